@@ -1,0 +1,71 @@
+# make run, make test and make lint set up what they need; a second run starts at once. make help lists everything.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+BENCH := $(VENV)-bench
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PIP := -m pip install --quiet --editable
+WHAT ?=
+
+.PHONY: help run test lint format bench golden docs lock clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
+
+run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
+	@exec $(BIN)/gradserve serve
+
+test: $(VENV)/.dev  ## run every test, or WHAT="tests/test_json.py -k name"
+	$(BIN)/python -m pytest $(WHAT)
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## let ruff write what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels and a plain FastAPI endpoint
+	$(BENCH)/bin/python -m benchmarks.kernels
+	$(BENCH)/bin/python -m benchmarks.http
+
+golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels again for the answers in tests/golden
+	$(BENCH)/bin/python -m tests.golden.make
+
+docs: $(VENV)/.dev  ## write the generated tables of the README anew
+	$(BIN)/python -m tests.readme
+
+lock:  ## renew constraints.txt: the newest versions that fit, of everything
+	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
+	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench]'
+	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve)==' > constraints.txt
+	rm -rf $(VENV)-lock
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) $(BENCH) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.run: pyproject.toml constraints.txt
+	@$(MAKE) --no-print-directory venv-check
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python $(PIP) '.[dev]'
+	@touch $@
+
+$(BENCH)/.bench: pyproject.toml constraints.txt
+	@$(MAKE) --no-print-directory venv-check
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python $(PIP) '.[bench]'
+	@touch $@
+
+.PHONY: venv-check
+venv-check:
+	@command -v $(PYTHON) >/dev/null || { echo "gradserve needs Python 3.11 or newer; on Debian: apt-get install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gradserve needs Python 3.11 or newer, but $(PYTHON) is `$(PYTHON) -V`; try make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }

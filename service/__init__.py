@@ -1,0 +1,1 @@
+"""gradserve: gradient kernels and gradient accumulation as an HTTP service."""

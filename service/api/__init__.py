@@ -1,0 +1,1 @@
+"""The HTTP edge, and the only place that knows FastAPI and pydantic."""

@@ -1,0 +1,198 @@
+"""`/v1/ops`: the operators, each with an endpoint made from its declaration."""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.api import openapi
+from service.api.body import read_body
+from service.api.tensors import judge
+from service.api.work import engine_of, in_pool
+from service.codecs import json as json_codec
+from service.dtypes import DTYPES
+from service.engine import Engine
+from service.errors import GradserveError, InvalidParameter, NotAcceptable, UnknownOperator, UnsupportedMediaType, shown
+from service.kernels import OPERATORS, Operator, Tensor
+
+router = APIRouter(tags=["operators"])
+
+JSON = "application/json"
+
+
+class TensorInfo(BaseModel):
+    """An input or output of an operator."""
+
+    name: str
+    dtypes: list[str]
+    default_dtype: str = Field(description="What a JSON list without a dtype has.")
+    type_variable: str | None = Field(description="Tensors of the same type variable share a dtype.")
+    optional: bool
+
+
+class AttributeInfo(BaseModel):
+    """An attribute of an operator, a query parameter."""
+
+    name: str
+    type: str
+    default: Any
+
+
+class OperatorInfo(BaseModel):
+    """What an operator computes, takes and gives."""
+
+    name: str
+    formula: str
+    description: str
+    inputs: list[TensorInfo]
+    outputs: list[TensorInfo]
+    attributes: list[AttributeInfo]
+    example: dict[str, Any] = Field(description="A request and its answer.")
+
+
+class OperatorList(BaseModel):
+    """All operators."""
+
+    operators: list[OperatorInfo]
+
+
+def describe(operator: Operator) -> OperatorInfo:
+    """The operator's declaration, for users."""
+
+    def tensor(one: Tensor) -> TensorInfo:
+        return TensorInfo(
+            name=one.name,
+            dtypes=list(one.kind.dtypes),
+            default_dtype=one.kind.default,
+            type_variable=one.variable,
+            optional=one.optional,
+        )
+
+    return OperatorInfo(
+        name=operator.name,
+        formula=operator.formula,
+        description=operator.description,
+        inputs=[tensor(one) for one in operator.inputs],
+        outputs=[tensor(one) for one in operator.outputs],
+        attributes=[AttributeInfo(name=a.name, type=a.type.__name__, default=a.default) for a in operator.attributes],
+        example={"request": dict(operator.example), "answer": openapi.example_answer(operator)},
+    )
+
+
+@router.get("/v1/ops", summary="All operators")
+async def list_operators() -> OperatorList:
+    return OperatorList(operators=[describe(operator) for operator in OPERATORS.values()])
+
+
+@router.get("/v1/ops/{op}", summary="One operator")
+async def get_operator(op: str) -> OperatorInfo:
+    return describe(find(op))
+
+
+def find(name: str) -> Operator:
+    """The operator called `name`. Raises `UnknownOperator`, which suggests the nearest name."""
+    if name in OPERATORS:
+        return OPERATORS[name]
+    near = difflib.get_close_matches(name, OPERATORS, 1, 0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise UnknownOperator(f"There is no operator {shown(name)}.{hint} GET /v1/ops lists all", op=name)
+
+
+class EndpointQuery(BaseModel):
+    """The query parameters that every operator's endpoint has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    encoding: json_codec.Form | None = Field(
+        None, description="How the answer writes its tensors; by default in base64 if the request does, else as lists."
+    )
+
+
+def query_model(operator: Operator) -> type[EndpointQuery]:
+    """The query parameters of the operator's endpoint, its attributes included."""
+    attributes: Any = {a.name: (a.type, a.default) for a in operator.attributes}
+    return create_model(f"{operator.name}Query", __base__=EndpointQuery, **attributes)
+
+
+def answer(engine: Engine, operator: Operator, body: bytearray, query: EndpointQuery) -> bytes:
+    """The answer to a JSON request. Runs in the pool."""
+    document = json_codec.Document(body, engine.limits)
+    engine.check_names(operator, document.members.keys())
+    forms = {name: judge(name, value) for name, value in document.members.items()}
+    tensors = {}
+    for one in operator.inputs:
+        form = forms.get(one.name)
+        if form is None:
+            continue
+        dtype = DTYPES[form.dtype or one.kind.default]
+        if form.base64 is None:
+            tensors[one.name] = document.tensor(one.name, form.data, dtype, form.shape)
+        else:
+            tensors[one.name] = document.base64(one.name, form.base64, dtype, form.shape or [])
+    document.finish()
+    attributes = query.model_dump(exclude={"encoding"})
+    encoding = query.encoding or ("base64" if any(form.base64 for form in forms.values()) else "list")
+    return json_codec.encode(engine.run(operator, tensors, attributes), encoding)
+
+
+def _add_endpoint(operator: Operator) -> None:
+    async def run(request, query):  # type: ignore[no-untyped-def]
+        try:
+            engine = engine_of(request)
+            _check_types(request)
+            _check_given_once(request)
+            body = await read_body(request, request.app.state.settings.max_body_bytes)
+            content = await in_pool(request, partial(answer, engine, operator, body, query))
+        except GradserveError as error:
+            error.context["op"] = operator.name
+            raise
+        return Response(content, media_type=JSON)
+
+    run.__annotations__ = {
+        "request": Request,
+        "query": Annotated[query_model(operator), Query()],
+        "return": Response,
+    }
+    router.add_api_route(
+        f"/v1/ops/{operator.name}",
+        run,
+        methods=["POST"],
+        name=operator.name,
+        operation_id=operator.name,
+        summary=operator.formula,
+        description=operator.description,
+        openapi_extra=openapi.operation(operator),
+    )
+
+
+for _operator in OPERATORS.values():
+    _add_endpoint(_operator)
+
+
+@router.post("/v1/ops/{op}", include_in_schema=False)
+async def run_unknown(op: str) -> Response:
+    find(op)
+    raise AssertionError("an operator without an endpoint")
+
+
+def _check_types(request: Request) -> None:
+    sent = request.headers.get("content-type", JSON)
+    if sent.partition(";")[0].strip().lower() != JSON:
+        raise UnsupportedMediaType(f"Content-Type is {shown(sent)}, but must be {JSON}")
+    accepted = request.headers.get("accept", "*/*")
+    ranges = {one.partition(";")[0].strip().lower() for one in accepted.split(",")}
+    if not ranges & {JSON, "application/*", "*/*", ""}:
+        raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is {JSON}")
+
+
+def _check_given_once(request: Request) -> None:
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidParameter(f"{shown(name)} is given {names.count(name)} times", parameter=name)

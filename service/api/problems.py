@@ -1,0 +1,83 @@
+"""Errors as answers: RFC 9457 `application/problem+json`, made in one place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from service.errors import (
+    GradserveError,
+    Invalid,
+    InvalidParameter,
+    MalformedBody,
+    MethodNotAllowed,
+    NotFound,
+    UnknownParameter,
+    shown,
+)
+
+MEDIA_TYPE = "application/problem+json"
+
+
+def problem(error: GradserveError, headers: Mapping[str, str] | None = None) -> Response:
+    """`error` as an answer."""
+    content = {
+        "type": f"urn:gradserve:problem:{error.code}",
+        "title": error.title(),
+        "status": error.status,
+        "detail": error.detail,
+        "code": error.code,
+        **error.context,
+    }
+    return Response(json.dumps(content), error.status, headers, MEDIA_TYPE)
+
+
+def invalid_parameter(error: Mapping[str, Any]) -> Invalid:
+    """pydantic's word on one query parameter as an error of ours."""
+    name = str(error["loc"][-1])
+    if error["type"] == "extra_forbidden":
+        return UnknownParameter(f"There is no query parameter {shown(name)} here", parameter=name)
+    message = f"{name}: {error['msg']}"
+    if "input" in error and error["type"] != "missing":
+        message += f", but is {shown(error['input'])}"
+    return InvalidParameter(message, parameter=name)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error in `app` with a problem."""
+
+    @app.exception_handler(GradserveError)
+    async def ours(request: Request, error: GradserveError) -> Response:
+        return problem(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def query(request: Request, error: RequestValidationError) -> Response:
+        return problem(invalid_parameter(error.errors()[0]))
+
+    @app.exception_handler(HTTPException)
+    async def routing(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 405:
+            # Starlette names the methods of the first route at this path only.
+            routes = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
+            allowed = ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
+            detail = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+            return problem(MethodNotAllowed(detail), {"Allow": allowed})
+        if error.status_code == 404:
+            return problem(NotFound(f"There is nothing at {shown(request.url.path)}; see /docs for what there is"))
+        return problem(MalformedBody(str(error.detail)))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return problem(GradserveError("The server failed to answer this request; its log says why"))

@@ -1,0 +1,112 @@
+"""The JSON forms of a tensor as pydantic models: what judges a request's envelope, and what OpenAPI shows.
+
+pydantic never sees the numbers themselves: they stay with the codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, create_model, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypeAliasType
+
+from service.dtypes import DTYPES, Kind
+from service.errors import InvalidTensor, shown
+from service.kernels import Operator, Tensor
+
+_ABSENT: Any = object()
+
+Dimension = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
+
+
+class Form(BaseModel):
+    """One tensor of a request, its numbers not yet read. A bare value is the `data` of the input's default dtype."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: Literal[tuple(DTYPES)] | None = None  # type: ignore[valid-type]
+    shape: list[Dimension] | None = None
+    data: Any = _ABSENT
+    base64: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_data_and_base64(self) -> Self:
+        if (self.data is _ABSENT) is (self.base64 is None):
+            raise PydanticCustomError("form", "a tensor has either data or base64")
+        if self.base64 is not None and self.shape is None:
+            raise PydanticCustomError("form", "base64 needs a shape")
+        return self
+
+
+def judge(name: str, value: Any) -> Form:
+    """The member `name` of a request as a `Form`. Raises `InvalidTensor`."""
+    try:
+        return Form.model_validate(value if isinstance(value, dict) else {"data": value})
+    except ValidationError as invalid:
+        error = invalid.errors(include_url=False, include_context=False)[0]
+        place = ".".join([name, *map(str, error["loc"])])
+        came = f", but is {shown(error['input'])}" if error["loc"] else ""
+        raise InvalidTensor(f"{place}: {error['msg']}{came}", tensor=name) from None
+
+
+# What follows is for OpenAPI.
+
+Number = TypeAliasType("Number", 'float | Literal["NaN", "Infinity", "-Infinity"]')
+Numbers = TypeAliasType("Numbers", "Number | list[Numbers]")
+Integers = TypeAliasType("Integers", "int | list[Integers]")
+Booleans = TypeAliasType("Booleans", "bool | list[Booleans]")
+Values = TypeAliasType("Values", "Number | bool | list[Values]")
+
+_DATA: Mapping[str, Any] = {"float": Numbers, "integer": Integers, "flag": Booleans, "any": Values}
+
+
+class Problem(BaseModel):
+    """An error (RFC 9457), with more members where they help."""
+
+    type: str = Field(examples=["urn:gradserve:problem:shape_mismatch"])
+    title: str
+    status: int
+    detail: str
+    code: str
+
+
+@cache
+def _input_type(kind: Kind) -> Any:
+    head: Any = {"__config__": ConfigDict(extra="forbid"), "dtype": (Literal[kind.dtypes], kind.default)}
+    name, data = kind.name.capitalize(), _DATA[kind.name]
+    as_list = create_model(f"{name}List", **head, shape=(list[int], None), data=(data, ...))
+    as_base64 = create_model(f"{name}Base64", **head, shape=(list[int], ...), base64=(str, ...))
+    return data | as_list | as_base64
+
+
+@cache
+def _output_type(kind: Kind) -> Any:
+    head: Any = {"dtype": (Literal[kind.dtypes], ...), "shape": (list[int], ...)}
+    name, data = kind.name.capitalize(), _DATA[kind.name]
+    as_list = create_model(f"{name}ListAnswer", **head, data=(data, ...))
+    as_base64 = create_model(f"{name}Base64Answer", **head, base64=(str, ...))
+    return as_list | as_base64
+
+
+def request_model(operator: Operator) -> type[BaseModel]:
+    """The operator's request as OpenAPI shows it."""
+
+    def field(tensor: Tensor) -> Any:
+        return (_input_type(tensor.kind), None if tensor.optional else ...)
+
+    return _model(f"{operator.name}Request", ((tensor.name, field(tensor)) for tensor in operator.inputs))
+
+
+def answer_model(operator: Operator) -> type[BaseModel]:
+    """The operator's answer as OpenAPI shows it."""
+    return _model(
+        f"{operator.name}Answer", ((tensor.name, (_output_type(tensor.kind), ...)) for tensor in operator.outputs)
+    )
+
+
+def _model(name: str, fields: Iterable[tuple[str, Any]]) -> type[BaseModel]:
+    made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **dict(fields))
+    return made

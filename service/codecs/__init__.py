@@ -1,0 +1,1 @@
+"""Bytes <-> tensors; one module for each wire format."""

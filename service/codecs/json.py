@@ -1,0 +1,188 @@
+"""Tensors as JSON: nested lists or base64, read and written in bulk.
+
+Numbers are parsed by simdjson straight into a buffer and written by orjson straight from one; no Python object is made
+for a number, except where a list holds something else than numbers (booleans, "NaN", a mistake). NaN and infinities are
+the strings "NaN", "Infinity" and "-Infinity"; base64 is of little-endian, row-major bytes.
+"""
+
+from __future__ import annotations
+
+import binascii
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import orjson
+import pybase64
+import simdjson
+
+from service.codecs._lists import (
+    NONFINITE,
+    Array,
+    Shape,
+    count_lists,
+    narrow,
+    numbers_of,
+    scalars_of,
+    shape_of,
+)
+from service.dtypes import BOOL, FLOAT32, DType
+from service.errors import InvalidTensor, MalformedBody, shown
+from service.limits import Limits, check_rank
+
+Form: TypeAlias = Literal["list", "base64"]
+
+
+DIAGNOSED_BYTES = 16 << 20
+"""The largest body of which an error says the place: to find it takes many times the body's memory."""
+
+
+class Document:
+    """A JSON object that names tensors, parsed once. Not thread-safe.
+
+    `members` maps each name to a number, string, boolean, None, list, or a dict of these; lists, but for `shape` in a
+    dict, stay in the parser until `tensor` reads them. Raises `MalformedBody` and `TooManyDimensions`.
+    """
+
+    def __init__(self, body: bytes | bytearray, limits: Limits) -> None:
+        self._body = body
+        self._limits = limits
+        self._lists = 0  # of which what was read so far consists
+        self._unproven: list[tuple[str, simdjson.Array, Shape]] = []
+        self.members = {name: _plain(name, value) for name, value in _members(_parse(body), "The body")}
+
+    def tensor(self, name: str, data: Any, dtype: DType, shape: Sequence[int] | None = None) -> Array:
+        """The tensor `name` from nested lists or a scalar, to be trusted after `finish`.
+
+        `shape`, if given, must be that of the lists; it settles the shape of an empty list. Raises `InvalidTensor`,
+        `TooManyDimensions` and `TensorTooLarge`.
+        """
+        found = shape_of(name, data)
+        self._limits.check(name, found, dtype)
+        self._lists += count_lists(found)
+        if shape is not None:
+            self._settle(name, shape, dtype)
+            if tuple(shape) != found and not (found == (0,) and 0 in shape):
+                raise InvalidTensor(f"{name} has lists of shape {list(found)}, but says {list(shape)}", tensor=name)
+        numbers = numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
+        if numbers is not None and numbers.size == math.prod(found):
+            self._unproven.append((name, data, found))
+        else:
+            numbers = scalars_of(name, data, found, dtype)
+        return narrow(name, numbers, found, dtype).reshape(found if shape is None else shape)
+
+    def base64(self, name: str, text: str, dtype: DType, shape: Sequence[int]) -> Array:
+        """The tensor `name`, a read-only view of the decoded bytes. Raises like `tensor`."""
+        self._settle(name, shape, dtype)
+        expected = math.prod(shape) * dtype.itemsize
+        try:
+            # Far too long a text is not worth decoding.
+            data = pybase64.b64decode(text, validate=True) if len(text) * 3 // 4 <= expected + 4 else None
+        except (binascii.Error, ValueError):
+            raise InvalidTensor(
+                f"{name}.base64 is not base64 in the standard alphabet (A-Z a-z 0-9 + /), padded with =", tensor=name
+            ) from None
+        size = len(text) * 3 // 4 if data is None else len(data)
+        if data is None or size != expected:
+            raise InvalidTensor(
+                f"{name}.base64 holds {size} bytes, but {dtype} of shape {list(shape)} takes {expected}", tensor=name
+            )
+        if dtype == BOOL and np.frombuffer(data, np.uint8).max(initial=0) > 1:
+            raise InvalidTensor(
+                f"{name}.base64 has a byte that is neither 0 nor 1, which bool does not allow", tensor=name
+            )
+        return np.frombuffer(data, dtype).reshape(shape)
+
+    def finish(self) -> None:
+        """Raise `InvalidTensor` if a list stands where a number belongs in any tensor read so far, which must be all.
+
+        Numbers are read flat, so `[1, [2]]` looks like `[1, 2]`. But then the body has a bracket too many.
+        """
+        if self._unproven and self._body.count(b"[") != self._lists:
+            for name, data, shape in self._unproven:
+                scalars_of(name, data, shape, FLOAT32)
+
+    def _settle(self, name: str, shape: Sequence[int], dtype: DType) -> None:
+        self._lists += 1
+        self._limits.check(name, shape, dtype)
+
+
+def encode(tensors: Mapping[str, Array], form: Form) -> bytes:
+    """A JSON object: name -> `{"dtype", "shape", "data"}`, or with `"base64"` in place of `"data"`."""
+    members = {}
+    for name, tensor in tensors.items():
+        member: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": tensor.shape}
+        if form == "base64":
+            member["base64"] = pybase64.b64encode_as_string(
+                np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+            )
+        else:
+            member["data"] = orjson.Fragment(_list_text(tensor))
+        members[name] = member
+    return orjson.dumps(members)
+
+
+def _list_text(tensor: Array) -> bytes:
+    if not tensor.size:
+        return b"[]"  # the shape says the rest, which may be a billion empty rows
+    if tensor.dtype.itemsize == 2:
+        tensor = tensor.astype(np.float32)
+    text = orjson.dumps(np.ascontiguousarray(tensor), option=orjson.OPT_SERIALIZE_NUMPY)
+    if not tensor.ndim:
+        text = text[1:-1]  # ascontiguousarray makes a row of a scalar
+    if tensor.dtype.kind != "f":
+        return text
+    finite = np.isfinite(tensor)
+    if finite.all():
+        return text
+    # orjson has written null for every other number.
+    names = {repr(value): f'"{name}"'.encode() for name, value in NONFINITE.items()}
+    others = [names[repr(value)] for value in tensor[~finite].tolist()]
+    return b"".join(itertools.chain.from_iterable(zip(text.split(b"null"), [*others, b""], strict=True)))
+
+
+def _parse(body: bytes | bytearray) -> Any:
+    try:
+        return simdjson.Parser().parse(body)
+    except (ValueError, RuntimeError) as error:
+        if len(body) > DIAGNOSED_BYTES:
+            raise MalformedBody(f"The body is not JSON, or has a number beyond 64 bits: {error}") from None
+        # simdjson says neither where, nor which tensor a number beyond 64 bits is in: read it again, slowly.
+        try:
+            return json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_Pairs)
+        except RecursionError:
+            raise MalformedBody("The body is nested too deeply") from None
+        except ValueError as error:
+            raise MalformedBody(f"The body is not JSON: {error}") from None
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The members of an object in their order, duplicates included."""
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f'{text} is not JSON; write the string "{text}"')
+
+
+def _members(value: Any, what: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, (simdjson.Object, _Pairs)):
+        raise MalformedBody(f"{what} is JSON, but not an object")
+    seen = set()
+    for name, member in value if isinstance(value, _Pairs) else ((name, value[name]) for name in value):
+        if name in seen:
+            raise MalformedBody(f"{what} has two members named {shown(name)}")
+        seen.add(name)
+        yield name, member
+
+
+def _plain(name: str, value: Any) -> Any:
+    if not isinstance(value, (simdjson.Object, _Pairs)):
+        return value
+    form = dict(_members(value, shown(name)))
+    if isinstance(form.get("shape"), simdjson.Array):
+        check_rank(f"{name}.shape", len(form["shape"]))
+        form["shape"] = list(form["shape"])
+    return form

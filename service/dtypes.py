@@ -1,0 +1,54 @@
+"""The dtypes of the service, each in one row, and the groups of them that operators ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DType = np.dtype[Any]
+
+BOOL = np.dtype(np.bool_)
+INT32 = np.dtype(np.int32)
+INT64 = np.dtype(np.int64)
+FLOAT16 = np.dtype(np.float16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT32 = np.dtype(np.float32)
+FLOAT64 = np.dtype(np.float64)
+
+DTYPES: dict[str, DType] = {
+    "float16": FLOAT16,
+    "bfloat16": BFLOAT16,
+    "float32": FLOAT32,
+    "float64": FLOAT64,
+    "int32": INT32,
+    "int64": INT64,
+    "bool": BOOL,
+}
+"""The JSON name of each dtype, which is NumPy's, and the dtype: little-endian, as the wire is."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an operator takes in one place: the names of the dtypes, and the one that a bare JSON list has there."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    default: str
+
+
+FLOATS = Kind("float", ("float16", "bfloat16", "float32", "float64"), "float32")
+INTEGERS = Kind("integer", ("int32", "int64"), "int64")
+FLAG = Kind("flag", ("bool",), "bool")
+ANY = Kind("any", tuple(DTYPES), "bool")
+
+
+def compute_dtype(dtype: DType) -> DType:
+    """The dtype that arithmetic on `dtype` runs in: float32 for the 16-bit floats, else `dtype` itself.
+
+    >>> compute_dtype(BFLOAT16)
+    dtype('float32')
+    """
+    return FLOAT32 if dtype in (FLOAT16, BFLOAT16) else dtype

@@ -1,0 +1,83 @@
+"""The engine: binds tensors to an operator's inputs, checks them, and runs the kernel in the thread pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from service.arena import Arena
+from service.dtypes import DType
+from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
+from service.kernels import Operator, Tensor
+from service.kernels._blocks import Workspace, workspace
+from service.kernels._op import Array
+from service.limits import Limits
+
+R = TypeVar("R")
+
+
+class Engine:
+    """One pool of `threads`, the `limits` of every tensor, and `reuse_bytes` of past outputs' memory."""
+
+    def __init__(self, *, threads: int, limits: Limits, reuse_bytes: int) -> None:
+        self.limits = limits
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
+        self._arena = Arena(reuse_bytes)
+        self._workspace = Workspace(self._pool, threads, self._allocate)
+
+    def submit(self, work: Callable[[], R]) -> Future[R]:
+        """Call `work` in the pool. A future that is cancelled before it starts is dropped."""
+        return self._pool.submit(work)
+
+    def close(self) -> None:
+        """Finish what runs, drop what waits, and end the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def run(self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> dict[str, Array]:
+        """The operator's outputs, name -> array. Called in a thread of the pool, whose idle threads join in.
+
+        Raises `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, and what the kernel raises.
+        """
+        self.check_names(operator, tensors.keys())
+        self._check_dtypes(operator, tensors)
+        for name, tensor in tensors.items():
+            self.limits.check(name, tensor.shape, tensor.dtype)
+        with workspace(self._workspace):
+            return operator(tensors, attributes)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        self.limits.check("The output", shape, dtype)
+        return self._arena.allocate(shape, dtype)
+
+    def check_names(self, operator: Operator, names: Collection[str]) -> None:
+        """Raise unless `names` are inputs of `operator`, and hold all that it needs."""
+        known = [tensor.name for tensor in operator.inputs]
+        for name in names:
+            if name not in known:
+                raise UnknownTensor(
+                    f"{operator.name} has no input {shown(name)}; its inputs are {', '.join(known)}", tensor=name
+                )
+        for tensor in operator.inputs:
+            if tensor.name not in names and not tensor.optional:
+                raise MissingTensor(f"{operator.name} needs the input {tensor.name!r}", tensor=tensor.name)
+
+    def _check_dtypes(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
+        bound: dict[str, Tensor] = {}
+        for expected in operator.inputs:
+            if expected.name not in tensors:
+                continue
+            name, dtype = expected.name, tensors[expected.name].dtype.name
+            if dtype not in expected.kind.dtypes:
+                raise DtypeMismatch(
+                    f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name
+                )
+            if expected.variable is None:
+                continue
+            first = bound.setdefault(expected.variable, expected).name
+            if dtype != tensors[first].dtype.name:
+                raise DtypeMismatch(
+                    f"{name} is {dtype} and {first} is {tensors[first].dtype.name}, but they must share a dtype"
+                    f" (a JSON list without one is {expected.kind.default})",
+                    tensor=name,
+                )

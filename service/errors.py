@@ -1,0 +1,204 @@
+"""Every error that gradserve raises on purpose, and the answer that it becomes.
+
+* GradserveError                500 internal
+  x MalformedBody               400 malformed_body
+  x NotFound                    404 not_found
+    - UnknownOperator           404 unknown_operator
+  x MethodNotAllowed            405 method_not_allowed
+  x NotAcceptable               406 not_acceptable
+  x BodyTooLarge                413 body_too_large
+  x TensorTooLarge              413 tensor_too_large
+  x UnsupportedMediaType        415 unsupported_media_type
+  x Invalid                     422 invalid_request
+    - InvalidParameter          422 invalid_parameter
+    - UnknownParameter          422 unknown_parameter
+    - InvalidTensor             422 invalid_tensor
+    - MissingTensor             422 missing_tensor
+    - UnknownTensor             422 unknown_tensor
+    - DtypeMismatch             422 dtype_mismatch
+    - ShapeMismatch             422 shape_mismatch
+    - TooManyDimensions         422 too_many_dimensions
+    - AxisOutOfRange            422 axis_out_of_range
+    - IndexOutOfRange           422 index_out_of_range
+  x NotReady                    503 not_ready
+
+`status` and `code` are plain class attributes, so that no layer below the API needs to know the web. The first line of
+each docstring is the title of the answer and the text of the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+
+class GradserveError(Exception):
+    """The server failed; the fault is ours."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, detail: str, **context: Any) -> None:
+        """`detail` is a sentence for the person who made the mistake, `context` (tensor, limit, ...) for programs."""
+        super().__init__(detail)
+        self.detail = detail
+        self.context = {name: cut(value) if isinstance(value, str) else value for name, value in context.items()}
+
+    @classmethod
+    def title(cls) -> str:
+        """The first line of the docstring, without its full stop."""
+        return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+class MalformedBody(GradserveError):
+    """The body cannot be read."""
+
+    status = 400
+    code = "malformed_body"
+
+
+class NotFound(GradserveError):
+    """There is nothing at this path."""
+
+    status = 404
+    code = "not_found"
+
+
+class UnknownOperator(NotFound):
+    """There is no operator of this name."""
+
+    code = "unknown_operator"
+
+
+class MethodNotAllowed(GradserveError):
+    """This path does not take this method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class NotAcceptable(GradserveError):
+    """The answer cannot be given in a type that `Accept` names."""
+
+    status = 406
+    code = "not_acceptable"
+
+
+class BodyTooLarge(GradserveError):
+    """The body is larger than the server takes."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class TensorTooLarge(GradserveError):
+    """An input or output is larger than the server allows."""
+
+    status = 413
+    code = "tensor_too_large"
+
+
+class UnsupportedMediaType(GradserveError):
+    """The body is of a type or encoding that the server does not read."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class Invalid(GradserveError):
+    """The request was read but makes no sense."""
+
+    status = 422
+    code = "invalid_request"
+
+
+class InvalidParameter(Invalid):
+    """An attribute or query parameter has no valid value."""
+
+    code = "invalid_parameter"
+
+
+class UnknownParameter(Invalid):
+    """A query parameter is not one of this endpoint's."""
+
+    code = "unknown_parameter"
+
+
+class InvalidTensor(Invalid):
+    """A tensor's form, numbers or bytes are invalid."""
+
+    code = "invalid_tensor"
+
+
+class MissingTensor(Invalid):
+    """A required input is missing."""
+
+    code = "missing_tensor"
+
+
+class UnknownTensor(Invalid):
+    """A tensor is not an input of this operator."""
+
+    code = "unknown_tensor"
+
+
+class DtypeMismatch(Invalid):
+    """A tensor's dtype is not one that the operator takes there."""
+
+    code = "dtype_mismatch"
+
+
+class ShapeMismatch(Invalid):
+    """The shapes of the tensors do not fit together."""
+
+    code = "shape_mismatch"
+
+
+class TooManyDimensions(Invalid):
+    """A tensor has more dimensions than the server takes."""
+
+    code = "too_many_dimensions"
+
+
+class AxisOutOfRange(Invalid):
+    """The axis is not one of the tensor's."""
+
+    code = "axis_out_of_range"
+
+
+class IndexOutOfRange(Invalid):
+    """An index lies outside the dimension that it indexes."""
+
+    code = "index_out_of_range"
+
+
+class NotReady(GradserveError):
+    """The server is starting or stopping."""
+
+    status = 503
+    code = "not_ready"
+
+
+def cut(text: str, longest: int = 80) -> str:
+    """`text`, its end left out where it is long.
+
+    >>> cut("abcdefgh", longest=6)
+    'abc...'
+    """
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def shown(value: object) -> str:
+    """`value` as an error message shows it.
+
+    >>> shown(["a", None])
+    "['a', None]"
+    """
+    return cut(repr(cut(value) if isinstance(value, str) else value))
+
+
+def tree(root: type[GradserveError] = GradserveError) -> Iterator[type[GradserveError]]:
+    """`root` and every class below it, parents first."""
+    yield root
+    for child in root.__subclasses__():
+        yield from tree(child)

@@ -1,0 +1,16 @@
+"""The operators' kernels: NumPy in, NumPy out, no knowledge of the web. Importing this package fills `OPERATORS`."""
+
+from service.kernels import accumulate, activations, broadcast, gather, softmax
+from service.kernels._op import OPERATORS, Attribute, Operator, Tensor
+
+__all__ = [
+    "OPERATORS",
+    "Attribute",
+    "Operator",
+    "Tensor",
+    "accumulate",
+    "activations",
+    "broadcast",
+    "gather",
+    "softmax",
+]

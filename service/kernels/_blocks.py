@@ -1,0 +1,157 @@
+"""Where a kernel's memory and threads come from: cache-sized blocks, shared out over a pool.
+
+Called by itself, a kernel runs in the calling thread and allocates with NumPy. Inside `workspace(...)` idle threads of
+the pool join in, and outputs come from the caller's allocator. The blocks depend on the shapes alone, so the bits of a
+result do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+
+from service.dtypes import DType, compute_dtype
+from service.errors import ShapeMismatch, TensorTooLarge
+from service.kernels._op import Array
+
+T = TypeVar("T", bound=Array)
+
+BLOCK_BYTES = 512 * 1024
+"""Bytes of one tensor in a block: small enough that a block and its scratch stay in the L2 cache, and large enough that
+the arithmetic outweighs the hand-over of the interpreter lock between threads."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The pool whose idle threads may help, how many threads may work at once, and who allocates outputs."""
+
+    pool: Executor | None = None
+    threads: int = 1
+    allocate: Callable[[tuple[int, ...], DType], Array] = np.empty
+
+
+_ALONE = Workspace()
+_current: ContextVar[Workspace] = ContextVar("workspace", default=_ALONE)
+_scratch = threading.local()
+
+
+@contextmanager
+def workspace(space: Workspace) -> Iterator[None]:
+    """Kernels called inside use `space`."""
+    token = _current.set(space)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
+    """`out` if given and fit to take a result of this shape and dtype, else uninitialised memory from the workspace.
+
+    Raises `ShapeMismatch` unless `out` is a writeable, C-contiguous array of that shape and dtype, and `TensorTooLarge`
+    where there is not enough memory.
+    """
+    if out is None:
+        try:
+            return cast(T, _current.get().allocate(shape, dtype))
+        except (MemoryError, ValueError):  # ValueError: NumPy cannot even count the bytes
+            raise TensorTooLarge(f"an output of shape {list(shape)} and dtype {dtype} does not fit in memory") from None
+    if out.shape != shape or out.dtype != dtype or not (out.flags.c_contiguous and out.flags.writeable):
+        raise ShapeMismatch(
+            f"out must be a writeable C-contiguous {dtype} array of shape {list(shape)},"
+            f" but is {out.dtype} of shape {list(out.shape)}",
+            tensor="out",
+        )
+    return out
+
+
+def block_length(dtype: DType) -> int:
+    """Elements of one tensor of `dtype` in a block. Few for the 16-bit floats, which are widened in scratch."""
+    return BLOCK_BYTES // (8 if dtype.itemsize == 2 else dtype.itemsize)
+
+
+def share_out(work: Callable[[int], None], count: int) -> None:
+    """Call `work(0)` ... `work(count - 1)`, each once, in this thread and in idle threads of the workspace's pool.
+
+    A helper that has not started when the work runs out is cancelled, never waited for: a full pool cannot deadlock.
+    """
+    space = _current.get()
+    numbers = itertools.count()  # next() on it is atomic under the interpreter lock
+
+    def drain() -> None:
+        with np.errstate(all="ignore"):
+            for number in numbers:
+                if number >= count:
+                    return
+                work(number)
+
+    helpers = []
+    if space.pool is not None:
+        helpers = [space.pool.submit(drain) for _ in range(min(space.threads, count) - 1)]
+    try:
+        drain()
+    finally:
+        running = [helper for helper in helpers if not helper.cancel()]
+        failures = [helper.exception() for helper in running]  # waits: they still write to our arrays
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def scratch(slot: int, shape: tuple[int, ...], dtype: DType) -> Array:
+    """This thread's scratch array number `slot`, uninitialised. It holds until the thread asks for the slot again."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    slots: dict[int, Array] = _scratch.__dict__.setdefault("slots", {})
+    memory = slots.get(slot)
+    if memory is None or memory.nbytes < size:
+        memory = slots[slot] = np.empty(size, np.uint8)
+    return memory[:size].view(dtype).reshape(shape)
+
+
+def widen(block: Array, slot: int) -> Array:
+    """`block` in the dtype that is computed in: itself, or a float32 copy in scratch."""
+    dtype = compute_dtype(block.dtype)
+    if block.dtype == dtype:
+        return block
+    wide = scratch(slot, block.shape, dtype)
+    wide[...] = block
+    return wide
+
+
+def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None, *, temporaries: int) -> T:
+    """`formula(*blocks, out, *temporaries)` on every block of `inputs`, which share shape and dtype.
+
+    `formula` writes its result to `out`, which it may also use on the way, as it may the scratch arrays `temporaries`.
+    """
+    first = inputs[0]
+    result, flat_inputs = prepare(inputs, out)
+    flat, dtype = result.reshape(-1), compute_dtype(first.dtype)
+    length = block_length(first.dtype)
+
+    def work(number: int) -> None:
+        part = slice(number * length, (number + 1) * length)
+        blocks = [widen(array.reshape(-1)[part], slot) for slot, array in enumerate(flat_inputs)]
+        target = flat[part]
+        wide = target if target.dtype == dtype else scratch(len(blocks), target.shape, dtype)
+        spare = (scratch(len(blocks) + 1 + k, target.shape, dtype) for k in range(temporaries))
+        formula(*blocks, wide, *spare)
+        if wide is not target:
+            target[...] = wide
+
+    share_out(work, -(-flat.size // length))
+    return result
+
+
+def prepare(inputs: Sequence[T], out: T | None) -> tuple[T, list[Array]]:
+    """The array for a result like `inputs[0]`, and the inputs row-major and apart from it."""
+    result = new_output(out, inputs[0].shape, inputs[0].dtype)
+    apart = [array.copy() if np.may_share_memory(array, result) else array for array in inputs]
+    return result, [np.ascontiguousarray(array).reshape(array.shape) for array in apart]

@@ -1,0 +1,34 @@
+"""Checks that kernels share; each raises an error that names the tensor, what was expected and what came."""
+
+from __future__ import annotations
+
+from service.errors import AxisOutOfRange, DtypeMismatch, ShapeMismatch
+from service.kernels._op import Array
+
+
+def same_shape(**tensors: Array) -> None:
+    """Raise unless all tensors, given by name, have the shape and dtype of the first."""
+    (name, first), *rest = tensors.items()
+    for other, tensor in rest:
+        if tensor.shape != first.shape:
+            raise ShapeMismatch(
+                f"{other} has shape {list(tensor.shape)}, but must have the shape of {name}, {list(first.shape)}",
+                tensor=other,
+            )
+        if tensor.dtype != first.dtype:
+            raise DtypeMismatch(
+                f"{other} is {tensor.dtype}, but must have the dtype of {name}, {first.dtype}", tensor=other
+            )
+
+
+def normalize_axis(axis: int, rank: int, tensor: str) -> int:
+    """`axis` counted from the front, for a tensor of `rank` dimensions; raise if it has no such axis."""
+    if rank == 0:
+        raise AxisOutOfRange(f"axis {axis}: {tensor} is a scalar and has no axis", tensor=tensor, axis=axis)
+    if not -rank <= axis < rank:
+        raise AxisOutOfRange(
+            f"axis {axis} is not in [{-rank}, {rank - 1}], the axes of {tensor}, which has rank {rank}",
+            tensor=tensor,
+            axis=axis,
+        )
+    return axis % rank

@@ -1,0 +1,109 @@
+"""Accumulation of gradients: the arithmetic of a buffer, without the buffer.
+
+The results are new arrays; no input is changed. Source of the semantics: the CPU training kernels of ONNX Runtime
+1.19.2; where those reinterpret the bytes of another dtype, write out of bounds or return the wrong shape, a gradient is
+converted, checked, and the result has the buffer's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from service.dtypes import BOOL, compute_dtype
+from service.errors import InvalidTensor, ShapeMismatch
+from service.kernels._blocks import block_length, new_output, share_out
+from service.kernels._op import T_GRAD, AnyTensor, Array, Flag, T, op
+
+_BUFFER = {"gradient_buffer": [[1.0, 2.0], [3.0, 4.0]], "gradient": [0.5, -0.5]}
+
+
+@op("InPlaceAccumulator", outputs="accumulated_gradient", example={**_BUFFER, "do_update": True})
+def in_place_accumulator(
+    gradient_buffer: T, gradient: T_GRAD, do_update: Flag | None = None, /, *, out: T | None = None
+) -> T:
+    """accumulated_gradient = gradient_buffer + gradient; gradient_buffer where do_update is false.
+
+    `gradient` broadcasts into the buffer's shape, which the result has; its dtype may differ and is converted. Buffers
+    of float16 and bfloat16 are added in float32 and rounded once. Of `do_update`, true if left out, the first element
+    counts; where it is false, `gradient` is ignored, whatever its shape. Raises `ShapeMismatch`, and `InvalidTensor`
+    for an empty `do_update`.
+    """
+    if _flag("do_update", do_update, default=True):
+        return _assign(_add, gradient_buffer, gradient, out)
+    return _assign(_keep, gradient_buffer, gradient_buffer, out)
+
+
+@op("InPlaceAccumulatorV2", outputs="updated accumulated_gradient", example={**_BUFFER, "overwrite": False})
+def in_place_accumulator_v2(
+    gradient_buffer: T, gradient: T_GRAD, overwrite: Flag | None = None, /, *, out: T | None = None
+) -> tuple[Flag, T]:
+    """accumulated_gradient = gradient_buffer + gradient; gradient where overwrite is true. updated = [true].
+
+    `gradient` broadcasts into the buffer's shape, which the result has, for overwriting too; its dtype may differ and
+    is converted. Buffers of float16 and bfloat16 are added in float32 and rounded once. Of `overwrite`, false if left
+    out, the first element counts. Raises `ShapeMismatch`, and `InvalidTensor` for an empty `overwrite`.
+    """
+    replace = _flag("overwrite", overwrite, default=False)
+    return np.ones(1, BOOL), _assign(_replace if replace else _add, gradient_buffer, gradient, out)
+
+
+@op("ZeroGradient", outputs="zero_gradient", example={"old_gradient": [[1.0, 2.0], [3.0, 4.0]], "reset_signal": True})
+def zero_gradient(old_gradient: T, reset_signal: AnyTensor, /, *, out: T | None = None) -> T:
+    """zero_gradient = zeros of old_gradient's shape and dtype.
+
+    All zeros are +0. `reset_signal` may be any tensor: neither its value nor its shape counts, as in ONNX Runtime.
+    """
+    return _assign(_clear, old_gradient, old_gradient, out)
+
+
+def _flag(name: str, flag: Array | None, *, default: bool) -> bool:
+    if flag is None:
+        return default
+    if not flag.size:
+        raise InvalidTensor(f"{name} is empty, but must hold true or false", tensor=name)
+    return bool(flag.flat[0])
+
+
+def _add(result: Array, buffer: Array, gradient: Array) -> None:
+    # NumPy converts in pieces of its own: the sum is rounded once, and no converted copy is ever whole.
+    np.add(buffer, gradient, out=result, dtype=compute_dtype(buffer.dtype), casting="unsafe")
+
+
+def _keep(result: Array, buffer: Array, gradient: Array) -> None:
+    result[...] = buffer
+
+
+def _replace(result: Array, buffer: Array, gradient: Array) -> None:
+    np.copyto(result, gradient, casting="unsafe")
+
+
+def _clear(result: Array, buffer: Array, gradient: Array) -> None:
+    result[...] = 0
+
+
+def _assign(rule: Callable[[Array, Array, Array], None], buffer: T, gradient: Array, out: T | None) -> T:
+    """`rule(result, buffer, gradient)` in blocks, with `gradient` broadcast to the shape of the other two."""
+    try:
+        gradient = np.broadcast_to(gradient, buffer.shape)
+    except ValueError:
+        raise ShapeMismatch(
+            f"gradient has shape {list(gradient.shape)}, which does not broadcast into the shape of gradient_buffer,"
+            f" {list(buffer.shape)}",
+            tensor="gradient",
+        ) from None
+    result = new_output(out, buffer.shape, buffer.dtype)
+    tensors: list[Array] = [result, *(t.copy() if np.may_share_memory(t, result) else t for t in (buffer, gradient))]
+    if all(tensor.flags.c_contiguous for tensor in tensors):
+        tensors = [tensor.reshape(-1) for tensor in tensors]
+    tensors = [np.atleast_1d(tensor) for tensor in tensors]
+    rows = len(tensors[0])
+    step = max(1, block_length(buffer.dtype) * rows // max(1, result.size))
+
+    def work(number: int) -> None:
+        part = slice(number * step, (number + 1) * step)
+        rule(*(tensor[part] for tensor in tensors))
+
+    share_out(work, -(-rows // step))
+    return result

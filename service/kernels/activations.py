@@ -1,0 +1,115 @@
+"""Gradients of element-wise activations.
+
+Every kernel takes `dY` and the forward input `X` or output `Y`, of the same shape and floating dtype, and returns `dX`,
+like them. float16 and bfloat16 are computed in float32 and rounded once. Raises `ShapeMismatch` or `DtypeMismatch`
+where the two differ. Source of the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.kernels._blocks import elementwise, scratch
+from service.kernels._checks import same_shape
+from service.kernels._op import Array, T, op
+
+_SAMPLE = {"dY": [[1.0, -2.0], [3.0, 0.5]], "X": [[0.5, -1.0], [2.0, 0.0]]}
+_PROBABILITIES = {"dY": [[1.0, -2.0], [3.0, 0.5]], "Y": [[0.5, 0.25], [0.75, 1.0]]}
+
+
+def _positive(X: Array) -> Array:
+    """X > 0, in scratch."""
+    return np.greater(X, 0, out=scratch(-1, X.shape, np.dtype(np.bool_)))
+
+
+def _bits(block: Array) -> Array:
+    return block.view(f"u{block.dtype.itemsize}")
+
+
+@op("ReluGrad", outputs="dX", example=_SAMPLE)
+def relu_grad(dY: T, X: T, /, *, out: T | None = None) -> T:
+    """dX = dY where X > 0, else 0.
+
+    X = 0 and X = NaN give exactly +0, whatever dY is; where X > 0, dY passes bit by bit.
+    """
+    same_shape(dY=dY, X=X)
+
+    def formula(dY: Array, X: Array, out: Array) -> None:
+        # Masked copies branch per element. Multiplying the bits by 0 or 1 does not, and drops NaN and -0 as well.
+        np.multiply(_bits(dY), _positive(X), out=_bits(out))
+
+    return elementwise(formula, (dY, X), out, temporaries=0)
+
+
+@op("LeakyReluGrad", outputs="dX", example=_PROBABILITIES)
+def leaky_relu_grad(dY: T, Y: T, /, *, alpha: float = 0.01, out: T | None = None) -> T:
+    """dX = dY where Y > 0, else alpha * dY.
+
+    Y is the forward output. Y = 0 and Y = NaN give alpha * dY. For alpha < 0 the sign of Y is not that of the forward
+    input, so the result is not the true gradient, as in ONNX Runtime.
+    """
+    same_shape(dY=dY, Y=Y)
+
+    def formula(dY: Array, Y: Array, out: Array, slope: Array) -> None:
+        # The slope, without a branch: alpha's bits, of which those that differ from 1's are flipped where Y > 0.
+        low, one = (_bits(np.asarray(value, slope.dtype)) for value in (alpha, 1))
+        np.multiply(_positive(Y), low ^ one, out=_bits(slope))
+        np.bitwise_xor(_bits(slope), low, out=_bits(slope))
+        np.multiply(dY, slope, out=out)
+
+    return elementwise(formula, (dY, Y), out, temporaries=1)
+
+
+@op("SigmoidGrad", outputs="dX", example=_PROBABILITIES)
+def sigmoid_grad(dY: T, Y: T, /, *, out: T | None = None) -> T:
+    """dX = dY * Y * (1 - Y).
+
+    Y is the forward output, sigmoid(X); that it lies in [0, 1] is not checked.
+    """
+    same_shape(dY=dY, Y=Y)
+
+    def formula(dY: Array, Y: Array, out: Array, rest: Array) -> None:
+        np.subtract(1, Y, out=rest)
+        np.multiply(dY, Y, out=out)
+        np.multiply(out, rest, out=out)
+
+    return elementwise(formula, (dY, Y), out, temporaries=1)
+
+
+@op("TanhGrad", outputs="dX", example=_PROBABILITIES)
+def tanh_grad(dY: T, Y: T, /, *, out: T | None = None) -> T:
+    """dX = dY * (1 - Y * Y).
+
+    Y is the forward output, tanh(X); that it lies in [-1, 1] is not checked.
+    """
+    same_shape(dY=dY, Y=Y)
+
+    def formula(dY: Array, Y: Array, out: Array) -> None:
+        np.multiply(Y, Y, out=out)
+        np.subtract(1, out, out=out)
+        np.multiply(dY, out, out=out)
+
+    return elementwise(formula, (dY, Y), out, temporaries=0)
+
+
+@op("QuickGeluGrad", outputs="dX", example=_SAMPLE)
+def quick_gelu_grad(dY: T, X: T, /, *, alpha: float = 1.702, out: T | None = None) -> T:
+    """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
+
+    alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN: the formula is followed, as in ONNX Runtime,
+    although the limits are dY and 0.
+    """
+    same_shape(dY=dY, X=X)
+
+    def formula(dY: Array, X: Array, out: Array, minus_v: Array, s: Array) -> None:
+        np.multiply(X, -alpha, out=minus_v)
+        np.exp(minus_v, out=s)
+        np.add(s, 1, out=s)
+        np.reciprocal(s, out=s)
+        np.multiply(dY, s, out=out)
+        np.subtract(1, s, out=s)
+        np.multiply(s, minus_v, out=s)
+        np.subtract(1, s, out=s)
+        np.multiply(out, s, out=out)
+
+    return elementwise(formula, (dY, X), out, temporaries=2)

@@ -1,0 +1,120 @@
+"""Gradient of Gather: an ordered scatter-add. Source of the semantics: ONNX Runtime 1.19.2's CPU training kernel."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+# The loop behind scipy's public `csc_array @ dense`. Only here can it add into memory that is already there, instead of
+# into a fresh array of the output's size.
+from scipy.sparse._sparsetools import csc_matvecs
+
+from service.dtypes import compute_dtype
+from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch
+from service.kernels._blocks import block_length, new_output, share_out
+from service.kernels._checks import normalize_axis
+from service.kernels._op import Array, Shape, T, Tind, op
+from service.limits import check_rank
+
+
+@op(
+    "GatherGrad",
+    outputs="output",
+    example={"shape": [3, 2], "indices": [0, 2, 0], "grad": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]},
+)
+def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: T | None = None) -> T:
+    """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.
+
+    `shape` is the shape of Gather's data, as a tensor of any rank, read flat. `indices` may have any shape and count
+    from the end where negative. `grad` has the shape of Gather's output: `shape` with the dimension `axis` replaced by
+    the dimensions of `indices`; `output` has its dtype. Duplicates are added in their order in `indices`, always the
+    same. float16 and bfloat16 are added in float32 and rounded once. Raises `AxisOutOfRange`, `IndexOutOfRange`,
+    `ShapeMismatch`, `InvalidTensor` for a negative dimension and `TooManyDimensions`.
+    """
+    dims = _dims(shape)
+    axis = normalize_axis(axis, len(dims), "the tensor that shape describes")
+    expected = (*dims[:axis], *indices.shape, *dims[axis + 1 :])
+    if grad.shape != expected:
+        raise ShapeMismatch(
+            f"grad has shape {list(grad.shape)}, but must have {list(expected)}:"
+            f" shape {list(dims)} with dimension {axis} replaced by the shape of indices, {list(indices.shape)}",
+            tensor="grad",
+        )
+    targets = _targets(indices, dims[axis])
+    output = _zeros(dims, grad, out)
+    if grad.size:
+        outer, inner = math.prod(dims[:axis]), math.prod(dims[axis + 1 :])
+        _scatter_add(
+            output.reshape(outer, dims[axis], inner), targets, np.ascontiguousarray(grad).reshape(outer, -1, inner)
+        )
+    return output
+
+
+def _dims(shape: Array) -> tuple[int, ...]:
+    dims = tuple(shape.ravel().tolist())
+    check_rank("The output", len(dims))
+    for place, dim in enumerate(dims):
+        if dim < 0:
+            raise InvalidTensor(f"shape[{place}] is {dim}, but a dimension must be 0 or more", tensor="shape")
+    return dims
+
+
+def _targets(indices: Array, size: int) -> Array:
+    """`indices`, flat, int64 and counted from the front."""
+    flat = indices.astype(np.int64).ravel()
+    outside = (flat < -size) | (flat >= size)
+    if outside.any():
+        place = int(outside.argmax())
+        where = "".join(f"[{k}]" for k in np.unravel_index(place, indices.shape))
+        allowed = f"must be in [{-size}, {size - 1}]" if size else "the dimension that it indexes is empty"
+        raise IndexOutOfRange(
+            f"indices{where} is {flat[place]}, but {allowed}", tensor="indices", index=int(flat[place])
+        )
+    return np.where(flat < 0, flat + size, flat)
+
+
+def _zeros(dims: tuple[int, ...], grad: T, out: T | None) -> T:
+    output = new_output(out, dims, grad.dtype)
+    if np.may_share_memory(output, grad):
+        raise ShapeMismatch("out must not share memory with grad", tensor="out")
+    flat, length = output.reshape(-1), block_length(output.dtype)
+
+    def clear(number: int) -> None:
+        flat[number * length : (number + 1) * length] = 0
+
+    share_out(clear, -(-flat.size // length))
+    return output
+
+
+def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
+    """output[o, targets[k]] += grad[o, k], k in order; output is [outer, size, inner], grad [outer, count, inner].
+
+    For all `o` of a block at once, this is the product of a sparse matrix with a one in each column.
+    """
+    outer, size, inner = output.shape
+    count, dtype = targets.size, compute_dtype(grad.dtype)
+    rows = max(1, block_length(grad.dtype) // max(1, count * inner))
+    rows = min(rows, outer)
+    columns = np.arange(rows * count + 1)
+    row_of = (np.arange(rows)[:, None] * size + targets).ravel()
+    ones = np.ones(rows * count, dtype)
+
+    def add(number: int) -> None:
+        target, source = (tensor[number * rows : (number + 1) * rows] for tensor in (output, grad))
+        n = len(source)
+        wide = target.astype(dtype, copy=False)
+        csc_matvecs(
+            n * size,
+            n * count,
+            inner,
+            columns[: n * count + 1],
+            row_of[: n * count],
+            ones[: n * count],
+            source.astype(dtype, copy=False).reshape(-1),
+            wide.reshape(-1),
+        )
+        if wide is not target:
+            target[...] = wide
+
+    share_out(add, -(-outer // rows))

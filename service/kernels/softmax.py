@@ -1,0 +1,147 @@
+"""Gradients of Softmax and LogSoftmax, in their two generations.
+
+Every kernel takes `dY` and the forward output `Y` (probabilities, or their logarithms), of the same shape and floating
+dtype and of rank 1 or more, and returns `dX`, like them. The first generation sums over all dimensions from `axis` on
+together, the `_13` one over `axis` alone. An empty tensor gives an empty one. float16 and bfloat16 are computed in
+float32 and rounded once. Raises `ShapeMismatch` or `DtypeMismatch` where the two differ and `AxisOutOfRange`. Source of
+the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.kernels._blocks import block_length, prepare, scratch, share_out, widen
+from service.kernels._checks import normalize_axis, same_shape
+from service.kernels._op import Array, T, op
+
+_PROBABILITIES = {"dY": [[1.0, 2.0, 3.0]], "Y": [[0.25, 0.25, 0.5]]}
+_LOGARITHMS = {"dY": [[1.0, 2.0, 3.0]], "Y": [[-1.5, -1.25, -0.75]]}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """dX = apply(dY, Y, the sum of terms over the reduced axis). Blocks are [outer, reduced, inner]."""
+
+    sum: Callable[[Array, Array], Array]
+    apply: Callable[[Array, Array, Array, Array], object]
+
+
+def _softmax_apply(dY: Array, Y: Array, total: Array, out: Array) -> None:
+    np.subtract(dY, total, out=out)
+    np.multiply(out, Y, out=out)
+
+
+def _log_softmax_apply(dY: Array, Y: Array, total: Array, out: Array) -> None:
+    np.exp(Y, out=out)
+    np.multiply(out, total, out=out)
+    np.subtract(dY, out, out=out)
+
+
+# einsum's own loops make one pass over the operands and need no temporary; without `optimize` it never calls BLAS.
+_SOFTMAX = _Rule(lambda dY, Y: np.einsum("odi,odi->oi", dY, Y), _softmax_apply)
+_LOG_SOFTMAX = _Rule(lambda dY, Y: np.einsum("odi->oi", dY), _log_softmax_apply)
+
+
+@op("SoftmaxGrad", outputs="dX", example=_PROBABILITIES)
+def softmax_grad(dY: T, Y: T, /, *, axis: int = 1, out: T | None = None) -> T:
+    """dX = Y * (dY - sum(dY * Y)), the sum over all dimensions from `axis` on.
+
+    The default axis, 1, needs a rank of 2 or more.
+    """
+    axis = normalize_axis(axis, Y.ndim, "Y")
+    return _grad(_SOFTMAX, dY, Y, axis, Y.ndim, out)
+
+
+@op("LogSoftmaxGrad", outputs="dX", example=_LOGARITHMS)
+def log_softmax_grad(dY: T, Y: T, /, *, axis: int = 1, out: T | None = None) -> T:
+    """dX = dY - exp(Y) * sum(dY), the sum over all dimensions from `axis` on.
+
+    The default axis, 1, needs a rank of 2 or more.
+    """
+    axis = normalize_axis(axis, Y.ndim, "Y")
+    return _grad(_LOG_SOFTMAX, dY, Y, axis, Y.ndim, out)
+
+
+@op("SoftmaxGrad_13", outputs="dX", example=_PROBABILITIES)
+def softmax_grad_13(dY: T, Y: T, /, *, axis: int = -1, out: T | None = None) -> T:
+    """dX = Y * (dY - sum(dY * Y)), the sum along `axis`."""
+    axis = normalize_axis(axis, Y.ndim, "Y")
+    return _grad(_SOFTMAX, dY, Y, axis, axis + 1, out)
+
+
+@op("LogSoftmaxGrad_13", outputs="dX", example=_LOGARITHMS)
+def log_softmax_grad_13(dY: T, Y: T, /, *, axis: int = -1, out: T | None = None) -> T:
+    """dX = dY - exp(Y) * sum(dY), the sum along `axis`."""
+    axis = normalize_axis(axis, Y.ndim, "Y")
+    return _grad(_LOG_SOFTMAX, dY, Y, axis, axis + 1, out)
+
+
+def _grad(rule: _Rule, dY: T, Y: T, start: int, stop: int, out: T | None) -> T:
+    """`rule` with the sum over the dimensions `start` to `stop` - 1."""
+    same_shape(Y=Y, dY=dY)
+    result, (left, right) = prepare((dY, Y), out)
+    if result.size:
+        shape = [math.prod(Y.shape[part]) for part in (slice(start), slice(start, stop), slice(stop, None))]
+        _reduce_and_apply(rule, left.reshape(shape), right.reshape(shape), result.reshape(shape))
+    return result
+
+
+def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
+    """Cut [outer, reduced, inner] into tiles that hold the whole reduced axis; where one is too long for the cache, cut
+    that axis as well, sum the pieces first, and apply afterwards."""
+    outer, reduced, inner = Y.shape
+    length = block_length(Y.dtype)
+    width = min(inner, max(length // reduced, 64))  # 64 columns: whole cache lines
+    depth = min(reduced, length // width)
+    height = max(1, length // (reduced * width)) if depth == reduced else 1
+    if width < inner:
+        height = 1
+    rows, columns, pieces = -(-outer // height), -(-inner // width), -(-reduced // depth)
+
+    def tile(number: int) -> tuple[int, int, tuple[slice, slice, slice]]:
+        number, piece = divmod(number, pieces)
+        row, column = divmod(number, columns)
+        parts = ((row, height), (piece, depth), (column, width))
+        return number, piece, tuple(slice(k * n, (k + 1) * n) for k, n in parts)  # type: ignore[return-value]
+
+    def load(where: tuple[slice, slice, slice]) -> tuple[Array, Array]:
+        return widen(dY[where], 0), widen(Y[where], 1)
+
+    def apply(where: tuple[slice, slice, slice], wide_dY: Array, wide_Y: Array, total: Array) -> None:
+        target = out[where]
+        if target.dtype == wide_Y.dtype:
+            rule.apply(wide_dY, wide_Y, total, target)
+        else:
+            wide = scratch(2, target.shape, wide_Y.dtype)
+            rule.apply(wide_dY, wide_Y, total, wide)
+            target[...] = wide
+
+    def whole(number: int) -> None:
+        where = tile(number)[2]
+        blocks = load(where)
+        apply(where, *blocks, rule.sum(*blocks)[:, None])
+
+    if pieces == 1:
+        share_out(whole, rows * columns)
+        return
+
+    partial: dict[tuple[int, int], Array] = {}
+
+    def first(number: int) -> None:
+        strip, piece, where = tile(number)
+        partial[strip, piece] = rule.sum(*load(where))
+
+    def second(number: int) -> None:
+        strip, _, where = tile(number)
+        apply(where, *load(where), totals[strip])
+
+    share_out(first, rows * columns * pieces)
+    totals = [
+        np.sum([partial[strip, piece] for piece in range(pieces)], axis=0)[:, None] for strip in range(rows * columns)
+    ]
+    share_out(second, rows * columns * pieces)

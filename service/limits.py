@@ -1,0 +1,40 @@
+"""What a tensor may be at most, asked before anything of its size is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.dtypes import DType
+from service.errors import TensorTooLarge, TooManyDimensions
+
+MAX_RANK = 64
+"""The most dimensions that a tensor can have: NumPy's own bound."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`max_tensor_bytes` bounds every input and output."""
+
+    max_tensor_bytes: int
+
+    def check(self, tensor: str, shape: Sequence[int], dtype: DType) -> None:
+        """Raise `TooManyDimensions` or `TensorTooLarge` for a tensor of this shape, whatever its numbers."""
+        check_rank(tensor, len(shape))
+        size = math.prod(shape) * dtype.itemsize
+        if size > self.max_tensor_bytes:
+            raise TensorTooLarge(
+                f"{tensor}, {dtype} of shape {list(shape)}, takes {size} bytes;"
+                f" the limit is {self.max_tensor_bytes} (GRADSERVE_MAX_TENSOR_BYTES)",
+                limit=self.max_tensor_bytes,
+            )
+        # NumPy multiplies the other dimensions of an empty tensor too, and they must fit its 64-bit count.
+        if math.prod(max(dim, 1) for dim in shape) * dtype.itemsize >= 1 << 63:
+            raise TensorTooLarge(f"{tensor} has shape {list(shape)}, which is empty but too large to index")
+
+
+def check_rank(tensor: str, rank: int) -> None:
+    """Raise `TooManyDimensions` for more than `MAX_RANK` dimensions."""
+    if rank > MAX_RANK:
+        raise TooManyDimensions(f"{tensor} has {rank} dimensions; the limit is {MAX_RANK}", limit=MAX_RANK)

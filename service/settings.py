@@ -1,0 +1,32 @@
+"""Every setting of the server, once: an environment variable `GRADSERVE_<NAME>`, its type, default and meaning."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import Field, PositiveInt  # noqa: TID251 - pydantic-settings judges settings by pydantic's types
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """The server's settings. An invalid value stops the start with a message that names the variable."""
+
+    model_config = SettingsConfigDict(env_prefix="GRADSERVE_", frozen=True)
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    allow_anonymous: bool = Field(
+        False, description="Listen beyond loopback although whoever reaches the port may use the service."
+    )
+    threads: PositiveInt = Field(
+        default_factory=lambda: len(os.sched_getaffinity(0)),
+        description="Width of the thread pool that computes; the default is the number of cores.",
+    )
+    max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
+    max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")
+    reuse_bytes: int = Field(
+        256 << 20, ge=0, description="Memory of past outputs, in bytes, that is kept for the outputs of later requests."
+    )
+    drain_timeout: PositiveInt = Field(
+        30, description="Seconds that requests in flight may take to finish once the server is told to stop."
+    )
