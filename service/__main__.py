@@ -68,6 +68,7 @@ def _serve(settings: Settings) -> int:
         host=settings.host,
         port=settings.port,
         timeout_graceful_shutdown=settings.drain_timeout,
+        ws="none",
     )
     return 0
 

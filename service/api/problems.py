@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import Scope
 
 from service.errors import (
     GradserveError,
@@ -66,8 +67,7 @@ def install(app: FastAPI) -> None:
     async def routing(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
             # Starlette names the methods of the first route at this path only.
-            routes = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
-            allowed = ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
+            allowed = ", ".join(method for method in _METHODS if _is_taken(app, {**request.scope, "method": method}))
             detail = f"{request.url.path} does not take {request.method}; it takes {allowed}"
             return problem(MethodNotAllowed(detail), {"Allow": allowed})
         if error.status_code == 404:
@@ -81,3 +81,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         return problem(GradserveError("The server failed to answer this request; its log says why"))
+
+
+_METHODS = ("DELETE", "GET", "POST", "PUT")
+
+
+def _is_taken(app: FastAPI, scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

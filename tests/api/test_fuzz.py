@@ -1,0 +1,93 @@
+"""Malformed requests over real HTTP: whatever is sent, the answer is the gradient or a problem of ours, never a 5xx."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.kernels import OPERATORS
+from tests.serving import assert_problem
+
+FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
+
+dimensions = st.integers(-2, 5) | st.sampled_from([2**31, 2**62, 2**63, 10**30])
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.floats()
+    | st.sampled_from(["NaN", "Infinity", "", "AAAA", "é", 2**63, 10**400])
+)
+lists = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4), max_leaves=16)
+objects = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["float16", "bfloat16", "float32", "float64", "int32", "int64", "bool", "float", 5]),
+        "shape": st.lists(dimensions, max_size=4) | lists,
+        "data": lists,
+        "base64": st.text("A/=+é", max_size=16) | lists,
+        "more": scalars,
+    },
+)
+rectangles = st.lists(st.lists(st.integers(-3, 3), min_size=2, max_size=2), max_size=3)
+tensors = lists | objects | rectangles
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, Any, dict[str, Any]]:
+    operator = OPERATORS[draw(st.sampled_from(sorted(OPERATORS)))]
+    body = {one.name: draw(tensors | st.just(operator.example[one.name])) for one in operator.inputs}
+    if draw(st.integers(0, 9)) == 0:
+        body[draw(st.text(max_size=3))] = draw(tensors)
+    if draw(st.integers(0, 9)) == 0:
+        body.pop(draw(st.sampled_from(sorted(body))))
+    values = st.integers(-3, 3) | st.floats() | st.text(max_size=3) | st.just(10**30)
+    names = st.sampled_from(["axis", "alpha", "encoding", "more"])
+    return operator.name, body, draw(st.dictionaries(names, values, max_size=2) if draw(st.booleans()) else st.just({}))
+
+
+def check(answer: httpx.Response) -> None:
+    if answer.status_code == 200:
+        for tensor in answer.json().values():
+            assert {"dtype", "shape"} <= tensor.keys()
+    else:
+        assert answer.status_code < 500, answer.text
+        assert_problem(answer, answer.status_code, answer.json()["code"])
+
+
+@FUZZ
+@given(requests())
+def test_strange_tensors(client: httpx.Client, request_: tuple[str, Any, dict[str, Any]]) -> None:
+    op, body, params = request_
+    content = json.dumps(body)  # with NaN and Infinity bare, as Python writes them
+    check(client.post(f"/v1/ops/{op}", content=content, params=params, headers={"Content-Type": "application/json"}))
+
+
+@FUZZ
+@given(st.data())
+def test_damaged_bodies(client: httpx.Client, data: st.DataObject) -> None:
+    operator = OPERATORS[data.draw(st.sampled_from(sorted(OPERATORS)))]
+    body = bytearray(json.dumps(dict(operator.example)).encode())
+    for _ in range(data.draw(st.integers(1, 5))):
+        place = data.draw(st.integers(0, len(body)))
+        body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    headers = {"Content-Type": "application/json"}
+    check(client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers))
+
+
+@FUZZ
+@given(
+    st.text(max_size=8), st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]), st.binary(max_size=8)
+)
+def test_strange_paths_and_methods(client: httpx.Client, name: str, method: str, content: bytes) -> None:
+    url = client.base_url.copy_with(raw_path=b"/v1/ops/" + httpx.URL(params={"n": name}).query[2:])
+    answer = client.request(method, url, content=content)
+    assert answer.status_code < 500
+    if answer.status_code >= 400:
+        assert_problem(answer, answer.status_code, answer.json()["code"])

@@ -1,0 +1,111 @@
+"""Health, start and stop, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from service.api import ops
+from service.api.app import create_app
+from service.settings import Settings
+from tests.serving import assert_problem, serving
+
+
+def test_live_and_ready(client: httpx.Client) -> None:
+    assert client.get("/v2/health/live").json() == {"live": True}
+    assert client.get("/v2/health/ready").json() == {"ready": True}
+
+
+def test_before_the_start_and_after_the_stop_it_is_live_but_not_ready() -> None:
+    app = create_app(Settings())
+
+    async def check() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            assert (await client.get("/v2/health/live")).status_code == 200
+            assert_problem(await client.get("/v2/health/ready"), 503, "not_ready")
+            assert_problem(await client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}), 503, "not_ready")
+            async with app.router.lifespan_context(app):
+                assert (await client.get("/v2/health/ready")).status_code == 200
+            assert_problem(await client.get("/v2/health/ready"), 503, "not_ready")
+
+    asyncio.run(check())
+
+
+def test_a_bug_is_a_problem_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> bytes:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(ops, "answer", broken)
+    with serving() as url:
+        answer = httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": 1, "X": 1})
+        assert_problem(answer, 500, "internal", "log")
+        assert "secret" not in answer.text
+        assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+
+
+class Gate:
+    """Work that reports its start and then waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.started = threading.Semaphore(0)
+        self.let_go = threading.Event()
+        self.runs = 0
+
+    def __call__(self, *_: Any) -> bytes:
+        self.runs += 1
+        self.started.release()
+        assert self.let_go.wait(30)
+        return b"{}"
+
+
+def send(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(
+        b"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+    )
+    return connection
+
+
+def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    monkeypatch.setattr(ops, "answer", gate)
+    with serving(threads=1) as url:
+        running = send(url)
+        assert gate.started.acquire(timeout=30)
+        for _ in range(5):
+            send(url).close()
+        kept = send(url)
+        time.sleep(0.5)  # for the server to see them all, and those that left
+        assert httpx.get(f"{url}/v2/health/live").status_code == 200  # though the pool is full
+        gate.let_go.set()
+        for connection in (running, kept):
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            connection.close()
+    assert gate.runs == 2
+
+
+def test_stopping_finishes_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    monkeypatch.setattr(ops, "answer", gate)
+    with serving(threads=1) as url:
+        running = send(url)
+        assert gate.started.acquire(timeout=30)
+        threading.Timer(0.3, gate.let_go.set).start()
+    assert running.recv(100).startswith(b"HTTP/1.1 200")
+    running.close()
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(client: httpx.Client, url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    for _ in range(10):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: test\r\nContent-Length: 1000\r\n\r\n{")
+    assert client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}).status_code == 200

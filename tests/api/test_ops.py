@@ -1,0 +1,157 @@
+"""The operators' endpoints over real HTTP: the forms of tensors, attributes, and the form of the answer."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.serving import serving
+
+
+def run(client: httpx.Client, op: str, params: dict[str, Any] | None = None, **tensors: Any) -> Any:
+    answer = client.post(f"/v1/ops/{op}", json=tensors, params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def relu(client: httpx.Client, dY: Any, X: Any) -> Any:
+    return run(client, "ReluGrad", dY=dY, X=X)["dX"]
+
+
+def test_a_bare_list_and_a_scalar(client: httpx.Client) -> None:
+    assert relu(client, [[1, 2.5]], [[3, -1]]) == {"dtype": "float32", "shape": [1, 2], "data": [[1.0, 0.0]]}
+    assert relu(client, 5, 1) == {"dtype": "float32", "shape": [], "data": 5.0}
+
+
+def test_an_object_with_dtype_and_shape(client: httpx.Client) -> None:
+    dY = {"dtype": "float64", "data": [0.1, 0.2]}
+    X = {"dtype": "float64", "shape": [2], "data": [1, 1]}
+    assert relu(client, dY, X) == {"dtype": "float64", "shape": [2], "data": [0.1, 0.2]}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [([], [0]), ([[], []], [2, 0]), ({"shape": [0, 3], "data": []}, [0, 3]), ({"shape": [2, 0], "base64": ""}, [2, 0])],
+)
+def test_empty_tensors(client: httpx.Client, tensor: Any, shape: list[int]) -> None:
+    answer = relu(client, tensor, tensor)
+    assert answer["shape"] == shape
+    assert relu(client, answer, answer) == answer
+
+
+def test_a_huge_number_of_empty_rows_costs_nothing(client: httpx.Client) -> None:
+    rows = {"shape": [1 << 60, 0], "data": []}
+    assert relu(client, rows, rows) == {"dtype": "float32", **rows}
+
+
+def test_not_finite_numbers_travel_as_strings(client: httpx.Client) -> None:
+    dY = ["NaN", "Infinity", "-Infinity", 1]
+    assert relu(client, dY, [1, 1, 1, 1])["data"] == ["NaN", "Infinity", "-Infinity", 1.0]
+    assert relu(client, dY, [0, 0, "NaN", "-Infinity"])["data"] == [0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_an_answer_can_be_posted_back(client: httpx.Client, dtype: str) -> None:
+    first = relu(
+        client, {"dtype": dtype, "data": [[0.1, 65504, -1e-7, "NaN"]]}, {"dtype": dtype, "data": [[1, 1, 1, 1]]}
+    )
+    assert first["dtype"] == dtype
+    assert relu(client, first, {"dtype": dtype, "data": [[1, 1, 1, 1]]}) == first
+
+
+def test_base64_is_bit_exact(client: httpx.Client) -> None:
+    bits = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32)
+    dY = {"dtype": "float32", "shape": [5], "base64": base64.b64encode(bits.tobytes()).decode()}
+    answer = relu(client, dY, [1, 1, 1, 1, 1])
+    assert answer == dY
+
+
+def test_the_answer_has_the_form_of_the_request_unless_asked_otherwise(client: httpx.Client) -> None:
+    one = {"dtype": "float32", "shape": [1], "base64": "AACAPw=="}
+    assert relu(client, one, [1]) == one
+    as_list = {"dtype": "float32", "shape": [1], "data": [1.0]}
+    assert run(client, "ReluGrad", {"encoding": "list"}, dY=one, X=one)["dX"] == as_list
+    assert run(client, "ReluGrad", {"encoding": "base64"}, dY=[1], X=[1])["dX"] == one
+
+
+def test_attributes(client: httpx.Client) -> None:
+    dY, Y = [[1, 2], [3, 4]], [[0.5, 0.25], [0.5, 0.75]]
+    along_last = run(client, "SoftmaxGrad_13", dY=dY, Y=Y)["dX"]["data"]
+    assert along_last == run(client, "SoftmaxGrad_13", {"axis": 1}, dY=dY, Y=Y)["dX"]["data"]
+    assert along_last != run(client, "SoftmaxGrad_13", {"axis": 0}, dY=dY, Y=Y)["dX"]["data"]
+    assert run(client, "LeakyReluGrad", {"alpha": 0.5}, dY=[2.0], Y=[-1.0])["dX"]["data"] == [1.0]
+    assert run(client, "LeakyReluGrad", {"alpha": "nan"}, dY=[2.0], Y=[-1.0])["dX"]["data"] == ["NaN"]
+
+
+def test_indices_are_integers_of_either_width(client: httpx.Client) -> None:
+    grad = [[1, 2], [3, 4]]
+    for indices in ([2, -3], {"dtype": "int32", "data": [2, -3]}):
+        answer = run(client, "GatherGrad", shape=[3, 2], indices=indices, grad=grad)
+        assert answer["output"]["data"] == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
+
+
+def test_several_outputs(client: httpx.Client) -> None:
+    answer = run(client, "InPlaceAccumulatorV2", gradient_buffer=[1, 2], gradient=[10], overwrite=True)
+    assert answer == {
+        "updated": {"dtype": "bool", "shape": [1], "data": [True]},
+        "accumulated_gradient": {"dtype": "float32", "shape": [2], "data": [10.0, 10.0]},
+    }
+    axes = run(client, "BroadcastGradientArgs", A_shape=[4, 5], B_shape=[2, 3, 4, 5])
+    assert [axes[name]["data"] for name in ("A_axes", "B_axes")] == [[1, 0], []]
+    assert axes["B_axes"] == {"dtype": "int64", "shape": [0], "data": []}
+
+
+def test_any_number_of_threads_gives_the_same_bytes() -> None:
+    generator = np.random.default_rng(1)
+    dY, Y = generator.standard_normal((2, 3, 200_000), dtype=np.float32)
+
+    def tensor(array: Any) -> Any:
+        return {"dtype": "float32", "shape": array.shape, "base64": base64.b64encode(array).decode()}
+
+    answers = set()
+    for threads in (1, 2, 5):
+        with serving(threads=threads) as url:
+            for op in ("SoftmaxGrad", "LogSoftmaxGrad_13", "TanhGrad"):
+                answer = httpx.post(f"{url}/v1/ops/{op}", json={"dY": tensor(dY), "Y": tensor(Y)}, timeout=60)
+                assert answer.status_code == 200
+                answers.add((op, answer.content))
+    assert len(answers) == 3
+
+
+def test_the_body_may_come_in_pieces_without_a_length(client: httpx.Client) -> None:
+    def pieces() -> Any:
+        yield b'{"dY": [1, 2'
+        yield b'], "X": [1'
+        yield b", 0]}"
+
+    answer = client.post("/v1/ops/ReluGrad", content=pieces(), headers={"Content-Type": "application/json"})
+    assert answer.json()["dX"]["data"] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", None])
+def test_content_types_that_are_json(client: httpx.Client, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    answer = client.post("/v1/ops/ReluGrad", content=b'{"dY": 1, "X": 1}', headers=headers)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/*", "text/html, application/json;q=0.9", "APPLICATION/JSON"])
+def test_what_is_accepted(client: httpx.Client, accept: str) -> None:
+    answer = client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers={"Accept": accept})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_the_operators_are_listed(client: httpx.Client) -> None:
+    names = [info["name"] for info in client.get("/v1/ops").json()["operators"]]
+    assert len(names) == 14
+    assert {"ReluGrad", "SoftmaxGrad_13", "GatherGrad", "InPlaceAccumulatorV2"} <= set(names)
+
+
+def test_the_front_page_leads_to_the_documentation(client: httpx.Client) -> None:
+    assert client.get("/").headers["location"] == "/docs"
+    assert client.get("/docs").status_code == 200

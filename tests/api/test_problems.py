@@ -1,0 +1,221 @@
+"""Every error over real HTTP: its code, and that its sentence names what was wrong, what was expected and what came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from service.errors import GradserveError, tree
+from tests.serving import assert_problem
+
+CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
+    "not JSON": ("ReluGrad", {"content": b'{"dY": [1,'}, 400, "malformed_body", ("line 1 column",)),
+    "empty": ("ReluGrad", {"content": b""}, 400, "malformed_body", ("not JSON",)),
+    "NaN bare": ("ReluGrad", {"content": b'{"dY": [NaN]}'}, 400, "malformed_body", ('"NaN"',)),
+    "an array": ("ReluGrad", {"json": [1]}, 400, "malformed_body", ("not an object",)),
+    "a name twice": ("ReluGrad", {"content": b'{"dY": 1, "dY": 2}'}, 400, "malformed_body", ("two members", "'dY'")),
+    "not UTF-8": ("ReluGrad", {"content": b'{"dY": "\xff"}'}, 400, "malformed_body", ("utf-8",)),
+    "too deep to read": ("ReluGrad", {"content": b'{"dY":' + b"[" * 5000}, 400, "malformed_body", ("nested",)),
+    "unknown operator": ("ReluGard", {"json": {}}, 404, "unknown_operator", ("'ReluGard'", "Did you mean ReluGrad?")),
+    "long unknown operator": ("x" * 5000, {"json": {}}, 404, "unknown_operator", ("xxx...",)),
+    "Accept": (
+        "ReluGrad",
+        {"json": {"dY": 1, "X": 1}, "headers": {"Accept": "image/png"}},
+        406,
+        "not_acceptable",
+        ("'image/png'", "application/json"),
+    ),
+    "body too large": ("ReluGrad", {"content": b" " * (3 << 20)}, 413, "body_too_large", ("3145728", "2097152")),
+    "input too large": (
+        "ReluGrad",
+        {"json": {"dY": {"shape": [1 << 40], "data": []}, "X": 1}},
+        413,
+        "tensor_too_large",
+        ("dY", "[1099511627776]", "1048576", "GRADSERVE_MAX_TENSOR_BYTES"),
+    ),
+    "empty, but no index reaches that far": (
+        "ReluGrad",
+        {"json": {"dY": {"shape": [0, 1 << 62], "data": []}, "X": 1}},
+        413,
+        "tensor_too_large",
+        ("dY",),
+    ),
+    "output too large": (
+        "GatherGrad",
+        {"json": {"shape": [1 << 62, 1], "indices": [0], "grad": [[1]]}},
+        413,
+        "tensor_too_large",
+        ("output", "[4611686018427387904, 1]", "1048576"),
+    ),
+    "form data": (
+        "ReluGrad",
+        {"data": {"dY": 1}},
+        415,
+        "unsupported_media_type",
+        ("'application/x-www-form-urlencoded'", "application/json"),
+    ),
+    "compressed": (
+        "ReluGrad",
+        {"content": b"", "headers": {"Content-Encoding": "gzip"}},
+        415,
+        "unsupported_media_type",
+        ("'gzip'",),
+    ),
+    "attribute": (
+        "SoftmaxGrad",
+        {"json": {}, "params": {"axis": "1.5"}},
+        422,
+        "invalid_parameter",
+        ("axis", "integer", "'1.5'"),
+    ),
+    "encoding": (
+        "ReluGrad",
+        {"json": {}, "params": {"encoding": "hex"}},
+        422,
+        "invalid_parameter",
+        ("'list' or 'base64'", "'hex'"),
+    ),
+    "parameter twice": (
+        "SoftmaxGrad",
+        {"json": {}, "params": [("axis", "0"), ("axis", "1")]},
+        422,
+        "invalid_parameter",
+        ("'axis'", "2 times"),
+    ),
+    "unknown parameter": ("ReluGrad", {"json": {}, "params": {"axis": 1}}, 422, "unknown_parameter", ("'axis'",)),
+    "missing": ("ReluGrad", {"json": {"dY": 1}}, 422, "missing_tensor", ("ReluGrad", "'X'")),
+    "unknown": ("ReluGrad", {"json": {"dY": 1, "Y": 1}}, 422, "unknown_tensor", ("'Y'", "dY, X")),
+    "dtype": (
+        "ReluGrad",
+        {"json": {"dY": {"dtype": "int64", "data": 1}, "X": 1}},
+        422,
+        "dtype_mismatch",
+        ("dY is int64", "float32"),
+    ),
+    "shape": ("ReluGrad", {"json": {"dY": [1, 2], "X": [1]}}, 422, "shape_mismatch", ("X", "[1]", "dY", "[2]")),
+    "rank": (
+        "ReluGrad",
+        {"content": b'{"X": 1, "dY": ' + b"[" * 65 + b"]" * 65 + b"}"},
+        422,
+        "too_many_dimensions",
+        ("dY", "65", "64"),
+    ),
+    "rank of the output": (
+        "GatherGrad",
+        {"json": {"shape": [1] * 65, "indices": 0, "grad": 1}},
+        422,
+        "too_many_dimensions",
+        ("65", "64"),
+    ),
+    "axis": (
+        "SoftmaxGrad_13",
+        {"json": {"dY": [1], "Y": [1]}, "params": {"axis": 10**30}},
+        422,
+        "axis_out_of_range",
+        (str(10**30), "[-1, 0]", "rank 1"),
+    ),
+    "axis of a scalar": ("SoftmaxGrad", {"json": {"dY": 1, "Y": 1}}, 422, "axis_out_of_range", ("scalar",)),
+    "index": (
+        "GatherGrad",
+        {"json": {"shape": [3, 1], "indices": [[0, 3]], "grad": [[[1], [2]]]}},
+        422,
+        "index_out_of_range",
+        ("indices[0][1] is 3", "[-3, 2]"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_mistake_has_its_problem(client: httpx.Client, case: str) -> None:
+    op, request, status, code, words = CASES[case]
+    if "content" in request:
+        request = {**request, "headers": {"Content-Type": "application/json", **request.get("headers", {})}}
+    problem = assert_problem(client.post(f"/v1/ops/{op}", **request), status, code, *words)
+    assert len(problem["detail"]) < 400
+
+
+TENSORS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "ragged": ([[1, 2], [3]], ("dY[1] has 1 elements", "neighbours have 2")),
+    "a list among numbers": ([1, [2]], ("dY[1] is a list",)),
+    "a number among lists": ([[1], 2], ("dY[1] is 2", "lists")),
+    "deep": ([[[1], [2]], [[3], 4]], ("dY[1][1] is 4",)),
+    "null": ([[1, None]], ("dY[0][1] is null",)),
+    "null alone": (None, ("dY is null",)),
+    "a boolean": ([1, True], ("dY[1] is true", "number")),
+    "an object": ([{"a": 1}], ("dY[0] is an object",)),
+    "a string": ([1, "nan"], ("dY[1] is 'nan'", '"NaN"')),
+    "out of float32": ([[1e39]], ("dY[0][0] is 1e+39", "float32")),
+    "out of float16": ({"dtype": "float16", "data": [65520]}, ("dY[0] is 65520", "float16")),
+    "out of float64": ({"dtype": "float64", "data": [10**400]}, ("dY[0] is 1000", "float64")),
+    "another shape": ({"shape": [2, 2], "data": [1, 2, 3, 4]}, ("dY", "[4]", "[2, 2]")),
+    "a negative dimension": ({"shape": [-1], "data": [1]}, ("dY.shape.0", "-1")),
+    "a fractional dimension": ({"shape": [1.5], "data": [1]}, ("dY.shape.0", "1.5")),
+    "a dimension beyond 64 bits": ({"shape": [10**30], "data": [1]}, ("dY.shape.0",)),
+    "an unknown dtype": ({"dtype": "float8", "data": [1]}, ("dY.dtype", "'float8'", "'bfloat16'")),
+    "an unknown member": ({"data": [1], "unit": "m"}, ("dY.unit",)),
+    "no data": ({"dtype": "float32"}, ("dY", "data or base64")),
+    "both": ({"data": [1], "base64": "", "shape": [0]}, ("dY", "data or base64")),
+    "base64 without a shape": ({"base64": "AACAPw=="}, ("dY", "shape")),
+    "bad base64": ({"base64": "AAC*Pw==", "shape": [1]}, ("dY.base64", "alphabet")),
+    "unpadded base64": ({"base64": "AACAPw", "shape": [1]}, ("dY.base64", "padded")),
+    "too few bytes": ({"base64": "AACAPw==", "shape": [2]}, ("dY.base64 holds 4 bytes", "takes 8")),
+    "far too many bytes": ({"base64": "AACA" * 100, "shape": [1]}, ("dY.base64 holds 300 bytes", "takes 4")),
+    "base64 of another type": ({"base64": 5, "shape": [1]}, ("dY.base64", "string", "5")),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_each_invalid_tensor_is_named_with_its_place(client: httpx.Client, case: str) -> None:
+    tensor, words = TENSORS[case]
+    answer = client.post("/v1/ops/ReluGrad", json={"dY": tensor, "X": [1]})
+    problem = assert_problem(answer, 422, "invalid_tensor", *words)
+    assert (problem["op"], problem["tensor"]) == ("ReluGrad", "dY")
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ([0.5], ("indices[0] is 0.5", "integer")),
+        (["NaN"], ("indices[0] is 'NaN'", "integer")),
+        ([1 << 63], ("indices[0] is 9223372036854775808",)),
+        ({"dtype": "int32", "data": [1 << 31]}, ("indices[0] is 2147483648", "int32")),
+    ],
+)
+def test_indices_that_are_not_integers(client: httpx.Client, indices: Any, words: tuple[str, ...]) -> None:
+    answer = client.post("/v1/ops/GatherGrad", json={"shape": [3, 1], "indices": indices, "grad": [[1]]})
+    assert_problem(answer, 422, "invalid_tensor", *words)
+
+
+@pytest.mark.parametrize("flag", [1, [], "true", {"dtype": "bool", "shape": [1], "base64": "Ag=="}])
+def test_flags_that_are_not_booleans(client: httpx.Client, flag: Any) -> None:
+    answer = client.post("/v1/ops/InPlaceAccumulator", json={"gradient_buffer": 1, "gradient": 1, "do_update": flag})
+    assert_problem(answer, 422, "invalid_tensor", "do_update")
+
+
+def test_negative_entry_in_the_shape_of_gather(client: httpx.Client) -> None:
+    answer = client.post("/v1/ops/GatherGrad", json={"shape": [3, -1], "indices": [0], "grad": [[1]]})
+    assert_problem(answer, 422, "invalid_tensor", "shape[1] is -1")
+
+
+def test_paths_and_methods(client: httpx.Client) -> None:
+    assert_problem(client.get("/v1/nothing"), 404, "not_found", "/v1/nothing")
+    assert_problem(client.get("/v1/ops/Nothing"), 404, "unknown_operator", "Nothing")
+    answer = client.put("/v1/ops/ReluGrad", json={})
+    assert_problem(answer, 405, "method_not_allowed", "PUT", "GET, POST")
+    assert answer.headers["allow"] == "GET, POST"
+
+
+def test_every_code_is_met_somewhere() -> None:
+    met = {case[3] for case in CASES.values()} | {"invalid_tensor", "not_found", "method_not_allowed"}
+    elsewhere = {"not_ready": "test_health.py", "internal": "test_health.py"}
+    abstract = {"invalid_request"}
+    assert {error.code for error in tree()} == met | elsewhere.keys() | abstract
+
+
+def test_every_error_class_says_what_it_means() -> None:
+    for error in tree():
+        assert error.title()
+        assert error.__doc__ != GradserveError.__doc__ or error is GradserveError
+        assert f"{error.status} {error.code}" in " ".join((__import__("service.errors").errors.__doc__ or "").split())

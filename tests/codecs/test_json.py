@@ -1,0 +1,224 @@
+"""The JSON codec by itself: round trips of every dtype and shape, long lists, and mistakes of every kind."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from service.codecs.json import DIAGNOSED_BYTES, Document, Form, encode
+from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64
+from service.errors import GradserveError, InvalidTensor, MalformedBody, TensorTooLarge, TooManyDimensions
+from service.limits import Limits
+
+LIMITS = Limits(1 << 30)
+Array = np.ndarray[Any, Any]
+
+
+def read(body: bytes | str | dict[str, Any], dtype: str = "float32", limits: Limits = LIMITS) -> Array:
+    """The tensor `a` of a body, a bare value or an answer's object."""
+    text = json.dumps(body).encode() if isinstance(body, dict) else body.encode() if isinstance(body, str) else body
+    document = Document(text, limits)
+    form = document.members["a"]
+    if not isinstance(form, dict):
+        tensor = document.tensor("a", form, DTYPES[dtype])
+    elif "base64" in form:
+        tensor = document.base64("a", form["base64"], DTYPES[form["dtype"]], form["shape"])
+    else:
+        tensor = document.tensor("a", form["data"], DTYPES[form["dtype"]], form["shape"])
+    document.finish()
+    return tensor
+
+
+def any_array() -> st.SearchStrategy[Array]:
+    shapes = arrays.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4)
+
+    def of(name: str) -> st.SearchStrategy[Array]:
+        dtype = DTYPES[name]
+        raw = arrays.arrays(f"u{dtype.itemsize}", shapes)
+        return raw.map(lambda bits: (bits & 1).astype(BOOL) if dtype == BOOL else bits.view(dtype))
+
+    return st.sampled_from(sorted(DTYPES)).flatmap(of)
+
+
+@given(any_array())
+def test_base64_round_trip_is_bit_exact(array: Array) -> None:
+    back = read(encode({"a": array}, "base64"))
+    assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+@given(any_array())
+def test_list_round_trip_is_exact_but_for_the_bits_of_nan(array: Array) -> None:
+    text = encode({"a": array}, "list")
+    back = read(text)
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    same = (back == array) & (np.signbit(back) == np.signbit(array)) if array.dtype.kind in "fV" else back == array
+    if array.dtype.kind in "fV":
+        same |= np.isnan(array) & np.isnan(back)
+    assert np.all(same)
+    assert json.loads(text)["a"].keys() == {"dtype", "shape", "data"}  # strict JSON, no NaN
+
+
+@given(any_array().filter(lambda array: array.dtype.kind == "f" and array.dtype.itemsize >= 4 and array.size > 0))
+def test_what_python_writes_is_read(array: Array) -> None:
+    finite = np.nan_to_num(array)
+    back = read({"a": {"dtype": array.dtype.name, "shape": list(array.shape), "data": finite.tolist()}})
+    np.testing.assert_array_equal(back, finite)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["NaN", "-Infinity", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=12,
+)
+
+
+def as_numpy(value: Any) -> Array:
+    """What the value must be read as, decided by NumPy; raises if it is no tensor of numbers."""
+
+    def convert(item: Any) -> Any:
+        if isinstance(item, list):
+            return [convert(one) for one in item]
+        if isinstance(item, str):
+            return {"NaN": math.nan, "-Infinity": -math.inf}[item]
+        if isinstance(item, bool) or not isinstance(item, (int, float)) or math.isinf(item):
+            raise TypeError
+        return item
+
+    return np.array(convert(value), np.float64)
+
+
+@given(values)
+def test_a_value_is_a_tensor_exactly_if_numpy_makes_one_of_it(value: Any) -> None:
+    if isinstance(value, dict):
+        return
+    try:
+        expected = as_numpy(value)
+    except (TypeError, ValueError, KeyError, OverflowError):
+        with pytest.raises(InvalidTensor):
+            read({"a": value}, "float64")
+    else:
+        np.testing.assert_array_equal(read({"a": value}, "float64"), expected)
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    try:
+        members = Document(body, LIMITS).members
+    except MalformedBody:
+        return
+    assert isinstance(json.loads(body.decode("utf-8-sig")), dict)
+    assert all(isinstance(name, str) for name in members)
+
+
+@given(st.data())
+def test_a_damaged_body_is_read_or_refused(data: st.DataObject) -> None:
+    body = bytearray(b'{"a": {"dtype": "float32", "shape": [2, 2], "data": [[1.5, "NaN"], [3, -4e-3]]}}')
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(body) - 1))
+        body[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    try:
+        tensor = read(bytes(body))
+    except (GradserveError, KeyError):  # KeyError: this test's own, of a damaged "a" or "dtype"
+        return
+    assert tensor.size <= 4
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_list_longer_than_simdjson_counts(nested: bool) -> None:
+    length = 0xFFFFFF + 5
+    ones = b"[" + b"1," * (length - 1) + b"2]"
+    tensor = read(b'{"a": ' + (b"[" + ones + b"]" if nested else ones) + b"}")
+    assert tensor.shape == ((1, length) if nested else (length,))
+    assert tensor.flat[-1] == 2
+    assert tensor.sum(dtype=np.int64) == length + 1
+
+
+def test_many_short_rows() -> None:
+    rows = 200_000
+    tensor = read(b'{"a": [' + b"[1, 2]," * (rows - 1) + b"[3, 4]]}", "int64")
+    assert tensor.shape == (rows, 2)
+    assert tensor[-1].tolist() == [3, 4]
+    with pytest.raises(InvalidTensor, match=r"a\[150000\] has 1 elements, but its neighbours have 2"):
+        read(b'{"a": [' + b"[1, 2]," * 150_000 + b"[1]," + b"[1, 2]," * 70_000 + b"[3, 4]]}")
+
+
+def test_a_mistake_far_inside_is_found() -> None:
+    numbers = b"1," * 150_000
+    with pytest.raises(InvalidTensor, match=r"a\[150000\] is null"):
+        read(b'{"a": [' + numbers + b"null, 1]}")
+    with pytest.raises(InvalidTensor, match=r"a\[150000\] is a list"):
+        read(b'{"a": [' + numbers + b"[1], 1]}")
+    tensor = read(b'{"a": [' + numbers + b'"NaN", 1]}')
+    assert np.isnan(tensor[150_000])
+    assert np.nansum(tensor) == 150_001
+
+
+def test_a_bracket_in_another_tensor_does_not_hide_a_mistake() -> None:
+    document = Document(b'{"a": [1, [2]], "b": [[1], [2]]}', LIMITS)
+    for name in "ab":
+        document.tensor(name, document.members[name], FLOAT32)
+    with pytest.raises(InvalidTensor, match=r"a\[1\] is a list"):
+        document.finish()
+
+
+def test_integers_are_exact() -> None:
+    extremes = [-(1 << 63), (1 << 63) - 1, (1 << 53) + 1]
+    assert read({"a": extremes}, "int64").tolist() == extremes
+    assert read({"a": [1.0, 2]}, "int64").tolist() == [1, 2]
+    assert read({"a": [[(1 << 53) + 1]]}, "float64")[0, 0] == 2.0**53
+
+
+def test_large_integers_become_floats() -> None:
+    assert read({"a": [10**30, (1 << 64) - 1, -5]}, "float64").tolist() == [1e30, 2.0**64, -5.0]
+
+
+def test_a_large_body_that_is_not_json_is_refused_without_a_search() -> None:
+    body = b'{"a": [' + b"1," * (DIAGNOSED_BYTES // 2) + b"}"
+    with pytest.raises(MalformedBody, match="not JSON"):
+        read(body)
+
+
+@pytest.mark.parametrize("form", ["list", "base64"])
+def test_the_limit_holds_before_anything_is_read(form: Form) -> None:
+    body = encode({"a": np.zeros((3, 100), np.float64)}, form)
+    with pytest.raises(TensorTooLarge, match=r"\[3, 100\].*2400 bytes"):
+        read(body, limits=Limits(2399))
+    assert read(body, limits=Limits(2400)).shape == (3, 100)
+
+
+def test_rank_64_is_the_most() -> None:
+    for rank in (64, 65):
+        body = b'{"a": ' + b"[" * rank + b"1" + b"]" * rank + b"}"
+        if rank == 64:
+            assert read(body).shape == (1,) * 64
+        else:
+            with pytest.raises(TooManyDimensions):
+                read(body)
+    with pytest.raises(TooManyDimensions, match=r"a\.shape has 70 dimensions"):
+        read({"a": {"dtype": "float32", "shape": [1] * 70, "data": []}})
+
+
+def test_half_precision_is_rounded_once_and_checked() -> None:
+    assert read({"a": {"dtype": "float16", "shape": [1], "data": [65519.9]}}).tolist() == [65504.0]
+    with pytest.raises(InvalidTensor, match=r"a\[0\] is 65520.0, which is out of float16's range"):
+        read({"a": {"dtype": "float16", "shape": [1], "data": [65520]}})
+    with pytest.raises(InvalidTensor, match="bfloat16's range"):
+        read({"a": {"dtype": "bfloat16", "shape": [1], "data": [3.4e38]}})
+
+
+def test_answers_are_written_as_they_are() -> None:
+    tensors = {"x": np.array([[1, -0.0], [np.nan, -np.inf]]), "n": np.array(7), "b": np.array(True)}
+    assert json.loads(encode(tensors, "list")) == {
+        "x": {"dtype": "float64", "shape": [2, 2], "data": [[1.0, -0.0], ["NaN", "-Infinity"]]},
+        "n": {"dtype": "int64", "shape": [], "data": 7},
+        "b": {"dtype": "bool", "shape": [], "data": True},
+    }
+    assert encode({"x": np.array(np.inf, FLOAT64)}, "list") == b'{"x":{"dtype":"float64","shape":[],"data":"Infinity"}}'
+    assert encode({"x": np.array([3, 4], INT64)[::-1]}, "list") == b'{"x":{"dtype":"int64","shape":[2],"data":[4,3]}}'

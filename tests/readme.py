@@ -1,0 +1,70 @@
+"""The generated tables of the README. `python -m tests.readme` writes them anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from service.errors import tree
+from service.kernels import OPERATORS, Tensor
+from service.settings import Settings
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def operators() -> str:
+    def names(tensors: Iterable[Tensor]) -> str:
+        return ", ".join(one.name + "?" * one.optional for one in tensors)
+
+    return table(
+        ("operator", "inputs -> outputs", "attributes", "formula"),
+        (
+            (
+                operator.name,
+                f"{names(operator.inputs)} -> {names(operator.outputs)}",
+                ", ".join(f"{a.name} = {a.default}" for a in operator.attributes),
+                f"`{operator.formula.rstrip('.').replace('`', '')}`",
+            )
+            for operator in OPERATORS.values()
+        ),
+    )
+
+
+def errors() -> str:
+    concrete = [error for error in tree() if error.code != "invalid_request"]
+    rows = sorted((str(error.status), f"`{error.code}`", error.title()) for error in concrete)
+    return table(("status", "code", "meaning"), rows)
+
+
+def settings() -> str:
+    return table(
+        ("variable", "default", "meaning"),
+        (
+            (
+                f"`GRADSERVE_{name.upper()}`",
+                "the cores" if field.default_factory else str(field.default),
+                field.description or "",
+            )
+            for name, field in Settings.model_fields.items()
+        ),
+    )
+
+
+def rendered(text: str) -> str:
+    """`text` with every generated table as it should be."""
+    for make in (operators, errors, settings):
+        block = f"(<!-- {make.__name__}: make docs -->\n).*?(<!-- end -->)"
+        text, count = re.subn(block, lambda match, make=make: match[1] + make() + match[2], text, flags=re.DOTALL)  # type: ignore[misc]
+        assert count == 1, make.__name__
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(rendered(README.read_text()))

@@ -1,0 +1,46 @@
+"""A real uvicorn with the service in it, and what its answers are checked with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from service.api.app import create_app
+from service.settings import Settings
+
+
+@contextmanager
+def serving(**settings: Any) -> Iterator[str]:
+    """The URL of a server on a free port, in a thread of this process, with these settings."""
+    config = uvicorn.Config(create_app(Settings(**settings)), port=0, log_level="warning", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def assert_problem(answer: httpx.Response, status: int, code: str, *words: str) -> dict[str, Any]:
+    """`answer` is the problem `code` in the form that every error has, and its detail holds `words`."""
+    assert answer.headers["content-type"] == "application/problem+json", answer.text
+    problem: dict[str, Any] = answer.json()
+    assert (answer.status_code, problem["status"], problem["code"]) == (status, status, code), problem
+    assert problem["type"] == f"urn:gradserve:problem:{code}"
+    assert problem["title"]
+    for word in words:
+        assert word in problem["detail"], problem["detail"]
+    assert "Traceback" not in answer.text
+    return problem

@@ -1,0 +1,93 @@
+"""Memory is used again only when nothing views it any more, and no more of it is kept than was allowed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+
+from service.arena import SMALLEST, Arena
+from service.dtypes import FLOAT32
+
+ELEMENTS = SMALLEST // 4
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_memory_is_used_again() -> None:
+    arena = Arena(8 * SMALLEST)
+    first = arena.allocate((ELEMENTS,), FLOAT32)
+    place = address(first)
+    del first
+    assert arena.kept_bytes == SMALLEST
+    second = arena.allocate((2, ELEMENTS // 2), FLOAT32)
+    assert address(second) == place
+    assert (second.shape, second.dtype) == ((2, ELEMENTS // 2), FLOAT32)
+    assert second.flags.c_contiguous
+    assert second.flags.writeable
+    assert arena.kept_bytes == 0
+
+
+def test_a_view_keeps_its_memory() -> None:
+    arena = Arena(8 * SMALLEST)
+    array = arena.allocate((ELEMENTS,), FLOAT32)
+    array[...] = 7
+    view, place = array[5:10].view(), address(array)
+    del array
+    other = arena.allocate((ELEMENTS,), FLOAT32)
+    other[...] = 0
+    assert address(other) != place
+    assert view.tolist() == [7.0] * 5
+
+
+def test_a_bound_is_kept() -> None:
+    arena = Arena(3 * SMALLEST)
+    arrays = [arena.allocate((ELEMENTS,), FLOAT32) for _ in range(5)]
+    del arrays
+    assert arena.kept_bytes == 3 * SMALLEST
+    large = arena.allocate((4 * ELEMENTS,), FLOAT32)
+    del large
+    assert arena.kept_bytes == 3 * SMALLEST
+
+
+def test_far_larger_memory_is_left_for_who_needs_it() -> None:
+    arena = Arena(100 * SMALLEST)
+    large = arena.allocate((10 * ELEMENTS,), FLOAT32)
+    del large
+    small = arena.allocate((ELEMENTS,), FLOAT32)
+    assert arena.kept_bytes == 10 * SMALLEST
+    assert small.nbytes == SMALLEST
+
+
+def test_small_and_empty_arrays_are_ordinary() -> None:
+    arena = Arena(100 * SMALLEST)
+    for shape in ((), (0, 5), (10,)):
+        array = arena.allocate(shape, FLOAT32)
+        assert array.shape == shape
+    del array
+    assert arena.kept_bytes == 0
+
+
+def test_many_threads_never_share_memory() -> None:
+    arena = Arena(4 * SMALLEST)
+    mixed = []
+
+    def use(number: int) -> None:
+        for _ in range(30):
+            array = arena.allocate((ELEMENTS,), FLOAT32)
+            array[::4096] = number
+            if (array[::4096] != number).any():
+                mixed.append(number)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not mixed
+    assert arena.kept_bytes <= 4 * SMALLEST

@@ -1,0 +1,62 @@
+"""Who may import whom: the layers of the design, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SERVICE = ROOT / "service"
+
+BOTTOM = {"errors", "dtypes", "limits"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "dtypes": set(),
+    "limits": {"errors", "dtypes"},
+    "arena": {"dtypes"},
+    "settings": set(),
+    "kernels": BOTTOM,
+    "codecs": BOTTOM,
+    "engine": {"kernels", "arena", *BOTTOM},
+    "api": {"engine", "codecs", "kernels", "settings", *BOTTOM},
+    "__main__": {"api", "kernels", "settings", *BOTTOM},
+}
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+FILES = sorted(path for path in SERVICE.rglob("*.py") if path.parent != SERVICE or path.stem != "__init__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_layer_imports_only_those_below(path: Path) -> None:
+    layer = path.relative_to(SERVICE).with_suffix("").parts[0]
+    ours = {name.split(".")[1] for name in imported(path) if name.startswith("service.")}
+    assert ours - {layer} <= ALLOWED[layer]
+    roots = {name.split(".")[0] for name in imported(path)}
+    if layer != "api":
+        assert not roots & {"fastapi", "starlette"}
+    if layer not in {"api", "settings", "__main__"}:
+        assert not roots & {"pydantic", "uvicorn", "httpx"}
+
+
+def test_every_layer_has_a_rule() -> None:
+    assert {path.relative_to(SERVICE).with_suffix("").parts[0] for path in FILES} == set(ALLOWED)
+
+
+def test_packages_only_re_export() -> None:
+    for path in SERVICE.rglob("__init__.py"):
+        body = ast.parse(path.read_text()).body
+        assert all(isinstance(node, (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign)) for node in body), path

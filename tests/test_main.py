@@ -1,0 +1,91 @@
+"""The command: what it prints, refuses, and how the server that it starts behaves as a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from service.__main__ import main
+from service.kernels import OPERATORS
+from service.settings import Settings
+
+
+def test_ops_lists_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(OPERATORS)
+
+
+def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSERVE_PORT", "1234")
+    assert main(["settings"]) == 0
+    printed = capsys.readouterr().out
+    assert "GRADSERVE_PORT=1234\n" in printed
+    for name, field in Settings.model_fields.items():
+        assert f"GRADSERVE_{name.upper()}=" in printed
+        assert field.description
+        assert field.description in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PORT", "80000"), ("PORT", "http"), ("THREADS", "0"), ("MAX_BODY_BYTES", "1 GB")]
+)
+def test_a_bad_setting_is_named(
+    name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"GRADSERVE_{name}", value)
+    assert main(["serve"]) == 2
+    assert f"GRADSERVE_{name} is '{value}': " in capsys.readouterr().err
+
+
+def test_an_option_comes_before_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADSERVE_PORT", "8000")
+    assert main(["serve", "--port", "nonsense"]) == 2
+    assert "GRADSERVE_PORT is 'nonsense'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_beyond_loopback_is_refused(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--host", host]) == 2
+    assert "GRADSERVE_ALLOW_ANONYMOUS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["serve", "--nonsense"]])
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: gradserve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_the_server_serves_and_ends_when_told(host: str) -> None:
+    environment = {**os.environ, "GRADSERVE_ALLOW_ANONYMOUS": "true", "GRADSERVE_HOST": host, "GRADSERVE_PORT": "0"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "service", "serve"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if "running on" in line)
+        port = line.split("running on http://")[1].split()[0].rsplit(":", 1)[1]
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, -1]})
+        assert answer.json()["dX"]["data"] == [1.0, 0.0]
+        server.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while server.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert server.returncode in (0, -signal.SIGTERM)
+        assert "Traceback" not in server.stderr.read()
+    finally:
+        server.kill()
+        server.wait()
+        assert server.stderr is not None
+        server.stderr.close()
