@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -62,6 +62,7 @@ class OperatorList(BaseModel):
     operators: list[OperatorInfo]
 
 
+@cache
 def describe(operator: Operator) -> OperatorInfo:
     """The operator's declaration, for users."""
 

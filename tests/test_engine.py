@@ -1,0 +1,82 @@
+"""The engine by itself: what it checks, where outputs live, and what it drops."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.arena import SMALLEST
+from service.engine import Engine
+from service.errors import DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor
+from service.kernels import OPERATORS
+from service.limits import Limits
+
+RELU = OPERATORS["ReluGrad"]
+GATHER = OPERATORS["GatherGrad"]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(threads=2, limits=Limits(4 * SMALLEST), reuse_bytes=4 * SMALLEST)
+    yield engine
+    engine.close()
+
+
+def ones(*shape: int) -> np.ndarray[Any, Any]:
+    return np.ones(shape, np.float32)
+
+
+def test_it_runs_in_its_pool(engine: Engine) -> None:
+    name, outputs = engine.submit(
+        lambda: (threading.current_thread().name, engine.run(RELU, {"dY": ones(3), "X": ones(3)}, {}))
+    ).result()
+    assert name.startswith("gradserve")
+    assert outputs["dX"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_it_checks_names_and_dtypes(engine: Engine) -> None:
+    with pytest.raises(UnknownTensor, match="ReluGrad has no input 'Y'; its inputs are dY, X"):
+        engine.run(RELU, {"dY": ones(1), "Y": ones(1)}, {})
+    with pytest.raises(MissingTensor, match="ReluGrad needs the input 'X'"):
+        engine.run(RELU, {"dY": ones(1)}, {})
+    with pytest.raises(DtypeMismatch, match="X is int64, but must be one of float16"):
+        engine.run(RELU, {"dY": ones(1), "X": np.ones(1, np.int64)}, {})
+    with pytest.raises(DtypeMismatch, match="X is float64 and dY is float32"):
+        engine.run(RELU, {"dY": ones(1), "X": np.ones(1)}, {})
+
+
+def test_inputs_and_outputs_are_bounded(engine: Engine) -> None:
+    over = SMALLEST + 1
+    with pytest.raises(TensorTooLarge, match=f"dY, float32 of shape \\[{over}\\], takes {4 * over} bytes"):
+        engine.run(RELU, {"dY": ones(over), "X": ones(over)}, {})
+    tensors = {"shape": np.array([over, 1]), "indices": np.array([0]), "grad": ones(1, 1)}
+    with pytest.raises(TensorTooLarge, match="The output"):
+        engine.run(GATHER, tensors, {})
+    assert engine.run(GATHER, {**tensors, "shape": np.array([over - 1, 1])}, {})["output"].shape == (over - 1, 1)
+
+
+def test_outputs_take_over_the_memory_of_those_that_are_gone(engine: Engine) -> None:
+    tensors = {"dY": ones(SMALLEST), "X": ones(SMALLEST)}
+    places = set()
+    for _ in range(5):
+        output = engine.run(RELU, tensors, {})["dX"]
+        assert output.all()
+        places.add(output.__array_interface__["data"][0])
+        del output
+    assert len(places) == 1
+
+
+def test_what_is_cancelled_before_it_starts_never_runs(engine: Engine) -> None:
+    let_go = threading.Event()
+    busy = [engine.submit(lambda: let_go.wait(30)) for _ in range(2)]
+    ran = []
+    waiting = engine.submit(lambda: ran.append(1))
+    assert waiting.cancel()
+    let_go.set()
+    assert all(future.result() for future in busy)
+    engine.submit(lambda: None).result()
+    assert not ran
