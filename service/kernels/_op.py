@@ -47,7 +47,7 @@ class Attribute:
     default: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
     """Everything that the service knows of an operator, read from its kernel's declaration."""
 
