@@ -11,6 +11,7 @@ import uvicorn
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
 
 from service.api.app import create_app
+from service.arena import keep_freed_memory
 from service.kernels import OPERATORS
 from service.settings import Settings
 
@@ -63,6 +64,7 @@ def _serve(settings: Settings) -> int:
             file=sys.stderr,
         )
         return 2
+    keep_freed_memory(settings.reuse_bytes)
     uvicorn.run(
         create_app(settings),
         host=settings.host,

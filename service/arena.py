@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from typing import Any
@@ -71,3 +72,19 @@ class _Lease:
 
     def __del__(self) -> None:
         self._arena.give_back(self._memory)
+
+
+def keep_freed_memory(limit: int) -> None:
+    """Let the C library keep up to `limit` bytes of freed memory for later, for all that is not a tensor.
+
+    By default it returns what is large to the system at once, and each page comes back by a fault that costs more than
+    to fill it. Has an effect with glibc only; elsewhere it does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)  # one heap that all threads share, so that one can reuse what another freed
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+        mallopt(_M_TRIM_THRESHOLD, min(limit, (1 << 31) - 1))
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from malloc.h

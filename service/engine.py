@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
+
 from service.arena import Arena
 from service.dtypes import DType
 from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
@@ -25,6 +27,10 @@ class Engine:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
         self._arena = Arena(reuse_bytes)
         self._workspace = Workspace(self._pool, threads, self._allocate)
+
+    def buffer(self, size: int) -> memoryview:
+        """`size` uninitialised bytes, in memory of past tensors where there is some."""
+        return self._arena.allocate((size,), np.dtype(np.uint8)).data
 
     def submit(self, work: Callable[[], R]) -> Future[R]:
         """Call `work` in the pool. A future that is cancelled before it starts is dropped."""

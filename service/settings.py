@@ -25,7 +25,7 @@ class Settings(BaseSettings):
     max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")
     reuse_bytes: int = Field(
-        256 << 20, ge=0, description="Memory of past outputs, in bytes, that is kept for the outputs of later requests."
+        256 << 20, ge=0, description="Memory of past requests, in bytes, that is kept for later ones."
     )
     drain_timeout: PositiveInt = Field(
         30, description="Seconds that requests in flight may take to finish once the server is told to stop."

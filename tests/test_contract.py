@@ -69,7 +69,7 @@ def test_every_dtype_travels_in_every_form(
 ) -> None:
     tensors = example(operator, {"float": floats, "integer": integers})
     expected = operator(tensors, {})
-    body = json_codec.encode(tensors, form)
+    body = b"".join(json_codec.encode(tensors, form))
     answer = client.post(f"/v1/ops/{operator.name}", content=body, headers={"Content-Type": "application/json"})
     assert_same(decode(answer), expected)
     assert (b'"base64"' in answer.content) is (form == "base64")

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "codecs": BOTTOM,
     "engine": {"kernels", "arena", *BOTTOM},
     "api": {"engine", "codecs", "kernels", "settings", *BOTTOM},
-    "__main__": {"api", "kernels", "settings", *BOTTOM},
+    "__main__": {"api", "arena", "kernels", "settings", *BOTTOM},
 }
 
 

@@ -22,7 +22,7 @@ _REF = "#/components/schemas/{model}"
 def example_answer(operator: Operator) -> Any:
     """The answer to the operator's example."""
     tensors = {one.name: np.array(operator.example[one.name], one.kind.default) for one in operator.inputs}
-    return orjson.loads(json_codec.encode(operator(tensors, {}), "list"))
+    return orjson.loads(b"".join(json_codec.encode(operator(tensors, {}), "list")))
 
 
 def operation(operator: Operator) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api import openapi
-from service.api.body import read_body
+from service.api.body import PiecesResponse, read_body
 from service.api.tensors import judge
 from service.api.work import engine_of, in_pool
 from service.codecs import json as json_codec
@@ -121,7 +121,7 @@ def query_model(operator: Operator) -> type[EndpointQuery]:
     return create_model(f"{operator.name}Query", __base__=EndpointQuery, **attributes)
 
 
-def answer(engine: Engine, operator: Operator, body: bytearray, query: EndpointQuery) -> bytes:
+def answer(engine: Engine, operator: Operator, body: memoryview, query: EndpointQuery) -> list[bytes]:
     """The answer to a JSON request. Runs in the pool."""
     document = json_codec.Document(body, engine.limits)
     engine.check_names(operator, document.members.keys())
@@ -148,12 +148,12 @@ def _add_endpoint(operator: Operator) -> None:
             engine = engine_of(request)
             _check_types(request)
             _check_given_once(request)
-            body = await read_body(request, request.app.state.settings.max_body_bytes)
-            content = await in_pool(request, partial(answer, engine, operator, body, query))
+            body = await read_body(request, request.app.state.settings.max_body_bytes, engine.buffer)
+            pieces = await in_pool(request, partial(answer, engine, operator, body, query))
         except GradserveError as error:
             error.context["op"] = operator.name
             raise
-        return Response(content, media_type=JSON)
+        return PiecesResponse(pieces, JSON)
 
     run.__annotations__ = {
         "request": Request,

@@ -11,6 +11,7 @@ import binascii
 import itertools
 import json
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -34,10 +35,14 @@ from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits, check_rank
 
 Form: TypeAlias = Literal["list", "base64"]
+Body: TypeAlias = bytes | bytearray | memoryview
 
 
 DIAGNOSED_BYTES = 16 << 20
 """The largest body of which an error says the place: to find it takes many times the body's memory."""
+
+REUSED_BYTES = 32 << 20
+"""The largest body for which a thread keeps its parser's memory, which is several times that, for the next one."""
 
 
 class Document:
@@ -47,7 +52,7 @@ class Document:
     dict, stay in the parser until `tensor` reads them. Raises `MalformedBody` and `TooManyDimensions`.
     """
 
-    def __init__(self, body: bytes | bytearray, limits: Limits) -> None:
+    def __init__(self, body: Body, limits: Limits) -> None:
         self._body = body
         self._limits = limits
         self._lists = 0  # of which what was read so far consists
@@ -101,7 +106,7 @@ class Document:
 
         Numbers are read flat, so `[1, [2]]` looks like `[1, 2]`. But then the body has a bracket too many.
         """
-        if self._unproven and self._body.count(b"[") != self._lists:
+        if self._unproven and _count(self._body, b"[") != self._lists:
             for name, data, shape in self._unproven:
                 scalars_of(name, data, shape, FLOAT32)
 
@@ -110,19 +115,24 @@ class Document:
         self._limits.check(name, shape, dtype)
 
 
-def encode(tensors: Mapping[str, Array], form: Form) -> bytes:
-    """A JSON object: name -> `{"dtype", "shape", "data"}`, or with `"base64"` in place of `"data"`."""
-    members = {}
+def encode(tensors: Mapping[str, Array], form: Form) -> list[bytes]:
+    """The pieces of a JSON object: name -> `{"dtype", "shape", "data"}`, or `"base64"` in place of `"data"`."""
+    pieces: list[bytes] = []
     for name, tensor in tensors.items():
-        member: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": tensor.shape}
+        head = orjson.dumps({"dtype": tensor.dtype.name, "shape": tensor.shape})[:-1]
+        pieces.append((b"," if pieces else b"{") + orjson.dumps(name) + b":" + head)
         if form == "base64":
-            member["base64"] = pybase64.b64encode_as_string(
-                np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
-            )
+            raw = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+            pieces += [b',"base64":"', pybase64.b64encode(raw.data), b'"}']
         else:
-            member["data"] = orjson.Fragment(_list_text(tensor))
-        members[name] = member
-    return orjson.dumps(members)
+            pieces += [b',"data":', _list_text(tensor), b"}"]
+    return [*pieces, b"}"]
+
+
+def _count(body: Body, byte: bytes) -> int:
+    """What `body.count(byte)` gives, four times as fast."""
+    array, step = np.frombuffer(body, np.uint8), 1 << 18
+    return sum(int(np.count_nonzero(array[k : k + step] == ord(byte))) for k in range(0, array.size, step))
 
 
 def _list_text(tensor: Array) -> bytes:
@@ -144,15 +154,30 @@ def _list_text(tensor: Array) -> bytes:
     return b"".join(itertools.chain.from_iterable(zip(text.split(b"null"), [*others, b""], strict=True)))
 
 
-def _parse(body: bytes | bytearray) -> Any:
+_kept = threading.local()
+
+
+def _parser(body: Body) -> simdjson.Parser:
+    """A parser for `body`: this thread's own, whose memory is in place, unless what it parsed last is still alive."""
+    if len(body) > REUSED_BYTES:
+        return simdjson.Parser()
+    parser: simdjson.Parser = _kept.__dict__.setdefault("parser", simdjson.Parser())
     try:
-        return simdjson.Parser().parse(body)
+        parser.parse(b"0")
+    except RuntimeError:
+        return simdjson.Parser()
+    return parser
+
+
+def _parse(body: Body) -> Any:
+    try:
+        return _parser(body).parse(body)
     except (ValueError, RuntimeError) as error:
         if len(body) > DIAGNOSED_BYTES:
             raise MalformedBody(f"The body is not JSON, or has a number beyond 64 bits: {error}") from None
         # simdjson says neither where, nor which tensor a number beyond 64 bits is in: read it again, slowly.
         try:
-            return json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_Pairs)
+            return json.loads(bytes(body), parse_constant=_refuse_constant, object_pairs_hook=_Pairs)
         except RecursionError:
             raise MalformedBody("The body is nested too deeply") from None
         except ValueError as error:

@@ -12,13 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from service.codecs.json import DIAGNOSED_BYTES, Document, Form, encode
+from service.codecs import json as json_codec
+from service.codecs.json import DIAGNOSED_BYTES, Document, Form
 from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64
 from service.errors import GradserveError, InvalidTensor, MalformedBody, TensorTooLarge, TooManyDimensions
 from service.limits import Limits
 
 LIMITS = Limits(1 << 30)
 Array = np.ndarray[Any, Any]
+
+
+def encode(tensors: dict[str, Array], form: Form) -> bytes:
+    return b"".join(json_codec.encode(tensors, form))
 
 
 def read(body: bytes | str | dict[str, Any], dtype: str = "float32", limits: Limits = LIMITS) -> Array:
