@@ -42,7 +42,10 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
             tensor="grad",
         )
     targets = _targets(indices, dims[axis])
-    output = _zeros(dims, grad, out)
+    output = new_output(out, dims, grad.dtype)
+    if np.may_share_memory(output, grad):
+        grad = grad.copy()
+    _clear(output)
     if grad.size:
         outer, inner = math.prod(dims[:axis]), math.prod(dims[axis + 1 :])
         _scatter_add(
@@ -52,8 +55,8 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
 
 
 def _dims(shape: Array) -> tuple[int, ...]:
+    check_rank("The output", shape.size)
     dims = tuple(shape.ravel().tolist())
-    check_rank("The output", len(dims))
     for place, dim in enumerate(dims):
         if dim < 0:
             raise InvalidTensor(f"shape[{place}] is {dim}, but a dimension must be 0 or more", tensor="shape")
@@ -74,17 +77,13 @@ def _targets(indices: Array, size: int) -> Array:
     return np.where(flat < 0, flat + size, flat)
 
 
-def _zeros(dims: tuple[int, ...], grad: T, out: T | None) -> T:
-    output = new_output(out, dims, grad.dtype)
-    if np.may_share_memory(output, grad):
-        raise ShapeMismatch("out must not share memory with grad", tensor="out")
+def _clear(output: Array) -> None:
     flat, length = output.reshape(-1), block_length(output.dtype)
 
     def clear(number: int) -> None:
         flat[number * length : (number + 1) * length] = 0
 
     share_out(clear, -(-flat.size // length))
-    return output
 
 
 def _scatter_add(output: Array, targets: Array, grad: Array) -> None:

@@ -141,7 +141,9 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
         apply(where, *load(where), totals[strip])
 
     share_out(first, rows * columns * pieces)
-    totals = [
-        np.sum([partial[strip, piece] for piece in range(pieces)], axis=0)[:, None] for strip in range(rows * columns)
-    ]
+    with np.errstate(all="ignore"):
+        totals = [
+            np.sum([partial[strip, piece] for piece in range(pieces)], axis=0)[:, None]
+            for strip in range(rows * columns)
+        ]
     share_out(second, rows * columns * pieces)
