@@ -89,31 +89,34 @@ def _clear(output: Array) -> None:
 def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
     """output[o, targets[k]] += grad[o, k], k in order; output is [outer, size, inner], grad [outer, count, inner].
 
-    For all `o` of a block at once, this is the product of a sparse matrix with a one in each column.
+    For all `o` of a block at once, this is the product of a sparse matrix with a one in each column. The 16-bit floats
+    are added in float32, in rows for the targets that occur.
     """
     outer, size, inner = output.shape
     count, dtype = targets.size, compute_dtype(grad.dtype)
-    rows = max(1, block_length(grad.dtype) // max(1, count * inner))
-    rows = min(rows, outer)
-    columns = np.arange(rows * count + 1)
-    row_of = (np.arange(rows)[:, None] * size + targets).ravel()
-    ones = np.ones(rows * count, dtype)
+    occurring = None
+    if dtype != grad.dtype:
+        occurring, targets = np.unique(targets, return_inverse=True)
+        size = occurring.size
+    height = min(outer, max(1, block_length(grad.dtype) // max(1, count * inner)))
+    row_of = (np.arange(height)[:, None] * size + targets).ravel()
+    columns, ones = np.arange(height * count + 1), np.ones(height * count, dtype)
 
     def add(number: int) -> None:
-        target, source = (tensor[number * rows : (number + 1) * rows] for tensor in (output, grad))
-        n = len(source)
-        wide = target.astype(dtype, copy=False)
+        target, source = (tensor[number * height : (number + 1) * height] for tensor in (output, grad))
+        rows, count_all = len(source) * size, len(source) * count
+        sums = target if occurring is None else np.zeros((len(source), size, inner), dtype)
         csc_matvecs(
-            n * size,
-            n * count,
+            rows,
+            count_all,
             inner,
-            columns[: n * count + 1],
-            row_of[: n * count],
-            ones[: n * count],
+            columns[: count_all + 1],
+            row_of[:count_all],
+            ones[:count_all],
             source.astype(dtype, copy=False).reshape(-1),
-            wide.reshape(-1),
+            sums.reshape(-1),
         )
-        if wide is not target:
-            target[...] = wide
+        if occurring is not None:
+            target[:, occurring] = sums
 
-    share_out(add, -(-outer // rows))
+    share_out(add, -(-outer // height))

@@ -99,8 +99,6 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
     width = min(inner, max(length // reduced, 64))  # 64 columns: whole cache lines
     depth = min(reduced, length // width)
     height = max(1, length // (reduced * width)) if depth == reduced else 1
-    if width < inner:
-        height = 1
     rows, columns, pieces = -(-outer // height), -(-inner // width), -(-reduced // depth)
 
     def tile(number: int) -> tuple[int, int, tuple[slice, slice, slice]]:

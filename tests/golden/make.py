@@ -1,0 +1,47 @@
+"""Ask ONNX Runtime's kernels every question again and store the answers: `python -m tests.golden.make`.
+
+Needs what `tests.golden.ort` needs. The questions are the same each time, so a second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from onnxruntime.capi import onnxruntime_pybind11_state as refusals
+
+from tests.golden import ort, store
+from tests.golden.questions import accumulate, activations, broadcast, gather, softmax
+from tests.golden.store import Case
+
+REFUSED = (refusals.Fail, refusals.InvalidArgument, refusals.RuntimeException)
+
+
+def answered(case: Case) -> Case:
+    """`case` with the kernel's answer."""
+    try:
+        outputs = ort.run(case.operator, case.inputs, case.asked, case.attributes)
+    except REFUSED as refusal:
+        return replace(case, error=reason(str(refusal)))
+    return replace(case, outputs={name: case.sampled(output) for name, output in outputs.items()})
+
+
+def reason(message: str) -> str:
+    """The sentence in ONNX Runtime's `message` that says what was wrong, without places in its source."""
+    return message.partition("Status Message: ")[2].rpartition(" was false. ")[2].strip()
+
+
+def main() -> None:
+    found: dict[str, list[Case]] = defaultdict(list)
+    for family in (accumulate, activations, broadcast, gather, softmax):
+        for case in family.ask():
+            found[case.operator].append(answered(case))
+    for operator, cases in found.items():
+        assert len({case.name for case in cases}) == len(cases), f"{operator}: two cases have the same name"
+        path = store.write(operator, cases)
+        refused = sum(bool(case.error) for case in cases)
+        print(f"{operator}: {len(cases)} cases, {refused} of them refused, {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Questions to the gradients of element-wise activations. Both inputs always have one shape: it is not checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from tests.golden.store import Array, Case
+from tests.golden.values import generator, special_pairs
+
+SECOND = {"ReluGrad": "X", "LeakyReluGrad": "Y", "SigmoidGrad": "Y", "TanhGrad": "Y", "QuickGeluGrad": "X"}
+ALPHAS = {
+    "LeakyReluGrad": [0.01, 0.5, 0.0, -0.3, float("nan")],
+    "QuickGeluGrad": [1.702, 1.0, -1.702, 0.0],
+}
+SHAPES = [(), (1,), (7,), (2, 3), (2, 3, 4), (2, 1, 3, 2), (2, 1, 2, 3, 2), (0,), (0, 3), (2, 0, 3), (2, 0, 1, 3, 2)]
+PEER = [-1, 0, 1, 100, -100, 1000, -1000]
+PEER_X = [-10, -1, 0, 1, 10]
+
+
+def ask() -> Iterator[Case]:
+    """All questions of this module."""
+    for operator in SECOND:
+        # The kernels of these two have a float64 body in the schema; the rest is float32 only.
+        dtypes = ["float32", "float64"] if operator in ("SigmoidGrad", "TanhGrad") else ["float32"]
+        for dtype in dtypes:
+            yield from _shapes(operator, dtype)
+        for dtype in [*dtypes, "float16"]:
+            yield from _special(operator, dtype)
+        yield from _common_float16(operator)
+        yield from _peer(operator)
+    yield from _line()
+
+
+def _case(operator: str, name: str, dY: Array, second: Array, attributes: Mapping[str, float]) -> Case:
+    return Case(operator, name, {"dY": dY, SECOND[operator]: second}, ("dX",), attributes)
+
+
+def _attributes(operator: str) -> list[dict[str, float]]:
+    return [{"alpha": alpha} for alpha in ALPHAS[operator]] if operator in ALPHAS else [{}]
+
+
+def _named(attributes: Mapping[str, float]) -> str:
+    return "".join(f"-{name}={value}" for name, value in attributes.items())
+
+
+def _second(operator: str, random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """A plausible forward input or output."""
+    x = random.normal(0, 3, shape)
+    if operator == "SigmoidGrad":
+        return np.asarray(1 / (1 + np.exp(-x)))
+    return np.asarray(np.tanh(x) if operator == "TanhGrad" else x)
+
+
+def _pair(operator: str, name: str, shape: tuple[int, ...], dtype: str) -> tuple[Array, Array]:
+    random = generator(operator, name)
+    return random.normal(size=shape).astype(dtype), _second(operator, random, shape).astype(dtype)
+
+
+def _shapes(operator: str, dtype: str) -> Iterator[Case]:
+    for shape in SHAPES:
+        name = f"{dtype}-{list(shape)}"
+        dY, second = _pair(operator, name, shape, dtype)
+        yield _case(operator, name, np.asarray(dY, dtype), np.asarray(second, dtype), {})
+
+
+def _special(operator: str, dtype: str) -> Iterator[Case]:
+    dY, second = special_pairs(dtype)
+    if (operator, dtype) == ("SigmoidGrad", "float64"):
+        # The float64 body is dY * (Y * (1 - Y)), which differs from the kernel where only one of them overflows.
+        fit = np.abs(second[0]) != np.finfo(dtype).max
+        dY, second = dY[:, fit], second[:, fit]
+    for attributes in _attributes(operator):
+        yield _case(operator, f"{dtype}-special{_named(attributes)}", dY, second, attributes)
+
+
+def _common_float16(operator: str) -> Iterator[Case]:
+    for attributes in _attributes(operator):
+        name = f"float16-common{_named(attributes)}"
+        yield _case(operator, name, *_pair(operator, name, (40, 25), "float16"), attributes)
+
+
+def _line() -> Iterator[Case]:
+    """Where ONNX Runtime's logistic saturates."""
+    X = np.linspace(-30, 30, 2001, dtype=np.float32)
+    for attributes in _attributes("QuickGeluGrad"):
+        yield _case("QuickGeluGrad", f"float32-line{_named(attributes)}", np.ones_like(X), X, attributes)
+
+
+def _peer(operator: str) -> Iterator[Case]:
+    second = np.array(PEER_X if operator == "QuickGeluGrad" else PEER, np.float32)
+    asked = {"LeakyReluGrad": [0.5], "QuickGeluGrad": ALPHAS["QuickGeluGrad"][:3]}.get(operator)
+    for attributes in [{"alpha": alpha} for alpha in asked] if asked else [{}]:
+        yield _case(operator, f"peer-Basic{_named(attributes)}", np.ones_like(second), second, attributes)

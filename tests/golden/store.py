@@ -1,0 +1,80 @@
+"""The answers of ONNX Runtime's kernels as they are stored: one .npz for each operator, with every case in it.
+
+The key of an array is `case/place/name`; the place is `input`, `attribute` or `output`. `case/error` holds the message
+of a case that the kernel refuses, `case/sample` the distance between the stored elements of a large output.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question to one operator and, once asked, the answer: the outputs asked for, or `error` where it refused."""
+
+    operator: str
+    name: str
+    inputs: Mapping[str, Array]
+    asked: tuple[str, ...]
+    attributes: Mapping[str, float | int] = field(default_factory=dict)
+    outputs: Mapping[str, Array] = field(default_factory=dict)
+    error: str = ""
+    sample: int = 1
+
+    def sampled(self, output: Array) -> Array:
+        """`output` as it is stored: whole, or each `sample`-th element of it."""
+        return output if self.sample == 1 else output.ravel()[:: self.sample]
+
+
+def write(operator: str, cases: Iterable[Case]) -> Path:
+    """Store the cases of `operator`, in place of what was stored."""
+    arrays: dict[str, Array] = {}
+    for case in cases:
+        places = {"input": case.inputs, "attribute": case.attributes, "output": case.outputs}
+        for place, values in places.items():
+            arrays.update({f"{case.name}/{place}/{name}": np.asarray(value) for name, value in values.items()})
+        if case.error:
+            arrays[f"{case.name}/error"] = np.array(case.error)
+        if case.sample != 1:
+            arrays[f"{case.name}/sample"] = np.array(case.sample)
+    path = FOLDER / f"{operator}.npz"
+    np.savez_compressed(path, allow_pickle=False, **arrays)
+    return path
+
+
+def operators() -> list[str]:
+    """The operators that have stored answers."""
+    return sorted(path.stem for path in FOLDER.glob("*.npz"))
+
+
+def read(operator: str) -> list[Case]:
+    """The cases of `operator`, in the order in which they were asked."""
+    found: dict[str, dict[str, dict[str, Array]]] = defaultdict(lambda: defaultdict(dict))
+    with np.load(FOLDER / f"{operator}.npz") as file:
+        for key, array in file.items():
+            case, place, *name = key.split("/")
+            found[case][place]["".join(name)] = array
+    return [
+        Case(
+            operator,
+            case,
+            places["input"],
+            tuple(places["output"]),
+            {name: value.item() for name, value in places["attribute"].items()},
+            places["output"],
+            str(places["error"].get("", "")),
+            int(places["sample"].get("", 1)),
+        )
+        for case, places in found.items()
+    ]

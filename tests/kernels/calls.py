@@ -1,0 +1,97 @@
+"""Calls of every operator with a floating output, for tests that hold for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from service.kernels import OPERATORS
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+FLOAT_DTYPES = [np.dtype(name) for name in ("float32", "float64", "float16")] + [np.dtype(ml_dtypes.bfloat16)]
+NARROW_DTYPES = FLOAT_DTYPES[2:]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator and inputs that fit together."""
+
+    operator: str
+    inputs: Sequence[Array]
+    attributes: dict[str, Any]
+
+    def run(self, **more: Any) -> Array:
+        """The floating output."""
+        result = OPERATORS[self.operator].kernel(*self.inputs, **self.attributes, **more)
+        output: Array = result[-1] if isinstance(result, tuple) else result
+        return output
+
+    def on(self, change: Callable[[Array], Array]) -> Call:
+        """The same with `change` made to every input."""
+        return replace(self, inputs=[change(array) for array in self.inputs])
+
+    def floats(self) -> list[int]:
+        """The places of the inputs that are gradients or values."""
+        return [place for place, array in enumerate(self.inputs) if array.dtype in FLOAT_DTYPES]
+
+
+def _pair(operator: str, **attributes: Any) -> Callable[..., Call]:
+    def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+        random = np.random.default_rng(1)
+        first, second = random.normal(size=shape), random.uniform(-1, 1, shape)
+        return Call(operator, [np.asarray(first, dtype), np.asarray(second, dtype)], attributes)
+
+    return make
+
+
+def _flagged(operator: str, flag: bool) -> Callable[..., Call]:
+    def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+        call = _pair(operator)(shape, dtype)
+        return replace(call, inputs=[*call.inputs, np.array(flag)])
+
+    return make
+
+
+def _zero(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+    return Call("ZeroGradient", [_pair("")(shape, dtype).inputs[0], np.array([True, False])], {})
+
+
+def _gather(axis: int) -> Callable[..., Call]:
+    def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
+        """Each index about twice, some negative."""
+        random = np.random.default_rng(2)
+        size, place = shape[axis], axis % len(shape)
+        indices = random.integers(-size, size, 2 * size + 1) if size else np.empty(0, np.int64)
+        grad = random.normal(size=(*shape[:place], len(indices), *shape[place + 1 :]))
+        return Call("GatherGrad", [np.array(shape), indices, np.asarray(grad, dtype)], {"axis": axis})
+
+    return make
+
+
+ELEMENTWISE: dict[str, Callable[..., Call]] = {
+    "ReluGrad": _pair("ReluGrad"),
+    "LeakyReluGrad": _pair("LeakyReluGrad", alpha=0.3),
+    "SigmoidGrad": _pair("SigmoidGrad"),
+    "TanhGrad": _pair("TanhGrad"),
+    "QuickGeluGrad": _pair("QuickGeluGrad"),
+    "InPlaceAccumulator": _pair("InPlaceAccumulator"),
+    "InPlaceAccumulator-false": _flagged("InPlaceAccumulator", False),
+    "InPlaceAccumulatorV2": _pair("InPlaceAccumulatorV2"),
+    "InPlaceAccumulatorV2-overwrite": _flagged("InPlaceAccumulatorV2", True),
+    "ZeroGradient": _zero,
+}
+SOFTMAX: dict[str, Callable[..., Call]] = {
+    f"{operator}-axis={axis}": _pair(operator, axis=axis)
+    for operator in ("SoftmaxGrad", "LogSoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad_13")
+    for axis in (0, -1)
+}
+GATHER: dict[str, Callable[..., Call]] = {f"GatherGrad-axis={axis}": _gather(axis) for axis in (0, -1)}
+
+CALLS = {**ELEMENTWISE, **SOFTMAX, **GATHER}
+"""Name -> function that makes the call for an output of a given shape and dtype."""

@@ -1,0 +1,57 @@
+"""float16 and bfloat16 are computed in float32 and rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.calls import CALLS, ELEMENTWISE, NARROW_DTYPES, Array, Call
+from tests.kernels.equality import assert_same_bits
+
+every_dtype = pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
+
+
+def widened(array: Array) -> Array:
+    with np.errstate(invalid="ignore"):  # some NaN are signalling
+        return array.astype(np.float32) if array.dtype in NARROW_DTYPES else array
+
+
+def rounded(array: Array, dtype: Any) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(dtype)
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+@every_dtype
+@pytest.mark.parametrize("shape", [(40, 50), (3, 1, 4), (2, 0)])
+def test_is_the_float32_kernel_rounded(make: Callable[..., Call], dtype: Any, shape: tuple[int, ...]) -> None:
+    call = make(shape, dtype)
+    assert_same_bits(call.run(), rounded(call.on(widened).run(), dtype))
+
+
+def every_number(dtype: Any, seed: int) -> Array:
+    """All 65536 bit patterns, NaN and infinities among them, in random order."""
+    return np.random.default_rng(seed).permutation(np.arange(1 << 16, dtype=np.uint16)).view(dtype)
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
+@every_dtype
+def test_on_every_number(make: Callable[..., Call], dtype: Any) -> None:
+    call = make((1 << 16,), dtype)
+    inputs = [every_number(dtype, k) if k in call.floats() else array for k, array in enumerate(call.inputs)]
+    call = Call(call.operator, inputs, call.attributes)
+    assert_same_bits(call.run(), rounded(call.on(widened).run(), dtype))
+
+
+@every_dtype
+def test_sums_do_not_round_on_the_way(dtype: Any) -> None:
+    """1 and 4096 numbers too small to change it one by one."""
+    grad = np.array([1.0] + [2.0**-12] * 4096, dtype)
+    call = Call("GatherGrad", [np.array([1]), np.zeros(4097, np.int64), grad], {"axis": 0})
+    assert call.run().tolist() == [2.0]
+    probabilities = np.full(4097, 0.5, dtype)
+    (first, *_) = Call("SoftmaxGrad", [grad, probabilities], {"axis": 0}).run().tolist()
+    assert first == 0.0
