@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from service.dtypes import DType, compute_dtype
+from service.dtypes import FLOAT32, DType, compute_dtype
 from service.errors import ShapeMismatch, TensorTooLarge
 from service.kernels._op import Array
 
@@ -106,22 +106,18 @@ def share_out(work: Callable[[int], None], count: int) -> None:
             raise failure
 
 
-def scratch(slot: int, shape: tuple[int, ...], dtype: DType) -> Array:
-    """This thread's scratch array number `slot`, uninitialised. It holds until the thread asks for the slot again."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    slots: dict[int, Array] = _scratch.__dict__.setdefault("slots", {})
-    memory = slots.get(slot)
-    if memory is None or memory.nbytes < size:
-        memory = slots[slot] = np.empty(size, np.uint8)
-    return memory[:size].view(dtype).reshape(shape)
+def scratch(slot: int, size: int, dtype: DType) -> Array:
+    """This thread's flat scratch array number `slot`, uninitialised, its own until it asks for the slot again."""
+    slots: dict[tuple[int, DType], Array] = _scratch.__dict__.setdefault("slots", {})
+    memory = slots.get((slot, dtype))
+    if memory is None or memory.size < size:
+        memory = slots[slot, dtype] = np.empty(size, dtype)
+    return memory[:size]
 
 
 def widen(block: Array, slot: int) -> Array:
-    """`block` in the dtype that is computed in: itself, or a float32 copy in scratch."""
-    dtype = compute_dtype(block.dtype)
-    if block.dtype == dtype:
-        return block
-    wide = scratch(slot, block.shape, dtype)
+    """A float32 copy of `block` in scratch."""
+    wide = scratch(slot, block.size, FLOAT32).reshape(block.shape)
     wide[...] = block
     return wide
 
@@ -131,22 +127,23 @@ def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None
 
     `formula` writes its result to `out`, which it may also use on the way, as it may the scratch arrays `temporaries`.
     """
-    first = inputs[0]
-    result, flat_inputs = prepare(inputs, out)
-    flat, dtype = result.reshape(-1), compute_dtype(first.dtype)
-    length = block_length(first.dtype)
+    result, tensors = prepare(inputs, out)
+    flats, target = [tensor.reshape(-1) for tensor in tensors], result.reshape(-1)
+    dtype, length = compute_dtype(result.dtype), block_length(result.dtype)
+    narrow = dtype != result.dtype
 
     def work(number: int) -> None:
         part = slice(number * length, (number + 1) * length)
-        blocks = [widen(array.reshape(-1)[part], slot) for slot, array in enumerate(flat_inputs)]
-        target = flat[part]
-        wide = target if target.dtype == dtype else scratch(len(blocks), target.shape, dtype)
-        spare = (scratch(len(blocks) + 1 + k, target.shape, dtype) for k in range(temporaries))
-        formula(*blocks, wide, *spare)
-        if wide is not target:
-            target[...] = wide
+        blocks, block_out = [flat[part] for flat in flats], target[part]
+        spare = [scratch(slot, block_out.size, dtype) for slot in range(temporaries)]
+        if narrow:
+            wide_out = scratch(temporaries, block_out.size, dtype)
+            formula(*(widen(block, temporaries + 1 + k) for k, block in enumerate(blocks)), wide_out, *spare)
+            block_out[...] = wide_out
+        else:
+            formula(*blocks, block_out, *spare)
 
-    share_out(work, -(-flat.size // length))
+    share_out(work, -(-target.size // length))
     return result
 
 

@@ -95,29 +95,35 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
     """Cut [outer, reduced, inner] into tiles that hold the whole reduced axis; where one is too long for the cache, cut
     that axis as well, sum the pieces first, and apply afterwards."""
     outer, reduced, inner = Y.shape
-    length = block_length(Y.dtype)
+    length, narrow = block_length(Y.dtype), Y.itemsize == 2
     width = min(inner, max(length // reduced, 64))  # 64 columns: whole cache lines
     depth = min(reduced, length // width)
     height = max(1, length // (reduced * width)) if depth == reduced else 1
     rows, columns, pieces = -(-outer // height), -(-inner // width), -(-reduced // depth)
 
     def tile(number: int) -> tuple[int, int, tuple[slice, slice, slice]]:
-        number, piece = divmod(number, pieces)
-        row, column = divmod(number, columns)
-        parts = ((row, height), (piece, depth), (column, width))
-        return number, piece, tuple(slice(k * n, (k + 1) * n) for k, n in parts)  # type: ignore[return-value]
+        """The strip of tile `number`, the piece of the strip that it is, and its place."""
+        strip, piece = divmod(number, pieces)
+        row, column = divmod(strip, columns)
+        place = (
+            slice(row * height, (row + 1) * height),
+            slice(piece * depth, (piece + 1) * depth),
+            slice(column * width, (column + 1) * width),
+        )
+        return strip, piece, place
 
-    def load(where: tuple[slice, slice, slice]) -> tuple[Array, Array]:
-        return widen(dY[where], 0), widen(Y[where], 1)
+    def load(place: tuple[slice, slice, slice]) -> tuple[Array, Array]:
+        blocks = dY[place], Y[place]
+        return (widen(blocks[0], 0), widen(blocks[1], 1)) if narrow else blocks
 
-    def apply(where: tuple[slice, slice, slice], wide_dY: Array, wide_Y: Array, total: Array) -> None:
-        target = out[where]
-        if target.dtype == wide_Y.dtype:
-            rule.apply(wide_dY, wide_Y, total, target)
-        else:
-            wide = scratch(2, target.shape, wide_Y.dtype)
+    def apply(place: tuple[slice, slice, slice], wide_dY: Array, wide_Y: Array, total: Array) -> None:
+        target = out[place]
+        if narrow:
+            wide = scratch(2, target.size, wide_Y.dtype).reshape(target.shape)
             rule.apply(wide_dY, wide_Y, total, wide)
             target[...] = wide
+        else:
+            rule.apply(wide_dY, wide_Y, total, target)
 
     def whole(number: int) -> None:
         where = tile(number)[2]
