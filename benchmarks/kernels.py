@@ -1,0 +1,179 @@
+"""Speed and memory of our kernels against ONNX Runtime's: `python -m benchmarks.kernels`.
+
+Both sides run in this process by turns, with two threads each, on the same inputs, and write to memory that is already
+in place. The exit status is 1 only where their answers disagree: that a target is missed says the table.
+"""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from statistics import geometric_mean
+from typing import TypeVar
+
+import numpy as np
+from scipy.special import expit, log_softmax, softmax
+
+from benchmarks.ort import Array, Kernel
+from benchmarks.timing import alternate, table, verdict, watched
+from service.kernels import OPERATORS
+from service.kernels._blocks import Workspace, workspace
+
+R = TypeVar("R")
+
+THREADS = 2
+SHAPES = ((1024, 1024), (16384, 1024))
+SECONDS = 3.0
+
+FORWARD: dict[str, Callable[[Array], Array]] = {
+    "ReluGrad": lambda X: X,
+    "LeakyReluGrad": lambda X: np.where(X > 0, X, np.float32(0.01) * X),
+    "SigmoidGrad": expit,
+    "TanhGrad": np.tanh,
+    "QuickGeluGrad": lambda X: X,
+    "SoftmaxGrad_13": lambda X: softmax(X, axis=-1),
+    "LogSoftmaxGrad_13": lambda X: log_softmax(X, axis=-1),
+}
+"""What a trainer would hand the operator next to dY, for standard normal forward inputs X."""
+
+SPEED_TARGETS = {
+    "ReluGrad": 6.0,
+    "LeakyReluGrad": 6.0,
+    "SigmoidGrad": 0.7,
+    "TanhGrad": 0.7,
+    "QuickGeluGrad": 0.6,
+    "SoftmaxGrad_13": 1.6,
+    "LogSoftmaxGrad_13": 6.0,
+    "GatherGrad": 5.0,
+}
+"""Of the ratio at the larger shape."""
+MEAN_TARGET = 2.5
+MEMORY_LIMIT = 4_000_000
+
+
+def sample(op: str, shape: tuple[int, ...]) -> dict[str, Array]:
+    """Inputs as they occur in training."""
+    dY, X = np.random.default_rng(0).standard_normal((2, *shape), dtype=np.float32)
+    return {"dY": dY, OPERATORS[op].inputs[1].name: FORWARD[op](X)}
+
+
+def gather_sample() -> dict[str, Array]:
+    """A gradient of 8192 rows of an embedding of 30,000; a quarter of the rows are of one token, as padding is."""
+    rng = np.random.default_rng(0)
+    indices = rng.integers(0, 30_000, 8192)
+    indices[rng.permutation(8192)[:2048]] = 7
+    grad = rng.standard_normal((8192, 256), dtype=np.float32)
+    return {"shape": np.array([30_000, 256]), "indices": indices, "grad": grad}
+
+
+def as_the_engine(work: Callable[[], R]) -> R:
+    """What `work` returns, called as the engine calls a kernel: in a thread of a new pool, whose other threads join."""
+    with ThreadPoolExecutor(THREADS) as pool:
+
+        def run() -> R:
+            with workspace(Workspace(pool, THREADS)):
+                return work()
+
+        return pool.submit(run).result()
+
+
+def race(
+    op: str,
+    inputs: Mapping[str, Array],
+    out_shape: tuple[int, ...],
+    *,
+    ort_threads: tuple[int, ...],
+    atol: float = 1e-5,
+) -> list[float]:
+    """Median seconds of our kernel, and of ONNX Runtime's with each number of threads; exits where they disagree."""
+    kernel = OPERATORS[op].kernel
+    attributes = {attribute.name: attribute.default for attribute in OPERATORS[op].attributes}
+    ours = np.full(out_shape, np.nan, np.float32)  # written to, so that its pages are in place
+    contenders: dict[str, Callable[[], object]] = {"ours": lambda: kernel(*inputs.values(), out=ours, **attributes)}
+    theirs = {}
+    for threads in ort_threads:
+        theirs[threads] = np.full(out_shape, np.nan, np.float32)
+        contenders[str(threads)] = Kernel(op, inputs, {"output": theirs[threads]}, threads, **attributes).run
+    as_the_engine(lambda: [run() for run in contenders.values()])
+    for answer in theirs.values():
+        if not np.allclose(ours, answer, rtol=1e-5, atol=atol):
+            worst = np.abs(ours - answer).max()
+            sys.exit(f"{op} {list(out_shape)}: ours and ONNX Runtime's answer differ by up to {worst}")
+    return list(as_the_engine(lambda: alternate(contenders, seconds=SECONDS)).values())
+
+
+def speed_row(op: str, elements: int, ours: float, theirs: float, target: float | None) -> list[str]:
+    """A row of the table of speeds."""
+    ratio = theirs / ours
+    judged = ["-", "-"] if target is None else [f">= {target}", verdict(ratio >= target)]
+    return [op, f"{elements:,}", f"{ours * 1e3:.3f}", f"{theirs * 1e3:.3f}", f"{ratio:.2f}", *judged]
+
+
+def speeds() -> str:
+    """The table of speeds."""
+    rows, means, all_ratios = [], [], []
+    for shape in SHAPES:
+        ratios, elements = [], shape[0] * shape[1]
+        for op in FORWARD:
+            ours, theirs = race(op, sample(op, shape), shape, ort_threads=(THREADS,))
+            rows.append(speed_row(op, elements, ours, theirs, SPEED_TARGETS[op] if shape == SHAPES[-1] else None))
+            ratios.append(theirs / ours)
+        means.append(["geometric mean", f"{elements:,}", "", "", f"{geometric_mean(ratios):.2f}", "-", "-"])
+        all_ratios += ratios
+    # Of one token come 2048 gradients, whose magnitudes add up to 1,700. With two threads ONNX Runtime adds them in an
+    # order that changes from run to run, and float32 rounds by up to 2e-4; a gradient left out would make 1.
+    counts = (1, 2)
+    ours, *each = race("GatherGrad", gather_sample(), (30_000, 256), ort_threads=counts, atol=1e-3)
+    theirs, count = min(zip(each, counts, strict=True))
+    rows.append(
+        speed_row(f"GatherGrad (ORT threads: {count})", 30_000 * 256, ours, theirs, SPEED_TARGETS["GatherGrad"])
+    )
+    all_ratios.append(theirs / ours)
+    mean = geometric_mean(all_ratios)
+    total = ["geometric mean", "all rows", "", "", f"{mean:.2f}", f">= {MEAN_TARGET}", verdict(mean >= MEAN_TARGET)]
+    header = ["operator", "elements", "ours ms", "ORT ms", "ours / ORT speed", "target", "met"]
+    return table(header, [*rows, *means, total])
+
+
+def peak_bytes(op: str, inputs: Mapping[str, Array]) -> int:
+    """The most memory, over inputs and output, that our kernel has at any time. New threads: scratch is theirs."""
+    out = np.empty_like(inputs["dY"])
+
+    def run() -> int:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        OPERATORS[op].kernel(*inputs.values(), out=out)
+        return tracemalloc.get_traced_memory()[1] - before
+
+    tracemalloc.start()
+    try:
+        return as_the_engine(run)
+    finally:
+        tracemalloc.stop()
+
+
+def memory() -> str:
+    """The table of peak memory."""
+    shape = SHAPES[-1]
+    peaks = {op: peak_bytes(op, sample(op, shape)) for op in FORWARD}
+    header = ["operator", "elements", "peak MB over inputs and output", "limit MB", "met"]
+    elements, limit = f"{shape[0] * shape[1]:,}", f"<= {MEMORY_LIMIT / 1e6:g}"
+    return table(
+        header,
+        [[op, elements, f"{peak / 1e6:.2f}", limit, verdict(peak <= MEMORY_LIMIT)] for op, peak in peaks.items()],
+    )
+
+
+def main() -> None:
+    """Print both tables."""
+    print(f"Kernels, float32, {THREADS} threads each, medians of runs by turns\n", flush=True)
+    with watched():
+        print(speeds(), flush=True)
+    print(f"\nMemory of our kernels, {THREADS} threads, 1 MB = 1,000,000 bytes\n")
+    print(memory())
+
+
+if __name__ == "__main__":
+    main()
