@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import signal
 import sys
 from importlib.metadata import version
 
@@ -65,6 +66,9 @@ def _serve(settings: Settings) -> int:
         )
         return 2
     keep_freed_memory(settings.reuse_bytes)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.
+        signal.signal(number, lambda *_: None)
     uvicorn.run(
         create_app(settings),
         host=settings.host,
