@@ -50,7 +50,7 @@ clean:  ## remove what the other targets made
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python $(PIP) .
 	@touch $@
 
@@ -60,7 +60,7 @@ $(VENV)/.dev: $(VENV)/.run
 
 $(BENCH)/.bench: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
-	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	test -x $(BENCH)/bin/pip || $(PYTHON) -m venv --clear $(BENCH)
 	$(BENCH)/bin/python $(PIP) '.[bench]'
 	@touch $@
 

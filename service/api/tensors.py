@@ -77,7 +77,7 @@ class Problem(BaseModel):
 def _input_type(kind: Kind) -> Any:
     head: Any = {"__config__": ConfigDict(extra="forbid"), "dtype": (Literal[kind.dtypes], kind.default)}
     name, data = kind.name.capitalize(), _DATA[kind.name]
-    as_list = create_model(f"{name}List", **head, shape=(list[int], None), data=(data, ...))
+    as_list = create_model(f"{name}List", **head, shape=(list[int] | None, None), data=(data, ...))
     as_base64 = create_model(f"{name}Base64", **head, shape=(list[int], ...), base64=(str, ...))
     return data | as_list | as_base64
 
@@ -95,7 +95,8 @@ def request_model(operator: Operator) -> type[BaseModel]:
     """The operator's request as OpenAPI shows it."""
 
     def field(tensor: Tensor) -> Any:
-        return (_input_type(tensor.kind), None if tensor.optional else ...)
+        # A default that is made, not named, stays out of the schema: None itself is not an input.
+        return (_input_type(tensor.kind), Field(default_factory=lambda: None) if tensor.optional else ...)
 
     return _model(f"{operator.name}Request", ((tensor.name, field(tensor)) for tensor in operator.inputs))
 

@@ -1,0 +1,63 @@
+"""The OpenAPI document is valid, and what the service takes and gives is what it shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from openapi_spec_validator import validate
+
+from service.kernels import OPERATORS
+
+
+@pytest.fixture(scope="module")
+def schema(client: httpx.Client) -> Any:
+    return client.get("/openapi.json").json()
+
+
+def conforms(schema: Any, name: str, value: Any) -> bool:
+    """Whether `value` is of the component `name`."""
+    component = {"$ref": f"#/components/schemas/{name}", "components": schema["components"]}
+    return bool(jsonschema.Draft202012Validator(component).is_valid(value))
+
+
+def test_it_is_valid(schema: Any) -> None:
+    validate(schema)
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("encoding", ["list", "base64"])
+def test_requests_and_answers_are_as_shown(client: httpx.Client, schema: Any, op: str, encoding: str) -> None:
+    request = dict(OPERATORS[op].example)
+    answer = client.post(f"/v1/ops/{op}", json=request, params={"encoding": encoding}).json()
+    assert conforms(schema, f"{op}Request", request)
+    assert conforms(schema, f"{op}Answer", answer)
+    assert not conforms(schema, f"{op}Request", {**request, "more": 1})
+    assert not conforms(schema, f"{op}Request", {name: None for name in request})
+    assert not conforms(schema, f"{op}Answer", {name: 1 for name in answer})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "valid"),
+    [
+        (1, True),
+        ([[1, "NaN"], []], True),
+        ({"data": [1]}, True),
+        ({"dtype": "bfloat16", "shape": [1], "base64": "gD8="}, True),
+        ({"base64": "gD8="}, False),
+        ({"dtype": "int64", "data": [1]}, False),
+        ([True], False),
+        (["nan"], False),
+        ({"data": [1], "unit": "m"}, False),
+    ],
+)
+def test_the_forms_of_a_tensor(schema: Any, tensor: Any, valid: bool) -> None:
+    assert conforms(schema, "ReluGradRequest", {"dY": tensor, "X": 1}) is valid
+
+
+def test_problems_are_as_shown(client: httpx.Client, schema: Any) -> None:
+    problem = client.post("/v1/ops/ReluGrad", json={}).json()
+    assert conforms(schema, "Problem", problem)
+    assert not conforms(schema, "Problem", {"detail": "something"})
