@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from functools import cache, partial
 from typing import Annotated, Any
 
@@ -138,7 +139,8 @@ def answer(engine: Engine, operator: Operator, body: memoryview, query: Endpoint
             tensors[one.name] = document.base64(one.name, form.base64, dtype, form.shape or [])
     document.finish()
     attributes = query.model_dump(exclude={"encoding"})
-    encoding = query.encoding or ("base64" if any(form.base64 for form in forms.values()) else "list")
+    in_base64 = any(form.base64 is not None for form in forms.values())
+    encoding = query.encoding or ("base64" if in_base64 else "list")
     return json_codec.encode(engine.run(operator, tensors, attributes), encoding)
 
 
@@ -193,7 +195,6 @@ def _check_types(request: Request) -> None:
 
 
 def _check_given_once(request: Request) -> None:
-    names = [name for name, _ in request.query_params.multi_items()]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidParameter(f"{shown(name)} is given {names.count(name)} times", parameter=name)
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if count > 1:
+            raise InvalidParameter(f"{shown(name)} is given {count} times", parameter=name)

@@ -71,6 +71,8 @@ def test_base64_is_bit_exact(client: httpx.Client) -> None:
 
 
 def test_the_answer_has_the_form_of_the_request_unless_asked_otherwise(client: httpx.Client) -> None:
+    empty = {"dtype": "float32", "shape": [0], "base64": ""}
+    assert relu(client, empty, []) == empty
     one = {"dtype": "float32", "shape": [1], "base64": "AACAPw=="}
     assert relu(client, one, [1]) == one
     as_list = {"dtype": "float32", "shape": [1], "data": [1.0]}
