@@ -25,7 +25,7 @@ from service.kernels._op import Array
 T = TypeVar("T", bound=Array)
 
 BLOCK_BYTES = 768 * 1024
-"""Bytes of one tensor in a block. Smaller blocks stay closer to the core, but the threads then hand the interpreter lock
+"""Bytes of one tensor in a block. Smaller blocks stay closer to the core, but threads then hand the interpreter lock
 over more often, which costs more; with larger ones, scratch would take more than 2 MB in each thread."""
 
 
