@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from service.arena import Arena
 from service.dtypes import DType
@@ -24,6 +25,8 @@ class Engine:
 
     def __init__(self, *, threads: int, limits: Limits, reuse_bytes: int) -> None:
         self.limits = limits
+        # BLAS must not start threads of its own beside the pool's, and its bits must not depend on their number.
+        threadpool_limits(1, user_api="blas")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
         self._arena = Arena(reuse_bytes)
         self._workspace = Workspace(self._pool, threads, self._allocate)
@@ -40,8 +43,14 @@ class Engine:
         """Finish what runs, drop what waits, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def run(self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> dict[str, Array]:
-        """The operator's outputs, name -> array. Called in a thread of the pool, whose idle threads join in.
+    def run(
+        self,
+        operator: Operator,
+        tensors: Mapping[str, Array],
+        attributes: Mapping[str, Any],
+        wanted: Sequence[str] | None = None,
+    ) -> dict[str, Array]:
+        """The operator's outputs, name -> array, or those `wanted`. Called in the pool, whose idle threads join in.
 
         Raises `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, and what the kernel raises.
         """
@@ -50,7 +59,7 @@ class Engine:
         for name, tensor in tensors.items():
             self.limits.check(name, tensor.shape, tensor.dtype)
         with workspace(self._workspace):
-            return operator(tensors, attributes)
+            return operator(tensors, attributes, wanted)
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
         self.limits.check("The output", shape, dtype)

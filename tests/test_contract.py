@@ -139,6 +139,21 @@ def test_inputs_of_one_type_variable_share_a_dtype(client: httpx.Client, operato
 
 
 @EVERY
+def test_a_subset_of_the_outputs_in_the_asked_order(client: httpx.Client, operator: Operator) -> None:
+    path, names = f"/v1/ops/{operator.name}", [output.name for output in operator.outputs]
+    if len(names) == 1:
+        assert_problem(client.post(path, json={}, params={"outputs": names[0]}), 422, "unknown_parameter", "'outputs'")
+        return
+    whole = operator(example(operator), {})
+    for subset in ([names[-1]], [names[0]], names[::-1]):
+        answer = client.post(path, json=dict(operator.example), params={"outputs": ",".join(subset)})
+        assert_same(decode(answer), {name: whole[name] for name in subset})
+    for wrong in ("", "nonsense", f"{names[0]},{names[0]}", f"{names[0]},"):
+        answer = client.post(path, json=dict(operator.example), params={"outputs": wrong})
+        assert_problem(answer, 422, "invalid_parameter", repr(wrong), ",".join(names))
+
+
+@EVERY
 def test_unknown_names_are_refused(client: httpx.Client, operator: Operator) -> None:
     path = f"/v1/ops/{operator.name}"
     answer = client.post(path, json={**operator.example, "nonsense": [1]})
@@ -151,7 +166,8 @@ def test_unknown_names_are_refused(client: httpx.Client, operator: Operator) -> 
 def test_attributes_are_typed(client: httpx.Client, operator: Operator) -> None:
     for attribute in operator.attributes:
         path = f"/v1/ops/{operator.name}"
-        answer = client.post(path, json=dict(operator.example), params={attribute.name: str(attribute.default)})
+        given = {} if attribute.default is None else {attribute.name: str(attribute.default)}
+        answer = client.post(path, json=dict(operator.example), params=given)
         assert_same(decode(answer), operator(example(operator), {}))
         answer = client.post(path, json=dict(operator.example), params={attribute.name: "nonsense"})
         problem = assert_problem(answer, 422, "invalid_parameter", attribute.name, "'nonsense'")
@@ -180,8 +196,9 @@ def test_the_schema_shows_its_request_and_answer(client: httpx.Client, operator:
     assert request["additionalProperties"] is False
     assert answer["properties"].keys() == {one.name for one in operator.outputs}
     parameters = schema["paths"][f"/v1/ops/{operator.name}"]["post"]["parameters"]
-    assert {p["name"] for p in parameters} == {"encoding", *(a.name for a in operator.attributes)}
-    assert {p["name"]: p["schema"]["default"] for p in parameters if p["name"] != "encoding"} == {
+    general = {"encoding", "outputs"} if len(operator.outputs) > 1 else {"encoding"}
+    assert {p["name"] for p in parameters} == general | {a.name for a in operator.attributes}
+    assert {p["name"]: p["schema"].get("default") for p in parameters if p["name"] not in general} == {
         a.name: a.default for a in operator.attributes
     }
 

@@ -82,7 +82,7 @@ def describe(operator: Operator) -> OperatorInfo:
         description=operator.description,
         inputs=[tensor(one) for one in operator.inputs],
         outputs=[tensor(one) for one in operator.outputs],
-        attributes=[AttributeInfo(name=a.name, type=a.type.__name__, default=a.default) for a in operator.attributes],
+        attributes=[AttributeInfo(name=a.name, type=a.type_name, default=a.default) for a in operator.attributes],
         example={"request": dict(operator.example), "answer": openapi.example_answer(operator)},
     )
 
@@ -118,8 +118,25 @@ class EndpointQuery(BaseModel):
 
 def query_model(operator: Operator) -> type[EndpointQuery]:
     """The query parameters of the operator's endpoint, its attributes included."""
-    attributes: Any = {a.name: (a.type, a.default) for a in operator.attributes}
-    return create_model(f"{operator.name}Query", __base__=EndpointQuery, **attributes)
+    fields: Any = {a.name: (a.type, a.default) for a in operator.attributes}
+    if len(operator.outputs) > 1:
+        description = (
+            "The outputs to answer, separated by commas; by default all. What is not asked for is not computed."
+        )
+        fields["outputs"] = (str | None, Field(None, description=description))
+    return create_model(f"{operator.name}Query", __base__=EndpointQuery, **fields)
+
+
+def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
+    """The names in the query parameter `outputs`. Raises `InvalidParameter`."""
+    if outputs is None:
+        return None
+    known, names = [output.name for output in operator.outputs], outputs.split(",")
+    if not set(names) <= set(known) or len(set(names)) < len(names):
+        raise InvalidParameter(
+            f"outputs is {shown(outputs)}, but must name some of {','.join(known)}, each once", parameter="outputs"
+        )
+    return names
 
 
 def answer(engine: Engine, operator: Operator, body: memoryview, query: EndpointQuery) -> list[bytes]:
@@ -138,10 +155,11 @@ def answer(engine: Engine, operator: Operator, body: memoryview, query: Endpoint
         else:
             tensors[one.name] = document.base64(one.name, form.base64, dtype, form.shape or [])
     document.finish()
-    attributes = query.model_dump(exclude={"encoding"})
+    attributes = query.model_dump(exclude={"encoding", "outputs"})
+    wanted = wanted_outputs(operator, getattr(query, "outputs", None))
     in_base64 = any(form.base64 is not None for form in forms.values())
     encoding = query.encoding or ("base64" if in_base64 else "list")
-    return json_codec.encode(engine.run(operator, tensors, attributes), encoding)
+    return json_codec.encode(engine.run(operator, tensors, attributes, wanted), encoding)
 
 
 def _add_endpoint(operator: Operator) -> None:
@@ -149,7 +167,7 @@ def _add_endpoint(operator: Operator) -> None:
         try:
             engine = engine_of(request)
             _check_types(request)
-            _check_given_once(request)
+            _check_given_once(request, operator)
             body = await read_body(request, request.app.state.settings.max_body_bytes, engine.buffer)
             pieces = await in_pool(request, partial(answer, engine, operator, body, query))
         except GradserveError as error:
@@ -194,7 +212,8 @@ def _check_types(request: Request) -> None:
         raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is {JSON}")
 
 
-def _check_given_once(request: Request) -> None:
+def _check_given_once(request: Request, operator: Operator) -> None:
+    lists = [a.name for a in operator.attributes if "list" in a.type_name]
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
-        if count > 1:
+        if count > 1 and name not in lists:
             raise InvalidParameter(f"{shown(name)} is given {count} times", parameter=name)

@@ -1,6 +1,6 @@
 """The operators' kernels: NumPy in, NumPy out, no knowledge of the web. Importing this package fills `OPERATORS`."""
 
-from service.kernels import accumulate, activations, broadcast, gather, softmax
+from service.kernels import accumulate, activations, broadcast, gather, gru, softmax
 from service.kernels._op import OPERATORS, Attribute, Operator, Tensor
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "activations",
     "broadcast",
     "gather",
+    "gru",
     "softmax",
 ]

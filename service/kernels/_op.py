@@ -1,16 +1,17 @@
 """`@op`: a kernel's Python signature is its schema, and `OPERATORS` is the table of all of them.
 
 Positional-only parameters are tensor inputs (`T | None = None`: optional) and keyword-only ones are attributes, except
-`out`. The annotation is the type constraint; parameters that share a type variable share a dtype.
+`out` and `wanted`: where a kernel computes less when fewer of its outputs are asked for, `wanted` names those. The
+annotation is the type constraint; parameters that share a type variable share a dtype.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -21,6 +22,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 T = TypeVar("T", bound=Annotated[Array, dtypes.FLOATS])
 T_GRAD = TypeVar("T_GRAD", bound=Annotated[Array, dtypes.FLOATS])
 Tind = TypeVar("Tind", bound=Annotated[Array, dtypes.INTEGERS])
+TSize = TypeVar("TSize", bound=Annotated[Array, dtypes.INTEGERS])
 Shape = TypeVar("Shape", bound=Annotated[Array, dtypes.INTEGERS])
 Flag = Annotated[Array, dtypes.FLAG]
 AnyTensor = Annotated[Array, dtypes.ANY]
@@ -43,8 +45,15 @@ class Attribute:
     """A number or string that shapes the computation: its name, Python type and default."""
 
     name: str
-    type: type
+    type: Any
     default: Any
+
+    @property
+    def type_name(self) -> str:
+        """Its type as one reads it: int, float, list[str] | None, or the choices of a literal."""
+        if get_origin(self.type) is Literal:
+            return " | ".join(get_args(self.type))
+        return self.type.__name__ if isinstance(self.type, type) else str(self.type)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +70,17 @@ class Operator:
     example: Mapping[str, Any]
     """One tensor for each input, as JSON: a nested list, a scalar, or an object with dtype and data."""
 
-    def __call__(self, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> dict[str, Array]:
-        """Run the kernel on `tensors`, input name -> array, and name what it returns."""
-        result = self.kernel(*(tensors.get(tensor.name) for tensor in self.inputs), **attributes)
-        results = result if isinstance(result, tuple) else (result,)
-        return dict(zip((output.name for output in self.outputs), results, strict=True))
+    takes_wanted: bool
+
+    def __call__(
+        self, tensors: Mapping[str, Array], attributes: Mapping[str, Any], wanted: Sequence[str] | None = None
+    ) -> dict[str, Array]:
+        """Run the kernel on `tensors`, input name -> array: the outputs by name, or those `wanted`, in that order."""
+        names = [output.name for output in self.outputs]
+        less = {"wanted": wanted} if wanted is not None and self.takes_wanted else {}
+        result = self.kernel(*(tensors.get(tensor.name) for tensor in self.inputs), **attributes, **less)
+        results = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+        return {name: results[name] for name in (names if wanted is None else wanted)}
 
 
 OPERATORS: dict[str, Operator] = {}
@@ -99,11 +114,12 @@ def _read(name: str, kernel: Callable[..., Any], outputs: list[str], example: Ma
         attributes=tuple(
             Attribute(p.name, hints[p.name], p.default)
             for p in parameters
-            if p.kind is p.KEYWORD_ONLY and p.name != "out"
+            if p.kind is p.KEYWORD_ONLY and p.name not in ("out", "wanted")
         ),
         formula=formula.strip(),
         description=description.strip(),
         example=example,
+        takes_wanted="wanted" in hints,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from onnxruntime.capi import onnxruntime_pybind11_state as refusals
 
 from tests.golden import ort, store
-from tests.golden.questions import accumulate, activations, broadcast, gather, softmax
+from tests.golden.questions import accumulate, activations, broadcast, gather, gru, softmax
 from tests.golden.store import Case
 
 REFUSED = (refusals.Fail, refusals.InvalidArgument, refusals.RuntimeException)
@@ -33,7 +33,7 @@ def reason(message: str) -> str:
 
 def main() -> None:
     found: dict[str, list[Case]] = defaultdict(list)
-    for family in (accumulate, activations, broadcast, gather, softmax):
+    for family in (accumulate, activations, broadcast, gather, gru, softmax):
         for case in family.ask():
             found[case.operator].append(answered(case))
     for operator, cases in found.items():

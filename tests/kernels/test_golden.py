@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from service import errors
-from service.kernels import OPERATORS, accumulate, activations, broadcast, gather, softmax
+from service.kernels import OPERATORS, accumulate, activations, broadcast, gather, gru, softmax
 from tests.golden import store
 from tests.golden.store import Array, Case
 from tests.kernels.equality import assert_close, assert_same_bits
@@ -40,6 +40,9 @@ def tolerance(case: Case) -> Mapping[str, Any] | None:
             "float32": {"rtol": 1e-6, "atol": 1e-6},
             "float64": {"rtol": 1e-14, "atol": 1e-15},
         }[dtype]
+    if case.operator.startswith("GRU"):
+        # ONNX Runtime's gates are rational approximations, off by up to 5e-7, and its sums run in another order.
+        return {"rtol": 2e-5, "atol": 2e-5}
     if case.operator == "QuickGeluGrad":
         # ONNX Runtime's logistic is exactly 0 or 1 from about ±17 on, which alone makes 1.7e-6 of dY. Rounding 1 - s,
         # which is then multiplied by up to 17, makes the rest.
@@ -78,7 +81,7 @@ def test_refused_as_there(case: Case) -> None:
 
 
 def test_every_operator_has_golden_answers() -> None:
-    modules = {module.__name__ for module in (accumulate, activations, broadcast, gather, softmax)}
+    modules = {module.__name__ for module in (accumulate, activations, broadcast, gather, gru, softmax)}
     assert set(store.operators()) == {op.name for op in OPERATORS.values() if op.kernel.__module__ in modules}
 
 

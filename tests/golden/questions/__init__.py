@@ -3,6 +3,6 @@
 Names that begin with `peer` are the cases of ONNX Runtime's own tests. The numbers of a case depend on its name alone.
 """
 
-from tests.golden.questions import accumulate, activations, broadcast, gather, softmax
+from tests.golden.questions import accumulate, activations, broadcast, gather, gru, softmax
 
-__all__ = ["accumulate", "activations", "broadcast", "gather", "softmax"]
+__all__ = ["accumulate", "activations", "broadcast", "gather", "gru", "softmax"]

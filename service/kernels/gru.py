@@ -1,0 +1,462 @@
+"""GRU: the forward pass that keeps its gates, and its gradient.
+
+S steps, N sequences, I inputs, H hidden units, D directions: 2 if bidirectional, then 0 is forward and 1 reverse. The
+order of the gates is z, r, h everywhere, and `ZRH` holds them after their activations. float16 and bfloat16 are
+computed in float32 and rounded once; NaN propagates. Source of the semantics: GRUTraining and GRUGrad of ONNX Runtime
+1.19.2, and for reverse, bidirectional, sequence lengths and empty dimensions, which those refuse, ONNX's GRU. Where a
+sequence has length 0, HFinal is H0 and dH0 is grad_Ht, as the recurrence says, while ONNX Runtime's inference gives 0.
+
+How it is fast. What does not depend on the step before is one product over all steps: X with W in the forward pass, and
+dX, dW, dR and the bias gradients in the backward pass. The loop over time holds one product with R per step. Sequences
+do not depend on each other, so each block of them runs through time on its own, in a thread of its own. Inside the
+engine BLAS runs with one thread: the pool's threads and those of BLAS never compete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from service.dtypes import DType, compute_dtype
+from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
+from service.kernels._blocks import new_output, share_out
+from service.kernels._op import Array, T, TSize, op
+
+SEQUENCES = 16
+"""Sequences in a block: enough rows for a product with R to be worth it, few enough to share out."""
+ROWS = 512
+"""Rows, of step times sequence, in a block of a product over all steps."""
+
+Direction = Literal["forward", "reverse", "bidirectional"]
+
+_INPUTS = {
+    "X": [[[1.0]], [[-0.5]]],
+    "W": [[[0.5], [-0.25], [1.0]]],
+    "R": [[[0.25], [0.5], [-1.0]]],
+    "B": [[0.0, 0.25, -0.5, 0.5, 0.0, 0.25]],
+    "SL": [2],
+    "H0": [[[0.5]]],
+}
+_GATES = {"HAll": [[[[0.5]]], [[[0.0]]]], "ZRH": [[[[0.75, 0.5, 0.5]]], [[[0.5, 0.5, -0.5]]]]}
+_GRADIENTS = {"grad_HAll": [[[[1.0]]], [[[0.5]]]], "grad_Ht": [[[1.0]]]}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The sizes, checked, and the pass through time of each direction."""
+
+    S: int
+    N: int
+    I: int  # noqa: E741 - ONNX's name
+    H: int
+    D: int
+    reverse: tuple[bool, ...]
+    lengths: Array | None
+    linear_before_reset: bool
+
+    def steps(self, direction: int) -> range:
+        """The steps of the forward pass, in order. A reversed sequence that is shorter waits for its last step."""
+        return range(self.S - 1, -1, -1) if self.reverse[direction] else range(self.S)
+
+    def idle(self, step: int, block: slice) -> Array | None:
+        """Which sequences of `block` are over at `step`, as indices into the block; None if none is."""
+        if self.lengths is None:
+            return None
+        over = np.flatnonzero(self.lengths[block] <= step)
+        return over if over.size else None
+
+    @cached_property
+    def padded(self) -> Array | None:
+        """Where [S, N] is beyond a sequence's length; None if nowhere."""
+        if self.lengths is None or (self.lengths >= self.S).all():
+            return None
+        return np.arange(self.S)[:, None] >= self.lengths
+
+    def sequence_blocks(self) -> list[tuple[int, slice]]:
+        return [(d, slice(n, n + SEQUENCES)) for d in range(self.D) for n in range(0, self.N, SEQUENCES)]
+
+    def step_blocks(self) -> list[slice]:
+        height = max(1, ROWS // max(1, self.N))
+        return [slice(t, t + height) for t in range(0, self.S, height)]
+
+
+_REVERSE: dict[str, tuple[bool, ...]] = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+
+
+def _layout(
+    X: Array,
+    R: Array,
+    SL: Array | None,
+    *,
+    hidden_size: int | None,
+    direction: str,
+    linear_before_reset: int,
+    activations: Sequence[str] | None,
+    clip: float | None,
+) -> _Layout:
+    """The sizes, which X and R tell, and the attributes, checked."""
+    if direction not in _REVERSE:
+        raise _refused("direction", direction, f"one of {', '.join(_REVERSE)}")
+    if linear_before_reset not in (0, 1):
+        raise _refused("linear_before_reset", linear_before_reset, "0 or 1")
+    reverse = _REVERSE[direction]
+    pairs = ["sigmoid", "tanh"] * len(reverse)
+    if activations is not None and [name.lower() for name in activations] != pairs:
+        raise _refused("activations", list(activations), f"{pairs}, the only ones that there are, in any letter case")
+    if clip is not None:
+        raise _refused("clip", clip, "left out: the gradient of clipped gates is not defined by ONNX Runtime either")
+    for name, tensor in (("X", X), ("R", R)):
+        if tensor.ndim != 3:
+            raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have 3 dimensions", tensor=name)
+    S, N, I = X.shape  # noqa: E741
+    H = R.shape[2]
+    if H == 0:
+        raise ShapeMismatch(f"R has shape {list(R.shape)}, but there must be a hidden unit", tensor="R")
+    if hidden_size is not None and hidden_size != H:
+        raise _refused("hidden_size", hidden_size, f"{H}, the last dimension of R, or left out")
+    layout = _Layout(S, N, I, H, len(reverse), reverse, SL, linear_before_reset == 1)
+    if SL is not None:
+        _check_shape("SL", SL, N)
+        wrong = np.flatnonzero((SL < 0) | (SL > S))
+        if wrong.size:
+            raise InvalidTensor(
+                f"SL[{wrong[0]}] is {SL[wrong[0]]}, but must be in [0, {S}], the steps of X", tensor="SL"
+            )
+    return layout
+
+
+def _refused(name: str, value: object, wanted: str) -> InvalidParameter:
+    return InvalidParameter(f"{name} is {shown(value)}, but must be {wanted}", parameter=name)
+
+
+def _check_shape(name: str, tensor: Array | None, *shape: int) -> None:
+    if tensor is not None and tensor.shape != shape:
+        raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}", tensor=name)
+
+
+def _wide(tensor: Array | None, dtype: DType) -> Array | None:
+    return None if tensor is None else np.ascontiguousarray(tensor, dtype)
+
+
+@op("GRUTraining", outputs="HAll HFinal ZRH", example=_INPUTS)
+def gru_training(
+    X: T,
+    W: T,
+    R: T,
+    B: T | None = None,
+    SL: TSize | None = None,
+    H0: T | None = None,
+    /,
+    *,
+    hidden_size: int | None = None,
+    direction: Direction = "forward",
+    linear_before_reset: int = 0,
+    activations: list[str] | None = None,
+    clip: float | None = None,
+) -> tuple[T, T, T]:
+    """H' = (1 - z) * h + z * H at every step, with the gates z and r and the candidate h kept in ZRH.
+
+    z = sigmoid(X Wz' + H Rz' + bz), r = sigmoid(X Wr' + H Rr' + br), h = tanh(X Wh' + (r * H) Rh' + bh), or, with
+    linear_before_reset = 1, h = tanh(X Wh' + r * (H Rh' + Rbh) + Wbh).
+
+    X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H] -> HAll [S, D, N, H], HFinal [D, N, H],
+    ZRH [S, D, N, 3H]. B and H0 are zeros if left out. Sequence n runs SL[n] steps, all if SL is left out; reverse turns
+    only those around; HAll and ZRH are zero at the steps beyond. `hidden_size` may be left out, `activations` can only
+    be the default, and `clip` is refused. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
+    """
+    layout = _layout(
+        X,
+        R,
+        SL,
+        hidden_size=hidden_size,
+        direction=direction,
+        linear_before_reset=linear_before_reset,
+        activations=activations,
+        clip=clip,
+    )
+    S, N, H, D = layout.S, layout.N, layout.H, layout.D
+    _check_shape("W", W, D, 3 * H, layout.I)
+    _check_shape("R", R, D, 3 * H, H)
+    _check_shape("B", B, D, 6 * H)
+    _check_shape("H0", H0, D, N, H)
+    dtype = compute_dtype(X.dtype)
+    HAll: Array = new_output(None, (S, D, N, H), dtype)
+    HFinal: Array = new_output(None, (D, N, H), dtype)
+    ZRH: Array = new_output(None, (S, D, N, 3 * H), dtype)
+    x, w, r = (np.ascontiguousarray(tensor, dtype) for tensor in (X, W, R))
+    b, h0 = _wide(B, dtype), _wide(H0, dtype)
+    bias = np.zeros((D, 6 * H), dtype) if b is None else b
+    inputs = bias[:, : 3 * H].copy()  # what is added to X W', for all steps alike
+    inputs[:, : 2 * H] += bias[:, 3 * H : 5 * H]
+    if not layout.linear_before_reset:
+        inputs[:, 2 * H :] += bias[:, 5 * H :]
+    blocks, sequences = layout.step_blocks(), layout.sequence_blocks()
+
+    def project(number: int) -> None:
+        steps = blocks[number]
+        for d in range(D):
+            gates = np.matmul(x[steps], w[d].T)
+            np.add(gates, inputs[d], out=ZRH[steps, d])
+
+    def run(number: int) -> None:
+        d, block = sequences[number]
+        start = np.zeros_like(HFinal[d, block]) if h0 is None else h0[d, block]
+        HFinal[d, block] = _forward(layout, d, block, start, r[d], bias[d, 5 * H :], HAll, ZRH)
+
+    share_out(project, len(blocks))
+    share_out(run, len(sequences))
+    return tuple(made.astype(X.dtype, copy=False) for made in (HAll, HFinal, ZRH))  # type: ignore[return-value]
+
+
+def _forward(
+    layout: _Layout, d: int, block: slice, h: Array, r: Array, candidate_bias: Array, HAll: Array, ZRH: Array
+) -> Array:
+    """Run a block of sequences through time: ZRH goes in as X W' + bias and comes out as gates."""
+    H, gates_r, candidate_r = layout.H, r[: 2 * layout.H].T, r[2 * layout.H :].T
+    for t in layout.steps(d):
+        pre, state = ZRH[t, d, block], HAll[t, d, block]
+        zr = np.matmul(h, gates_r)
+        zr += pre[:, : 2 * H]
+        np.negative(zr, out=zr)
+        np.exp(zr, out=zr)
+        zr += 1
+        np.divide(1, zr, out=zr)
+        z, reset = zr[:, :H], zr[:, H:]
+        if layout.linear_before_reset:
+            candidate = np.matmul(h, candidate_r)
+            candidate += candidate_bias
+            candidate *= reset
+        else:
+            candidate = np.matmul(reset * h, candidate_r)
+        candidate += pre[:, 2 * H :]
+        np.tanh(candidate, out=candidate)
+        pre[:, : 2 * H] = zr
+        pre[:, 2 * H :] = candidate
+        np.multiply(z, h, out=state)
+        state += (1 - z) * candidate
+        idle = layout.idle(t, block)
+        if idle is None:
+            h = state
+        else:
+            after = state.copy()
+            after[idle] = h[idle]
+            h = after
+            pre[idle] = 0
+            state[idle] = 0
+    return h
+
+
+@op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS})
+def gru_grad(
+    X: T,
+    W: T,
+    R: T,
+    B: T | None,
+    SL: TSize | None,
+    H0: T | None,
+    HAll: T,
+    ZRH: T,
+    grad_HAll: T | None = None,
+    grad_Ht: T | None = None,
+    /,
+    *,
+    hidden_size: int | None = None,
+    direction: Direction = "forward",
+    linear_before_reset: int = 0,
+    activations: list[str] | None = None,
+    clip: float | None = None,
+    wanted: Collection[str] = ("dX", "dW", "dR", "dB", "dH0"),
+) -> tuple[T, T, T, T, T]:
+    """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
+
+    X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H], HAll [S, D, N, H], ZRH [S, D, N, 3H],
+    grad_HAll [S, D, N, H], grad_Ht [D, N, H] -> dX, dW, dR, dB, dH0, of the shapes of X, W, R, B, H0. HAll and ZRH are
+    taken as GRUTraining gave them; B, H0 and the gradients are zeros if left out. Beyond a sequence's length SL[n],
+    dX is zero and the incoming gradients are ignored. What is not `wanted` is not computed. The attributes are those of
+    GRUTraining. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
+    """
+    layout = _layout(
+        X,
+        R,
+        SL,
+        hidden_size=hidden_size,
+        direction=direction,
+        linear_before_reset=linear_before_reset,
+        activations=activations,
+        clip=clip,
+    )
+    S, N, H, D = layout.S, layout.N, layout.H, layout.D
+    shapes = {
+        "W": (W, (D, 3 * H, layout.I)),
+        "R": (R, (D, 3 * H, H)),
+        "B": (B, (D, 6 * H)),
+        "H0": (H0, (D, N, H)),
+        "HAll": (HAll, (S, D, N, H)),
+        "ZRH": (ZRH, (S, D, N, 3 * H)),
+        "grad_HAll": (grad_HAll, (S, D, N, H)),
+        "grad_Ht": (grad_Ht, (D, N, H)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        _check_shape(name, tensor, *shape)
+    dtype = compute_dtype(X.dtype)
+    wide = {name: _wide(tensor, dtype) for name, (tensor, _) in shapes.items()}
+    x = np.ascontiguousarray(X, dtype)
+    if layout.padded is not None:
+        x = np.where(layout.padded[:, :, None], dtype.type(0), x)
+    made: dict[str, Array] = {
+        name: new_output(None, shape, dtype)
+        for name, shape in {
+            "dX": X.shape,
+            "dW": W.shape,
+            "dR": R.shape,
+            "dB": (D, 6 * H),
+            "dH0": (D, N, H),
+        }.items()
+        if name in wanted or name == "dH0"
+    }
+    _Backward(layout, x, wide, made).run()
+    return tuple(  # type: ignore[return-value]
+        made[name].astype(X.dtype, copy=False) if name in wanted else None for name in ("dX", "dW", "dR", "dB", "dH0")
+    )
+
+
+class _Backward:
+    """The gradient, in three phases: coefficients of all steps, time, products over all steps."""
+
+    def __init__(self, layout: _Layout, x: Array, given: Mapping[str, Array | None], made: Mapping[str, Array]) -> None:
+        self.layout, self.x, self.given, self.made = layout, x, given, made
+        S, N, H, D, dtype = layout.S, layout.N, layout.H, layout.D, x.dtype
+        self.gates = np.empty((S, N, D, 3, H), dtype)
+        """What turns the state's gradient into those of the pre-activations z, r and h, then these, as R sees them."""
+        self.previous = np.empty((D, S, N, H), dtype)
+        """The state before each step."""
+        self.extra = np.empty((D, S, N, H), dtype)
+        """linear_before_reset: the gradient of h's pre-activation, as W sees it; else r * previous."""
+
+    def run(self) -> None:
+        layout, steps, sequences = self.layout, self.layout.step_blocks(), self.layout.sequence_blocks()
+        share_out(lambda number: self._prepare(steps[number]), len(steps))
+        share_out(lambda number: self._through_time(*sequences[number]), len(sequences))
+        pairs = [(d, gate) for d in range(layout.D) for gate in range(3)]
+        if {"dR", "dB"} & self.made.keys():
+            share_out(lambda number: self._recurrent(*pairs[number]), len(pairs))
+        if {"dW", "dB"} & self.made.keys():
+            share_out(lambda number: self._input(*pairs[number]), len(pairs))
+        if "dX" in self.made:
+            share_out(lambda number: self._to_x(steps[number]), len(steps))
+
+    def _array(self, name: str) -> Array:
+        array = self.given[name]
+        assert array is not None
+        return array
+
+    def _prepare(self, steps: slice) -> None:
+        layout, H = self.layout, self.layout.H
+        for d in range(layout.D):
+            previous = self.previous[d, steps]
+            self._fill_previous(d, steps, previous)
+            z, r, h = (self._array("ZRH")[steps, d, :, k * H : (k + 1) * H] for k in range(3))
+            gates, extra = self.gates[steps, :, d], self.extra[d, steps]
+            gates[:, :, 0] = (previous - h) * z * (1 - z)
+            through_h = (1 - z) * (1 - h * h)
+            if layout.linear_before_reset:
+                product = np.matmul(previous, self._array("R")[d, 2 * H :].T)
+                if self.given["B"] is not None:
+                    product += self._array("B")[d, 5 * H :]
+                gates[:, :, 1] = through_h * product * r * (1 - r)
+                gates[:, :, 2] = through_h * r
+                extra[...] = through_h
+            else:
+                gates[:, :, 1] = previous * r * (1 - r)
+                gates[:, :, 2] = through_h
+                np.multiply(r, previous, out=extra)
+            if layout.padded is not None:
+                gates[layout.padded[steps]] = 0
+                extra[layout.padded[steps]] = 0
+
+    def _fill_previous(self, d: int, steps: slice, previous: Array) -> None:
+        HAll, H0 = self._array("HAll"), self.given["H0"]
+        start = 0 if H0 is None else H0[d]
+        first, last = steps.start, steps.start + len(previous)
+        if self.layout.reverse[d]:
+            previous[:-1] = HAll[first + 1 : last, d]
+            previous[-1] = HAll[last, d] if last < self.layout.S else start
+        else:
+            previous[1:] = HAll[first : last - 1, d]
+            previous[0] = HAll[first - 1, d] if first else start
+        lengths = self.layout.lengths
+        if lengths is not None:
+            if self.layout.reverse[d]:
+                for n in np.flatnonzero((lengths > first) & (lengths <= last)):
+                    previous[lengths[n] - 1 - first, n] = 0 if H0 is None else H0[d, n]
+            previous[np.arange(first, last)[:, None] >= lengths] = 0
+
+    def _through_time(self, d: int, block: slice) -> None:
+        layout, H = self.layout, self.layout.H
+        R, ZRH, grad_HAll, grad_Ht = (
+            self._array("R")[d],
+            self._array("ZRH"),
+            self.given["grad_HAll"],
+            self.given["grad_Ht"],
+        )
+        G = self.made["dH0"][d, block]  # the gradient of the state, step by step, until it is that of H0
+        G[...] = 0 if grad_Ht is None else grad_Ht[d, block]
+        for t in reversed(layout.steps(d)):
+            idle = layout.idle(t, block)
+            waiting = None if idle is None else G[idle]
+            if grad_HAll is not None:
+                G += grad_HAll[t, d, block]
+            gates, z = self.gates[t, block, d], ZRH[t, d, block, :H]
+            if layout.linear_before_reset:
+                gates *= G[:, None, :]
+                self.extra[d, t, block] *= G
+                product = np.matmul(gates.reshape(len(G), 3 * H), R)
+                G *= z
+                G += product
+            else:
+                gates[:, ::2] *= G[:, None, :]
+                through_reset = np.matmul(gates[:, 2], R[2 * H :])
+                gates[:, 1] *= through_reset
+                product = np.matmul(gates[:, :2].reshape(len(G), 2 * H), R[: 2 * H])
+                through_reset *= ZRH[t, d, block, H : 2 * H]
+                G *= z
+                G += through_reset
+                G += product
+            if idle is not None:
+                G[idle] = waiting
+                gates[idle] = 0
+                self.extra[d, t, block][idle] = 0
+
+    def _recurrent(self, d: int, gate: int) -> None:
+        layout, H, columns = self.layout, self.layout.H, slice(gate * self.layout.H, (gate + 1) * self.layout.H)
+        rows = layout.S * layout.N
+        gradient = self.gates[:, :, d, gate].reshape(rows, H)
+        state = self.previous if layout.linear_before_reset or gate < 2 else self.extra
+        if "dR" in self.made:
+            np.matmul(gradient.T, state[d].reshape(rows, H), out=self.made["dR"][d, columns])
+        if "dB" in self.made:
+            self.made["dB"][d, 3 * H :][columns] = gradient.sum(axis=0)
+
+    def _input(self, d: int, gate: int) -> None:
+        layout, H, columns = self.layout, self.layout.H, slice(gate * self.layout.H, (gate + 1) * self.layout.H)
+        rows = layout.S * layout.N
+        swapped = layout.linear_before_reset and gate == 2
+        gradient = (self.extra[d] if swapped else self.gates[:, :, d, gate]).reshape(rows, H)
+        if "dW" in self.made:
+            np.matmul(gradient.T, self.x.reshape(rows, layout.I), out=self.made["dW"][d, columns])
+        if "dB" in self.made:
+            self.made["dB"][d, columns] = gradient.sum(axis=0)
+
+    def _to_x(self, steps: slice) -> None:
+        layout, H = self.layout, self.layout.H
+        gates, dX = self.gates[steps], self.made["dX"][steps]
+        if layout.linear_before_reset:
+            for d in range(layout.D):
+                gates[:, :, d, 2] = self.extra[d, steps]
+        K = layout.D * 3 * H
+        rows = len(dX) * layout.N
+        np.matmul(gates.reshape(rows, K), self._array("W").reshape(K, layout.I), out=dX.reshape(rows, layout.I))

@@ -1,0 +1,267 @@
+"""GRUTraining against a GRU written for reading, and GRUGrad against central differences of it."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_limits
+
+from service.dtypes import DTYPES
+from service.errors import GradserveError, InvalidParameter, InvalidTensor, ShapeMismatch
+from service.kernels._blocks import Workspace, workspace
+from service.kernels.gru import gru_grad, gru_training
+from tests.kernels.gru_reference import Array, gru
+
+train: Any = gru_training  # called with dictionaries, which the type checker cannot follow
+back: Any = gru_grad
+forward: Any = gru
+
+OUTPUTS = ("dX", "dW", "dR", "dB", "dH0")
+DIRECTIONS = ("forward", "reverse", "bidirectional")
+LENGTHS = (None, [3, 1, 0], [2, 3, 3])
+OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False), LENGTHS))
+
+
+def case(
+    direction: str = "forward",
+    bias: bool = True,
+    start: bool = True,
+    lengths: list[int] | None = None,
+    *,
+    S: int = 3,
+    N: int = 3,
+    inputs: int = 2,
+    H: int = 4,
+    dtype: Any = np.float64,
+) -> dict[str, Any]:
+    """Inputs of GRUTraining, by name."""
+    D, rng = 2 if direction == "bidirectional" else 1, np.random.default_rng(5)
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape).astype(dtype)
+
+    return {
+        "X": normal(S, N, inputs),
+        "W": normal(D, 3 * H, inputs),
+        "R": normal(D, 3 * H, H),
+        "B": normal(D, 6 * H) if bias else None,
+        "SL": None if lengths is None else np.array(lengths),
+        "H0": normal(D, N, H) if start else None,
+    }
+
+
+def gradients(given: dict[str, Any], **attributes: Any) -> tuple[dict[str, Array], Array, Array]:
+    """GRUGrad's outputs for random gradients of HAll and HFinal, and these."""
+    HAll, HFinal, ZRH = train(*given.values(), **attributes)
+    rng = np.random.default_rng(7)
+    grad_HAll, grad_Ht = rng.standard_normal(HAll.shape), rng.standard_normal(HFinal.shape)
+    dtype = HAll.dtype
+    made = back(*given.values(), HAll, ZRH, grad_HAll.astype(dtype), grad_Ht.astype(dtype), **attributes)
+    return dict(zip(OUTPUTS, made, strict=True)), grad_HAll, grad_Ht
+
+
+def difference(given: dict[str, Any], name: str, grad_HAll: Array, grad_Ht: Array, **attributes: Any) -> Array:
+    """The central differences of sum(HAll * grad_HAll) + sum(HFinal * grad_Ht) by the input `name`."""
+    D, N, H = grad_Ht.shape
+    zeros = {"B": np.zeros((D, 6 * H)), "H0": np.zeros((D, N, H))}
+    point: Array = zeros[name] if given[name] is None else given[name]
+
+    def value(moved: Array) -> float:
+        HAll, HFinal, _ = forward(**{**given, name: moved}, **attributes)
+        return float((HAll * grad_HAll).sum() + (HFinal * grad_Ht).sum())
+
+    slopes = np.zeros(point.shape)
+    for place in np.ndindex(point.shape):
+        step = np.zeros(point.shape)
+        step[place] = 1e-6
+        slopes[place] = (value(point + step) - value(point - step)) / 2e-6
+    return slopes
+
+
+@pytest.mark.parametrize(("direction", "linear_before_reset", "bias", "start", "lengths"), OPTIONS)
+def test_forward(direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None) -> None:
+    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+    for dtype, tolerance in ((np.float64, 1e-13), (np.float32, 2e-6)):
+        given = case(direction, bias, start, lengths, dtype=dtype)
+        got = train(*given.values(), **attributes)
+        for mine, expected in zip(got, forward(**given, **attributes), strict=True):
+            assert mine.dtype == dtype
+            np.testing.assert_allclose(mine, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("direction", "linear_before_reset", "bias", "start", "lengths"), OPTIONS)
+def test_gradient(direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None) -> None:
+    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+    given = case(direction, bias, start, lengths)
+    made, grad_HAll, grad_Ht = gradients(given, **attributes)
+    for name in OUTPUTS:
+        expected = difference(given, name.removeprefix("d"), grad_HAll, grad_Ht, **attributes)
+        np.testing.assert_allclose(made[name], expected, rtol=1e-7, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_floats_are_computed_in_float32(dtype: str) -> None:
+    narrow = case(dtype=DTYPES[dtype])
+    wide = {name: None if array is None else array.astype(np.float32) for name, array in narrow.items()}
+    for got, expected in zip(train(*narrow.values()), train(*wide.values()), strict=True):
+        assert got.dtype == DTYPES[dtype]
+        np.testing.assert_array_equal(got.astype(np.float32), expected.astype(DTYPES[dtype]).astype(np.float32))
+
+
+@pytest.mark.parametrize("linear_before_reset", [0, 1])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("S", "N", "inputs"), [(0, 3, 2), (3, 0, 2), (3, 3, 0), (0, 0, 0)])
+def test_empty_dimensions(S: int, N: int, inputs: int, direction: str, linear_before_reset: int) -> None:
+    given = case(direction, S=S, N=N, inputs=inputs)
+    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+    for got, expected in zip(train(*given.values(), **attributes), forward(**given, **attributes), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-13)
+    made, grad_HAll, grad_Ht = gradients(given, **attributes)
+    if S == 0:
+        np.testing.assert_array_equal(made["dH0"], grad_Ht)
+        assert not any(made[name].any() for name in ("dX", "dW", "dR", "dB"))
+    for name in OUTPUTS:
+        assert made[name].shape == given[name[1:]].shape
+        expected = difference(given, name[1:], grad_HAll, grad_Ht, **attributes)
+        np.testing.assert_allclose(made[name], expected, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("linear_before_reset", [0, 1])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_subset_is_what_the_whole_has(direction: str, linear_before_reset: int) -> None:
+    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+    given = case(direction)
+    HAll, _, ZRH = train(*given.values(), **attributes)
+    whole = back(*given.values(), HAll, ZRH, HAll, **attributes)
+    for count in range(1, 5):
+        for wanted in itertools.combinations(OUTPUTS, count):
+            some = back(*given.values(), HAll, ZRH, HAll, wanted=wanted, **attributes)
+            for name, got, expected in zip(OUTPUTS, some, whole, strict=True):
+                if name in wanted:
+                    np.testing.assert_array_equal(got, expected)
+                else:
+                    assert got is None
+
+
+@pytest.mark.parametrize("linear_before_reset", [0, 1])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_stands_beyond_a_length_does_not_count(direction: str, linear_before_reset: int) -> None:
+    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+    given = case(direction, lengths=[3, 1, 0])
+    spoilt = {**given, "X": np.where(np.arange(3)[:, None, None] >= given["SL"][:, None], np.nan, given["X"])}
+    whole, broken = (train(*inputs.values(), **attributes) for inputs in (given, spoilt))
+    for got, expected in zip(broken, whole, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    HAll, _, ZRH = whole
+    beyond = np.arange(3)[:, None, None, None] >= given["SL"][:, None]
+    grads = [np.where(beyond, filler, 1.0) * np.ones(HAll.shape) for filler in (5.0, np.nan)]
+    results = [
+        back(*inputs.values(), HAll, ZRH, grad, **attributes)
+        for inputs, grad in zip((given, spoilt), grads, strict=True)
+    ]
+    for got, expected in zip(results[1], results[0], strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert not results[0][0][1:, 1].any()
+    assert not results[0][0][:, 2].any()
+
+
+def test_nan_propagates_with_bias_and_without() -> None:
+    for bias in (True, False):
+        given = case(bias=bias)
+        given["X"][1, 0, 0] = np.nan
+        HAll, HFinal, ZRH = train(*given.values())
+        assert np.isnan(HAll[1:, 0, 0]).all()
+        assert np.isnan(HFinal[0, 0]).all()
+        assert np.isnan(ZRH[1:, 0, 0]).all()
+        assert np.isfinite(HAll[:, 0, 1:]).all()
+        assert np.isfinite(HAll[0]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gates_stay_in_their_range(dtype: Any) -> None:
+    given = case(dtype=dtype)
+    for factor in (1e3, 1e30):
+        given["X"] = (given["X"] * dtype(factor)).astype(dtype)
+        _, _, ZRH = train(*given.values(), linear_before_reset=1)
+        z, r, h = np.split(ZRH, 3, axis=-1)
+        assert ((z >= 0) & (z <= 1) & (r >= 0) & (r <= 1) & (h >= -1) & (h <= 1)).all()
+
+
+@pytest.mark.parametrize("linear_before_reset", [0, 1])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_any_number_of_threads_gives_the_same_bits(direction: str, linear_before_reset: int) -> None:
+    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+    given = case(direction, S=40, N=37, inputs=20, H=24, dtype=np.float32, lengths=[40] * 30 + [7] * 7)
+    results = []
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(5) as pool:
+        for threads in (1, 2, 5):
+            with workspace(Workspace(pool, threads)):
+                made, _, _ = gradients(given, **attributes)
+                results.append([*made.values(), *train(*given.values(), **attributes)])
+    for other in results[1:]:
+        for got, expected in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_inputs_stay_untouched() -> None:
+    given = case("bidirectional", lengths=[3, 1, 0])
+    for array in given.values():
+        array.flags.writeable = False
+    HAll, _, ZRH = train(*given.values(), direction="bidirectional")
+    HAll.flags.writeable = ZRH.flags.writeable = False
+    back(*given.values(), HAll, ZRH, HAll, direction="bidirectional")
+
+
+MISTAKES: list[tuple[dict[str, Any], dict[str, Any], type[GradserveError], str]] = [
+    ({"X": np.zeros((2, 3))}, {}, ShapeMismatch, r"X has shape \[2, 3\], but must have 3 dimensions"),
+    ({"W": np.zeros((1, 9, 2))}, {}, ShapeMismatch, r"W has shape \[1, 9, 2\], but must have \[1, 12, 2\]"),
+    ({"R": np.zeros((1, 12, 3))}, {}, ShapeMismatch, r"W has shape \[1, 12, 2\], but must have \[1, 9, 2\]"),
+    ({"R": np.zeros((1, 0, 0))}, {}, ShapeMismatch, "there must be a hidden unit"),
+    ({"B": np.zeros((1, 12))}, {}, ShapeMismatch, r"B has shape \[1, 12\], but must have \[1, 24\]"),
+    ({"H0": np.zeros((2, 3, 4))}, {}, ShapeMismatch, r"H0 has shape \[2, 3, 4\], but must have \[1, 3, 4\]"),
+    ({"SL": np.array([1, 2])}, {}, ShapeMismatch, r"SL has shape \[2\], but must have \[3\]"),
+    ({"SL": np.array([1, 2, 4])}, {}, InvalidTensor, r"SL\[2\] is 4, but must be in \[0, 3\]"),
+    ({"SL": np.array([1, -1, 3])}, {}, InvalidTensor, r"SL\[1\] is -1"),
+    ({}, {"direction": "FORWARD"}, InvalidParameter, "direction is 'FORWARD', but must be one of forward, reverse"),
+    ({}, {"direction": "bidirectional"}, ShapeMismatch, r"W has shape \[1, 12, 2\], but must have \[2, 12, 2\]"),
+    ({}, {"linear_before_reset": 2}, InvalidParameter, "linear_before_reset is 2, but must be 0 or 1"),
+    ({}, {"hidden_size": 5}, InvalidParameter, "hidden_size is 5, but must be 4"),
+    ({}, {"activations": ["Relu", "Tanh"]}, InvalidParameter, r"activations is \['Relu', 'Tanh'\], but must be"),
+    ({}, {"activations": ["Sigmoid"]}, InvalidParameter, "activations"),
+    ({}, {"clip": 0.0}, InvalidParameter, "clip is 0.0, but must be left out"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "attributes", "error", "message"), MISTAKES)
+def test_mistakes(inputs: Any, attributes: Any, error: type[GradserveError], message: str) -> None:
+    given = {**case(), **inputs}
+    with pytest.raises(error, match=message):
+        train(*given.values(), **attributes)
+    shape = (3, 1, 3, 4)
+    with pytest.raises(error, match=message):
+        back(*given.values(), np.zeros(shape), np.zeros((3, 1, 3, 12)), **attributes)
+
+
+@pytest.mark.parametrize("name", ["HAll", "ZRH", "grad_HAll", "grad_Ht"])
+def test_shapes_of_what_comes_back(name: str) -> None:
+    given = {"HAll": (3, 1, 3, 4), "ZRH": (3, 1, 3, 12), "grad_HAll": (3, 1, 3, 4), "grad_Ht": (1, 3, 4), name: (1, 2)}
+    with pytest.raises(ShapeMismatch, match=rf"{name} has shape \[1, 2\], but must have \["):
+        back(*case().values(), *map(np.zeros, given.values()))
+
+
+def test_attributes_in_any_letter_case() -> None:
+    given = case()
+    expected = train(*given.values())
+    got = train(*given.values(), activations=["Sigmoid", "TANH"], hidden_size=4)
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_left_out_gradients_are_zeros() -> None:
+    given = case()
+    HAll, _, ZRH = train(*given.values())
+    assert not any(made.any() for made in back(*given.values(), HAll, ZRH))
