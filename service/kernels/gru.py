@@ -14,9 +14,10 @@ engine BLAS runs with one thread: the pool's threads and those of BLAS never com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -325,29 +326,36 @@ def gru_grad(
 
 
 class _Backward:
-    """The gradient, in three phases: coefficients of all steps, time, products over all steps."""
+    """The gradient, in three phases: coefficients of all steps, time, products over all steps.
+
+    `gates` holds what turns the gradient of the state into those of the pre-activations, and after the second phase
+    these: z, r and h, as W sees them. With linear_before_reset, R sees another h, r times it, which stands before them,
+    so that what belongs to R is contiguous, h, z, r, and what belongs to W is as well.
+    """
 
     def __init__(self, layout: _Layout, x: Array, given: Mapping[str, Array | None], made: Mapping[str, Array]) -> None:
         self.layout, self.x, self.given, self.made = layout, x, given, made
         S, N, H, D, dtype = layout.S, layout.N, layout.H, layout.D, x.dtype
-        self.gates = np.empty((S, N, D, 3, H), dtype)
-        """What turns the state's gradient into those of the pre-activations z, r and h, then these, as R sees them."""
-        self.previous = np.empty((D, S, N, H), dtype)
-        """The state before each step."""
-        self.extra = np.empty((D, S, N, H), dtype)
-        """linear_before_reset: the gradient of h's pre-activation, as W sees it; else r * previous."""
+        self.first = 1 if layout.linear_before_reset else 0  # where z stands
+        self.gates: Array = new_output(None, (S, N, D, 3 + self.first, H), dtype)
+        self.previous: Array = new_output(None, (D, S, N, H), dtype)  # the state before each step
+        self.reset: Array | None = None  # r * previous, where R sees that instead
+        if not layout.linear_before_reset:
+            self.reset = new_output(None, (D, S, N, H), dtype)
 
     def run(self) -> None:
         layout, steps, sequences = self.layout, self.layout.step_blocks(), self.layout.sequence_blocks()
         share_out(lambda number: self._prepare(steps[number]), len(steps))
         share_out(lambda number: self._through_time(*sequences[number]), len(sequences))
-        pairs = [(d, gate) for d in range(layout.D) for gate in range(3)]
-        if {"dR", "dB"} & self.made.keys():
-            share_out(lambda number: self._recurrent(*pairs[number]), len(pairs))
-        if {"dW", "dB"} & self.made.keys():
-            share_out(lambda number: self._input(*pairs[number]), len(pairs))
+        products: list[Callable[[], None]] = []
+        for d, gate in itertools.product(range(layout.D), range(3)):
+            if {"dR", "dB"} & self.made.keys():
+                products.append(partial(self._recurrent, d, gate))
+            if {"dW", "dB"} & self.made.keys():
+                products.append(partial(self._input, d, gate))
         if "dX" in self.made:
-            share_out(lambda number: self._to_x(steps[number]), len(steps))
+            products += [partial(self._to_x, block) for block in steps]
+        share_out(lambda number: products[number](), len(products))
 
     def _array(self, name: str) -> Array:
         array = self.given[name]
@@ -355,28 +363,34 @@ class _Backward:
         return array
 
     def _prepare(self, steps: slice) -> None:
-        layout, H = self.layout, self.layout.H
+        layout, H, first = self.layout, self.layout.H, self.first
         for d in range(layout.D):
-            previous = self.previous[d, steps]
+            previous, gates = self.previous[d, steps], self.gates[steps, :, d]
             self._fill_previous(d, steps, previous)
             z, r, h = (self._array("ZRH")[steps, d, :, k * H : (k + 1) * H] for k in range(3))
-            gates, extra = self.gates[steps, :, d], self.extra[d, steps]
-            gates[:, :, 0] = (previous - h) * z * (1 - z)
-            through_h = (1 - z) * (1 - h * h)
-            if layout.linear_before_reset:
-                product = np.matmul(previous, self._array("R")[d, 2 * H :].T)
+            to_z, to_r, to_h = (gates[:, :, first + k] for k in range(3))
+            rest = 1 - z
+            np.subtract(previous, h, out=to_z)
+            to_z *= z
+            to_z *= rest
+            np.multiply(h, h, out=to_h)
+            np.subtract(1, to_h, out=to_h)
+            to_h *= rest
+            np.subtract(1, r, out=to_r)
+            if self.reset is None:
+                np.multiply(to_h, r, out=gates[:, :, 0])
+                product = np.matmul(previous, self._array("R")[d, 2 * H :].T, out=rest)
                 if self.given["B"] is not None:
                     product += self._array("B")[d, 5 * H :]
-                gates[:, :, 1] = through_h * product * r * (1 - r)
-                gates[:, :, 2] = through_h * r
-                extra[...] = through_h
+                to_r *= product
+                to_r *= gates[:, :, 0]
             else:
-                gates[:, :, 1] = previous * r * (1 - r)
-                gates[:, :, 2] = through_h
-                np.multiply(r, previous, out=extra)
+                np.multiply(r, previous, out=self.reset[d, steps])
+                to_r *= self.reset[d, steps]
             if layout.padded is not None:
                 gates[layout.padded[steps]] = 0
-                extra[layout.padded[steps]] = 0
+                if self.reset is not None:
+                    self.reset[d, steps][layout.padded[steps]] = 0
 
     def _fill_previous(self, d: int, steps: slice, previous: Array) -> None:
         HAll, H0 = self._array("HAll"), self.given["H0"]
@@ -396,67 +410,60 @@ class _Backward:
             previous[np.arange(first, last)[:, None] >= lengths] = 0
 
     def _through_time(self, d: int, block: slice) -> None:
-        layout, H = self.layout, self.layout.H
-        R, ZRH, grad_HAll, grad_Ht = (
-            self._array("R")[d],
-            self._array("ZRH"),
-            self.given["grad_HAll"],
-            self.given["grad_Ht"],
-        )
+        layout, H, R, ZRH = self.layout, self.layout.H, self._array("R")[d], self._array("ZRH")
+        grad_HAll, grad_Ht = self.given["grad_HAll"], self.given["grad_Ht"]
         G = self.made["dH0"][d, block]  # the gradient of the state, step by step, until it is that of H0
         G[...] = 0 if grad_Ht is None else grad_Ht[d, block]
+        if layout.linear_before_reset:
+            R = np.concatenate([R[2 * H :], R[: 2 * H]])
         for t in reversed(layout.steps(d)):
             idle = layout.idle(t, block)
             waiting = None if idle is None else G[idle]
             if grad_HAll is not None:
                 G += grad_HAll[t, d, block]
-            gates, z = self.gates[t, block, d], ZRH[t, d, block, :H]
+            gates = self.gates[t, block, d]
             if layout.linear_before_reset:
                 gates *= G[:, None, :]
-                self.extra[d, t, block] *= G
-                product = np.matmul(gates.reshape(len(G), 3 * H), R)
-                G *= z
-                G += product
+                product = np.matmul(gates[:, :3].reshape(len(G), 3 * H), R)
             else:
                 gates[:, ::2] *= G[:, None, :]
                 through_reset = np.matmul(gates[:, 2], R[2 * H :])
                 gates[:, 1] *= through_reset
                 product = np.matmul(gates[:, :2].reshape(len(G), 2 * H), R[: 2 * H])
                 through_reset *= ZRH[t, d, block, H : 2 * H]
-                G *= z
-                G += through_reset
-                G += product
+                product += through_reset
+            G *= ZRH[t, d, block, :H]
+            G += product
             if idle is not None:
                 G[idle] = waiting
                 gates[idle] = 0
-                self.extra[d, t, block][idle] = 0
 
     def _recurrent(self, d: int, gate: int) -> None:
-        layout, H, columns = self.layout, self.layout.H, slice(gate * self.layout.H, (gate + 1) * self.layout.H)
-        rows = layout.S * layout.N
-        gradient = self.gates[:, :, d, gate].reshape(rows, H)
-        state = self.previous if layout.linear_before_reset or gate < 2 else self.extra
+        H, rows = self.layout.H, self.layout.S * self.layout.N
+        place = (0 if gate == 2 else gate + 1) if self.first else gate
+        gradient = self.gates[:, :, d, place].reshape(rows, H)
+        state = self.previous if self.reset is None or gate < 2 else self.reset
         if "dR" in self.made:
+            columns = slice(gate * H, (gate + 1) * H)
             np.matmul(gradient.T, state[d].reshape(rows, H), out=self.made["dR"][d, columns])
         if "dB" in self.made:
-            self.made["dB"][d, 3 * H :][columns] = gradient.sum(axis=0)
+            np.matmul(np.ones(rows, gradient.dtype), gradient, out=self.made["dB"].reshape(-1, 6, H)[d, 3 + gate])
 
     def _input(self, d: int, gate: int) -> None:
-        layout, H, columns = self.layout, self.layout.H, slice(gate * self.layout.H, (gate + 1) * self.layout.H)
-        rows = layout.S * layout.N
-        swapped = layout.linear_before_reset and gate == 2
-        gradient = (self.extra[d] if swapped else self.gates[:, :, d, gate]).reshape(rows, H)
+        H, rows = self.layout.H, self.layout.S * self.layout.N
+        gradient = self.gates[:, :, d, self.first + gate].reshape(rows, H)
         if "dW" in self.made:
-            np.matmul(gradient.T, self.x.reshape(rows, layout.I), out=self.made["dW"][d, columns])
+            columns = slice(gate * H, (gate + 1) * H)
+            np.matmul(gradient.T, self.x.reshape(rows, self.layout.I), out=self.made["dW"][d, columns])
         if "dB" in self.made:
-            self.made["dB"][d, columns] = gradient.sum(axis=0)
+            np.matmul(np.ones(rows, gradient.dtype), gradient, out=self.made["dB"].reshape(-1, 6, H)[d, gate])
 
     def _to_x(self, steps: slice) -> None:
-        layout, H = self.layout, self.layout.H
-        gates, dX = self.gates[steps], self.made["dX"][steps]
-        if layout.linear_before_reset:
-            for d in range(layout.D):
-                gates[:, :, d, 2] = self.extra[d, steps]
-        K = layout.D * 3 * H
-        rows = len(dX) * layout.N
-        np.matmul(gates.reshape(rows, K), self._array("W").reshape(K, layout.I), out=dX.reshape(rows, layout.I))
+        W, dX = self._array("W"), self.made["dX"][steps]
+        rows, K = len(dX) * self.layout.N, 3 * self.layout.H
+        for d in range(self.layout.D):
+            gradient = self.gates[steps, :, d, self.first :].reshape(rows, K)
+            if d == 0:
+                np.matmul(gradient, W[d], out=dX.reshape(rows, self.layout.I))
+            else:
+                dX += np.matmul(gradient, W[d]).reshape(dX.shape)
