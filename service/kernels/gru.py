@@ -24,7 +24,7 @@ import numpy as np
 
 from service.dtypes import DType, compute_dtype
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
-from service.kernels._blocks import new_output, share_out
+from service.kernels._blocks import new_output, scratch, share_out
 from service.kernels._op import Array, T, TSize, op
 
 SEQUENCES = 16
@@ -369,7 +369,7 @@ class _Backward:
             self._fill_previous(d, steps, previous)
             z, r, h = (self._array("ZRH")[steps, d, :, k * H : (k + 1) * H] for k in range(3))
             to_z, to_r, to_h = (gates[:, :, first + k] for k in range(3))
-            rest = 1 - z
+            rest = np.subtract(1, z, out=scratch(0, z.size, z.dtype).reshape(z.shape))
             np.subtract(previous, h, out=to_z)
             to_z *= z
             to_z *= rest
@@ -416,6 +416,7 @@ class _Backward:
         G[...] = 0 if grad_Ht is None else grad_Ht[d, block]
         if layout.linear_before_reset:
             R = np.concatenate([R[2 * H :], R[: 2 * H]])
+        product = np.empty_like(G)
         for t in reversed(layout.steps(d)):
             idle = layout.idle(t, block)
             waiting = None if idle is None else G[idle]
@@ -424,12 +425,12 @@ class _Backward:
             gates = self.gates[t, block, d]
             if layout.linear_before_reset:
                 gates *= G[:, None, :]
-                product = np.matmul(gates[:, :3].reshape(len(G), 3 * H), R)
+                np.matmul(gates[:, :3].reshape(len(G), 3 * H), R, out=product)
             else:
                 gates[:, ::2] *= G[:, None, :]
                 through_reset = np.matmul(gates[:, 2], R[2 * H :])
                 gates[:, 1] *= through_reset
-                product = np.matmul(gates[:, :2].reshape(len(G), 2 * H), R[: 2 * H])
+                np.matmul(gates[:, :2].reshape(len(G), 2 * H), R[: 2 * H], out=product)
                 through_reset *= ZRH[t, d, block, H : 2 * H]
                 product += through_reset
             G *= ZRH[t, d, block, :H]
@@ -460,10 +461,11 @@ class _Backward:
 
     def _to_x(self, steps: slice) -> None:
         W, dX = self._array("W"), self.made["dX"][steps]
-        rows, K = len(dX) * self.layout.N, 3 * self.layout.H
-        for d in range(self.layout.D):
-            gradient = self.gates[steps, :, d, self.first :].reshape(rows, K)
-            if d == 0:
-                np.matmul(gradient, W[d], out=dX.reshape(rows, self.layout.I))
-            else:
-                dX += np.matmul(gradient, W[d]).reshape(dX.shape)
+        rows, D, K, inputs = len(dX) * self.layout.N, self.layout.D, 3 * self.layout.H, self.layout.I
+        gates, flat = self.gates[steps, :, :, self.first :], dX.reshape(rows, inputs)
+        if D == 1 or not self.first:
+            np.matmul(gates.reshape(rows, D * K), W.reshape(D * K, inputs), out=flat)
+        else:
+            part = scratch(0, flat.size, flat.dtype).reshape(flat.shape)
+            np.matmul(gates[:, :, 0].reshape(rows, K), W[0], out=flat)
+            flat += np.matmul(gates[:, :, 1].reshape(rows, K), W[1], out=part)
