@@ -337,7 +337,7 @@ class _Backward:
         self.layout, self.x, self.given, self.made = layout, x, given, made
         S, N, H, D, dtype = layout.S, layout.N, layout.H, layout.D, x.dtype
         self.first = 1 if layout.linear_before_reset else 0  # where z stands
-        self.gates: Array = new_output(None, (S, N, D, 3 + self.first, H), dtype)
+        self.gates: Array = new_output(None, (D, S, N, 3 + self.first, H), dtype)
         self.previous: Array = new_output(None, (D, S, N, H), dtype)  # the state before each step
         self.reset: Array | None = None  # r * previous, where R sees that instead
         if not layout.linear_before_reset:
@@ -365,7 +365,7 @@ class _Backward:
     def _prepare(self, steps: slice) -> None:
         layout, H, first = self.layout, self.layout.H, self.first
         for d in range(layout.D):
-            previous, gates = self.previous[d, steps], self.gates[steps, :, d]
+            previous, gates = self.previous[d, steps], self.gates[d, steps]
             self._fill_previous(d, steps, previous)
             z, r, h = (self._array("ZRH")[steps, d, :, k * H : (k + 1) * H] for k in range(3))
             to_z, to_r, to_h = (gates[:, :, first + k] for k in range(3))
@@ -422,7 +422,7 @@ class _Backward:
             waiting = None if idle is None else G[idle]
             if grad_HAll is not None:
                 G += grad_HAll[t, d, block]
-            gates = self.gates[t, block, d]
+            gates = self.gates[d, t, block]
             if layout.linear_before_reset:
                 gates *= G[:, None, :]
                 np.matmul(gates[:, :3].reshape(len(G), 3 * H), R, out=product)
@@ -442,7 +442,7 @@ class _Backward:
     def _recurrent(self, d: int, gate: int) -> None:
         H, rows = self.layout.H, self.layout.S * self.layout.N
         place = (0 if gate == 2 else gate + 1) if self.first else gate
-        gradient = self.gates[:, :, d, place].reshape(rows, H)
+        gradient = self.gates[d, :, :, place].reshape(rows, H)
         state = self.previous if self.reset is None or gate < 2 else self.reset
         if "dR" in self.made:
             columns = slice(gate * H, (gate + 1) * H)
@@ -452,7 +452,7 @@ class _Backward:
 
     def _input(self, d: int, gate: int) -> None:
         H, rows = self.layout.H, self.layout.S * self.layout.N
-        gradient = self.gates[:, :, d, self.first + gate].reshape(rows, H)
+        gradient = self.gates[d, :, :, self.first + gate].reshape(rows, H)
         if "dW" in self.made:
             columns = slice(gate * H, (gate + 1) * H)
             np.matmul(gradient.T, self.x.reshape(rows, self.layout.I), out=self.made["dW"][d, columns])
@@ -461,11 +461,10 @@ class _Backward:
 
     def _to_x(self, steps: slice) -> None:
         W, dX = self._array("W"), self.made["dX"][steps]
-        rows, D, K, inputs = len(dX) * self.layout.N, self.layout.D, 3 * self.layout.H, self.layout.I
-        gates, flat = self.gates[steps, :, :, self.first :], dX.reshape(rows, inputs)
-        if D == 1 or not self.first:
-            np.matmul(gates.reshape(rows, D * K), W.reshape(D * K, inputs), out=flat)
-        else:
-            part = scratch(0, flat.size, flat.dtype).reshape(flat.shape)
-            np.matmul(gates[:, :, 0].reshape(rows, K), W[0], out=flat)
-            flat += np.matmul(gates[:, :, 1].reshape(rows, K), W[1], out=part)
+        rows, K, inputs = len(dX) * self.layout.N, 3 * self.layout.H, self.layout.I
+        flat = dX.reshape(rows, inputs)
+        for d in range(self.layout.D):
+            part = flat if d == 0 else scratch(0, flat.size, flat.dtype).reshape(flat.shape)
+            np.matmul(self.gates[d, steps, :, self.first :].reshape(rows, K), W[d], out=part)
+            if d:
+                flat += part
