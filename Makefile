@@ -31,6 +31,7 @@ format: $(VENV)/.dev  ## let ruff write what it can
 
 bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels and a plain FastAPI endpoint
 	$(BENCH)/bin/python -m benchmarks.kernels
+	$(BENCH)/bin/python -m benchmarks.gru
 	$(BENCH)/bin/python -m benchmarks.http
 
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels again for the answers in tests/golden

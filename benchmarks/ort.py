@@ -28,14 +28,16 @@ onnxruntime.set_default_logger_severity(3)  # errors only: each session would wa
 class Kernel:
     """The operator `op` of the domain com.microsoft with `threads` threads, ready to run on `inputs` into `outputs`.
 
-    Both are name -> array, in the operator's order; the names are free. ONNX Runtime works in the arrays' own memory,
-    and trusts their shapes: where these do not fit, it reads and writes out of bounds.
+    Both are name -> array, in the operator's order, None for an input left out; the names are free. ONNX Runtime works
+    in the arrays' own memory, and trusts their shapes: where these do not fit, it reads and writes out of bounds.
     """
 
     def __init__(
-        self, op: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array], threads: int, **attributes: Any
+        self, op: str, given: Mapping[str, Array | None], outputs: Mapping[str, Array], threads: int, **attributes: Any
     ) -> None:
-        node = helper.make_node(op, list(inputs), list(outputs), domain="com.microsoft", **attributes)
+        places = [name if array is not None else "" for name, array in given.items()]
+        inputs: dict[str, Array] = {name: array for name, array in given.items() if array is not None}
+        node = helper.make_node(op, places, list(outputs), domain="com.microsoft", **attributes)
         graph = helper.make_graph([node], op, _described(inputs), _described(outputs))
         opsets = [helper.make_opsetid("", 15), helper.make_opsetid("com.microsoft", 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
