@@ -1,8 +1,8 @@
 """GRUGrad against ONNX Runtime's, PyTorch's and the bare matrix products: `python -m benchmarks.gru`.
 
 All in this process with two threads each, by turns but for the bare products, float32, B and H0 given. PyTorch's time
-is that of the backward pass of `torch.nn.GRU`, which is GRUGrad with linear_before_reset = 1; without PyTorch its column
-is empty. The exit status is 1 only where ONNX Runtime's answer is another.
+is that of the backward pass of `torch.nn.GRU`, which is GRUGrad with linear_before_reset = 1; without PyTorch its
+column is empty. The exit status is 1 only where ONNX Runtime's answer is another.
 """
 
 from __future__ import annotations

@@ -15,24 +15,15 @@ engine BLAS runs with one thread: the pool's threads and those of BLAS never com
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import numpy as np
 
-from service.dtypes import DType, compute_dtype
-from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
+from service.dtypes import compute_dtype
 from service.kernels._blocks import new_output, scratch, share_out
+from service.kernels._gru_layout import Direction, Layout, check_shape, layout_of, widened
 from service.kernels._op import Array, T, TSize, op
-
-SEQUENCES = 16
-"""Sequences in a block: enough rows for a product with R to be worth it, few enough to share out."""
-ROWS = 512
-"""Rows, of step times sequence, in a block of a product over all steps."""
-
-Direction = Literal["forward", "reverse", "bidirectional"]
 
 _INPUTS = {
     "X": [[[1.0]], [[-0.5]]],
@@ -44,103 +35,6 @@ _INPUTS = {
 }
 _GATES = {"HAll": [[[[0.5]]], [[[0.0]]]], "ZRH": [[[[0.75, 0.5, 0.5]]], [[[0.5, 0.5, -0.5]]]]}
 _GRADIENTS = {"grad_HAll": [[[[1.0]]], [[[0.5]]]], "grad_Ht": [[[1.0]]]}
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The sizes, checked, and the pass through time of each direction."""
-
-    S: int
-    N: int
-    I: int  # noqa: E741 - ONNX's name
-    H: int
-    D: int
-    reverse: tuple[bool, ...]
-    lengths: Array | None
-    linear_before_reset: bool
-
-    def steps(self, direction: int) -> range:
-        """The steps of the forward pass, in order. A reversed sequence that is shorter waits for its last step."""
-        return range(self.S - 1, -1, -1) if self.reverse[direction] else range(self.S)
-
-    def idle(self, step: int, block: slice) -> Array | None:
-        """Which sequences of `block` are over at `step`, as indices into the block; None if none is."""
-        if self.lengths is None:
-            return None
-        over = np.flatnonzero(self.lengths[block] <= step)
-        return over if over.size else None
-
-    @cached_property
-    def padded(self) -> Array | None:
-        """Where [S, N] is beyond a sequence's length; None if nowhere."""
-        if self.lengths is None or (self.lengths >= self.S).all():
-            return None
-        return np.arange(self.S)[:, None] >= self.lengths
-
-    def sequence_blocks(self) -> list[tuple[int, slice]]:
-        return [(d, slice(n, n + SEQUENCES)) for d in range(self.D) for n in range(0, self.N, SEQUENCES)]
-
-    def step_blocks(self) -> list[slice]:
-        height = max(1, ROWS // max(1, self.N))
-        return [slice(t, t + height) for t in range(0, self.S, height)]
-
-
-_REVERSE: dict[str, tuple[bool, ...]] = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
-
-
-def _layout(
-    X: Array,
-    R: Array,
-    SL: Array | None,
-    *,
-    hidden_size: int | None,
-    direction: str,
-    linear_before_reset: int,
-    activations: Sequence[str] | None,
-    clip: float | None,
-) -> _Layout:
-    """The sizes, which X and R tell, and the attributes, checked."""
-    if direction not in _REVERSE:
-        raise _refused("direction", direction, f"one of {', '.join(_REVERSE)}")
-    if linear_before_reset not in (0, 1):
-        raise _refused("linear_before_reset", linear_before_reset, "0 or 1")
-    reverse = _REVERSE[direction]
-    pairs = ["sigmoid", "tanh"] * len(reverse)
-    if activations is not None and [name.lower() for name in activations] != pairs:
-        raise _refused("activations", list(activations), f"{pairs}, the only ones that there are, in any letter case")
-    if clip is not None:
-        raise _refused("clip", clip, "left out: the gradient of clipped gates is not defined by ONNX Runtime either")
-    for name, tensor in (("X", X), ("R", R)):
-        if tensor.ndim != 3:
-            raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have 3 dimensions", tensor=name)
-    S, N, I = X.shape  # noqa: E741
-    H = R.shape[2]
-    if H == 0:
-        raise ShapeMismatch(f"R has shape {list(R.shape)}, but there must be a hidden unit", tensor="R")
-    if hidden_size is not None and hidden_size != H:
-        raise _refused("hidden_size", hidden_size, f"{H}, the last dimension of R, or left out")
-    layout = _Layout(S, N, I, H, len(reverse), reverse, SL, linear_before_reset == 1)
-    if SL is not None:
-        _check_shape("SL", SL, N)
-        wrong = np.flatnonzero((SL < 0) | (SL > S))
-        if wrong.size:
-            raise InvalidTensor(
-                f"SL[{wrong[0]}] is {SL[wrong[0]]}, but must be in [0, {S}], the steps of X", tensor="SL"
-            )
-    return layout
-
-
-def _refused(name: str, value: object, wanted: str) -> InvalidParameter:
-    return InvalidParameter(f"{name} is {shown(value)}, but must be {wanted}", parameter=name)
-
-
-def _check_shape(name: str, tensor: Array | None, *shape: int) -> None:
-    if tensor is not None and tensor.shape != shape:
-        raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}", tensor=name)
-
-
-def _wide(tensor: Array | None, dtype: DType) -> Array | None:
-    return None if tensor is None else np.ascontiguousarray(tensor, dtype)
 
 
 @op("GRUTraining", outputs="HAll HFinal ZRH", example=_INPUTS)
@@ -169,7 +63,7 @@ def gru_training(
     only those around; HAll and ZRH are zero at the steps beyond. `hidden_size` may be left out, `activations` can only
     be the default, and `clip` is refused. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
     """
-    layout = _layout(
+    layout = layout_of(
         X,
         R,
         SL,
@@ -180,16 +74,16 @@ def gru_training(
         clip=clip,
     )
     S, N, H, D = layout.S, layout.N, layout.H, layout.D
-    _check_shape("W", W, D, 3 * H, layout.I)
-    _check_shape("R", R, D, 3 * H, H)
-    _check_shape("B", B, D, 6 * H)
-    _check_shape("H0", H0, D, N, H)
+    check_shape("W", W, D, 3 * H, layout.I)
+    check_shape("R", R, D, 3 * H, H)
+    check_shape("B", B, D, 6 * H)
+    check_shape("H0", H0, D, N, H)
     dtype = compute_dtype(X.dtype)
     HAll: Array = new_output(None, (S, D, N, H), dtype)
     HFinal: Array = new_output(None, (D, N, H), dtype)
     ZRH: Array = new_output(None, (S, D, N, 3 * H), dtype)
     x, w, r = (np.ascontiguousarray(tensor, dtype) for tensor in (X, W, R))
-    b, h0 = _wide(B, dtype), _wide(H0, dtype)
+    b, h0 = widened(B, dtype), widened(H0, dtype)
     bias = np.zeros((D, 6 * H), dtype) if b is None else b
     inputs = bias[:, : 3 * H].copy()  # what is added to X W', for all steps alike
     inputs[:, : 2 * H] += bias[:, 3 * H : 5 * H]
@@ -214,7 +108,7 @@ def gru_training(
 
 
 def _forward(
-    layout: _Layout, d: int, block: slice, h: Array, r: Array, candidate_bias: Array, HAll: Array, ZRH: Array
+    layout: Layout, d: int, block: slice, h: Array, r: Array, candidate_bias: Array, HAll: Array, ZRH: Array
 ) -> Array:
     """Run a block of sequences through time: ZRH goes in as X W' + bias and comes out as gates."""
     H, gates_r, candidate_r = layout.H, r[: 2 * layout.H].T, r[2 * layout.H :].T
@@ -280,7 +174,7 @@ def gru_grad(
     dX is zero and the incoming gradients are ignored. What is not `wanted` is not computed. The attributes are those of
     GRUTraining. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
     """
-    layout = _layout(
+    layout = layout_of(
         X,
         R,
         SL,
@@ -302,9 +196,9 @@ def gru_grad(
         "grad_Ht": (grad_Ht, (D, N, H)),
     }
     for name, (tensor, shape) in shapes.items():
-        _check_shape(name, tensor, *shape)
+        check_shape(name, tensor, *shape)
     dtype = compute_dtype(X.dtype)
-    wide = {name: _wide(tensor, dtype) for name, (tensor, _) in shapes.items()}
+    wide = {name: widened(tensor, dtype) for name, (tensor, _) in shapes.items()}
     x = np.ascontiguousarray(X, dtype)
     if layout.padded is not None:
         x = np.where(layout.padded[:, :, None], dtype.type(0), x)
@@ -333,7 +227,7 @@ class _Backward:
     so that what belongs to R is contiguous, h, z, r, and what belongs to W is as well.
     """
 
-    def __init__(self, layout: _Layout, x: Array, given: Mapping[str, Array | None], made: Mapping[str, Array]) -> None:
+    def __init__(self, layout: Layout, x: Array, given: Mapping[str, Array | None], made: Mapping[str, Array]) -> None:
         self.layout, self.x, self.given, self.made = layout, x, given, made
         S, N, H, D, dtype = layout.S, layout.N, layout.H, layout.D, x.dtype
         self.first = 1 if layout.linear_before_reset else 0  # where z stands

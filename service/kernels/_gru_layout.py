@@ -1,0 +1,123 @@
+"""What GRUTraining and GRUGrad share: their sizes and attributes, checked, and how their work is cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from service.dtypes import DType
+from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
+from service.kernels._op import Array
+
+SEQUENCES = 16
+"""Sequences in a block: enough rows for a product with R to be worth it, few enough to share out."""
+ROWS = 512
+"""Rows, of step times sequence, in a block of a product over all steps."""
+
+Direction = Literal["forward", "reverse", "bidirectional"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes, checked, and the pass through time of each direction."""
+
+    S: int
+    N: int
+    I: int  # noqa: E741 - ONNX's name
+    H: int
+    D: int
+    reverse: tuple[bool, ...]
+    lengths: Array | None
+    linear_before_reset: bool
+
+    def steps(self, direction: int) -> range:
+        """The steps of the forward pass, in order. A reversed sequence that is shorter waits for its last step."""
+        return range(self.S - 1, -1, -1) if self.reverse[direction] else range(self.S)
+
+    def idle(self, step: int, block: slice) -> Array | None:
+        """Which sequences of `block` are over at `step`, as indices into the block; None if none is."""
+        if self.lengths is None:
+            return None
+        over = np.flatnonzero(self.lengths[block] <= step)
+        return over if over.size else None
+
+    @cached_property
+    def padded(self) -> Array | None:
+        """Where [S, N] is beyond a sequence's length; None if nowhere."""
+        if self.lengths is None or (self.lengths >= self.S).all():
+            return None
+        return np.arange(self.S)[:, None] >= self.lengths
+
+    def sequence_blocks(self) -> list[tuple[int, slice]]:
+        return [(d, slice(n, n + SEQUENCES)) for d in range(self.D) for n in range(0, self.N, SEQUENCES)]
+
+    def step_blocks(self) -> list[slice]:
+        height = max(1, ROWS // max(1, self.N))
+        return [slice(t, t + height) for t in range(0, self.S, height)]
+
+
+_REVERSE: dict[str, tuple[bool, ...]] = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+
+
+def layout_of(
+    X: Array,
+    R: Array,
+    SL: Array | None,
+    *,
+    hidden_size: int | None,
+    direction: str,
+    linear_before_reset: int,
+    activations: Sequence[str] | None,
+    clip: float | None,
+) -> Layout:
+    """The sizes, which X and R tell, and the attributes, checked.
+
+    Raises `ShapeMismatch`, `InvalidTensor` for lengths out of range, and `InvalidParameter`.
+    """
+    if direction not in _REVERSE:
+        raise _refused("direction", direction, f"one of {', '.join(_REVERSE)}")
+    if linear_before_reset not in (0, 1):
+        raise _refused("linear_before_reset", linear_before_reset, "0 or 1")
+    reverse = _REVERSE[direction]
+    pairs = ["sigmoid", "tanh"] * len(reverse)
+    if activations is not None and [name.lower() for name in activations] != pairs:
+        raise _refused("activations", list(activations), f"{pairs}, the only ones that there are, in any letter case")
+    if clip is not None:
+        raise _refused("clip", clip, "left out: the gradient of clipped gates is not defined by ONNX Runtime either")
+    for name, tensor in (("X", X), ("R", R)):
+        if tensor.ndim != 3:
+            raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have 3 dimensions", tensor=name)
+    S, N, I = X.shape  # noqa: E741
+    H = R.shape[2]
+    if H == 0:
+        raise ShapeMismatch(f"R has shape {list(R.shape)}, but there must be a hidden unit", tensor="R")
+    if hidden_size is not None and hidden_size != H:
+        raise _refused("hidden_size", hidden_size, f"{H}, the last dimension of R, or left out")
+    layout = Layout(S, N, I, H, len(reverse), reverse, SL, linear_before_reset == 1)
+    if SL is not None:
+        check_shape("SL", SL, N)
+        wrong = np.flatnonzero((SL < 0) | (SL > S))
+        if wrong.size:
+            raise InvalidTensor(
+                f"SL[{wrong[0]}] is {SL[wrong[0]]}, but must be in [0, {S}], the steps of X", tensor="SL"
+            )
+    return layout
+
+
+def _refused(name: str, value: object, wanted: str) -> InvalidParameter:
+    return InvalidParameter(f"{name} is {shown(value)}, but must be {wanted}", parameter=name)
+
+
+def check_shape(name: str, tensor: Array | None, *shape: int) -> None:
+    """Raise `ShapeMismatch` unless the tensor, if there is one, has this shape."""
+    if tensor is not None and tensor.shape != shape:
+        raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}", tensor=name)
+
+
+def widened(tensor: Array | None, dtype: DType) -> Array | None:
+    """The tensor, if there is one, row-major and as `dtype`."""
+    return None if tensor is None else np.ascontiguousarray(tensor, dtype)
