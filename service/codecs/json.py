@@ -41,6 +41,9 @@ Body: TypeAlias = bytes | bytearray | memoryview
 DIAGNOSED_BYTES = 16 << 20
 """The largest body of which an error says the place: to find it takes many times the body's memory."""
 
+MOST_MEMBERS = 4096
+"""The most members of an object: simdjson finds each by going through those before it."""
+
 REUSED_BYTES = 32 << 20
 """The largest body for which a thread keeps its parser's memory, which is several times that, for the next one."""
 
@@ -195,12 +198,16 @@ def _refuse_constant(text: str) -> None:
 def _members(value: Any, what: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, (simdjson.Object, _Pairs)):
         raise MalformedBody(f"{what} is JSON, but not an object")
+    if len(value) > MOST_MEMBERS:
+        raise MalformedBody(f"{what} has {len(value)} members; the limit is {MOST_MEMBERS}", limit=MOST_MEMBERS)
     seen = set()
-    for name, member in value if isinstance(value, _Pairs) else ((name, value[name]) for name in value):
+    for name, member in value if isinstance(value, _Pairs) else ((name, None) for name in value):
         if name in seen:
             raise MalformedBody(f"{what} has two members named {shown(name)}")
+        if "\0" in name:  # where simdjson's look-up would end
+            raise MalformedBody(f"{what} has a member named {shown(name)}, with a null character")
         seen.add(name)
-        yield name, member
+        yield name, member if isinstance(value, _Pairs) else value[name]
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -209,5 +216,5 @@ def _plain(name: str, value: Any) -> Any:
     form = dict(_members(value, shown(name)))
     if isinstance(form.get("shape"), simdjson.Array):
         check_rank(f"{name}.shape", len(form["shape"]))
-        form["shape"] = list(form["shape"])
+        form["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in form["shape"]]
     return form

@@ -56,7 +56,9 @@ class Layout:
         return [(d, slice(n, n + SEQUENCES)) for d in range(self.D) for n in range(0, self.N, SEQUENCES)]
 
     def step_blocks(self) -> list[slice]:
-        height = max(1, ROWS // max(1, self.N))
+        if not self.N:  # however many steps it is of
+            return []
+        height = max(1, ROWS // self.N)
         return [slice(t, t + height) for t in range(0, self.S, height)]
 
 

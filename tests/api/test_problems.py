@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from service import errors
 from service.errors import GradserveError, tree
 from tests.serving import assert_problem
 
@@ -16,6 +17,21 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
     "NaN bare": ("ReluGrad", {"content": b'{"dY": [NaN]}'}, 400, "malformed_body", ('"NaN"',)),
     "an array": ("ReluGrad", {"json": [1]}, 400, "malformed_body", ("not an object",)),
     "a name twice": ("ReluGrad", {"content": b'{"dY": 1, "dY": 2}'}, 400, "malformed_body", ("two members", "'dY'")),
+    "a null in a name": ("ReluGrad", {"content": b'{"dY\\u0000": 1}'}, 400, "malformed_body", ("null character",)),
+    "a null in a member's name": (
+        "ReluGrad",
+        {"content": b'{"dY": {"data\\u0000": 1}}'},
+        400,
+        "malformed_body",
+        ("'dY'", "null character"),
+    ),
+    "many names": (
+        "ReluGrad",
+        {"content": b"{" + b",".join(b'"%d":1' % k for k in range(200_000)) + b"}"},
+        400,
+        "malformed_body",
+        ("200000 members", "4096"),
+    ),
     "not UTF-8": ("ReluGrad", {"content": b'{"dY": "\xff"}'}, 400, "malformed_body", ("utf-8",)),
     "too deep to read": ("ReluGrad", {"content": b'{"dY":' + b"[" * 5000}, 400, "malformed_body", ("nested",)),
     "unknown operator": ("ReluGard", {"json": {}}, 404, "unknown_operator", ("'ReluGard'", "Did you mean ReluGrad?")),
@@ -151,6 +167,7 @@ TENSORS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "out of float64": ({"dtype": "float64", "data": [10**400]}, ("dY[0] is 1000", "float64")),
     "another shape": ({"shape": [2, 2], "data": [1, 2, 3, 4]}, ("dY", "[4]", "[2, 2]")),
     "a negative dimension": ({"shape": [-1], "data": [1]}, ("dY.shape.0", "-1")),
+    "a list for a dimension": ({"shape": [[1]], "data": [1]}, ("dY.shape.0", "integer", "[]")),
     "a fractional dimension": ({"shape": [1.5], "data": [1]}, ("dY.shape.0", "1.5")),
     "a dimension beyond 64 bits": ({"shape": [10**30], "data": [1]}, ("dY.shape.0",)),
     "an unknown dtype": ({"dtype": "float8", "data": [1]}, ("dY.dtype", "'float8'", "'bfloat16'")),
@@ -218,4 +235,4 @@ def test_every_error_class_says_what_it_means() -> None:
     for error in tree():
         assert error.title()
         assert error.__doc__ != GradserveError.__doc__ or error is GradserveError
-        assert f"{error.status} {error.code}" in " ".join((__import__("service.errors").errors.__doc__ or "").split())
+        assert f"{error.status} {error.code}" in " ".join((errors.__doc__ or "").split())

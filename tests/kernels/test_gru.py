@@ -265,3 +265,12 @@ def test_left_out_gradients_are_zeros() -> None:
     given = case()
     HAll, _, ZRH = train(*given.values())
     assert not any(made.any() for made in back(*given.values(), HAll, ZRH))
+
+
+def test_any_number_of_steps_of_no_sequence_costs_nothing() -> None:
+    given = {**case(N=0), "X": np.zeros((1 << 40, 0, 2))}
+    HAll, _, ZRH = train(*given.values())
+    assert HAll.shape == (1 << 40, 1, 0, 4)
+    dX, dW, *_ = back(*given.values(), HAll, ZRH)
+    assert dX.shape == given["X"].shape
+    assert not dW.any()
