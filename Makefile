@@ -43,7 +43,7 @@ docs: $(VENV)/.dev  ## write the generated tables of the README anew
 lock:  ## renew constraints.txt: the newest versions that fit, of everything
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
 	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench]'
-	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve)==' > constraints.txt
+	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock
 
 clean:  ## remove what the other targets made

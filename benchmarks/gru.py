@@ -1,23 +1,25 @@
 """GRUGrad against ONNX Runtime's, PyTorch's and the bare matrix products: `python -m benchmarks.gru`.
 
 All in this process with two threads each, by turns but for the bare products, float32, B and H0 given. PyTorch's time
-is that of the backward pass of `torch.nn.GRU`, which is GRUGrad with linear_before_reset = 1; without PyTorch its
-column is empty. The exit status is 1 only where ONNX Runtime's answer is another.
+is that of the backward pass of `torch.nn.GRU`, which is GRUGrad with linear_before_reset = 1. The exit status is 1 only
+where ONNX Runtime's answer is another.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import threadpool_limits
 
 from benchmarks.ort import Array, Kernel
-from benchmarks.timing import alternate, table, watched
+from benchmarks.timing import alternate, table, verdict, watched
+from service.arena import keep_freed_memory
 from service.engine import Engine
 from service.kernels import OPERATORS
 from service.limits import Limits
@@ -26,12 +28,25 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # PyTorch's idle threads must not spi
 
 THREADS = 2
 SECONDS = 4.0
-SIZES = [(64, 32, 256, 256, 1), (32, 16, 64, 64, 1), (64, 32, 256, 256, 2)]
+MEMORY = 256 << 20
+CALLS = 10
+"""In a row, at each turn: what counts is the pace of a kernel that is called again and again."""
+Sizes = tuple[int, int, int, int, int]
+
+LARGE, SMALL, BOTH_WAYS = (64, 32, 256, 256, 1), (32, 16, 64, 64, 1), (64, 32, 256, 256, 2)
 """S, N, I, H, D."""
+TARGETS: dict[Sizes, dict[str, float]] = {
+    LARGE: {"ort": 6.0, "torch": 1.0, "bare": 0.5},
+    SMALL: {"ort": 4.0, "torch": 2.0},
+}
+"""How many times the speed of each peer is asked of GRUGrad with linear_before_reset = 1."""
+GROWTH: list[Sizes] = [(S, 32, 128, 128, 1) for S in (32, 64, 128, 256)] + [
+    (32, N, 128, 128, 1) for N in (64, 128, 256)
+]
 GRADIENTS = ("dX", "dW", "dR", "dB", "dH0")
 
 
-def sample(engine: Engine, sizes: tuple[int, ...], attributes: dict[str, Any]) -> dict[str, Array | None]:
+def sample(engine: Engine, sizes: Sizes, attributes: dict[str, Any]) -> dict[str, Array | None]:
     """GRUGrad's inputs, with HAll and ZRH of a real forward pass."""
     S, N, I, H, D = sizes  # noqa: E741
     rng = np.random.default_rng(0)
@@ -48,13 +63,24 @@ def sample(engine: Engine, sizes: tuple[int, ...], attributes: dict[str, Any]) -
 
 
 def run(engine: Engine, op: str, given: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Array]:
-    """The operator's outputs, as a request gets them."""
+    """The operator's outputs."""
     tensors = {name: array for name, array in given.items() if array is not None}
-    return engine.submit(lambda: engine.run(OPERATORS[op], tensors, attributes)).result()
+    return engine.run(OPERATORS[op], tensors, attributes)
 
 
-def bare_products(sizes: tuple[int, ...], linear_before_reset: int) -> Callable[[], object]:
-    """Nothing but the matrix products of GRUGrad, by NumPy, with BLAS's own threads."""
+def gru_grad(engine: Engine, sizes: Sizes, linear_before_reset: int = 1) -> Callable[[], object]:
+    """GRUGrad, ready to run."""
+    attributes = {"linear_before_reset": linear_before_reset, "direction": direction(sizes)}
+    return partial(run, engine, "GRUGrad", sample(engine, sizes, attributes), attributes)
+
+
+def direction(sizes: Sizes) -> str:
+    """The attribute that makes D directions."""
+    return "forward" if sizes[-1] == 1 else "bidirectional"
+
+
+def bare_products(sizes: Sizes, linear_before_reset: int) -> Callable[[], object]:
+    """Nothing but the matrix products of GRUGrad, by NumPy."""
     S, N, I, H, D = sizes  # noqa: E741
     rng = np.random.default_rng(0)
     gates, x, state, R, step = (
@@ -77,21 +103,13 @@ def bare_products(sizes: tuple[int, ...], linear_before_reset: int) -> Callable[
             gates.T @ x
             gates @ W
 
-    controller = ThreadpoolController()
-
-    def run() -> None:
-        with controller.limit(limits=THREADS, user_api="blas"):
-            products()
-
-    return run
+    return products
 
 
-def torch_backward(sizes: tuple[int, ...]) -> Callable[[], object] | None:
-    """The backward pass of torch.nn.GRU; None where PyTorch is not installed."""
-    try:
-        import torch
-    except ImportError:
-        return None
+def torch_backward(sizes: Sizes) -> Callable[[], object]:
+    """The backward pass of torch.nn.GRU."""
+    import torch  # here: it reads OMP_WAIT_POLICY when it is imported
+
     S, N, I, H, D = sizes  # noqa: E741
     torch.set_num_threads(THREADS)
     module = torch.nn.GRU(I, H, bidirectional=D == 2)
@@ -102,60 +120,98 @@ def torch_backward(sizes: tuple[int, ...]) -> Callable[[], object] | None:
     return partial(torch.autograd.grad, outputs, inputs, gradients, retain_graph=True)
 
 
-def row(engine: Engine, sizes: tuple[int, ...], linear_before_reset: int) -> list[str]:
-    """One row of the table. Exits where ONNX Runtime's answer is another."""
-    S, N, I, H, D = sizes  # noqa: E741
-    attributes = {"linear_before_reset": linear_before_reset, "direction": "forward" if D == 1 else "bidirectional"}
-    given = sample(engine, sizes, attributes)
-    contenders: dict[str, Callable[[], object]] = {"ours": partial(run, engine, "GRUGrad", given, attributes)}
-    if D == 1:
-        ours = run(engine, "GRUGrad", given, attributes)
-        theirs = {name: np.empty_like(ours[name]) for name in GRADIENTS}
-        kernel = Kernel("GRUGrad", given, theirs, THREADS, hidden_size=H, linear_before_reset=linear_before_reset)
-        kernel.run()
-        for name in GRADIENTS:
-            if not np.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-4):
-                sys.exit(f"{sizes}: ours and ONNX Runtime's {name} differ")
-        contenders["ort"] = kernel.run
-    backward = torch_backward(sizes) if linear_before_reset else None
-    if backward is not None:
-        contenders["torch"] = backward
-    medians = alternate(contenders, seconds=SECONDS)
-    # By themselves: BLAS's own threads go on spinning for some milliseconds after each product.
-    medians |= alternate({"bare": bare_products(sizes, linear_before_reset)}, seconds=SECONDS / 4)
+def ort_kernel(
+    engine: Engine, sizes: Sizes, given: dict[str, Array | None], linear_before_reset: int
+) -> Callable[[], object]:
+    """ONNX Runtime's kernel, ready to run. Exits where its answer is another than ours."""
+    ours = run(engine, "GRUGrad", given, {"linear_before_reset": linear_before_reset})
+    theirs = {name: np.empty_like(ours[name]) for name in GRADIENTS}
+    attributes = {"hidden_size": sizes[3], "linear_before_reset": linear_before_reset}
+    kernel = Kernel("GRUGrad", given, theirs, THREADS, **attributes)
+    kernel.run()
+    for name in GRADIENTS:
+        if not np.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-4):
+            sys.exit(f"{title(sizes)}: ours and ONNX Runtime's {name} differ")
+    return kernel.run
 
-    def against(name: str) -> str:
-        return f"{medians[name] / medians['ours']:.2f}" if name in medians else "-"
 
-    times = [f"{1e3 * medians[name]:.2f}" if name in medians else "-" for name in ("ours", "ort", "torch", "bare")]
-    return [
-        f"S {S} N {N} I {I} H {H} D {D}",
-        str(linear_before_reset),
-        *times,
-        against("ort"),
-        against("torch"),
-        f"{medians['ours'] / medians['bare']:.2f}",
+def title(sizes: Sizes) -> str:
+    """Sizes as the tables show them."""
+    return " ".join(f"{name} {size}" for name, size in zip("SNIHD", sizes, strict=True))
+
+
+def speeds(engine: Engine, bare: Mapping[tuple[Sizes, int], float]) -> str:
+    """The table of speeds against the peers."""
+    rows = []
+    for sizes, lbr in bare:
+        attributes = {"linear_before_reset": lbr, "direction": direction(sizes)}
+        given = sample(engine, sizes, attributes)
+        contenders: dict[str, Callable[[], object]] = {"ours": partial(run, engine, "GRUGrad", given, attributes)}
+        if sizes != BOTH_WAYS:
+            contenders["ort"] = ort_kernel(engine, sizes, given, lbr)
+        if lbr:
+            contenders["torch"] = torch_backward(sizes)
+        medians = alternate(contenders, seconds=SECONDS, calls=CALLS)
+        medians["bare"] = bare[sizes, lbr]
+        targets = TARGETS.get(sizes, {}) if lbr else {}
+        for peer in [name for name in medians if name != "ours"]:
+            ratio = medians[peer] / medians["ours"]
+            judged = [f">= {targets[peer]:g}", verdict(ratio >= targets[peer])] if peer in targets else ["-", "-"]
+            times = [f"{1e3 * medians[name]:.2f}" for name in ("ours", peer)]
+            rows.append([title(sizes), f"{peer}, lbr {lbr}", *times, f"{ratio:.2f}", *judged])
+    return table(["sizes", "peer", "ours ms", "peer's ms", "ours / peer's speed", "target", "met"], rows)
+
+
+def ways(engine: Engine) -> str:
+    """The table of our own times against each other."""
+    rows = []
+    pairs = [
+        ("bidirectional / forward", (BOTH_WAYS, 1), (LARGE, 1), 2.0),
+        ("bidirectional / forward, lbr 0", (BOTH_WAYS, 0), (LARGE, 0), 2.0),
+        ("lbr 0 / 1", (LARGE, 0), (LARGE, 1), 1.5),
+        ("lbr 0 / 1", (SMALL, 0), (SMALL, 1), 1.5),
+        ("lbr 0 / 1", (BOTH_WAYS, 0), (BOTH_WAYS, 1), 1.5),
     ]
+    for what, one, other, limit in pairs:
+        medians = alternate(
+            {"one": gru_grad(engine, *one), "other": gru_grad(engine, *other)}, seconds=SECONDS, calls=CALLS
+        )
+        ratio = medians["one"] / medians["other"]
+        times = [f"{1e3 * seconds:.2f}" for seconds in medians.values()]
+        rows.append([what, title(one[0]), *times, f"{ratio:.2f}", f"<= {limit:g}", verdict(ratio <= limit)])
+    return table(["what", "sizes", "ms", "against ms", "ratio", "limit", "met"], rows)
+
+
+def growth(engine: Engine) -> str:
+    """The table of times as S and N grow."""
+    medians = alternate({title(sizes): gru_grad(engine, sizes) for sizes in GROWTH}, seconds=SECONDS, calls=CALLS)
+    rows = [
+        [
+            title(sizes),
+            "1",
+            f"{1e3 * medians[title(sizes)]:.2f}",
+            f"{1e6 * medians[title(sizes)] / sizes[0] / sizes[1]:.2f}",
+        ]
+        for sizes in GROWTH
+    ]
+    return table(["sizes", "lbr", "ms", "us per step and sequence"], rows)
 
 
 def main() -> None:
-    """Print the table."""
-    engine = Engine(threads=THREADS, limits=Limits(1 << 30), reuse_bytes=1 << 28)
-    header = [
-        "sizes",
-        "lbr",
-        "ours ms",
-        "ORT ms",
-        "torch ms",
-        "bare ms",
-        "ours / ORT speed",
-        "ours / torch speed",
-        "ours / bare time",
-    ]
-    print(f"GRUGrad, float32, {THREADS} threads each, medians of runs by turns\n", flush=True)
+    """Print the tables."""
+    keep_freed_memory(MEMORY)  # as the service does
+    print(f"GRUGrad, float32, {THREADS} threads each, medians of runs by turns; lbr: linear_before_reset", flush=True)
     with watched():
-        print(table(header, [row(engine, sizes, lbr) for sizes in SIZES for lbr in (1, 0)]), flush=True)
-    engine.close()
+        # First and by themselves: BLAS's own threads, which the engine does without, spin after each product.
+        with threadpool_limits(THREADS, user_api="blas"):
+            cases = itertools.product((LARGE, SMALL, BOTH_WAYS), (1, 0))
+            products = {case: bare_products(*case) for case in cases}
+            bare = {case: alternate({"bare": run}, seconds=1.0)["bare"] for case, run in products.items()}
+        engine = Engine(threads=THREADS, limits=Limits(1 << 30), reuse_bytes=MEMORY)
+        for report in (partial(speeds, engine, bare), partial(ways, engine), partial(growth, engine)):
+            # In a thread of the pool, as the service calls kernels: the pool's other thread joins in.
+            print(f"\n{engine.submit(report).result()}", flush=True)
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Kernel:
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         self._binding = self._session.io_binding()
+        self._memory = [*inputs.values(), *outputs.values()]  # alive for as long as it works in it
         values = {
             name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in {**inputs, **outputs}.items()
         }

@@ -26,12 +26,14 @@ def alternate(
     *,
     seconds: float,
     least: int = 15,
+    calls: int = 1,
     check: Callable[[str, R], object] | None = None,
 ) -> dict[str, float]:
     """The median time of a call of each contender, in seconds.
 
-    They are called by turns, in as many rounds as fit in `seconds`, but at least `least`, after a few rounds that do
-    not count. `check`, given the contender's name and what it returned, runs outside the measured time.
+    They are called by turns, `calls` times in a row, in as many rounds as fit in `seconds`, but at least `least`, after
+    a few rounds that do not count. `check`, given the contender's name and what it returned, runs outside the measured
+    time.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     collected = gc.isenabled()
@@ -40,7 +42,7 @@ def alternate(
     try:
         end, rounds = time.perf_counter() + seconds, 0
         while rounds < WARM_UP + least or time.perf_counter() < end:
-            for name, call in contenders.items():
+            for name, call in [contender for contender in contenders.items() for _ in range(calls)]:
                 start = time.perf_counter()
                 result = call()
                 times[name].append(time.perf_counter() - start)
@@ -50,7 +52,7 @@ def alternate(
     finally:
         if collected:
             gc.enable()
-    return {name: statistics.median(taken[WARM_UP:]) for name, taken in times.items()}
+    return {name: statistics.median(taken[WARM_UP * calls :]) for name, taken in times.items()}
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from service.arena import Arena
-from service.dtypes import DType
+from service.dtypes import NAMES, DType
 from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
-from service.kernels import Operator, Tensor
+from service.kernels import Operator
 from service.kernels._blocks import Workspace, workspace
 from service.kernels._op import Array
 from service.limits import Limits
@@ -78,21 +78,21 @@ class Engine:
                 raise MissingTensor(f"{operator.name} needs the input {tensor.name!r}", tensor=tensor.name)
 
     def _check_dtypes(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
-        bound: dict[str, Tensor] = {}
+        bound: dict[str, tuple[str, DType]] = {}
         for expected in operator.inputs:
             if expected.name not in tensors:
                 continue
-            name, dtype = expected.name, tensors[expected.name].dtype.name
-            if dtype not in expected.kind.dtypes:
+            name, dtype = expected.name, tensors[expected.name].dtype
+            if NAMES.get(dtype) not in expected.kind.dtypes:
                 raise DtypeMismatch(
                     f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name
                 )
             if expected.variable is None:
                 continue
-            first = bound.setdefault(expected.variable, expected).name
-            if dtype != tensors[first].dtype.name:
+            first, common = bound.setdefault(expected.variable, (name, dtype))
+            if dtype != common:
                 raise DtypeMismatch(
-                    f"{name} is {dtype} and {first} is {tensors[first].dtype.name}, but they must share a dtype"
+                    f"{name} is {dtype} and {first} is {common}, but they must share a dtype"
                     f" (a JSON list without one is {expected.kind.default})",
                     tensor=name,
                 )

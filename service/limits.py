@@ -21,8 +21,10 @@ class Limits:
 
     def check(self, tensor: str, shape: Sequence[int], dtype: DType) -> None:
         """Raise `TooManyDimensions` or `TensorTooLarge` for a tensor of this shape, whatever its numbers."""
-        check_rank(tensor, len(shape))
         size = math.prod(shape) * dtype.itemsize
+        if 0 < size <= self.max_tensor_bytes and len(shape) <= MAX_RANK:
+            return
+        check_rank(tensor, len(shape))
         if size > self.max_tensor_bytes:
             raise TensorTooLarge(
                 f"{tensor}, {dtype} of shape {list(shape)}, takes {size} bytes;"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -79,27 +79,44 @@ def block_length(dtype: DType) -> int:
 
 
 def share_out(work: Callable[[int], None], count: int) -> None:
-    """Call `work(0)` ... `work(count - 1)`, each once, in this thread and in idle threads of the workspace's pool.
-
-    A helper that has not started when the work runs out is cancelled, never waited for: a full pool cannot deadlock.
-    """
-    space = _current.get()
+    """Call `work(0)` ... `work(count - 1)`, each once, in this thread and in idle threads of the workspace's pool."""
     numbers = itertools.count()  # next() on it is atomic under the interpreter lock
 
     def drain() -> None:
-        with np.errstate(all="ignore"):
-            for number in numbers:
-                if number >= count:
-                    return
-                work(number)
+        for number in numbers:
+            if number >= count:
+                return
+            work(number)
 
-    helpers = []
-    if space.pool is not None:
-        helpers = [space.pool.submit(drain) for _ in range(min(space.threads, count) - 1)]
-    try:
+    with helpers() as ask:
+        for _ in range(min(_current.get().threads, count) - 1):
+            ask(drain)
         drain()
+
+
+@contextmanager
+def helpers() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """A function that asks an idle thread of the workspace's pool to call another, where there may be one more thread.
+
+    Leaving waits for the helpers and raises what one of them raised. One that has not started by then is cancelled,
+    never waited for: a full pool cannot deadlock. What is called here and by helpers makes no floating-point warnings.
+    """
+    space = _current.get()
+    asked: list[Future[None]] = []
+
+    def quietly(work: Callable[[], None]) -> None:
+        with np.errstate(all="ignore"):
+            work()
+
+    def ask(work: Callable[[], None]) -> None:
+        if space.pool is not None and sum(not helper.done() for helper in asked) < space.threads - 1:
+            asked.append(space.pool.submit(quietly, work))
+
+    try:
+        with np.errstate(all="ignore"):
+            yield ask
     finally:
-        running = [helper for helper in helpers if not helper.cancel()]
+        running = [helper for helper in asked if not helper.cancel()]
         failures = [helper.exception() for helper in running]  # waits: they still write to our arrays
     for failure in failures:
         if failure is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -13,10 +14,14 @@ from service.dtypes import DType
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
 from service.kernels._op import Array
 
-SEQUENCES = 16
-"""Sequences in a block: enough rows for a product with R to be worth it, few enough to share out."""
+SEQUENCES = 32
+"""Sequences in a block, as a rule: enough rows for a product with R to be worth it."""
+BLOCKS = 8
+"""Blocks of sequences, at most: enough to share out."""
 ROWS = 512
-"""Rows, of step times sequence, in a block of a product over all steps."""
+"""Rows, of step times sequence, in a chunk of steps: enough for a product of its own, few enough to stay in a cache."""
+STEPS = 16
+"""Steps in a chunk, at least."""
 
 Direction = Literal["forward", "reverse", "bidirectional"]
 
@@ -34,16 +39,12 @@ class Layout:
     lengths: Array | None
     linear_before_reset: bool
 
-    def steps(self, direction: int) -> range:
-        """The steps of the forward pass, in order. A reversed sequence that is shorter waits for its last step."""
-        return range(self.S - 1, -1, -1) if self.reverse[direction] else range(self.S)
-
-    def idle(self, step: int, block: slice) -> Array | None:
-        """Which sequences of `block` are over at `step`, as indices into the block; None if none is."""
+    def idle(self, steps: range, block: slice) -> Iterable[Array | None]:
+        """For each step, which sequences of the block are over, as indices into it; None if none is."""
         if self.lengths is None:
-            return None
-        over = np.flatnonzero(self.lengths[block] <= step)
-        return over if over.size else None
+            return itertools.repeat(None)
+        over = [np.flatnonzero(self.lengths[block] <= t) for t in steps]
+        return [places if places.size else None for places in over]
 
     @cached_property
     def padded(self) -> Array | None:
@@ -52,14 +53,18 @@ class Layout:
             return None
         return np.arange(self.S)[:, None] >= self.lengths
 
-    def sequence_blocks(self) -> list[tuple[int, slice]]:
-        return [(d, slice(n, n + SEQUENCES)) for d in range(self.D) for n in range(0, self.N, SEQUENCES)]
+    def blocks(self) -> list[slice]:
+        """The sequences in blocks, which go through time each by itself."""
+        count = min(max(self.N // SEQUENCES, 1 + (self.N > SEQUENCES // 2)), BLOCKS) if self.N else 0
+        return [slice(self.N * k // count, self.N * (k + 1) // count) for k in range(count)]
 
-    def step_blocks(self) -> list[slice]:
+    def chunks(self, direction: int) -> list[slice]:
+        """The steps in chunks, in the order of the forward pass."""
         if not self.N:  # however many steps it is of
             return []
-        height = max(1, ROWS // self.N)
-        return [slice(t, t + height) for t in range(0, self.S, height)]
+        height = max(STEPS, ROWS // self.N)
+        chunks = [slice(t, min(t + height, self.S)) for t in range(0, self.S, height)]
+        return chunks[::-1] if self.reverse[direction] else chunks
 
 
 _REVERSE: dict[str, tuple[bool, ...]] = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
