@@ -1,4 +1,4 @@
-"""A GRU written for reading: float64, one sequence and one step at a time."""
+"""A GRU and its back-propagation written for reading: float64, one sequence and one step at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+REVERSE = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}
 
 
 def sigmoid(x: Array) -> Array:
@@ -27,16 +29,15 @@ def gru(
     """HAll, HFinal and ZRH as ONNX's GRU defines them."""
     S, N, _ = X.shape
     D, _, H = R.shape
-    reverse = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
     HAll, HFinal, ZRH = np.zeros((S, D, N, H)), np.zeros((D, N, H)), np.zeros((S, D, N, 3 * H))
-    for d in range(D):
+    for d, reverse in enumerate(REVERSE[direction]):
         Wz, Wr, Wh = np.split(W[d].astype(np.float64), 3)
         Rz, Rr, Rh = np.split(R[d].astype(np.float64), 3)
         bz, br, bh, cz, cr, ch = np.split(np.zeros(6 * H) if B is None else B[d].astype(np.float64), 6)
         for n in range(N):
             h = np.zeros(H) if H0 is None else H0[d, n].astype(np.float64)
             length = S if SL is None else int(SL[n])
-            for t in reversed(range(length)) if reverse[d] else range(length):
+            for t in reversed(range(length)) if reverse else range(length):
                 x = X[t, n].astype(np.float64)
                 z = sigmoid(Wz @ x + Rz @ h + bz + cz)
                 r = sigmoid(Wr @ x + Rr @ h + br + cr)
@@ -48,3 +49,53 @@ def gru(
                 HAll[t, d, n], ZRH[t, d, n] = h, np.concatenate([z, r, candidate])
             HFinal[d, n] = h
     return HAll, HFinal, ZRH
+
+
+def gru_gradient(
+    X: Array,
+    W: Array,
+    R: Array,
+    B: Array | None,
+    SL: Array | None,
+    H0: Array | None,
+    HAll: Array,
+    ZRH: Array,
+    grad_HAll: Array,
+    grad_Ht: Array,
+    *,
+    direction: str = "forward",
+    linear_before_reset: int = 0,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """dX, dW, dR, dB and dH0, from what `gru` gives for these inputs; all in float64."""
+    S, N, _ = X.shape
+    D, _, H = R.shape
+    dX, dW, dR, dB, dH0 = (np.zeros(shape) for shape in (X.shape, W.shape, R.shape, (D, 6 * H), (D, N, H)))
+    for d, reverse in enumerate(REVERSE[direction]):
+        Rz, Rr, Rh = np.split(R[d], 3)
+        ch = np.zeros(H) if B is None else B[d, 5 * H :]
+        for n in range(N):
+            dh = grad_Ht[d, n].copy()
+            length = S if SL is None else int(SL[n])
+            order = list(reversed(range(length)) if reverse else range(length))
+            starts = [np.zeros(H) if H0 is None else H0[d, n], *(HAll[t, d, n] for t in order)]
+            for t, h in reversed(list(zip(order, starts, strict=False))):
+                dh += grad_HAll[t, d, n]
+                z, r, candidate = np.split(ZRH[t, d, n], 3)
+                to_z = dh * (h - candidate) * z * (1 - z)
+                to_candidate = dh * (1 - z) * (1 - candidate**2)
+                if linear_before_reset:
+                    to_r = to_candidate * (Rh @ h + ch) * r * (1 - r)
+                    of_h, seen_h = to_candidate * r, h  # of Rh @ h + ch
+                    back = of_h @ Rh
+                else:
+                    to_r = (to_candidate @ Rh) * h * r * (1 - r)
+                    of_h, seen_h = to_candidate, r * h  # of Rh @ (r * h) + ch
+                    back = (of_h @ Rh) * r
+                by_w, by_r = np.concatenate([to_z, to_r, to_candidate]), np.concatenate([to_z, to_r, of_h])
+                dX[t, n] += by_w @ W[d]
+                dW[d] += np.outer(by_w, X[t, n])
+                dR[d] += np.concatenate([np.outer(to_z, h), np.outer(to_r, h), np.outer(of_h, seen_h)])
+                dB[d] += np.concatenate([by_w, by_r])
+                dh = dh * z + to_z @ Rz + to_r @ Rr + back
+            dH0[d, n] = dh
+    return dX, dW, dR, dB, dH0
