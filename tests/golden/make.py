@@ -1,18 +1,21 @@
-"""Ask ONNX Runtime's kernels every question again and store the answers: `python -m tests.golden.make`.
+"""Ask ONNX Runtime's kernels and PyTorch every question again and store the answers: `python -m tests.golden.make`.
 
-Needs what `tests.golden.ort` needs. The questions are the same each time, so a second run changes nothing.
+Needs what `tests.golden.ort` and `tests.golden.torch_gru` need. The questions are the same each time, so a second run
+changes nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from onnxruntime.capi import onnxruntime_pybind11_state as refusals
 
-from tests.golden import ort, store
+from tests.golden import ort, questions, store, torch_gru
 from tests.golden.questions import accumulate, activations, broadcast, gather, gru, softmax
-from tests.golden.store import Case
+from tests.golden.store import Array, Case
 
 REFUSED = (refusals.Fail, refusals.InvalidArgument, refusals.RuntimeException)
 
@@ -23,7 +26,12 @@ def answered(case: Case) -> Case:
         outputs = ort.run(case.operator, case.inputs, case.asked, case.attributes)
     except REFUSED as refusal:
         return replace(case, error=reason(str(refusal)))
-    return replace(case, outputs={name: case.sampled(output) for name, output in outputs.items()})
+    return filled(case, outputs)
+
+
+def filled(case: Case, outputs: Mapping[str, Array]) -> Case:
+    """`case` with what is stored of the outputs that it asks for."""
+    return replace(case, outputs={name: case.sampled(outputs[name]) for name in case.asked})
 
 
 def reason(message: str) -> str:
@@ -37,10 +45,17 @@ def main() -> None:
         for case in family.ask():
             found[case.operator].append(answered(case))
     for operator, cases in found.items():
-        assert len({case.name for case in cases}) == len(cases), f"{operator}: two cases have the same name"
-        path = store.write(operator, cases)
-        refused = sum(bool(case.error) for case in cases)
-        print(f"{operator}: {len(cases)} cases, {refused} of them refused, {path.stat().st_size / 1024:.0f} KiB")
+        keep(operator, cases, folder=store.FOLDER)
+    cases = [filled(case, torch_gru.run(case.inputs)) for case in questions.torch_gru.ask()]
+    keep("GRU", cases, folder=store.TORCH)
+
+
+def keep(operator: str, cases: list[Case], *, folder: Path) -> None:
+    """Store the cases, whose names must differ, and say what is stored now."""
+    assert len({case.name for case in cases}) == len(cases), f"{operator}: two cases have the same name"
+    path = store.write(operator, cases, folder=folder)
+    refused = sum(bool(case.error) for case in cases)
+    print(f"{operator}: {len(cases)} cases, {refused} of them refused, {path.stat().st_size / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ OPTIONAL = {
 
 
 def run(
-    operator: str, inputs: Mapping[str, Array], outputs: Sequence[str], attributes: Mapping[str, float | int]
+    operator: str, inputs: Mapping[str, Array], outputs: Sequence[str], attributes: Mapping[str, float | int | str]
 ) -> dict[str, Array]:
     """The `outputs` of `operator`, name -> array.
 

@@ -1,7 +1,8 @@
-"""The answers of ONNX Runtime's kernels as they are stored: one .npz for each operator, with every case in it.
+"""The answers of other implementations as they are stored: one .npz for each operator, with every case in it.
 
-The key of an array is `case/place/name`; the place is `input`, `attribute` or `output`. `case/error` holds the message
-of a case that the kernel refuses, `case/sample` the distance between the stored elements of a large output.
+The key of an array is `case/place/name`; the place is `input`, `attribute` or `output`, or `drawn`, which holds the
+shape of an input that `draw` gives. `case/error` holds the message of a case that the kernel refuses, `case/sample` the
+distance between the stored elements of a large output.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden.values import uniform
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 FOLDER = Path(__file__).parent
+"""The answers of ONNX Runtime's kernels."""
+TORCH = FOLDER / "torch"
+"""Those of PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -27,41 +33,49 @@ class Case:
     name: str
     inputs: Mapping[str, Array]
     asked: tuple[str, ...]
-    attributes: Mapping[str, float | int] = field(default_factory=dict)
+    attributes: Mapping[str, float | int | str] = field(default_factory=dict)
     outputs: Mapping[str, Array] = field(default_factory=dict)
     error: str = ""
     sample: int = 1
+    drawn: bool = False  # `inputs` are what `draw` gives, and not stored
 
     def sampled(self, output: Array) -> Array:
         """`output` as it is stored: whole, or each `sample`-th element of it."""
         return output if self.sample == 1 else output.ravel()[:: self.sample]
 
 
-def write(operator: str, cases: Iterable[Case]) -> Path:
+def draw(case: str, shapes: Mapping[str, Iterable[int]]) -> dict[str, Array]:
+    """Random inputs for the case of this name, name -> array, from name -> shape."""
+    return {name: uniform(tuple(shape), case, name) for name, shape in shapes.items()}
+
+
+def write(operator: str, cases: Iterable[Case], *, folder: Path = FOLDER) -> Path:
     """Store the cases of `operator`, in place of what was stored."""
     arrays: dict[str, Array] = {}
     for case in cases:
-        places = {"input": case.inputs, "attribute": case.attributes, "output": case.outputs}
+        shapes = {name: array.shape for name, array in case.inputs.items()}
+        places: dict[str, Mapping[str, object]] = {"drawn": shapes} if case.drawn else {"input": case.inputs}
+        places |= {"attribute": case.attributes, "output": case.outputs}
         for place, values in places.items():
             arrays.update({f"{case.name}/{place}/{name}": np.asarray(value) for name, value in values.items()})
         if case.error:
             arrays[f"{case.name}/error"] = np.array(case.error)
         if case.sample != 1:
             arrays[f"{case.name}/sample"] = np.array(case.sample)
-    path = FOLDER / f"{operator}.npz"
+    path = folder / f"{operator}.npz"
     np.savez_compressed(path, allow_pickle=False, **arrays)
     return path
 
 
 def operators() -> list[str]:
-    """The operators that have stored answers."""
+    """The operators that have stored answers of ONNX Runtime's kernels."""
     return sorted(path.stem for path in FOLDER.glob("*.npz"))
 
 
-def read(operator: str) -> list[Case]:
+def read(operator: str, *, folder: Path = FOLDER) -> list[Case]:
     """The cases of `operator`, in the order in which they were asked."""
     found: dict[str, dict[str, dict[str, Array]]] = defaultdict(lambda: defaultdict(dict))
-    with np.load(FOLDER / f"{operator}.npz") as file:
+    with np.load(folder / f"{operator}.npz") as file:
         for key, array in file.items():
             case, place, *name = key.split("/")
             found[case][place]["".join(name)] = array
@@ -69,12 +83,13 @@ def read(operator: str) -> list[Case]:
         Case(
             operator,
             case,
-            places["input"],
+            places["input"] or draw(case, places["drawn"]),
             tuple(places["output"]),
             {name: value.item() for name, value in places["attribute"].items()},
             places["output"],
             str(places["error"].get("", "")),
             int(places["sample"].get("", 1)),
+            "drawn" in places,
         )
         for case, places in found.items()
     ]

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tests.golden.store import Array
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def generator(*names: str) -> np.random.Generator:
     """Random numbers that are the same for the same names, whatever else is asked before."""
-    return np.random.default_rng(zlib.crc32("/".join(names).encode()))
+    return np.random.default_rng(_seed(names))
+
+
+def uniform(shape: tuple[int, ...], *names: str) -> Array:
+    """float32 in [0, 1], the same for the same names for ever: NumPy keeps RandomState's numbers as they are."""
+    return np.random.RandomState(_seed(names)).random_sample(shape).astype(np.float32)
+
+
+def _seed(names: tuple[str, ...]) -> int:
+    return zlib.crc32("/".join(names).encode())
 
 
 def special(dtype: npt.DTypeLike) -> Array:

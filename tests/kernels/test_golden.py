@@ -30,8 +30,8 @@ REASONS = {
 FLOAT16_ULP = 2.0**-10
 
 
-def tolerance(case: Case) -> Mapping[str, Any] | None:
-    """How far the two may be apart; None: not by a bit."""
+def tolerance(case: Case, name: str) -> Mapping[str, Any] | None:
+    """How far the two may be apart in the output `name`; None: not by a bit."""
     dtype = case.inputs["dY"].dtype.name if "dY" in case.inputs else ""
     if "Softmax" in case.operator:
         # The order of the sum is not the same, nor is the exponential, and the difference may cancel.
@@ -40,9 +40,14 @@ def tolerance(case: Case) -> Mapping[str, Any] | None:
             "float32": {"rtol": 1e-6, "atol": 1e-6},
             "float64": {"rtol": 1e-14, "atol": 1e-15},
         }[dtype]
-    if case.operator.startswith("GRU"):
-        # ONNX Runtime's gates are rational approximations, off by up to 5e-7, and its sums run in another order.
-        return {"rtol": 2e-5, "atol": 2e-5}
+    if case.operator == "GRUTraining":
+        # ONNX Runtime's gates are rational approximations, off by up to 5e-7, which a state collects from step to step.
+        return {"rtol": 0.0, "atol": 4e-6}
+    if case.operator == "GRUGrad":
+        # The sums run in another order. Those over all steps and sequences may cancel: their error is that of the
+        # largest, and grows with the root of how many numbers they are of, 1024 at most, which is 4e-6 in float32.
+        largest = np.abs(case.outputs[name]).max() if name in ("dW", "dR", "dB") else 0.0
+        return {"rtol": 4e-6, "atol": 4e-6 * max(1.0, largest)}
     if case.operator == "QuickGeluGrad":
         # ONNX Runtime's logistic is exactly 0 or 1 from about ±17 on, which alone makes 1.7e-6 of dY. Rounding 1 - s,
         # which is then multiplied by up to 17, makes the rest.
@@ -63,10 +68,9 @@ def run(case: Case) -> dict[str, Array]:
 @pytest.mark.parametrize("case", ANSWERED)
 def test_same_answer(case: Case) -> None:
     results = run(case)
-    allowed = tolerance(case)
     assert case.outputs
     for name, expected in case.outputs.items():
-        got = case.sampled(results[name])
+        got, allowed = case.sampled(results[name]), tolerance(case, name)
         if allowed is None:
             assert_same_bits(got, expected)
         else:

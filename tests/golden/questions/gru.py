@@ -1,7 +1,8 @@
 """Questions to GRUTraining and GRUGrad: the forward direction at full length, which is all that ONNX Runtime takes.
 
 S, N and I are never 0, and dW and dR are always asked for: else it ends the process. It is not asked with NaN and B,
-where it swallows the NaN. The weights are small enough for gradients not to grow from step to step.
+where it swallows the NaN. The weights are small enough for gradients not to grow from step to step, but in the cases of
+ONNX Runtime's own tests: there they grow to 1e34, and are as exact as others.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.golden.store import Array, Case
+from tests.golden.store import Array, Case, draw
 from tests.golden.values import generator
 
 SIZES = [(1, 1, 1, 1), (2, 2, 2, 3), (5, 3, 4, 8), (7, 3, 9, 17), (3, 18, 5, 6)]
 """S, N, I, H."""
-PEER_SIZES = [(2, 32, 32, 32), (4, 32, 32, 32)]
+PEER_STEPS = [2, 4, 16, 32]
+PEER_SIZE = 32
+"""Sequences, inputs and hidden units alike."""
+STATES = ("HAll", "HFinal", "ZRH")
+GRADIENTS = ("dX", "dW", "dR", "dB", "dH0")
 
 
 def ask() -> Iterator[Case]:
@@ -25,8 +30,11 @@ def ask() -> Iterator[Case]:
     for grads in (0, 1, 2):
         for linear_before_reset in (0, 1):
             yield from _pair(f"grads {grads}", (5, 3, 4, 8), linear_before_reset, bias=True, start=True, grads=grads)
-    for sizes, linear_before_reset in itertools.product(PEER_SIZES, (0, 1)):
-        yield from _pair(f"peer {sizes}", sizes, linear_before_reset, bias=True, start=True, grads=3, sample=13)
+    for linear_before_reset in (0, 1):
+        yield from _pair("wide", (4, 32, 32, 32), linear_before_reset, bias=True, start=True, grads=3, sample=13)
+    yield from _peer_table()
+    for steps, linear_before_reset in itertools.product(PEER_STEPS, (0, 1)):
+        yield from _peer_drawn(steps, linear_before_reset)
 
 
 def _pair(
@@ -51,9 +59,50 @@ def _pair(
     inputs |= {"B": normal(1, 6 * H)} if bias else {}
     inputs |= {"H0": normal(1, N, H)} if start else {}
     attributes = {"hidden_size": H, "linear_before_reset": linear_before_reset}
-    yield Case("GRUTraining", name, inputs, ("HAll", "HFinal", "ZRH"), attributes, sample=sample)
+    yield Case("GRUTraining", name, inputs, STATES, attributes, sample=sample)
     given = {"HAll": normal(S, 1, N, H), "ZRH": rng.random((S, 1, N, 3 * H), dtype=np.float32)}
     given |= {"grad_HAll": normal(S, 1, N, H)} if grads & 1 else {}
     given |= {"grad_Ht": normal(1, N, H)} if grads & 2 else {}
-    outputs = ("dX", "dW", "dR", "dB", "dH0")
-    yield Case("GRUGrad", name, {**inputs, **given}, outputs, attributes, sample=sample)
+    yield Case("GRUGrad", name, {**inputs, **given}, GRADIENTS, attributes, sample=sample)
+
+
+def _peer_table() -> Iterator[Case]:
+    """GRUTest, ForwardCompute and BackwardCompute: tables of numbers, and gates that are all but closed."""
+
+    def table(shape: tuple[int, ...], *numbers: float) -> Array:
+        return np.array(numbers, np.float32).reshape(shape)
+
+    b = (3, 4, 10, 11, 12, 13, 0.6, 0.7, 0.8, 0.9, 6, 7, 0.1, 0.2, 0.3, 0.4, 1, 2)
+    r = (8, 9, 16, 17, 18, 19, 0.1, 0.2, 0.3, 0.4, 1, 2, 0.6, 0.7, 0.8, 0.9, 6, 7, 3, 4, 10, 11, 12, 13, 0.1, 0.3, 0.5)
+    inputs = {
+        "X": table((2, 2, 2), 1, 3, 5, 7, 2, 4, 6, 8),
+        "W": table((1, 9, 2), 0.1, 0.2, 0.3, 0.4, 1, 2, 3, 4, 10, 11, 12, 13, 0.6, 0.7, 0.8, 0.9, 6, 7),
+        "R": table((1, 9, 3), *r),
+        "B": table((1, 18), *b),
+    }
+    attributes = {"hidden_size": 3}
+    yield Case("GRUTraining", "peer ForwardCompute", inputs, STATES, attributes)
+    h_0 = (0.00993967, 1.01322e-05, 0, 0.00301844, 5.96047e-07, 0)
+    h_1 = (0.0167009, 1.43641e-05, 0, 0.00519647, 8.9407e-07, 0)
+    zrh_0 = (0.990048, 0.99999, 1, 1, 1, 1, 0.998778, 0.999939, 1, 0.996982, 0.999999, 1, 1, 1, 1, 1, 1, 1)
+    zrh_1 = (0.99317, 0.999996, 1, 1, 1, 1, 0.999914, 0.999998, 1, 0.997815, 1, 1, 1, 1, 1, 1, 1, 1)
+    grad_0 = (0.13658696, 0.37761405, 0.5353489, 0.53866684, 0.02047455, 0.42426682)
+    grad_1 = (0.12669823, 0.28094783, 0.82699543, 0.12687224, 0.4540311, 0.4124293)
+    given = {
+        "HAll": table((2, 1, 2, 3), *h_0, *h_1),
+        "ZRH": table((2, 1, 2, 9), *zrh_0, *zrh_1),
+        "grad_HAll": table((2, 1, 2, 3), *grad_0, *grad_1),
+    }
+    yield Case("GRUGrad", "peer BackwardCompute", {**inputs, **given}, GRADIENTS[:-1], attributes)
+
+
+def _peer_drawn(S: int, linear_before_reset: int) -> Iterator[Case]:
+    """test_gru_forward and test_gru_backward of the Python tests: all is uniform in [0, 1), gates and states too."""
+    N = I = H = PEER_SIZE  # noqa: E741
+    name = f"peer {S} steps lbr {linear_before_reset}"
+    attributes = {"hidden_size": H, "linear_before_reset": linear_before_reset}
+    shapes = {"X": (S, N, I), "W": (1, 3 * H, I), "R": (1, 3 * H, H), "B": (1, 6 * H), "H0": (1, N, H)}
+    given = {"HAll": (S, 1, N, H), "ZRH": (S, 1, N, 3 * H), "grad_HAll": (S, 1, N, H), "grad_Ht": (1, N, H)}
+    # Every 31st element of an output: all columns, of a last dimension of 32.
+    yield Case("GRUTraining", name, draw(name, shapes), STATES, attributes, sample=31, drawn=True)
+    yield Case("GRUGrad", name, draw(name, shapes | given), GRADIENTS, attributes, sample=31, drawn=True)
