@@ -6,22 +6,21 @@ import math
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from service.errors import TensorTooLarge
-from service.kernels._blocks import Workspace, share_out, workspace
+from service.kernels._blocks import Workspace, helpers, share_out, workspace
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2
 from tests.kernels.calls import CALLS, ELEMENTWISE, FLOAT_DTYPES, SOFTMAX, Array, Call
 from tests.kernels.equality import assert_close, assert_same_bits
+from tests.kernels.threads import PATIENCE, threads
 
-# Long enough that the machine is never too slow, and short enough that a deadlock fails soon.
-PATIENCE = 30.0
 MIB = 1 << 20
 
 # Several blocks in every dtype. The sum runs over more than a block: along one axis, or along the first with many sums
@@ -29,12 +28,6 @@ MIB = 1 << 20
 SHAPES = [(400_000,), (5000, 100), (3, 3000, 70), (2, 200_000), (70_000, 5), (200, 2000)]
 
 every_call = pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    with ThreadPoolExecutor(count) as pool, workspace(Workspace(pool, count)):
-        yield
 
 
 @every_call
@@ -191,6 +184,52 @@ def test_a_failing_caller_waits_for_its_helpers() -> None:
     with threads(2), pytest.raises(ValueError, match="^from the caller$"):
         share_out(work, 2)
     assert len(finished) == 1
+
+
+class Remembering(ThreadPoolExecutor):
+    """A pool that knows what it was asked for."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.asked: list[Future[Any]] = []
+
+    def submit(self, *call: Any, **named: Any) -> Future[Any]:
+        self.asked.append(super().submit(*call, **named))
+        return self.asked[-1]
+
+
+def test_there_are_never_more_helpers_than_threads() -> None:
+    release = threading.Event()
+
+    def hold() -> None:
+        release.wait(PATIENCE)
+
+    with Remembering(5) as pool, workspace(Workspace(pool, 3)):
+        with helpers() as ask:
+            for _ in range(10):
+                ask(hold)
+            release.set()
+        assert len(pool.asked) == 2
+
+
+def test_a_helper_that_has_ended_makes_room_for_another() -> None:
+    done: list[int] = []
+    with Remembering(5) as pool, workspace(Workspace(pool, 2)):
+        with helpers() as ask:
+            for number in range(3):
+                ask(partial(done.append, number))
+                wait(pool.asked, PATIENCE)
+        assert done == [0, 1, 2]
+
+
+def test_alone_there_are_no_helpers() -> None:
+    done: list[int] = []
+    for space in (Workspace(), Workspace(threads=5)):
+        with workspace(space), helpers() as ask:
+            ask(partial(done.append, 0))
+    with threads(1), helpers() as ask:
+        ask(partial(done.append, 0))
+    assert not done
 
 
 def test_outputs_come_from_the_workspace() -> None:

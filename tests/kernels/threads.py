@@ -1,0 +1,19 @@
+"""Pools of threads for kernels, and patience with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from service.kernels._blocks import Workspace, workspace
+
+PATIENCE = 30.0
+"""Seconds: long enough that the machine is never too slow, and short enough that a deadlock fails soon."""
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Kernels called inside have a pool of `count` threads, of which as many may work, the caller's included."""
+    with ThreadPoolExecutor(count) as pool, workspace(Workspace(pool, count)):
+        yield
