@@ -11,7 +11,7 @@ from importlib.metadata import version
 import uvicorn
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
 
-from service.api.app import create_app
+from service.api.app import server_config
 from service.arena import keep_freed_memory
 from service.kernels import OPERATORS
 from service.settings import Settings
@@ -69,13 +69,7 @@ def _serve(settings: Settings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.
         signal.signal(number, lambda *_: None)
-    uvicorn.run(
-        create_app(settings),
-        host=settings.host,
-        port=settings.port,
-        timeout_graceful_shutdown=settings.drain_timeout,
-        ws="none",
-    )
+    uvicorn.Server(server_config(settings)).run()
     return 0
 
 

@@ -32,6 +32,28 @@ DTYPES: dict[str, DType] = {
 NAMES: dict[DType, str] = {dtype: name for name, dtype in DTYPES.items()}
 """The way back, a hundred times faster than NumPy's `dtype.name`."""
 
+SAFETENSORS: dict[DType, str] = {
+    FLOAT16: "F16",
+    BFLOAT16: "BF16",
+    FLOAT32: "F32",
+    FLOAT64: "F64",
+    INT32: "I32",
+    INT64: "I64",
+    BOOL: "BOOL",
+}
+"""The name of each dtype in a safetensors file."""
+
+OPEN_INFERENCE: dict[DType, str] = {
+    FLOAT16: "FP16",
+    BFLOAT16: "BF16",
+    FLOAT32: "FP32",
+    FLOAT64: "FP64",
+    INT32: "INT32",
+    INT64: "INT64",
+    BOOL: "BOOL",
+}
+"""The datatype of each dtype in the Open Inference Protocol."""
+
 
 @dataclass(frozen=True)
 class Kind:

@@ -6,6 +6,7 @@
     - UnknownOperator           404 unknown_operator
   x MethodNotAllowed            405 method_not_allowed
   x NotAcceptable               406 not_acceptable
+  x RequestTimeout              408 request_timeout
   x BodyTooLarge                413 body_too_large
   x TensorTooLarge              413 tensor_too_large
   x UnsupportedMediaType        415 unsupported_media_type
@@ -82,6 +83,13 @@ class NotAcceptable(GradserveError):
 
     status = 406
     code = "not_acceptable"
+
+
+class RequestTimeout(GradserveError):
+    """The rest of the request did not come in time."""
+
+    status = 408
+    code = "request_timeout"
 
 
 class BodyTooLarge(GradserveError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pydantic import Field, PositiveInt  # noqa: TID251 - pydantic-settings judges settings by pydantic's types
+from pydantic import Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings judges settings by pydantic's types
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -24,9 +24,13 @@ class Settings(BaseSettings):
     )
     max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")
+    request_timeout: PositiveFloat = Field(
+        60, description="Seconds without a byte after which a request whose body is not complete is given up."
+    )
     reuse_bytes: int = Field(
         256 << 20, ge=0, description="Memory of past requests, in bytes, that is kept for later ones."
     )
+    access_log: bool = Field(False, description="Log a line for each request.")
     drain_timeout: PositiveInt = Field(
         30, description="Seconds that requests in flight may take to finish once the server is told to stop."
     )

@@ -11,15 +11,14 @@ from typing import Any
 import httpx
 import uvicorn
 
-from service.api.app import create_app
+from service.api.app import server_config
 from service.settings import Settings
 
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[str]:
     """The URL of a server on a free port, in a thread of this process, with these settings."""
-    config = uvicorn.Config(create_app(Settings(**settings)), port=0, log_level="warning", ws="none")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(Settings(port=0, **settings)))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

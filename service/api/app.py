@@ -6,18 +6,47 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
+import uvicorn
 from fastapi import FastAPI
 from starlette.responses import RedirectResponse
+from starlette.types import Receive, Scope, Send
 
-from service.api import health, openapi, ops, problems
+from service.api import health, open_inference, openapi, ops, problems
+from service.api.protocol import Protocol
+from service.api.statistics import Statistics
 from service.engine import Engine
 from service.limits import Limits
 from service.settings import Settings
 
 
+class Application(FastAPI):
+    """FastAPI, past which the Open Inference Protocol's inference requests go straight to their handler."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = open_inference.wants_inference(scope)
+        if path is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await open_inference.infer(self.state, scope, receive, send, path)
+
+
+def server_config(settings: Settings) -> uvicorn.Config:
+    """The application and the server that it runs under."""
+    return uvicorn.Config(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        timeout_graceful_shutdown=settings.drain_timeout,
+        http=Protocol,
+        ws="none",
+        access_log=settings.access_log,
+        proxy_headers=False,
+    )
+
+
 def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application. Its engine lives from the application's startup to its shutdown."""
-    app = FastAPI(
+    app = Application(
         title="gradserve",
         version=version("gradserve"),
         description="The gradient kernels of ONNX Runtime, over HTTP.",
@@ -25,7 +54,9 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.engine = None
+    app.state.statistics = Statistics()
     app.include_router(ops.router)
+    app.include_router(open_inference.router)
     app.include_router(health.router)
     app.add_api_route("/", _index, include_in_schema=False)
     problems.install(app)

@@ -2,67 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.errors import BodyTooLarge, UnsupportedMediaType, shown
+from service.api.protocol import RECEIVE_INTO, SEND_AT_ONCE
+from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
+
+Headers: TypeAlias = Mapping[bytes, bytes]
+"""A request's headers, their names in lower case."""
 
 JOINED_BYTES = 1 << 16
 """Up to this size an answer costs less in one piece."""
 
+ALIGNMENT = 16
+"""What the address of every element's size divides, and NumPy's memory begins at a multiple of."""
 
-async def read_body(request: Request, limit: int, allocate: Callable[[int], memoryview]) -> memoryview:
-    """The whole body, in memory from `allocate` where its length is announced.
+_WINDOWS = {"gzip": 31, "deflate": 15}
+"""zlib's names of the content codings."""
 
-    Raises `BodyTooLarge` as soon as it is known, `UnsupportedMediaType` and `ClientDisconnect`.
+
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    headers: Headers,
+    limit: int,
+    patience: float,
+    allocate: Callable[[int], memoryview],
+    head: int = 0,
+) -> memoryview:
+    """The whole body, in memory from `allocate` where its length is announced and it does not come in one piece.
+
+    What stands `head` bytes from its beginning is then aligned for NumPy. Raises `BodyTooLarge` as soon as it is known,
+    `RequestTimeout` after `patience` seconds in which nothing comes, and `ClientDisconnect`.
     """
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        raise UnsupportedMediaType(f"Content-Encoding is {shown(encoding)}, but the body must be sent as it is")
-    announced = request.headers.get("content-length")
-    if announced is None:
-        body = bytearray()
-        async for chunk in _chunks(request):
+    length = headers.get(b"content-length")
+    announced = None if length is None else int(length)  # the HTTP parser has seen to it that this is a number
+    if announced is not None and announced > limit:
+        raise _too_large(f"The body has {announced} bytes", limit)
+    try:
+        async with asyncio.timeout(patience):
+            chunk, more = await _chunk(receive)
+        if not more and len(chunk) <= limit:
+            return memoryview(chunk)
+        receive_into = scope.get("extensions", {}).get(RECEIVE_INTO)
+        if announced is None or receive_into is None:
+            return await _grown(receive, limit, patience, chunk, more)
+        shift = -head % ALIGNMENT
+        whole = allocate(announced + shift)[shift:]
+        whole[: len(chunk)] = chunk  # the parser sees to it that no more comes than was announced
+        if not await receive_into(whole[len(chunk) :], patience):
+            raise ClientDisconnect
+        return whole
+    except TimeoutError:
+        raise RequestTimeout(
+            f"Nothing came for {patience:g} seconds (GRADSERVE_REQUEST_TIMEOUT), but the body is not complete"
+        ) from None
+
+
+async def _grown(receive: Receive, limit: int, patience: float, chunk: bytes, more: bool) -> memoryview:
+    """The rest of a body, of unknown length or under another server."""
+    body = bytearray()
+    async with asyncio.timeout(patience) as timeout:
+        while True:
             if len(body) + len(chunk) > limit:
                 raise _too_large(f"The body has more than {len(body)} bytes", limit)
             body += chunk
-        return memoryview(body)
-    if int(announced) > limit:  # the HTTP parser has seen to it that this is a number
-        raise _too_large(f"The body has {announced} bytes", limit)
-    whole, size = allocate(int(announced)), 0
-    async for chunk in _chunks(request):
-        whole[size : size + len(chunk)] = chunk  # nor does it let a client send more or less than it announced
-        size += len(chunk)
-    return whole
+            if not more:
+                return memoryview(body)
+            timeout.reschedule(asyncio.get_running_loop().time() + patience)
+            chunk, more = await _chunk(receive)
 
 
-async def _chunks(request: Request) -> AsyncIterator[bytes]:
+async def _chunk(receive: Receive) -> tuple[bytes, bool]:
     # Starlette's own stream() would keep what was read.
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        yield message.get("body", b"")
-        more = message.get("more_body", False)
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
 
 
 def _too_large(what: str, limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"{what}; the limit is {limit} (GRADSERVE_MAX_BODY_BYTES)", limit=limit)
 
 
-class PiecesResponse(Response):
-    """An answer whose body is `pieces`, which are not joined unless they are small."""
+def coding_of(headers: Headers) -> str | None:
+    """The coding that the body came in, gzip or deflate; None for neither. Raises `UnsupportedMediaType`."""
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+    if coding != "identity" and coding not in _WINDOWS:
+        raise UnsupportedMediaType(f"Content-Encoding is {shown(coding)}, but must be one of identity, gzip, deflate")
+    return None if coding == "identity" else coding
 
-    def __init__(self, pieces: Sequence[bytes], media_type: str) -> None:
-        self._pieces = pieces if sum(map(len, pieces)) > JOINED_BYTES else [b"".join(pieces)]
-        super().__init__(headers={"Content-Length": str(sum(map(len, pieces)))}, media_type=media_type)
+
+def wanted_coding(headers: Headers) -> str | None:
+    """The coding that the answer is to go out in: the only one that Accept-Encoding names.
+
+    HTTP libraries offer several with every request. To compress tensors takes far longer than to send them, so that is
+    done for those only who ask for nothing else.
+    """
+    accepted = headers.get(b"accept-encoding", b"").decode("latin-1").strip().lower()
+    return accepted if accepted in _WINDOWS else None
+
+
+def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
+    """The body as it was before its coding. Raises `MalformedBody`, and `BodyTooLarge` beyond `limit` bytes."""
+    stream = zlib.decompressobj(_WINDOWS[coding])
+    try:
+        whole = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise MalformedBody(f"The body is not what its Content-Encoding, {coding}, says: {error}") from None
+    if len(whole) > limit:
+        raise _too_large(f"The body has more than {limit} bytes once it is inflated", limit)
+    if not stream.eof or stream.unused_data:
+        raise MalformedBody(f"The body's {coding} stream {'goes on after its end' if stream.eof else 'ends too early'}")
+    return memoryview(whole)
+
+
+def deflate(pieces: Sequence[Any], coding: str) -> list[bytes]:
+    """The pieces in a coding, fast rather than small."""
+    stream = zlib.compressobj(1, wbits=_WINDOWS[coding])
+    return [*map(stream.compress, pieces), stream.flush()]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What goes out: `pieces`, which are not joined unless they are small."""
+
+    pieces: Sequence[bytes | memoryview]
+    media_type: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    async def send(self, scope: Scope, send: Send) -> None:
+        """Send it, as the answer to the request of this scope."""
+        size = sum(map(len, self.pieces))
+        *first, last = self.pieces if size > JOINED_BYTES else [b"".join(self.pieces)]
+        headers = {"content-type": self.media_type, "content-length": str(size), **self.headers}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        messages: list[Any] = [
+            {"type": "http.response.start", "status": 200, "headers": raw},
+            *({"type": "http.response.body", "body": piece, "more_body": True} for piece in first),
+            {"type": "http.response.body", "body": last, "more_body": False},
+        ]
+        send_at_once = scope.get("extensions", {}).get(SEND_AT_ONCE)
+        if send_at_once is not None:
+            await send_at_once(messages)
+        else:  # under another server
+            for message in messages:
+                await send(message)
+
+
+class AnswerResponse(Response):
+    """An answer as FastAPI wants it."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        super().__init__()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._answer.send(scope, send)

@@ -18,5 +18,5 @@ async def live() -> dict[str, bool]:
 @router.get("/ready", summary="Requests are taken")
 async def ready(request: Request) -> dict[str, bool]:
     """503 while the server starts or stops."""
-    engine_of(request)
+    engine_of(request.app.state)
     return {"ready": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Annotated, Any
 
@@ -13,18 +14,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api import openapi
-from service.api.body import PiecesResponse, read_body
+from service.api.body import Answer, AnswerResponse
 from service.api.tensors import judge
-from service.api.work import engine_of, in_pool
+from service.api.work import Job, respond
 from service.codecs import json as json_codec
+from service.codecs import safetensors
 from service.dtypes import DTYPES
 from service.engine import Engine
 from service.errors import GradserveError, InvalidParameter, NotAcceptable, UnknownOperator, UnsupportedMediaType, shown
 from service.kernels import OPERATORS, Operator, Tensor
+from service.kernels._op import Array
 
 router = APIRouter(tags=["operators"])
 
 JSON = "application/json"
+MEDIA_TYPES = (JSON, safetensors.MEDIA_TYPE)
 
 
 class TensorInfo(BaseModel):
@@ -139,8 +143,8 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
     return names
 
 
-def answer(engine: Engine, operator: Operator, body: memoryview, query: EndpointQuery) -> list[bytes]:
-    """The answer to a JSON request. Runs in the pool."""
+def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
+    """What a JSON body asks for, to be answered in the media type `answers`."""
     document = json_codec.Document(body, engine.limits)
     engine.check_names(operator, document.members.keys())
     forms = {name: judge(name, value) for name, value in document.members.items()}
@@ -155,25 +159,38 @@ def answer(engine: Engine, operator: Operator, body: memoryview, query: Endpoint
         else:
             tensors[one.name] = document.base64(one.name, form.base64, dtype, form.shape or [])
     document.finish()
-    attributes = query.model_dump(exclude={"encoding", "outputs"})
-    wanted = wanted_outputs(operator, getattr(query, "outputs", None))
     in_base64 = any(form.base64 is not None for form in forms.values())
-    encoding = query.encoding or ("base64" if in_base64 else "list")
-    return json_codec.encode(engine.run(operator, tensors, attributes, wanted), encoding)
+    return _job(operator, query, answers, tensors, "base64" if in_base64 else "list")
+
+
+def decode_safetensors(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
+    """What a safetensors body asks for, to be answered in the media type `answers`."""
+    return _job(operator, query, answers, safetensors.decode(body, engine.limits), "base64")
+
+
+def _job(
+    operator: Operator, query: EndpointQuery, answers: str, tensors: dict[str, Array], form: json_codec.Form
+) -> Job:
+    def encode(outputs: Mapping[str, Array]) -> Answer:
+        if answers == safetensors.MEDIA_TYPE:
+            return Answer(safetensors.encode(outputs), answers)
+        return Answer(json_codec.encode(outputs, query.encoding or form), answers)
+
+    attributes = query.model_dump(exclude={"encoding", "outputs"})
+    return Job(tensors, attributes, wanted_outputs(operator, getattr(query, "outputs", None)), encode)
 
 
 def _add_endpoint(operator: Operator) -> None:
     async def run(request, query):  # type: ignore[no-untyped-def]
         try:
-            engine = engine_of(request)
-            _check_types(request)
+            sent, answers = _check_types(request)
             _check_given_once(request, operator)
-            body = await read_body(request, request.app.state.settings.max_body_bytes, engine.buffer)
-            pieces = await in_pool(request, partial(answer, engine, operator, body, query))
         except GradserveError as error:
             error.context["op"] = operator.name
             raise
-        return PiecesResponse(pieces, JSON)
+        decode = decode_json if sent == JSON else decode_safetensors
+        decoded = partial(decode, operator, query, answers)
+        return AnswerResponse(await respond(request.app.state, request.scope, request.receive, operator, decoded))
 
     run.__annotations__ = {
         "request": Request,
@@ -202,14 +219,18 @@ async def run_unknown(op: str) -> Response:
     raise AssertionError("an operator without an endpoint")
 
 
-def _check_types(request: Request) -> None:
-    sent = request.headers.get("content-type", JSON)
-    if sent.partition(";")[0].strip().lower() != JSON:
-        raise UnsupportedMediaType(f"Content-Type is {shown(sent)}, but must be {JSON}")
+def _check_types(request: Request) -> tuple[str, str]:
+    """The media types of the request and of its answer, which is the same unless `Accept` asks for another."""
+    header = request.headers.get("content-type", JSON)
+    sent = header.partition(";")[0].strip().lower()
+    if sent not in MEDIA_TYPES:
+        raise UnsupportedMediaType(f"Content-Type is {shown(header)}, but must be one of {', '.join(MEDIA_TYPES)}")
     accepted = request.headers.get("accept", "*/*")
     ranges = {one.partition(";")[0].strip().lower() for one in accepted.split(",")}
-    if not ranges & {JSON, "application/*", "*/*", ""}:
-        raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is {JSON}")
+    named = [one for one in (sent, *MEDIA_TYPES) if one in ranges]
+    if not named and not ranges & {"application/*", "*/*", ""}:
+        raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is one of {', '.join(MEDIA_TYPES)}")
+    return sent, named[0] if named else sent
 
 
 def _check_given_once(request: Request, operator: Operator) -> None:

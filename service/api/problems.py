@@ -28,8 +28,12 @@ from service.errors import (
 MEDIA_TYPE = "application/problem+json"
 
 
-def problem(error: GradserveError, headers: Mapping[str, str] | None = None) -> Response:
-    """`error` as an answer."""
+def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None = None) -> Response:
+    """`error` as an answer, in the form of the API that `path` belongs to."""
+    if path == "/v2" or path.startswith("/v2/"):
+        # The Open Inference Protocol's form; with 400 for whatever is wrong with the request but its size.
+        status = 400 if error.status in (406, 408, 415, 422) else error.status
+        return Response(json.dumps({"error": error.detail}), status, headers, "application/json")
     content = {
         "type": f"urn:gradserve:problem:{error.code}",
         "title": error.title(),
@@ -57,11 +61,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(GradserveError)
     async def ours(request: Request, error: GradserveError) -> Response:
-        return problem(error)
+        return answer(request.scope["path"], error)
 
     @app.exception_handler(RequestValidationError)
     async def query(request: Request, error: RequestValidationError) -> Response:
-        return problem(invalid_parameter(error.errors()[0]))
+        return answer(request.scope["path"], invalid_parameter(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:
@@ -69,10 +73,11 @@ def install(app: FastAPI) -> None:
             # Starlette names the methods of the first route at this path only.
             allowed = ", ".join(method for method in _METHODS if _is_taken(app, {**request.scope, "method": method}))
             detail = f"{request.url.path} does not take {request.method}; it takes {allowed}"
-            return problem(MethodNotAllowed(detail), {"Allow": allowed})
+            return answer(request.scope["path"], MethodNotAllowed(detail), {"Allow": allowed})
         if error.status_code == 404:
-            return problem(NotFound(f"There is nothing at {shown(request.url.path)}; see /docs for what there is"))
-        return problem(MalformedBody(str(error.detail)))
+            detail = f"There is nothing at {shown(request.url.path)}; see /docs for what there is"
+            return answer(request.scope["path"], NotFound(detail))
+        return answer(request.scope["path"], MalformedBody(str(error.detail)))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
@@ -80,7 +85,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return problem(GradserveError("The server failed to answer this request; its log says why"))
+        return answer(
+            request.scope["path"], GradserveError("The server failed to answer this request; its log says why")
+        )
 
 
 _METHODS = ("DELETE", "GET", "POST", "PUT")

@@ -20,6 +20,7 @@ import orjson
 import pybase64
 import simdjson
 
+from service.codecs._bytes import bytes_of, view, wrong_size
 from service.codecs._lists import (
     NONFINITE,
     Array,
@@ -30,7 +31,7 @@ from service.codecs._lists import (
     scalars_of,
     shape_of,
 )
-from service.dtypes import BOOL, FLOAT32, DType
+from service.dtypes import FLOAT32, NAMES, DType
 from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits, check_rank
 
@@ -60,7 +61,7 @@ class Document:
         self._limits = limits
         self._lists = 0  # of which what was read so far consists
         self._unproven: list[tuple[str, simdjson.Array, Shape]] = []
-        self.members = {name: _plain(name, value) for name, value in _members(_parse(body), "The body")}
+        self.members = {name: _plain(name, value) for name, value in members_of(parse(body), "The body")}
 
     def tensor(self, name: str, data: Any, dtype: DType, shape: Sequence[int] | None = None) -> Array:
         """The tensor `name` from nested lists or a scalar, to be trusted after `finish`.
@@ -85,31 +86,23 @@ class Document:
     def base64(self, name: str, text: str, dtype: DType, shape: Sequence[int]) -> Array:
         """The tensor `name`, a read-only view of the decoded bytes. Raises like `tensor`."""
         self._settle(name, shape, dtype)
-        expected = math.prod(shape) * dtype.itemsize
+        place, size = f"{name}.base64", len(text) * 3 // 4
+        if size > math.prod(shape) * dtype.itemsize + 4:  # so much too long a text is not worth decoding
+            raise wrong_size(place, name, size, dtype, shape)
         try:
-            # Far too long a text is not worth decoding.
-            data = pybase64.b64decode(text, validate=True) if len(text) * 3 // 4 <= expected + 4 else None
+            data = pybase64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
             raise InvalidTensor(
-                f"{name}.base64 is not base64 in the standard alphabet (A-Z a-z 0-9 + /), padded with =", tensor=name
+                f"{place} is not base64 in the standard alphabet (A-Z a-z 0-9 + /), padded with =", tensor=name
             ) from None
-        size = len(text) * 3 // 4 if data is None else len(data)
-        if data is None or size != expected:
-            raise InvalidTensor(
-                f"{name}.base64 holds {size} bytes, but {dtype} of shape {list(shape)} takes {expected}", tensor=name
-            )
-        if dtype == BOOL and np.frombuffer(data, np.uint8).max(initial=0) > 1:
-            raise InvalidTensor(
-                f"{name}.base64 has a byte that is neither 0 nor 1, which bool does not allow", tensor=name
-            )
-        return np.frombuffer(data, dtype).reshape(shape)
+        return view(place, name, data, dtype, shape)
 
     def finish(self) -> None:
         """Raise `InvalidTensor` if a list stands where a number belongs in any tensor read so far, which must be all.
 
         Numbers are read flat, so `[1, [2]]` looks like `[1, 2]`. But then the body has a bracket too many.
         """
-        if self._unproven and _count(self._body, b"[") != self._lists:
+        if self._unproven and count(self._body, b"[") != self._lists:
             for name, data, shape in self._unproven:
                 scalars_of(name, data, shape, FLOAT32)
 
@@ -122,23 +115,23 @@ def encode(tensors: Mapping[str, Array], form: Form) -> list[bytes]:
     """The pieces of a JSON object: name -> `{"dtype", "shape", "data"}`, or `"base64"` in place of `"data"`."""
     pieces: list[bytes] = []
     for name, tensor in tensors.items():
-        head = orjson.dumps({"dtype": tensor.dtype.name, "shape": tensor.shape})[:-1]
+        head = orjson.dumps({"dtype": NAMES[tensor.dtype], "shape": tensor.shape})[:-1]
         pieces.append((b"," if pieces else b"{") + orjson.dumps(name) + b":" + head)
         if form == "base64":
-            raw = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-            pieces += [b',"base64":"', pybase64.b64encode(raw.data), b'"}']
+            pieces += [b',"base64":"', pybase64.b64encode(bytes_of(tensor)), b'"}']
         else:
-            pieces += [b',"data":', _list_text(tensor), b"}"]
+            pieces += [b',"data":', list_text(tensor), b"}"]
     return [*pieces, b"}"]
 
 
-def _count(body: Body, byte: bytes) -> int:
+def count(body: Body, byte: bytes) -> int:
     """What `body.count(byte)` gives, four times as fast."""
     array, step = np.frombuffer(body, np.uint8), 1 << 18
     return sum(int(np.count_nonzero(array[k : k + step] == ord(byte))) for k in range(0, array.size, step))
 
 
-def _list_text(tensor: Array) -> bytes:
+def list_text(tensor: Array) -> bytes:
+    """The tensor as nested lists."""
     if not tensor.size:
         return b"[]"  # the shape says the rest, which may be a billion empty rows
     if tensor.dtype.itemsize == 2:
@@ -172,7 +165,8 @@ def _parser(body: Body) -> simdjson.Parser:
     return parser
 
 
-def _parse(body: Body) -> Any:
+def parse(body: Body) -> Any:
+    """The JSON value, whose numbers stay in the parser. Raises `MalformedBody`."""
     try:
         return _parser(body).parse(body)
     except (ValueError, RuntimeError) as error:
@@ -180,14 +174,14 @@ def _parse(body: Body) -> Any:
             raise MalformedBody(f"The body is not JSON, or has a number beyond 64 bits: {error}") from None
         # simdjson says neither where, nor which tensor a number beyond 64 bits is in: read it again, slowly.
         try:
-            return json.loads(bytes(body), parse_constant=_refuse_constant, object_pairs_hook=_Pairs)
+            return json.loads(bytes(body), parse_constant=_refuse_constant, object_pairs_hook=Pairs)
         except RecursionError:
             raise MalformedBody("The body is nested too deeply") from None
         except ValueError as error:
             raise MalformedBody(f"The body is not JSON: {error}") from None
 
 
-class _Pairs(list[tuple[str, Any]]):
+class Pairs(list[tuple[str, Any]]):
     """The members of an object in their order, duplicates included."""
 
 
@@ -195,25 +189,26 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f'{text} is not JSON; write the string "{text}"')
 
 
-def _members(value: Any, what: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, (simdjson.Object, _Pairs)):
+def members_of(value: Any, what: str) -> Iterator[tuple[str, Any]]:
+    """The members of an object, each once. Raises `MalformedBody`."""
+    if not isinstance(value, (simdjson.Object, Pairs)):
         raise MalformedBody(f"{what} is JSON, but not an object")
     if len(value) > MOST_MEMBERS:
         raise MalformedBody(f"{what} has {len(value)} members; the limit is {MOST_MEMBERS}", limit=MOST_MEMBERS)
     seen = set()
-    for name, member in value if isinstance(value, _Pairs) else ((name, None) for name in value):
+    for name, member in value if isinstance(value, Pairs) else ((name, None) for name in value):
         if name in seen:
             raise MalformedBody(f"{what} has two members named {shown(name)}")
         if "\0" in name:  # where simdjson's look-up would end
             raise MalformedBody(f"{what} has a member named {shown(name)}, with a null character")
         seen.add(name)
-        yield name, member if isinstance(value, _Pairs) else value[name]
+        yield name, member if isinstance(value, Pairs) else value[name]
 
 
 def _plain(name: str, value: Any) -> Any:
-    if not isinstance(value, (simdjson.Object, _Pairs)):
+    if not isinstance(value, (simdjson.Object, Pairs)):
         return value
-    form = dict(_members(value, shown(name)))
+    form = dict(members_of(value, shown(name)))
     if isinstance(form.get("shape"), simdjson.Array):
         check_rank(f"{name}.shape", len(form["shape"]))
         form["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in form["shape"]]

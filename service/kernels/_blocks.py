@@ -80,6 +80,10 @@ def block_length(dtype: DType) -> int:
 
 def share_out(work: Callable[[int], None], count: int) -> None:
     """Call `work(0)` ... `work(count - 1)`, each once, in this thread and in idle threads of the workspace's pool."""
+    if count == 1:
+        with np.errstate(all="ignore"):
+            work(0)
+        return
     numbers = itertools.count()  # next() on it is atomic under the interpreter lock
 
     def drain() -> None:

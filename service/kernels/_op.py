@@ -71,6 +71,8 @@ class Operator:
     """One tensor for each input, as JSON: a nested list, a scalar, or an object with dtype and data."""
 
     takes_wanted: bool
+    linear: bool
+    """Whether its time and memory are bounded by the bytes of its inputs."""
 
     def __call__(
         self, tensors: Mapping[str, Array], attributes: Mapping[str, Any], wanted: Sequence[str] | None = None
@@ -86,20 +88,22 @@ class Operator:
 OPERATORS: dict[str, Operator] = {}
 
 
-def op(name: str, *, outputs: str, example: Mapping[str, Any]) -> Callable[[F], F]:
+def op(name: str, *, outputs: str, example: Mapping[str, Any], linear: bool = True) -> Callable[[F], F]:
     """Declare the decorated kernel as the operator `name`, with the space-separated names of its `outputs`.
 
-    The kernel is handed back unchanged.
+    It is not `linear` where a few bytes of input can make it work long. The kernel is handed back unchanged.
     """
 
     def register(kernel: F) -> F:
-        OPERATORS[name] = _read(name, kernel, outputs.split(), example)
+        OPERATORS[name] = _read(name, kernel, outputs.split(), example, linear)
         return kernel
 
     return register
 
 
-def _read(name: str, kernel: Callable[..., Any], outputs: list[str], example: Mapping[str, Any]) -> Operator:
+def _read(
+    name: str, kernel: Callable[..., Any], outputs: list[str], example: Mapping[str, Any], linear: bool
+) -> Operator:
     hints = get_type_hints(kernel, include_extras=True)
     parameters = inspect.signature(kernel).parameters.values()
     returned = hints["return"]
@@ -120,6 +124,7 @@ def _read(name: str, kernel: Callable[..., Any], outputs: list[str], example: Ma
         description=description.strip(),
         example=example,
         takes_wanted="wanted" in hints,
+        linear=linear,
     )
 
 

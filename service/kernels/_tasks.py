@@ -68,6 +68,7 @@ class Tasks:
             except BaseException:
                 with change:
                     left = 0
+                    self._works.clear()
                     change.notify()
                 raise
 

@@ -22,6 +22,7 @@ from service.limits import check_rank
     "GatherGrad",
     outputs="output",
     example={"shape": [3, 2], "indices": [0, 2, 0], "grad": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]},
+    linear=False,
 )
 def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: T | None = None) -> T:
     """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.

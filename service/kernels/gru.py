@@ -41,7 +41,7 @@ _GATES = {"HAll": [[[[0.5]]], [[[0.0]]]], "ZRH": [[[[0.75, 0.5, 0.5]]], [[[0.5, 
 _GRADIENTS = {"grad_HAll": [[[[1.0]]], [[[0.5]]]], "grad_Ht": [[[1.0]]]}
 
 
-@op("GRUTraining", outputs="HAll HFinal ZRH", example=_INPUTS)
+@op("GRUTraining", outputs="HAll HFinal ZRH", example=_INPUTS, linear=False)
 def gru_training(
     X: T,
     W: T,
@@ -158,7 +158,7 @@ def _through_time(
             state[idle] = 0
 
 
-@op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS})
+@op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS}, linear=False)
 def gru_grad(
     X: T,
     W: T,

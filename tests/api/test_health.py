@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api import ops
+from service.api import work
 from service.api.app import create_app
+from service.api.body import Answer
 from service.settings import Settings
 from tests.serving import assert_problem, serving
 
@@ -22,6 +23,10 @@ def test_live_and_ready(client: httpx.Client) -> None:
     assert client.get("/v2/health/ready").json() == {"ready": True}
 
 
+def assert_not_ready(answer: httpx.Response) -> None:
+    assert (answer.status_code, list(answer.json())) == (503, ["error"])
+
+
 def test_before_the_start_and_after_the_stop_it_is_live_but_not_ready() -> None:
     app = create_app(Settings())
 
@@ -29,11 +34,11 @@ def test_before_the_start_and_after_the_stop_it_is_live_but_not_ready() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             assert (await client.get("/v2/health/live")).status_code == 200
-            assert_problem(await client.get("/v2/health/ready"), 503, "not_ready")
+            assert_not_ready(await client.get("/v2/health/ready"))
             assert_problem(await client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}), 503, "not_ready")
             async with app.router.lifespan_context(app):
                 assert (await client.get("/v2/health/ready")).status_code == 200
-            assert_problem(await client.get("/v2/health/ready"), 503, "not_ready")
+            assert_not_ready(await client.get("/v2/health/ready"))
 
     asyncio.run(check())
 
@@ -42,7 +47,7 @@ def test_a_bug_is_a_problem_without_its_traceback(monkeypatch: pytest.MonkeyPatc
     def broken(*_: Any) -> bytes:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(ops, "answer", broken)
+    monkeypatch.setattr(work, "_perform", broken)
     with serving() as url:
         answer = httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": 1, "X": 1})
         assert_problem(answer, 500, "internal", "log")
@@ -58,25 +63,23 @@ class Gate:
         self.let_go = threading.Event()
         self.runs = 0
 
-    def __call__(self, *_: Any) -> list[bytes]:
+    def __call__(self, *_: Any) -> Answer:
         self.runs += 1
         self.started.release()
         assert self.let_go.wait(30)
-        return [b"{}"]
+        return Answer([b"{}"], "application/json")
 
 
 def send(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    connection.sendall(
-        b"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-    )
+    connection.sendall(b"POST /v1/ops/GatherGrad HTTP/1.1\r\nHost: test\r\nContent-Length: 2\r\n\r\n{}")
     return connection
 
 
 def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(ops, "answer", gate)
+    monkeypatch.setattr(work, "_perform", gate)
     with serving(threads=1) as url:
         running = send(url)
         assert gate.started.acquire(timeout=30)
@@ -94,7 +97,7 @@ def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.Mon
 
 def test_stopping_finishes_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(ops, "answer", gate)
+    monkeypatch.setattr(work, "_perform", gate)
     with serving(threads=1) as url:
         running = send(url)
         assert gate.started.acquire(timeout=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
 import httpx
@@ -72,12 +73,40 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
         "unsupported_media_type",
         ("'application/x-www-form-urlencoded'", "application/json"),
     ),
-    "compressed": (
+    "compressed in a way that is not read": (
         "ReluGrad",
-        {"content": b"", "headers": {"Content-Encoding": "gzip"}},
+        {"content": b"", "headers": {"Content-Encoding": "br"}},
         415,
         "unsupported_media_type",
-        ("'gzip'",),
+        ("'br'", "identity, gzip, deflate"),
+    ),
+    "not compressed as it says": (
+        "ReluGrad",
+        {"content": b"{}", "headers": {"Content-Encoding": "gzip"}},
+        400,
+        "malformed_body",
+        ("gzip", "incorrect header"),
+    ),
+    "compressed, but cut off": (
+        "ReluGrad",
+        {"content": gzip.compress(b"{}")[:-1], "headers": {"Content-Encoding": "gzip"}},
+        400,
+        "malformed_body",
+        ("gzip", "ends too early"),
+    ),
+    "compressed, with more after it": (
+        "ReluGrad",
+        {"content": gzip.compress(b"{}") + b"{}", "headers": {"Content-Encoding": "gzip"}},
+        400,
+        "malformed_body",
+        ("gzip", "goes on after its end"),
+    ),
+    "compressed, and huge once inflated": (
+        "ReluGrad",
+        {"content": gzip.compress(bytes(3 << 20)), "headers": {"Content-Encoding": "gzip"}},
+        413,
+        "body_too_large",
+        ("inflated", "2097152"),
     ),
     "attribute": (
         "SoftmaxGrad",
@@ -226,7 +255,7 @@ def test_paths_and_methods(client: httpx.Client) -> None:
 
 def test_every_code_is_met_somewhere() -> None:
     met = {case[3] for case in CASES.values()} | {"invalid_tensor", "not_found", "method_not_allowed"}
-    elsewhere = {"not_ready": "test_health.py", "internal": "test_health.py"}
+    elsewhere = {"not_ready": "test_health.py", "request_timeout": "test_body.py", "internal": "test_health.py"}
     abstract = {"invalid_request"}
     assert {error.code for error in tree()} == met | elsewhere.keys() | abstract
 

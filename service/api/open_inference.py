@@ -1,0 +1,224 @@
+"""`/v2`: the Open Inference Protocol. Every operator is a model, and its attributes are request parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache, partial
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from service.api import problems
+from service.api.body import Answer
+from service.api.ops import find
+from service.api.problems import invalid_parameter
+from service.api.statistics import PHASES, Statistics
+from service.api.work import Job, engine_of, respond
+from service.codecs import open_inference as codec
+from service.codecs._bytes import view
+from service.dtypes import DTYPES, OPEN_INFERENCE
+from service.engine import Engine
+from service.errors import GradserveError, Invalid, InvalidParameter, MalformedBody, UnknownOperator, shown
+from service.kernels import OPERATORS, Operator, Tensor
+from service.kernels._op import Array
+
+router = APIRouter(prefix="/v2", tags=["open inference protocol"])
+
+VERSION = "1"
+
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+
+HEADER_LENGTH = b"inference-header-content-length"
+
+_IGNORED = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
+"""Parameters of Triton's scheduler, which clients may set for any model."""
+
+
+@router.get("", summary="The server")
+async def server() -> dict[str, Any]:
+    return {"name": "gradserve", "version": version("gradserve"), "extensions": EXTENSIONS}
+
+
+@router.post("/repository/index", summary="All models")
+async def index() -> list[dict[str, str]]:
+    return [{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS]
+
+
+@router.get("/models/stats", summary="Statistics of all models")
+async def all_statistics(request: Request) -> dict[str, Any]:
+    return _statistics(request, *OPERATORS)
+
+
+@router.get("/models/{op}", summary="A model's inputs and outputs")
+@router.get("/models/{op}/versions/{number}", include_in_schema=False)
+async def model(op: str, number: str = VERSION) -> dict[str, Any]:
+    operator = _find(op, number)
+
+    def described(tensor: Tensor) -> dict[str, Any]:
+        return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1]}
+
+    return {
+        "name": operator.name,
+        "versions": [VERSION],
+        "platform": "gradserve",
+        "inputs": list(map(described, operator.inputs)),
+        "outputs": list(map(described, operator.outputs)),
+    }
+
+
+@router.get("/models/{op}/config", summary="A model's configuration")
+@router.get("/models/{op}/versions/{number}/config", include_in_schema=False)
+async def config(op: str, number: str = VERSION) -> dict[str, Any]:
+    operator = _find(op, number)
+
+    def described(tensor: Tensor) -> dict[str, Any]:
+        return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1]}
+
+    return {
+        "name": operator.name,
+        "platform": "gradserve",
+        "max_batch_size": 0,
+        "input": [{**described(one), "optional": one.optional} for one in operator.inputs],
+        "output": list(map(described, operator.outputs)),
+    }
+
+
+@router.get("/models/{op}/ready", summary="The model takes requests")
+@router.get("/models/{op}/versions/{number}/ready", include_in_schema=False)
+async def ready(request: Request, op: str, number: str = VERSION) -> dict[str, Any]:
+    operator = _find(op, number)
+    engine_of(request.app.state)
+    return {"name": operator.name, "ready": True}
+
+
+@router.get("/models/{op}/stats", summary="A model's statistics")
+@router.get("/models/{op}/versions/{number}/stats", include_in_schema=False)
+async def statistics(request: Request, op: str, number: str = VERSION) -> dict[str, Any]:
+    return _statistics(request, _find(op, number).name)
+
+
+def _statistics(request: Request, *names: str) -> dict[str, Any]:
+    kept: Statistics = request.app.state.statistics
+
+    def one(name: str) -> dict[str, Any]:
+        record = kept.of(name)
+        return {
+            "name": name,
+            "version": VERSION,
+            "last_inference": record.last,
+            "inference_count": record.counts["success"],
+            "execution_count": record.counts["success"],
+            "inference_stats": {
+                phase: {"count": record.counts[phase], "ns": record.nanoseconds[phase]} for phase in PHASES
+            },
+            "batch_stats": [],
+        }
+
+    return {"model_stats": list(map(one, names))}
+
+
+def _find(name: str, number: str) -> Operator:
+    operator = find(name)
+    if number != VERSION:
+        raise UnknownOperator(f"{name} has version {VERSION} only, not {shown(number)}", op=name)
+    return operator
+
+
+def _datatype(tensor: Tensor) -> str:
+    return OPEN_INFERENCE[DTYPES[tensor.kind.default]]
+
+
+_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
+
+
+def wants_inference(scope: Scope) -> re.Match[str] | None:
+    """Whether a request is to run a model; which and in which version, say the groups."""
+    return _INFER.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+
+
+async def infer(state: Any, scope: Scope, receive: Receive, send: Send, path: re.Match[str]) -> None:
+    """Run a model, as an ASGI application by itself: FastAPI would add nothing to it but time."""
+    try:
+        operator = _find(path[1], path[2] or VERSION)
+        length = _header_length(scope)
+        decode = partial(_decode, operator, length)
+        answer = await respond(state, scope, receive, operator, decode, length or 0)
+    except GradserveError as error:
+        await problems.answer(scope["path"], error)(scope, receive, send)
+    except ClientDisconnect:
+        pass  # nobody reads an answer
+    else:
+        await answer.send(scope, send)
+
+
+def _header_length(scope: Scope) -> int | None:
+    """Where the JSON ends, if bytes follow."""
+    for name, value in scope["headers"]:
+        if name == HEADER_LENGTH:
+            if not value.isdigit() or len(value) > 18:
+                raise MalformedBody(f"Inference-Header-Content-Length is {shown(value)}, but must be a number of bytes")
+            return int(value)
+    return None
+
+
+def _decode(operator: Operator, length: int | None, engine: Engine, body: memoryview) -> Job:
+    if length == 0:
+        return _decode_raw(operator, engine, body)
+    request = codec.decode(body, length, engine.limits)
+    known = [output.name for output in operator.outputs]
+    wanted = None if request.outputs is None else list(request.outputs)
+    for name in wanted or ():
+        if name not in known:
+            raise Invalid(f"{operator.name} has no output {shown(name)}; its outputs are {', '.join(known)}")
+    binary = {name: request.binary for name in known} if request.outputs is None else request.outputs
+    encode = partial(_encode, operator, request.id, [name for name, in_bytes in binary.items() if in_bytes])
+    return Job(request.tensors, _attributes(operator, request.parameters), wanted, encode)
+
+
+def _decode_raw(operator: Operator, engine: Engine, body: memoryview) -> Job:
+    """A body that is nothing but one tensor's bytes: of the only input, in its default dtype, of rank 1."""
+    needed = [tensor for tensor in operator.inputs if not tensor.optional]
+    if len(needed) != 1:
+        raise MalformedBody(
+            f"A body of nothing but bytes is for models with one input, but {operator.name} needs"
+            f" {', '.join(tensor.name for tensor in needed)}"
+        )
+    name, dtype = needed[0].name, DTYPES[needed[0].kind.default]
+    shape = [len(body) // dtype.itemsize]
+    engine.limits.check(name, shape, dtype)
+    outputs = [output.name for output in operator.outputs]
+    return Job({name: view(name, name, body, dtype, shape)}, {}, None, partial(_encode, operator, None, outputs))
+
+
+def _encode(operator: Operator, identity: str | None, binary: list[str], outputs: Mapping[str, Array]) -> Answer:
+    pieces, length = codec.encode(operator.name, identity, outputs, binary)
+    if length is None:
+        return Answer(pieces, "application/json")
+    return Answer(pieces, "application/octet-stream", {"Inference-Header-Content-Length": str(length)})
+
+
+@cache
+def _attribute_model(operator: Operator) -> type[BaseModel]:
+    fields: Any = {a.name: (a.type, a.default) for a in operator.attributes}
+    return create_model(f"{operator.name}Attributes", __config__=ConfigDict(extra="forbid", strict=True), **fields)
+
+
+def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The request's parameters as attributes. A list, which a parameter cannot be, may be a text with commas."""
+    lists = {a.name for a in operator.attributes if "list" in a.type_name}
+    given = {
+        name: value.split(",") if name in lists and isinstance(value, str) else value
+        for name, value in parameters.items()
+        if name not in _IGNORED
+    }
+    try:
+        return _attribute_model(operator).model_validate(given).model_dump()
+    except ValidationError as invalid:
+        raise InvalidParameter(
+            invalid_parameter(invalid.errors()[0]).detail.replace("query parameter", "parameter")
+        ) from None

@@ -1,0 +1,135 @@
+"""uvicorn's HTTP protocol, which can receive a body straight into the application's memory, and answer in one go.
+
+uvicorn hands a body over in small chunks, each copied three times on its way from the socket. Where the body's length
+is known, nothing is left to parse: the socket may as well fill the place where the tensors are wanted. And it sends an
+answer's head by itself, which costs a system call, and the client two wake-ups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+RECEIVE_INTO = "gradserve.receive_into"
+"""The name, among the scope's extensions, of what receives the rest of a body: `async (memory, patience) -> bool`."""
+
+SEND_AT_ONCE = "gradserve.send_at_once"
+"""The name, among the scope's extensions, of what sends a whole answer: `async (messages) -> None`."""
+
+
+class Protocol(HttpToolsProtocol):
+    """Adds the extensions `RECEIVE_INTO` and `SEND_AT_ONCE` to each request's scope."""
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        cycle = self.cycle
+        extensions: Any = {
+            RECEIVE_INTO: partial(self._receive_into, cycle),
+            SEND_AT_ONCE: partial(self._send_at_once, cycle),
+        }
+        self.scope["extensions"] = extensions
+
+    async def _send_at_once(self, cycle: RequestResponseCycle, messages: Iterable[Any]) -> None:
+        """Send the ASGI messages of a whole answer with as few system calls as may be."""
+        cork: Any = _Cork(self.transport)
+        cycle.transport = cork
+        try:
+            for message in messages:
+                await cycle.send(message)
+        finally:
+            cycle.transport = self.transport
+            cork.pull()
+
+    async def _receive_into(self, cycle: RequestResponseCycle, memory: memoryview, patience: float) -> bool:
+        """Fill `memory`, which must be as long as the rest of the body. False if the client goes before it is full.
+
+        Call it after `receive` has given the body's beginning. Raises TimeoutError after `patience` seconds in which
+        nothing comes; the connection is then closed with the answer.
+        """
+        memory[: len(cycle.body)] = cycle.body
+        receiver = _Receiver(self, memory[len(cycle.body) :])
+        cycle.body = bytearray()
+        self._read_by(receiver)
+        while not receiver.done.done():
+            missing = len(receiver.rest)
+            await asyncio.wait({receiver.done}, timeout=patience)
+            if not receiver.done.done() and len(receiver.rest) == missing:
+                self._read_by(self)
+                cycle.keep_alive = False
+                raise TimeoutError
+        if not receiver.done.result():
+            return False
+        self._read_by(self)
+        self.parser = httptools.HttpRequestParser(self)  # the old one still waits for the body
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        cycle.more_body = False
+        return True
+
+    def _read_by(self, protocol: asyncio.BaseProtocol) -> None:
+        self.flow.pause_reading()  # uvloop asks for the kind of protocol when reading starts
+        self.transport.set_protocol(protocol)
+        self.flow.resume_reading()
+
+
+class _Cork:
+    """What a transport is told to do, to be done all at once."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.pieces: list[Any] = []
+        self.closed = False
+
+    def write(self, piece: Any) -> None:
+        self.pieces.append(piece)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.transport.is_closing()
+
+    def pull(self) -> None:
+        """Do it."""
+        self.transport.writelines(self.pieces)
+        if self.closed:
+            self.transport.close()
+
+
+class _Receiver(asyncio.BufferedProtocol):
+    """Takes the place of `owner` for the time of a body; `done` says at last whether all of it came."""
+
+    def __init__(self, owner: Protocol, memory: memoryview) -> None:
+        self.owner, self.rest = owner, memory
+        self.done: asyncio.Future[bool] = owner.loop.create_future()
+        self._check()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.rest
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.rest = self.rest[nbytes:]
+        self._check()
+
+    def _check(self) -> None:
+        if not len(self.rest) and not self.done.done():
+            self.owner.flow.pause_reading()  # what follows is another request
+            self.done.set_result(True)
+
+    def eof_received(self) -> None:
+        self.owner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_result(False)
+        self.owner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self.owner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.owner.resume_writing()

@@ -1,0 +1,251 @@
+"""Tensors of the Open Inference Protocol, version 2: a JSON request, its tensors in it as lists or after it as bytes.
+
+With the binary tensor data extension the JSON ends where the header Inference-Header-Content-Length says, and the bytes
+of the tensors that have a `binary_data_size` follow, in order, without gaps. Lists may be flat or nested. BF16 travels
+in bytes only; NaN and infinities in lists are the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import simdjson
+
+from service.codecs._bytes import Array, bytes_of, view, wrong_size
+from service.codecs._headers import as_object, check_shape, load
+from service.codecs._lists import LISTS, count_lists, narrow, numbers_of, scalars_of, shape_of
+from service.codecs.json import Pairs, count, list_text, members_of, parse
+from service.dtypes import BFLOAT16, FLOAT32, OPEN_INFERENCE, DType
+from service.errors import InvalidParameter, InvalidTensor, MalformedBody, shown
+from service.limits import Limits
+
+SMALL = 1 << 16
+"""Up to this size JSON is read into Python objects; beyond, its numbers stay in the parser."""
+
+MOST_ITEMS = 1 << 12
+"""The most items of a list that does not hold numbers of a tensor."""
+
+_DTYPES = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
+
+_SHARED_MEMORY = "shared_memory_region"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks for: `outputs` maps the names to whether each is wanted in bytes; None: all, as `binary`."""
+
+    id: str | None
+    tensors: dict[str, Array]
+    parameters: dict[str, Any]
+    outputs: dict[str, bool] | None
+    binary: bool
+
+
+def decode(body: memoryview, header_length: int | None, limits: Limits) -> Request:
+    """The request, its tensors read-only views of `body` where they are bytes.
+
+    `header_length` is where the JSON ends; None: at the end. Raises `MalformedBody`, `InvalidTensor`,
+    `InvalidParameter`, `TensorTooLarge` and `TooManyDimensions`.
+    """
+    if header_length is not None and header_length > len(body):
+        raise MalformedBody(
+            f"Inference-Header-Content-Length is {header_length}, but the whole body has {len(body)} bytes"
+        )
+    text, data = (body, None) if header_length is None else (body[:header_length], body[header_length:])
+    request = _read(text)
+    parameters = as_object(request.get("parameters", {}), "parameters")
+    identity = request.get("id")
+    if identity is not None and not isinstance(identity, str):
+        raise MalformedBody(f"id is {shown(identity)}, but must be a string")
+    inputs = _Inputs(text, data, limits)
+    tensors = inputs.read(_objects(request.get("inputs"), "inputs"))
+    inputs.prove(request)
+    binary = _flag(parameters.pop("binary_data_output", False), "binary_data_output")
+    outputs = None
+    if request.get("outputs") is not None:
+        outputs = dict(_output(entry, binary) for entry in _objects(request["outputs"], "outputs"))
+    return Request(identity, tensors, parameters, outputs or None, binary)
+
+
+class _Inputs:
+    """Reads the inputs one after the other, those in bytes from where the one before ended."""
+
+    def __init__(self, text: memoryview, data: memoryview | None, limits: Limits) -> None:
+        self._text, self._data, self._limits = text, data, limits
+        self._end = self._lists = 0
+        self._unproven: list[tuple[str, Any, tuple[int, ...]]] = []
+
+    def read(self, entries: list[dict[str, Any]]) -> dict[str, Array]:
+        tensors: dict[str, Array] = {}
+        for entry in entries:
+            name = _name(entry, "inputs")
+            if name in tensors:
+                raise InvalidTensor(f"There are two inputs named {shown(name)}", tensor=name)
+            tensors[name] = self._tensor(name, entry)
+        if self._data is not None and self._end != len(self._data):
+            raise MalformedBody(f"The bytes after the JSON are {len(self._data)}, but the inputs take {self._end}")
+        return tensors
+
+    def _tensor(self, name: str, entry: Mapping[str, Any]) -> Array:
+        dtype, shape = _dtype(name, entry.get("datatype")), check_shape(name, entry.get("shape"))
+        self._limits.check(name, shape, dtype)
+        parameters = as_object(entry.get("parameters", {}), f"{name}.parameters")
+        if _SHARED_MEMORY in parameters:
+            raise InvalidTensor(
+                f"{name} is in shared memory, which this server does not read; send its bytes", tensor=name
+            )
+        size = parameters.get("binary_data_size")
+        if (size is None) is ("data" not in entry):
+            raise InvalidTensor(f"{name} must have either data or the parameter binary_data_size", tensor=name)
+        return (
+            self._from_list(name, entry["data"], dtype, shape)
+            if size is None
+            else self._from_bytes(name, size, dtype, shape)
+        )
+
+    def _from_bytes(self, name: str, size: Any, dtype: DType, shape: Sequence[int]) -> Array:
+        place = f"{name}.binary_data_size"
+        if type(size) is not int or size < 0:
+            raise InvalidTensor(f"{place} is {shown(size)}, but must be a number of bytes", tensor=name)
+        if size != math.prod(shape) * dtype.itemsize:
+            raise wrong_size(place, name, size, dtype, shape)
+        if self._data is None:
+            raise InvalidTensor(
+                f"{name} has a binary_data_size, but the header Inference-Header-Content-Length is missing", tensor=name
+            )
+        start, self._end = self._end, self._end + size
+        if self._end > len(self._data):
+            raise MalformedBody(
+                f"{name} takes bytes {start} to {self._end} after the JSON, but only {len(self._data)} came"
+            )
+        return view(place, name, self._data[start : self._end], dtype, shape)
+
+    def _from_list(self, name: str, data: Any, dtype: DType, shape: Sequence[int]) -> Array:
+        if dtype == BFLOAT16:
+            raise InvalidTensor(
+                f"{name} is BF16, which can only be sent as bytes, with a binary_data_size", tensor=name
+            )
+        if type(data) not in LISTS:
+            raise InvalidTensor(f"{name}.data is {shown(data)}, but must be a list", tensor=name)
+        found = shape_of(name, data)
+        if found != tuple(shape) and found != (math.prod(shape),):
+            raise InvalidTensor(
+                f"{name}.data has shape {list(found)}, but must have {list(shape)}, or be flat, of {math.prod(shape)}",
+                tensor=name,
+            )
+        self._lists += count_lists(found)
+        numbers = numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
+        if numbers is not None and numbers.size == math.prod(found):
+            self._unproven.append((name, data, found))
+        else:
+            numbers = scalars_of(name, data, found, dtype)
+        return narrow(name, numbers, found, dtype).reshape(shape)
+
+    def prove(self, request: dict[str, Any]) -> None:
+        """Raise `InvalidTensor` if a list stands where a number belongs: numbers were read flat, [1, [2]] like [1, 2].
+
+        But then the JSON has more brackets than the tensors' lists, and those of the rest of the request, open.
+        """
+        if self._unproven and count(self._text, b"[") != self._lists + _lists(request):
+            for name, data, shape in self._unproven:
+                scalars_of(name, data, shape, FLOAT32)
+
+
+def _read(text: memoryview) -> dict[str, Any]:
+    """The JSON as Python objects; but where it is large, the numbers of tensors stay in the parser."""
+    if len(text) <= SMALL:
+        return as_object(load(text, "The JSON", unique=False), "The JSON")
+    try:
+        return as_object(_plain(parse(text)), "The JSON")
+    except RecursionError:
+        raise MalformedBody("The JSON is nested too deeply") from None
+
+
+def _plain(value: Any, key: str = "") -> Any:
+    if isinstance(value, (simdjson.Object, Pairs)):
+        return {name: _plain(member, name) for name, member in members_of(value, shown(key) if key else "The JSON")}
+    if type(value) not in LISTS or key == "data":
+        return value
+    if len(value) > MOST_ITEMS:
+        raise MalformedBody(f"{shown(key)} has {len(value)} items; the limit is {MOST_ITEMS}")
+    return [_plain(item) for item in value]
+
+
+def _lists(value: Any, key: str = "") -> int:
+    """The lists in `value`, but for those that hold a tensor's numbers."""
+    if isinstance(value, dict):
+        return sum(_lists(member, name) for name, member in value.items())
+    return 1 + sum(map(_lists, value)) if isinstance(value, list) and key != "data" else 0
+
+
+def _objects(value: Any, what: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise MalformedBody(f"{what} is {shown(value)}, but must be a list")
+    return [as_object(entry, f"{what}[{k}]") for k, entry in enumerate(value)]
+
+
+def _name(entry: Mapping[str, Any], what: str) -> str:
+    name = entry.get("name")
+    if not isinstance(name, str):
+        raise MalformedBody(f"{what} must each have a name, a string, but one has {shown(name)}")
+    return name
+
+
+def _dtype(name: str, text: Any) -> DType:
+    dtype = _DTYPES.get(text) if isinstance(text, str) else None
+    if dtype is None:
+        raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
+    return dtype
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidParameter(f"{name} is {shown(value)}, but must be true or false", parameter=name)
+    return value
+
+
+def _output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool]:
+    name = _name(entry, "outputs")
+    parameters = as_object(entry.get("parameters", {}), f"{name}.parameters")
+    unknown = parameters.keys() - {"binary_data"}
+    if unknown:
+        one = min(unknown)
+        raise InvalidParameter(
+            f"{name} has the parameter {shown(one)}, but outputs only have binary_data", parameter=one
+        )
+    return name, _flag(parameters.get("binary_data", binary), f"{name}.binary_data")
+
+
+def encode(
+    model: str, identity: str | None, tensors: Mapping[str, Array], binary: Collection[str]
+) -> tuple[list[bytes | memoryview], int | None]:
+    """The pieces of an answer, and the length of its JSON if bytes follow: of the outputs named in `binary`.
+
+    Raises `InvalidTensor` for BF16 in a list.
+    """
+    head: dict[str, Any] = {"id": identity} if identity is not None else {}
+    head |= {"model_name": model, "model_version": "1"}
+    pieces: list[bytes | memoryview] = [orjson.dumps(head)[:-1] + b',"outputs":[']
+    blobs: list[bytes | memoryview] = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        entry: dict[str, Any] = {"name": name, "datatype": OPEN_INFERENCE[tensor.dtype], "shape": tensor.shape}
+        if number:
+            pieces.append(b",")
+        if name in binary:
+            blobs.append(bytes_of(tensor))
+            pieces.append(orjson.dumps({**entry, "parameters": {"binary_data_size": len(blobs[-1])}}))
+        elif tensor.dtype == BFLOAT16:
+            raise InvalidTensor(
+                f"{name} is BF16, which can only be answered as bytes: ask for binary_data", tensor=name
+            )
+        else:
+            pieces += [orjson.dumps(entry)[:-1] + b',"data":', list_text(tensor.reshape(-1)), b"}"]
+    pieces.append(b"]}")
+    if not binary:
+        return pieces, None
+    header = b"".join(pieces)
+    return [header, *blobs], len(header)

@@ -1,0 +1,101 @@
+"""Tensors as a safetensors file: a length, a JSON header, and the bytes, which are viewed where they lie.
+
+The format is that of the safetensors library: eight bytes with the header's length, little-endian; the header, which
+gives each tensor's dtype, shape and place among the bytes, and may have texts under `__metadata__`; the bytes, of which
+each belongs to one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from service.codecs._bytes import Array, bytes_of, view
+from service.codecs._headers import as_object, check_shape, load
+from service.dtypes import SAFETENSORS
+from service.errors import InvalidTensor, MalformedBody, shown
+from service.limits import Limits
+
+MEDIA_TYPE = "application/vnd.safetensors"
+
+MOST_HEADER_BYTES = 100_000_000
+"""The longest header, by the format's own rule."""
+
+METADATA = "__metadata__"
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
+
+
+def decode(body: memoryview, limits: Limits) -> dict[str, Array]:
+    """The tensors, read-only views of `body`, by name.
+
+    Raises `MalformedBody` for a file that breaks the format's rules, `InvalidTensor`, `TensorTooLarge` and
+    `TooManyDimensions`.
+    """
+    if len(body) < 8:
+        raise MalformedBody(
+            f"The body has {len(body)} bytes, but a safetensors file begins with 8 of its header's length"
+        )
+    length = int.from_bytes(body[:8], "little")
+    if length > min(len(body) - 8, MOST_HEADER_BYTES):
+        raise MalformedBody(
+            f"The safetensors header is said to have {length} bytes, but at most {len(body) - 8} follow,"
+            f" and the limit is {MOST_HEADER_BYTES}"
+        )
+    header = as_object(load(body[8 : 8 + length], "The safetensors header", unique=True), "The safetensors header")
+    _check_metadata(header.pop(METADATA, None))
+    data, end = body[8 + length :], 0
+    tensors = {}
+    entries = [(name, as_object(entry, shown(name))) for name, entry in header.items()]
+    for name, entry in sorted(entries, key=lambda pair: _offsets(*pair)):
+        start, stop = _offsets(name, entry)
+        if start != end or stop < start or stop > len(data):
+            raise MalformedBody(
+                f"{shown(name)} has data_offsets [{start}, {stop}], but must begin at {end}, where the tensor before it"
+                f" ends, and end by {len(data)}, the bytes after the header"
+            )
+        tensors[name], end = _tensor(name, entry, data[start:stop], limits), stop
+    if end != len(data):
+        raise MalformedBody(f"The bytes after the header are {len(data)}, but the tensors end at {end}")
+    return {name: tensors[name] for name in header}
+
+
+def _tensor(name: str, entry: Mapping[str, Any], data: memoryview, limits: Limits) -> Array:
+    if entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise MalformedBody(f"{shown(name)} has {shown(list(entry))}, but must have dtype, shape and data_offsets")
+    text = entry["dtype"]
+    dtype = _DTYPES.get(text) if isinstance(text, str) else None
+    if dtype is None:
+        raise InvalidTensor(f"{name}.dtype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
+    shape = check_shape(name, entry["shape"])
+    limits.check(name, shape, dtype)
+    return view(f"{name}.data_offsets", name, data, dtype, shape)
+
+
+def _offsets(name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
+    offsets = entry.get("data_offsets")
+    if not isinstance(offsets, list) or [type(one) for one in offsets] != [int, int] or min(offsets) < 0:
+        raise MalformedBody(f"{shown(name)} has data_offsets {shown(offsets)}, but must have two integers from 0 on")
+    return offsets[0], offsets[1]
+
+
+def _check_metadata(metadata: Any) -> None:
+    if metadata is not None and not all(isinstance(one, str) for one in as_object(metadata, METADATA).values()):
+        raise MalformedBody(f"{METADATA} must map names to texts")
+
+
+def encode(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
+    """The pieces of a file: its header and a view of each tensor's bytes, those of large elements first."""
+    header, pieces, end = {}, [], 0
+    for name, tensor in sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize):
+        pieces.append(bytes_of(tensor))
+        header[name] = {
+            "dtype": SAFETENSORS[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [end, end := end + len(pieces[-1])],
+        }
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *pieces]
