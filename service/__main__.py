@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 import uvicorn
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
+from uvicorn.supervisors import Multiprocess
 
 from service.api.app import server_config
 from service.arena import keep_freed_memory
@@ -69,7 +70,11 @@ def _serve(settings: Settings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(server_config(settings)).run()
+    config = server_config(settings)
+    if settings.workers == 1:
+        uvicorn.Server(config).run()
+    else:
+        Multiprocess(config, sockets=[config.bind_socket()]).run()
     return 0
 
 

@@ -67,15 +67,13 @@ class Engine:
 
     def check_names(self, operator: Operator, names: Collection[str]) -> None:
         """Raise unless `names` are inputs of `operator`, and hold all that it needs."""
-        known = [tensor.name for tensor in operator.inputs]
         for name in names:
-            if name not in known:
-                raise UnknownTensor(
-                    f"{operator.name} has no input {shown(name)}; its inputs are {', '.join(known)}", tensor=name
-                )
-        for tensor in operator.inputs:
-            if tensor.name not in names and not tensor.optional:
-                raise MissingTensor(f"{operator.name} needs the input {tensor.name!r}", tensor=tensor.name)
+            if name not in operator.input_names:
+                known = ", ".join(tensor.name for tensor in operator.inputs)
+                raise UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {known}", tensor=name)
+        for name in operator.needed_names:
+            if name not in names:
+                raise MissingTensor(f"{operator.name} needs the input {name!r}", tensor=name)
 
     def _check_dtypes(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
         bound: dict[str, tuple[str, DType]] = {}

@@ -18,9 +18,10 @@ class Settings(BaseSettings):
     allow_anonymous: bool = Field(
         False, description="Listen beyond loopback although whoever reaches the port may use the service."
     )
+    workers: PositiveInt = Field(1, description="Processes that share the port.")
     threads: PositiveInt = Field(
-        default_factory=lambda: len(os.sched_getaffinity(0)),
-        description="Width of the thread pool that computes; the default is the number of cores.",
+        default_factory=lambda given: max(1, len(os.sched_getaffinity(0)) // given.get("workers", 1)),
+        description="Width of the thread pool that computes, in each process; by default they share the cores.",
     )
     max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")

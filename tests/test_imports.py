@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": BOTTOM,
     "codecs": BOTTOM,
     "engine": {"kernels", "arena", *BOTTOM},
-    "api": {"engine", "codecs", "kernels", "settings", *BOTTOM},
+    "api": {"arena", "engine", "codecs", "kernels", "settings", *BOTTOM},
     "__main__": {"api", "arena", "kernels", "settings", *BOTTOM},
 }
 

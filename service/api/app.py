@@ -14,9 +14,17 @@ from starlette.types import Receive, Scope, Send
 from service.api import health, open_inference, openapi, ops, problems
 from service.api.protocol import Protocol
 from service.api.statistics import Statistics
+from service.arena import keep_freed_memory
 from service.engine import Engine
 from service.limits import Limits
 from service.settings import Settings
+
+
+def in_worker() -> FastAPI:
+    """The application of a worker process, with the settings of the environment."""
+    settings = Settings()
+    keep_freed_memory(settings.reuse_bytes)
+    return create_app(settings)
 
 
 class Application(FastAPI):
@@ -33,7 +41,9 @@ class Application(FastAPI):
 def server_config(settings: Settings) -> uvicorn.Config:
     """The application and the server that it runs under."""
     return uvicorn.Config(
-        create_app(settings),
+        create_app(settings) if settings.workers == 1 else "service.api.app:in_worker",
+        factory=settings.workers > 1,
+        workers=settings.workers,
         host=settings.host,
         port=settings.port,
         timeout_graceful_shutdown=settings.drain_timeout,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.api.protocol import RECEIVE_INTO, SEND_AT_ONCE
+from service.api.protocol import BODY_AT_HAND, RECEIVE_INTO, SEND_AT_ONCE
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]
@@ -46,12 +45,15 @@ async def read_body(
     announced = None if length is None else int(length)  # the HTTP parser has seen to it that this is a number
     if announced is not None and announced > limit:
         raise _too_large(f"The body has {announced} bytes", limit)
+    extensions = scope.get("extensions", {})
+    if BODY_AT_HAND in extensions and (body := extensions[BODY_AT_HAND]()) is not None and len(body) <= limit:
+        return memoryview(body)
     try:
         async with asyncio.timeout(patience):
             chunk, more = await _chunk(receive)
         if not more and len(chunk) <= limit:
             return memoryview(chunk)
-        receive_into = scope.get("extensions", {}).get(RECEIVE_INTO)
+        receive_into = extensions.get(RECEIVE_INTO)
         if announced is None or receive_into is None:
             return await _grown(receive, limit, patience, chunk, more)
         shift = -head % ALIGNMENT
@@ -130,13 +132,12 @@ def deflate(pieces: Sequence[Any], coding: str) -> list[bytes]:
     return [*map(stream.compress, pieces), stream.flush()]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What goes out: `pieces`, which are not joined unless they are small."""
 
     pieces: Sequence[bytes | memoryview]
     media_type: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
 
     async def send(self, scope: Scope, send: Send) -> None:
         """Send it, as the answer to the request of this scope."""

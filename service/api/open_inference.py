@@ -17,7 +17,7 @@ from service.api import problems
 from service.api.body import Answer
 from service.api.ops import find
 from service.api.problems import invalid_parameter
-from service.api.statistics import PHASES, Statistics
+from service.api.statistics import Statistics
 from service.api.work import Job, engine_of, respond
 from service.codecs import open_inference as codec
 from service.codecs._bytes import view
@@ -34,6 +34,8 @@ VERSION = "1"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 
 HEADER_LENGTH = b"inference-header-content-length"
+
+_PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 
 _IGNORED = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
 """Parameters of Triton's scheduler, which clients may set for any model."""
@@ -107,14 +109,19 @@ def _statistics(request: Request, *names: str) -> dict[str, Any]:
 
     def one(name: str) -> dict[str, Any]:
         record = kept.of(name)
+        phases = {phase: getattr(record, phase) for phase in _PHASES}
+        times = {"success": sum(phases.values()), **phases}
         return {
             "name": name,
             "version": VERSION,
             "last_inference": record.last,
-            "inference_count": record.counts["success"],
-            "execution_count": record.counts["success"],
+            "inference_count": record.succeeded,
+            "execution_count": record.succeeded,
             "inference_stats": {
-                phase: {"count": record.counts[phase], "ns": record.nanoseconds[phase]} for phase in PHASES
+                **{phase: {"count": record.succeeded, "ns": spent} for phase, spent in times.items()},
+                "fail": {"count": record.failed, "ns": record.fail},
+                "cache_hit": {"count": 0, "ns": 0},
+                "cache_miss": {"count": 0, "ns": 0},
             },
             "batch_stats": [],
         }
@@ -170,7 +177,7 @@ def _decode(operator: Operator, length: int | None, engine: Engine, body: memory
     if length == 0:
         return _decode_raw(operator, engine, body)
     request = codec.decode(body, length, engine.limits)
-    known = [output.name for output in operator.outputs]
+    known = operator.output_names
     wanted = None if request.outputs is None else list(request.outputs)
     for name in wanted or ():
         if name not in known:
@@ -210,6 +217,8 @@ def _attribute_model(operator: Operator) -> type[BaseModel]:
 
 def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The request's parameters as attributes. A list, which a parameter cannot be, may be a text with commas."""
+    if not parameters:
+        return {}
     lists = {a.name for a in operator.attributes if "list" in a.type_name}
     given = {
         name: value.split(",") if name in lists and isinstance(value, str) else value

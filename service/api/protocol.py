@@ -18,17 +18,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 RECEIVE_INTO = "gradserve.receive_into"
 """The name, among the scope's extensions, of what receives the rest of a body: `async (memory, patience) -> bool`."""
 
+BODY_AT_HAND = "gradserve.body_at_hand"
+"""The name of what returns the whole body, if all of it has come and none was received: `() -> bytes | None`."""
+
 SEND_AT_ONCE = "gradserve.send_at_once"
 """The name, among the scope's extensions, of what sends a whole answer: `async (messages) -> None`."""
 
 
 class Protocol(HttpToolsProtocol):
-    """Adds the extensions `RECEIVE_INTO` and `SEND_AT_ONCE` to each request's scope."""
+    """Adds the three extensions to each request's scope."""
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         cycle = self.cycle
         extensions: Any = {
+            BODY_AT_HAND: partial(_body_at_hand, cycle),
             RECEIVE_INTO: partial(self._receive_into, cycle),
             SEND_AT_ONCE: partial(self._send_at_once, cycle),
         }
@@ -74,6 +78,14 @@ class Protocol(HttpToolsProtocol):
         self.flow.pause_reading()  # uvloop asks for the kind of protocol when reading starts
         self.transport.set_protocol(protocol)
         self.flow.resume_reading()
+
+
+def _body_at_hand(cycle: RequestResponseCycle) -> bytes | None:
+    if cycle.more_body:
+        return None
+    body, cycle.body = bytes(cycle.body), bytearray()
+    cycle.message_event.clear()
+    return body
 
 
 class _Cork:

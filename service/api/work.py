@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
@@ -27,8 +26,7 @@ INLINE_BYTES = 1 << 18
 a probe waits for it no longer than for a thread that holds the interpreter's lock."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """What a body asks for, and how the outputs become an answer."""
 
     tensors: Mapping[str, Array]

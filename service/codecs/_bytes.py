@@ -27,7 +27,8 @@ def view(place: str, name: str, data: bytes | memoryview, dtype: DType, shape: S
     array = np.frombuffer(data, dtype)
     if not array.flags.aligned:
         array = array.copy()
-    array.flags.writeable = False
+    if array.flags.writeable:
+        array.flags.writeable = False
     return array.reshape(shape)
 
 

@@ -17,7 +17,7 @@ MOST_VALUES = 1 << 18
 def load(text: memoryview, what: str, *, unique: bool) -> Any:
     """The header as JSON. Raises `MalformedBody`; if `unique`, also where an object has two members of one name."""
     raw = bytes(text)
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_VALUES:
+    if len(raw) > MOST_VALUES and raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_VALUES:
         raise MalformedBody(f"{what} has more than {MOST_VALUES} values")
     try:
         value = orjson.loads(raw)
@@ -40,7 +40,7 @@ def as_object(value: Any, what: str) -> dict[str, Any]:
 
 def check_shape(name: str, shape: Any) -> list[int]:
     """`shape`, which must be a list of dimensions. Raises `InvalidTensor` and `TooManyDimensions`."""
-    if not isinstance(shape, list) or any(type(dim) is not int or not 0 <= dim < 1 << 63 for dim in shape):
+    if not isinstance(shape, list) or not all([type(dim) is int and 0 <= dim < 1 << 63 for dim in shape]):
         raise InvalidTensor(f"{name}.shape is {shown(shape)}, but must be a list of integers from 0 on", tensor=name)
     check_rank(name, len(shape))
     return shape

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import simdjson
@@ -29,13 +28,12 @@ SMALL = 1 << 16
 MOST_ITEMS = 1 << 12
 """The most items of a list that does not hold numbers of a tensor."""
 
-_DTYPES = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
+_DTYPES: dict[Any, DType] = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
 
 _SHARED_MEMORY = "shared_memory_region"
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What a client asks for: `outputs` maps the names to whether each is wanted in bytes; None: all, as `binary`."""
 
     id: str | None
@@ -91,38 +89,41 @@ class _Inputs:
         return tensors
 
     def _tensor(self, name: str, entry: Mapping[str, Any]) -> Array:
-        dtype, shape = _dtype(name, entry.get("datatype")), check_shape(name, entry.get("shape"))
+        text = entry.get("datatype")
+        dtype = _DTYPES.get(text) if isinstance(text, str) else None
+        if dtype is None:
+            known = ", ".join(_DTYPES)
+            raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {known}", tensor=name)
+        shape = check_shape(name, entry.get("shape"))
         self._limits.check(name, shape, dtype)
-        parameters = as_object(entry.get("parameters", {}), f"{name}.parameters")
-        if _SHARED_MEMORY in parameters:
-            raise InvalidTensor(
-                f"{name} is in shared memory, which this server does not read; send its bytes", tensor=name
-            )
+        parameters = entry.get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise MalformedBody(f"{name}.parameters is {shown(parameters)}, but must be an object")
         size = parameters.get("binary_data_size")
-        if (size is None) is ("data" not in entry):
+        if size is not None and "data" not in entry:
+            return self._from_bytes(name, size, dtype, shape)
+        if _SHARED_MEMORY in parameters:
+            raise InvalidTensor(f"{name} is in shared memory, which is not read here; send its bytes", tensor=name)
+        if size is not None or "data" not in entry:
             raise InvalidTensor(f"{name} must have either data or the parameter binary_data_size", tensor=name)
-        return (
-            self._from_list(name, entry["data"], dtype, shape)
-            if size is None
-            else self._from_bytes(name, size, dtype, shape)
-        )
+        return self._from_list(name, entry["data"], dtype, shape)
 
     def _from_bytes(self, name: str, size: Any, dtype: DType, shape: Sequence[int]) -> Array:
-        place = f"{name}.binary_data_size"
         if type(size) is not int or size < 0:
-            raise InvalidTensor(f"{place} is {shown(size)}, but must be a number of bytes", tensor=name)
-        if size != math.prod(shape) * dtype.itemsize:
-            raise wrong_size(place, name, size, dtype, shape)
+            raise InvalidTensor(f"{name}.binary_data_size is {shown(size)}, but must be a number of bytes", tensor=name)
         if self._data is None:
             raise InvalidTensor(
                 f"{name} has a binary_data_size, but the header Inference-Header-Content-Length is missing", tensor=name
             )
         start, self._end = self._end, self._end + size
-        if self._end > len(self._data):
+        data = self._data[start : self._end]
+        if size != math.prod(shape) * dtype.itemsize:
+            raise wrong_size(f"{name}.binary_data_size", name, size, dtype, shape)
+        if len(data) < size:
             raise MalformedBody(
                 f"{name} takes bytes {start} to {self._end} after the JSON, but only {len(self._data)} came"
             )
-        return view(place, name, self._data[start : self._end], dtype, shape)
+        return view(name, name, data, dtype, shape)
 
     def _from_list(self, name: str, data: Any, dtype: DType, shape: Sequence[int]) -> Array:
         if dtype == BFLOAT16:
@@ -185,7 +186,7 @@ def _lists(value: Any, key: str = "") -> int:
 def _objects(value: Any, what: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise MalformedBody(f"{what} is {shown(value)}, but must be a list")
-    return [as_object(entry, f"{what}[{k}]") for k, entry in enumerate(value)]
+    return [as_object(entry, what) for entry in value]
 
 
 def _name(entry: Mapping[str, Any], what: str) -> str:
@@ -193,13 +194,6 @@ def _name(entry: Mapping[str, Any], what: str) -> str:
     if not isinstance(name, str):
         raise MalformedBody(f"{what} must each have a name, a string, but one has {shown(name)}")
     return name
-
-
-def _dtype(name: str, text: Any) -> DType:
-    dtype = _DTYPES.get(text) if isinstance(text, str) else None
-    if dtype is None:
-        raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
-    return dtype
 
 
 def _flag(value: Any, name: str) -> bool:
@@ -210,14 +204,12 @@ def _flag(value: Any, name: str) -> bool:
 
 def _output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool]:
     name = _name(entry, "outputs")
-    parameters = as_object(entry.get("parameters", {}), f"{name}.parameters")
-    unknown = parameters.keys() - {"binary_data"}
-    if unknown:
-        one = min(unknown)
+    parameters = as_object(entry.get("parameters", {}), "an output's parameters")
+    for unknown in parameters.keys() - {"binary_data"}:
         raise InvalidParameter(
-            f"{name} has the parameter {shown(one)}, but outputs only have binary_data", parameter=one
+            f"{name} has the parameter {shown(unknown)}, but outputs only have binary_data", parameter=unknown
         )
-    return name, _flag(parameters.get("binary_data", binary), f"{name}.binary_data")
+    return name, _flag(parameters.get("binary_data", binary), "binary_data")
 
 
 def encode(

@@ -43,14 +43,17 @@ _current: ContextVar[Workspace] = ContextVar("workspace", default=_ALONE)
 _scratch = threading.local()
 
 
-@contextmanager
-def workspace(space: Workspace) -> Iterator[None]:
+class workspace:
     """Kernels called inside use `space`."""
-    token = _current.set(space)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._space)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
 
 
 def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
@@ -152,6 +155,10 @@ def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None
     flats, target = [tensor.reshape(-1) for tensor in tensors], result.reshape(-1)
     dtype, length = compute_dtype(result.dtype), block_length(result.dtype)
     narrow = dtype != result.dtype
+    if target.size <= length and not narrow:
+        with np.errstate(all="ignore"):
+            formula(*flats, target, *(scratch(slot, target.size, dtype) for slot in range(temporaries)))
+        return result
 
     def work(number: int) -> None:
         part = slice(number * length, (number + 1) * length)
@@ -171,5 +178,9 @@ def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None
 def prepare(inputs: Sequence[T], out: T | None) -> tuple[T, list[Array]]:
     """The array for a result like `inputs[0]`, and the inputs row-major and apart from it."""
     result = new_output(out, inputs[0].shape, inputs[0].dtype)
-    apart = [array.copy() if np.may_share_memory(array, result) else array for array in inputs]
-    return result, [np.ascontiguousarray(array).reshape(array.shape) for array in apart]
+    tensors: list[Array] = list(inputs)
+    if out is not None:
+        tensors = [array.copy() if np.may_share_memory(array, out) else array for array in tensors]
+    return result, [
+        array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape) for array in tensors
+    ]

@@ -11,6 +11,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -74,15 +75,29 @@ class Operator:
     linear: bool
     """Whether its time and memory are bounded by the bytes of its inputs."""
 
+    @cached_property
+    def input_names(self) -> frozenset[str]:
+        """The names of its inputs."""
+        return frozenset(one.name for one in self.inputs)
+
+    @cached_property
+    def needed_names(self) -> tuple[str, ...]:
+        """The names of those inputs that cannot be left out."""
+        return tuple(one.name for one in self.inputs if not one.optional)
+
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of its outputs."""
+        return tuple(one.name for one in self.outputs)
+
     def __call__(
         self, tensors: Mapping[str, Array], attributes: Mapping[str, Any], wanted: Sequence[str] | None = None
     ) -> dict[str, Array]:
         """Run the kernel on `tensors`, input name -> array: the outputs by name, or those `wanted`, in that order."""
-        names = [output.name for output in self.outputs]
         less = {"wanted": wanted} if wanted is not None and self.takes_wanted else {}
-        result = self.kernel(*(tensors.get(tensor.name) for tensor in self.inputs), **attributes, **less)
-        results = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
-        return {name: results[name] for name in (names if wanted is None else wanted)}
+        result = self.kernel(*[tensors.get(tensor.name) for tensor in self.inputs], **attributes, **less)
+        results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
+        return results if wanted is None else {name: results[name] for name in wanted}
 
 
 OPERATORS: dict[str, Operator] = {}
