@@ -9,10 +9,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
 WHAT ?=
 
-.PHONY: help run test lint format bench golden docs lock clean
+.PHONY: help run test lint format bench bench-service golden docs lock clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
 
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
@@ -33,6 +33,9 @@ bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels and a
 	$(BENCH)/bin/python -m benchmarks.kernels
 	$(BENCH)/bin/python -m benchmarks.gru
 	$(BENCH)/bin/python -m benchmarks.http
+
+bench-service: $(BENCH)/.bench  ## speed and memory of requests against NVIDIA's Triton Inference Server
+	$(BENCH)/bin/python -m benchmarks.service
 
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels again for the answers in tests/golden
 	$(BENCH)/bin/python -m tests.golden.make

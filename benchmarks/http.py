@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from benchmarks.servers import Connection, serving
+from benchmarks.servers import Connection, gradserve, serving, uvicorn
 from benchmarks.timing import alternate, table, verdict, watched
 
 SECONDS = 20.0
 ROUNDS = 25
 LARGE, SMALL = 1 << 20, 256
-PLAIN = ["uvicorn", "benchmarks.plain:app", "--timeout-graceful-shutdown", "30"]
+PLAIN = uvicorn("benchmarks.plain:app", "--timeout-graceful-shutdown", "30", "--no-access-log")
 LISTS_TARGET, BASE64_TARGET = 0.25, 0.4
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -138,9 +138,9 @@ def main() -> None:
     print("ReluGrad over HTTP, float32, one connection each, medians of requests by turns\n", flush=True)
     with watched():
         with ExitStack() as stack:
-            ours = stack.enter_context(serving(["service", "serve"], "GRADSERVE_PORT", "/v2/health/ready"))
-            plain = stack.enter_context(serving(PLAIN, "UVICORN_PORT", "/health"))
-            rows = [case.run(ours, plain) for case in cases()]
+            ours = stack.enter_context(serving(gradserve(), "/v2/health/ready"))
+            plain = stack.enter_context(serving(PLAIN, "/health"))
+            rows = [case.run(ours.connection, plain.connection) for case in cases()]
         print(table(header, rows))
 
 

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 Connection = http.client.HTTPConnection
 
@@ -20,19 +21,45 @@ START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
 
-@contextmanager
-def serving(command: list[str], port_variable: str, ready: str) -> Iterator[Connection]:
-    """A connection to the server `python -m command`, told its port by an environment variable.
+Start: TypeAlias = Callable[[int], tuple[list[str], dict[str, str]]]
+"""Given a port: the command of a server that listens there, and its environment."""
 
-    It begins when the path `ready` answers 200, and at its end the server is stopped. Where the server does not get
-    ready, this exits with what it logged.
+
+def gradserve(**settings: object) -> Start:
+    """Our server, with these settings."""
+    given = {f"GRADSERVE_{name.upper()}": str(value) for name, value in settings.items()}
+    return lambda port: (
+        [sys.executable, "-m", "service", "serve"],
+        {**os.environ, **given, "GRADSERVE_PORT": str(port)},
+    )
+
+
+def uvicorn(*arguments: str) -> Start:
+    """An application under uvicorn."""
+    return lambda port: ([sys.executable, "-m", "uvicorn", *arguments], {**os.environ, "UVICORN_PORT": str(port)})
+
+
+class Server(NamedTuple):
+    """A server that runs, and a connection to it."""
+
+    connection: Connection
+    url: str
+    pid: int
+
+
+@contextmanager
+def serving(start: Start, ready: str) -> Iterator[Server]:
+    """A server, from when its path `ready` answers 200. At the end it is stopped.
+
+    Where it does not get ready, this exits with what it logged.
     """
     port = _free_port()
+    command, environment = start(port)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            command,
             cwd=ROOT,
-            env={**os.environ, port_variable: str(port)},
+            env=environment,
             stdout=subprocess.DEVNULL,  # a line per request
             stderr=log,
         )
@@ -41,7 +68,7 @@ def serving(command: list[str], port_variable: str, ready: str) -> Iterator[Conn
             if not _gets_ready(process, connection, ready):
                 log.seek(0)
                 sys.exit(f"{' '.join(command)} does not get ready. It logged:\n{log.read().decode()}")
-            yield connection
+            yield Server(connection, f"http://127.0.0.1:{port}", process.pid)
         finally:
             connection.close()
             process.terminate()

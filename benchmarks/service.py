@@ -1,0 +1,256 @@
+"""The service against NVIDIA's Triton Inference Server, over HTTP: `python -m benchmarks.service`.
+
+Both are processes on the loopback interface and run ReluGrad on float32, asked by turns over one kept-alive connection
+each, or by wrk over eight. A time is from sending the prepared request to having read the whole answer. The floor is the
+same bytes over a bare socket. Every answer is compared with NumPy's; the exit status is 1 only where one is wrong.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import multiprocessing
+import shutil
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import triton
+from benchmarks.servers import Connection, Server, gradserve, serving
+from benchmarks.timing import alternate, table, verdict, watched
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+INFER = "/v2/models/ReluGrad/infer"
+HEADER_LENGTH = "Inference-Header-Content-Length"
+SMALL, LARGE, HUGE = 256, 1 << 20, 1 << 24
+CONNECTIONS, RATE_SECONDS, RATE_TURNS = 8, 3, 5
+MEMORY_LIMIT = 1.3
+"""Times the bytes that come in and go out."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A prepared request, and how its answer is read."""
+
+    path: str
+    body: bytes
+    read: Callable[[Mapping[str, str], bytes], Array]
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def ask(self, connection: Connection) -> tuple[Mapping[str, str], bytes]:
+        """The answer's headers and body."""
+        connection.request("POST", self.path, self.body, self.headers)
+        response = connection.getresponse()
+        body = response.read()
+        if response.status != 200:
+            sys.exit(f"{self.path} answers {response.status}: {body[:300]!r}")
+        return response.headers, body
+
+
+def binary(dY: Array, X: Array) -> Call:
+    """The Open Inference Protocol with the binary tensor data extension."""
+    inputs = [
+        {"name": name, "shape": [one.size], "datatype": "FP32", "parameters": {"binary_data_size": one.nbytes}}
+        for name, one in (("dY", dY), ("X", X))
+    ]
+    head = json.dumps({"inputs": inputs, "outputs": [{"name": "dX", "parameters": {"binary_data": True}}]}).encode()
+    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
+
+    def read(headers: Mapping[str, str], body: bytes) -> Array:
+        return np.frombuffer(body, np.float32, offset=int(headers[HEADER_LENGTH]))
+
+    return Call(INFER, b"".join([head, dY.tobytes(), X.tobytes()]), read, headers)
+
+
+def lists(dY: Array, X: Array) -> Call:
+    """The Open Inference Protocol with JSON lists."""
+    inputs = [
+        {"name": name, "shape": [one.size], "datatype": "FP32", "data": one.tolist()}
+        for name, one in (("dY", dY), ("X", X))
+    ]
+
+    def read(headers: Mapping[str, str], body: bytes) -> Array:
+        return np.array(json.loads(body)["outputs"][0]["data"], np.float32)
+
+    return Call(INFER, json.dumps({"inputs": inputs}).encode(), read, {"Content-Type": "application/json"})
+
+
+def safetensors(dY: Array, X: Array) -> Call:
+    """A safetensors file to our own API."""
+    ends = {"dY": [0, dY.nbytes], "X": [dY.nbytes, 2 * dY.nbytes]}
+    head = json.dumps({name: {"dtype": "F32", "shape": [dY.size], "data_offsets": at} for name, at in ends.items()})
+    head += " " * (-len(head) % 8)
+
+    def read(headers: Mapping[str, str], body: bytes) -> Array:
+        return np.frombuffer(body, np.float32, offset=8 + struct.unpack_from("<Q", body)[0])
+
+    body = b"".join([struct.pack("<Q", len(head)), head.encode(), dY.tobytes(), X.tobytes()])
+    return Call("/v1/ops/ReluGrad", body, read, {"Content-Type": "application/vnd.safetensors"})
+
+
+def in_base64(dY: Array, X: Array) -> Call:
+    """base64 to our own API."""
+    tensors = {
+        name: {"dtype": "float32", "shape": [one.size], "base64": base64.b64encode(one.tobytes()).decode()}
+        for name, one in (("dY", dY), ("X", X))
+    }
+
+    def read(headers: Mapping[str, str], body: bytes) -> Array:
+        return np.frombuffer(base64.b64decode(json.loads(body)["dX"]["base64"]), np.float32)
+
+    return Call("/v1/ops/ReluGrad", json.dumps(tensors).encode(), read, {"Content-Type": "application/json"})
+
+
+@contextmanager
+def bare_socket(bytes_in: int, bytes_out: int) -> Iterator[Callable[[], object]]:
+    """A call that sends and receives as many bytes, to a process that only counts them."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=_count, args=(bytes_in, bytes_out, there))
+    process.start()
+    with socket.create_connection(("127.0.0.1", here.recv())) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        body, memory = bytes(bytes_in), memoryview(bytearray(bytes_out))
+
+        def call() -> None:
+            connection.sendall(body)
+            _fill(connection, memory)
+
+        yield call
+    process.join()
+
+
+def _count(bytes_in: int, bytes_out: int, ready: Pipe) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ready.send(server.getsockname()[1])
+        connection, _ = server.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        memory, answer = memoryview(bytearray(bytes_in)), bytes(bytes_out)
+        while _fill(connection, memory):
+            connection.sendall(answer)
+
+
+def _fill(connection: socket.socket, memory: memoryview) -> bool:
+    got = 0
+    while got < len(memory):
+        step = connection.recv_into(memory[got:])
+        if not step:
+            return False
+        got += step
+    return True
+
+
+class Race:
+    """Collects the rows of the table."""
+
+    def __init__(self, ours: Server, theirs: Server) -> None:
+        self.ours, self.theirs = ours, theirs
+        self.rows: list[list[str]] = []
+
+    def between(self, title: str, size: int, ours: Callable[[Array, Array], Call], theirs: Any, target: float) -> float:
+        """Race one call of ours against one of Triton's, and return our median."""
+        dY, X = np.random.default_rng(0).standard_normal((2, size), dtype=np.float32)
+        calls = {"ours": (self.ours, ours(dY, X)), "triton": (self.theirs, theirs(dY, X))}
+        expected = np.where(X > 0, dY, np.float32(0))
+        for name, (server, call) in calls.items():
+            server.connection.close()  # idle for too long, perhaps; the next request opens it anew
+            if not np.array_equal(call.read(*call.ask(server.connection)), expected):
+                sys.exit(f"{title}: the answer of {name} is wrong")
+        runs = {name: partial(call.ask, server.connection) for name, (server, call) in calls.items()}
+        medians = alternate(runs, seconds=8.0, least=15)
+        self.add(title, f"{size:,}", medians["ours"] * 1e3, medians["triton"] * 1e3, "<=", target)
+        return medians["ours"]
+
+    def add(self, title: str, size: str, ours: float, theirs: float, sense: str, target: float) -> None:
+        """A row: a figure of ours, a peer's, and what their ratio must be."""
+        ratio = ours / theirs
+        met = ratio <= target if sense == "<=" else ratio >= target
+        self.rows.append(
+            [title, size, f"{ours:.3f}", f"{theirs:.3f}", f"{ratio:.2f}", f"{sense} {target:g}", verdict(met)]
+        )
+
+
+def rate(server: Server, work: Path) -> float:
+    """wrk's requests per second of a small binary call."""
+    call = binary(*np.random.default_rng(0).standard_normal((2, SMALL), dtype=np.float32))
+    (work / "body").write_bytes(call.body)
+    headers = "".join(f'wrk.headers["{name}"] = "{value}"\n' for name, value in call.headers.items())
+    (work / "post.lua").write_text(
+        f'wrk.method = "POST"\nwrk.body = io.open("{work}/body", "rb"):read("*a")\n{headers}'
+    )
+    command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{RATE_SECONDS}s", "-s", f"{work}/post.lua", server.url + INFER]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    if "Non-2xx" in answer:
+        sys.exit(f"wrk met errors:\n{answer}")
+    return float(answer.split("Requests/sec:")[1].split()[0])
+
+
+def rates(race: Race, ours: Server, target: float, title: str) -> None:
+    """Requests per second of both, by turns."""
+    with tempfile.TemporaryDirectory() as work:
+        turns = [(rate(ours, Path(work)), rate(race.theirs, Path(work))) for _ in range(RATE_TURNS)]
+    mine, theirs = (statistics.median(one) for one in zip(*turns, strict=True))
+    race.add(title, f"{SMALL:,}", mine, theirs, ">=", target)
+
+
+def memory_row(title: str) -> list[str]:
+    """The peak memory, above what it has when idle, of a new server that answers one huge request."""
+    dY, X = np.random.default_rng(0).standard_normal((2, HUGE), dtype=np.float32)
+    call = binary(dY, X)
+    with serving(gradserve(), "/v2/health/ready") as server:
+        idle = _memory(server.pid, "VmRSS")
+        call.ask(server.connection)
+        peak = _memory(server.pid, "VmHWM") - idle
+    moved = len(call.body) + dY.nbytes
+    ratio = peak / moved
+    figures = [f"{peak / 1e6:.0f} MB", f"{moved / 1e6:.0f} MB", f"{ratio:.2f}", f"<= {MEMORY_LIMIT:g}"]
+    return [title, f"{HUGE:,}", *figures, verdict(ratio <= MEMORY_LIMIT)]
+
+
+def _memory(pid: int, what: str) -> int:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    """Print the table."""
+    if shutil.which("wrk") is None:
+        sys.exit("This needs wrk; on Debian: apt-get install wrk")
+    print("ReluGrad over HTTP, float32, ours against Triton, medians of requests by turns\n", flush=True)
+    with watched(), ExitStack() as stack:
+        theirs = stack.enter_context(serving(triton.command, "/v2/models/ReluGrad/ready"))
+        ours = stack.enter_context(serving(gradserve(), "/v2/health/ready"))
+        race = Race(ours, theirs)
+        large = race.between("binary", LARGE, binary, binary, 0.4)
+        with bare_socket(8 * LARGE, 4 * LARGE) as floor:
+            socket_time = alternate({"floor": floor}, seconds=3.0)["floor"]
+        race.add("binary / bare socket", f"{LARGE:,}", large * 1e3, socket_time * 1e3, "<=", 2.0)
+        race.between("safetensors / binary", LARGE, safetensors, binary, 0.45)
+        race.between("base64 / binary", LARGE, in_base64, binary, 1.0)
+        race.between("JSON lists", LARGE, lists, lists, 0.35)
+        for size, target in ((1 << 18, 0.4), (1 << 14, 0.8), (SMALL, 1.0)):
+            race.between("binary", size, binary, binary, target)
+        huge = race.between("binary", HUGE, binary, binary, 0.5)
+        per_byte = huge / (HUGE / LARGE)
+        race.add("binary, time per 1,048,576", f"{HUGE:,}", per_byte * 1e3, large * 1e3, "<=", 2.0)
+        rates(race, ours, 1.0, "requests/s, 8 connections")
+        with serving(gradserve(workers=2), "/v2/health/ready") as both:
+            rates(race, both, 1.5, "requests/s, 2 workers")
+        race.rows.append(memory_row("peak memory / bytes"))
+        print(table(["request", "elements", "ours", "peer", "ours / peer", "target", "met"], race.rows))
+
+
+if __name__ == "__main__":
+    main()
