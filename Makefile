@@ -29,7 +29,7 @@ format: $(VENV)/.dev  ## let ruff write what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels and a plain FastAPI endpoint
+bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels, PyTorch's GRU and a plain FastAPI endpoint
 	$(BENCH)/bin/python -m benchmarks.kernels
 	$(BENCH)/bin/python -m benchmarks.gru
 	$(BENCH)/bin/python -m benchmarks.http
@@ -37,7 +37,7 @@ bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels and a
 bench-service: $(BENCH)/.bench  ## speed and memory of requests against NVIDIA's Triton Inference Server
 	$(BENCH)/bin/python -m benchmarks.service
 
-golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels again for the answers in tests/golden
+golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden
 	$(BENCH)/bin/python -m tests.golden.make
 
 docs: $(VENV)/.dev  ## write the generated tables of the README anew

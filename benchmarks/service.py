@@ -1,8 +1,8 @@
 """The service against NVIDIA's Triton Inference Server, over HTTP: `python -m benchmarks.service`.
 
 Both are processes on the loopback interface and run ReluGrad on float32, asked by turns over one kept-alive connection
-each, or by wrk over eight. A time is from sending the prepared request to having read the whole answer. The floor is the
-same bytes over a bare socket. Every answer is compared with NumPy's; the exit status is 1 only where one is wrong.
+each, or by wrk over eight. A time is from sending the prepared request to having read the whole answer. The floor is
+the same bytes over a bare socket. Every answer is compared with NumPy's; the exit status is 1 only where one is wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Call:
         body = response.read()
         if response.status != 200:
             sys.exit(f"{self.path} answers {response.status}: {body[:300]!r}")
-        return response.headers, body
+        return dict(response.headers.items()), body
 
 
 def binary(dY: Array, X: Array) -> Call:

@@ -18,7 +18,7 @@ from service.api.body import Answer
 from service.api.ops import find
 from service.api.problems import invalid_parameter
 from service.api.statistics import Statistics
-from service.api.work import Job, engine_of, respond
+from service.api.work import INLINE_BYTES, INLINE_TEXT, Job, engine_of, respond
 from service.codecs import open_inference as codec
 from service.codecs._bytes import view
 from service.dtypes import DTYPES, OPEN_INFERENCE
@@ -154,7 +154,8 @@ async def infer(state: Any, scope: Scope, receive: Receive, send: Send, path: re
         operator = _find(path[1], path[2] or VERSION)
         length = _header_length(scope)
         decode = partial(_decode, operator, length)
-        answer = await respond(state, scope, receive, operator, decode, length or 0)
+        inline = INLINE_TEXT if length is None or length > INLINE_TEXT else INLINE_BYTES
+        answer = await respond(state, scope, receive, operator, decode, inline=inline, head=length or 0)
     except GradserveError as error:
         await problems.answer(scope["path"], error)(scope, receive, send)
     except ClientDisconnect:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from service.api import openapi
 from service.api.body import Answer, AnswerResponse
 from service.api.tensors import judge
-from service.api.work import Job, respond
+from service.api.work import INLINE_BYTES, INLINE_TEXT, Job, respond
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import DTYPES
@@ -190,7 +190,10 @@ def _add_endpoint(operator: Operator) -> None:
             raise
         decode = decode_json if sent == JSON else decode_safetensors
         decoded = partial(decode, operator, query, answers)
-        return AnswerResponse(await respond(request.app.state, request.scope, request.receive, operator, decoded))
+        inline = INLINE_TEXT if sent == JSON else INLINE_BYTES
+        return AnswerResponse(
+            await respond(request.app.state, request.scope, request.receive, operator, decoded, inline=inline)
+        )
 
     run.__annotations__ = {
         "request": Request,

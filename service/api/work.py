@@ -21,9 +21,9 @@ from service.settings import Settings
 
 R = TypeVar("R")
 
-INLINE_BYTES = 1 << 18
-"""Up to this size of a body the work is done at once: to hand it over to the pool and back would take as long, and
-a probe waits for it no longer than for a thread that holds the interpreter's lock."""
+INLINE_TEXT, INLINE_BYTES = 1 << 18, 1 << 22
+"""Up to this size of a body, JSON or bytes, the work is done at once: to hand it over to the pool and back would take
+as long. A probe waits for it about a millisecond, no longer than for a thread that holds the interpreter's lock."""
 
 
 class Job(NamedTuple):
@@ -49,9 +49,14 @@ async def respond(
     receive: Receive,
     operator: Operator,
     decode: Callable[[Engine, memoryview], Job],
+    *,
+    inline: int,
     head: int = 0,
 ) -> Answer:
-    """Read the body, in which the tensors begin after `head` bytes, `decode` it, run the operator, and encode."""
+    """Read the body, in which the tensors begin after `head` bytes, `decode` it, run the operator, and encode.
+
+    All but the reading happens in the pool, or, for a body of up to `inline` bytes, at once.
+    """
     settings: Settings = state.settings
     statistics: Statistics = state.statistics
     asked = time.monotonic_ns()
@@ -62,7 +67,7 @@ async def respond(
         body = await read_body(scope, receive, headers, limit, patience, engine.buffer, head)
         asked = time.monotonic_ns()
         work = partial(_perform, engine, settings, statistics, operator, body, codings, decode, asked)
-        if len(body) <= INLINE_BYTES and operator.linear and codings == (None, None):
+        if len(body) <= inline and operator.linear and codings == (None, None):
             return work()
         return await _in_pool(receive, engine, work)
     except GradserveError as error:
