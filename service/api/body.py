@@ -20,6 +20,9 @@ Headers: TypeAlias = Mapping[bytes, bytes]
 JOINED_BYTES = 1 << 16
 """Up to this size an answer costs less in one piece."""
 
+DIRECT_BYTES = 1 << 16
+"""Up to this size of a body it costs less to let uvicorn collect it."""
+
 ALIGNMENT = 16
 """What the address of every element's size divides, and NumPy's memory begins at a multiple of."""
 
@@ -36,7 +39,7 @@ async def read_body(
     allocate: Callable[[int], memoryview],
     head: int = 0,
 ) -> memoryview:
-    """The whole body, in memory from `allocate` where its length is announced and it does not come in one piece.
+    """The whole body: if it is large and its length announced, in memory from `allocate`.
 
     What stands `head` bytes from its beginning is then aligned for NumPy. Raises `BodyTooLarge` as soon as it is known,
     `RequestTimeout` after `patience` seconds in which nothing comes, and `ClientDisconnect`.
@@ -46,20 +49,14 @@ async def read_body(
     if announced is not None and announced > limit:
         raise _too_large(f"The body has {announced} bytes", limit)
     extensions = scope.get("extensions", {})
-    if BODY_AT_HAND in extensions and (body := extensions[BODY_AT_HAND]()) is not None and len(body) <= limit:
-        return memoryview(body)
     try:
-        async with asyncio.timeout(patience):
-            chunk, more = await _chunk(receive)
-        if not more and len(chunk) <= limit:
-            return memoryview(chunk)
-        receive_into = extensions.get(RECEIVE_INTO)
-        if announced is None or receive_into is None:
-            return await _grown(receive, limit, patience, chunk, more)
+        if BODY_AT_HAND in extensions and (body := extensions[BODY_AT_HAND]()) is not None and len(body) <= limit:
+            return memoryview(body)
+        if announced is None or announced <= DIRECT_BYTES or RECEIVE_INTO not in extensions:
+            return await _grown(receive, limit, patience)
         shift = -head % ALIGNMENT
         whole = allocate(announced + shift)[shift:]
-        whole[: len(chunk)] = chunk  # the parser sees to it that no more comes than was announced
-        if not await receive_into(whole[len(chunk) :], patience):
+        if not await extensions[RECEIVE_INTO](whole, patience):
             raise ClientDisconnect
         return whole
     except TimeoutError:
@@ -68,26 +65,20 @@ async def read_body(
         ) from None
 
 
-async def _grown(receive: Receive, limit: int, patience: float, chunk: bytes, more: bool) -> memoryview:
-    """The rest of a body, of unknown length or under another server."""
-    body = bytearray()
+async def _grown(receive: Receive, limit: int, patience: float) -> memoryview:
+    """A body that is small, of unknown length, or comes under another server."""
+    body, more = bytearray(), True
     async with asyncio.timeout(patience) as timeout:
-        while True:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            chunk, more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(chunk) > limit:
                 raise _too_large(f"The body has more than {len(body)} bytes", limit)
             body += chunk
-            if not more:
-                return memoryview(body)
             timeout.reschedule(asyncio.get_running_loop().time() + patience)
-            chunk, more = await _chunk(receive)
-
-
-async def _chunk(receive: Receive) -> tuple[bytes, bool]:
-    # Starlette's own stream() would keep what was read.
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnect
-    return message.get("body", b""), message.get("more_body", False)
+    return memoryview(body)
 
 
 def _too_large(what: str, limit: int) -> BodyTooLarge:

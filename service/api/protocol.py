@@ -16,7 +16,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 RECEIVE_INTO = "gradserve.receive_into"
-"""The name, among the scope's extensions, of what receives the rest of a body: `async (memory, patience) -> bool`."""
+"""The name, among the scope's extensions, of what receives a body: `async (memory, patience) -> bool`."""
 
 BODY_AT_HAND = "gradserve.body_at_hand"
 """The name of what returns the whole body, if all of it has come and none was received: `() -> bytes | None`."""
@@ -50,25 +50,30 @@ class Protocol(HttpToolsProtocol):
             cork.pull()
 
     async def _receive_into(self, cycle: RequestResponseCycle, memory: memoryview, patience: float) -> bool:
-        """Fill `memory`, which must be as long as the rest of the body. False if the client goes before it is full.
+        """Fill `memory`, which must be as long as the body, of which nothing was received. False if the client goes.
 
-        Call it after `receive` has given the body's beginning. Raises TimeoutError after `patience` seconds in which
-        nothing comes; the connection is then closed with the answer.
+        Raises TimeoutError after `patience` seconds in which nothing comes; the answer then closes the connection.
         """
+        if cycle.waiting_for_100_continue:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            cycle.waiting_for_100_continue = False
         memory[: len(cycle.body)] = cycle.body
-        receiver = _Receiver(self, memory[len(cycle.body) :])
+        receiver = _Receiver(self, memory[len(cycle.body) :], patience)
         cycle.body = bytearray()
-        self._read_by(receiver)
-        while not receiver.done.done():
-            missing = len(receiver.rest)
-            await asyncio.wait({receiver.done}, timeout=patience)
-            if not receiver.done.done() and len(receiver.rest) == missing:
-                self._read_by(self)
-                cycle.keep_alive = False
-                raise TimeoutError
-        if not receiver.done.result():
+        cycle.message_event.clear()
+        if cycle.disconnected:
             return False
-        self._read_by(self)
+        self._read_by(receiver)
+        try:
+            if not await receiver.done:
+                return False
+        except TimeoutError:
+            cycle.keep_alive = False
+            raise
+        finally:
+            receiver.stop()
+            if not cycle.disconnected:
+                self._read_by(self)
         self.parser = httptools.HttpRequestParser(self)  # the old one still waits for the body
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         cycle.more_body = False
@@ -115,20 +120,30 @@ class _Cork:
 class _Receiver(asyncio.BufferedProtocol):
     """Takes the place of `owner` for the time of a body; `done` says at last whether all of it came."""
 
-    def __init__(self, owner: Protocol, memory: memoryview) -> None:
-        self.owner, self.rest = owner, memory
+    def __init__(self, owner: Protocol, memory: memoryview, patience: float) -> None:
+        self.owner, self._rest, self._patience = owner, memory, patience
         self.done: asyncio.Future[bool] = owner.loop.create_future()
-        self._check()
+        self._wait()
+
+    def stop(self) -> None:
+        """Measure no more time."""
+        self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._timer = self.owner.loop.call_later(self._patience, self._judge, len(self._rest))
+
+    def _judge(self, missing: int) -> None:
+        if len(self._rest) < missing:
+            self._wait()
+        elif not self.done.done():
+            self.done.set_exception(TimeoutError())
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self.rest
+        return self._rest
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.rest = self.rest[nbytes:]
-        self._check()
-
-    def _check(self) -> None:
-        if not len(self.rest) and not self.done.done():
+        self._rest = self._rest[nbytes:]
+        if not len(self._rest) and not self.done.done():
             self.owner.flow.pause_reading()  # what follows is another request
             self.done.set_result(True)
 
