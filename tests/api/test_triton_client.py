@@ -82,6 +82,7 @@ SIZE_ALLOWED = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceW
 
 # ----- the server and its models -----
 
+
 def test_server(call: Call) -> None:
     assert call("is_server_live") is True
     assert call("is_server_ready") is True
@@ -91,10 +92,12 @@ def test_server(call: Call) -> None:
         metadata["extensions"]
     )
 
+
 def test_repository(call: Call) -> None:
     index = call("get_model_repository_index")
     assert [one["name"] for one in index] == list(OPERATORS)
     assert {(one["version"], one["state"]) for one in index} == {("1", "READY")}
+
 
 @EVERY
 @pytest.mark.parametrize("version", ["", "1"])
@@ -111,6 +114,7 @@ def test_model(call: Call, operator: Operator, version: str) -> None:
         (one.name, one.optional) for one in operator.inputs
     ]
     assert [one["data_type"] for one in config["output"]] == [f"TYPE_{one['datatype']}" for one in metadata["outputs"]]
+
 
 @pytest.mark.parametrize("version", ["", "1"])
 def test_statistics_count_what_succeeds_and_what_fails(call: Call, version: str) -> None:
@@ -130,7 +134,9 @@ def test_statistics_count_what_succeeds_and_what_fails(call: Call, version: str)
     everything = call("get_inference_statistics")["model_stats"]
     assert [one["name"] for one in everything] == list(OPERATORS)
 
+
 # ----- inference -----
+
 
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
 @pytest.mark.parametrize("case", CALLS)
@@ -142,6 +148,7 @@ def test_infer_with_attributes(call: Call, case: str, binary: bool) -> None:
     result = call("infer", operator.name, inputs(tensors, binary), outputs=asked, parameters=made.attributes)
     assert_same(arrays(result), operator(tensors, made.attributes))
     assert_in_bytes(result, binary)
+
 
 @EVERY
 @pytest.mark.parametrize("dtype", [dtype.name for dtype in FLOAT_DTYPES])
@@ -155,11 +162,13 @@ def test_every_operator_in_every_dtype(call: Call, operator: Operator, dtype: st
             in_json = call("infer", operator.name, inputs(tensors, binary=False), outputs=asked)
             assert_same(arrays(in_json), expected)
 
+
 def test_bytes_and_json_in_one_request(call: Call) -> None:
     tensors = example(OPERATORS["GatherGrad"])
     mixed = [*inputs({"shape": tensors["shape"]}, binary=False), *inputs({"indices": tensors["indices"]})]
     mixed += inputs({"grad": tensors["grad"]}, binary=False)
     assert_same(arrays(call("infer", "GatherGrad", mixed)), OPERATORS["GatherGrad"](tensors, {}))
+
 
 def test_bfloat16_travels_in_bytes_only(call: Call) -> None:
     tensors = example(OPERATORS["ReluGrad"], {"float": "bfloat16"})
@@ -169,10 +178,12 @@ def test_bfloat16_travels_in_bytes_only(call: Call) -> None:
     assert "dX is BF16" in message
     assert "binary_data" in message
 
+
 def test_numbers_that_are_not_finite_come_back_as_json(call: Call) -> None:
     dY, X = np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324]), np.ones(5)
     result = call("infer", "ReluGrad", inputs({"dY": dY, "X": X}), outputs=outputs(["dX"], binary=False))
     assert_same(arrays(result), {"dX": dY})
+
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
@@ -182,6 +193,7 @@ def test_scalars_and_empty_tensors(call: Call, shape: tuple[int, ...], binary: b
     result = call("infer", "ReluGrad", inputs({"dY": ones, "X": ones}, binary), outputs=asked)
     assert_same(arrays(result), {"dX": ones})
 
+
 @EVERY
 def test_a_subset_of_the_outputs_in_the_asked_order(call: Call, operator: Operator) -> None:
     tensors, names = example(operator), operator.output_names
@@ -189,6 +201,7 @@ def test_a_subset_of_the_outputs_in_the_asked_order(call: Call, operator: Operat
     for subset in (names[::-1], names[-1:]):
         result = run(call, operator, tensors, outputs=outputs(subset))
         assert_same(result, {name: whole[name] for name in subset})
+
 
 def test_outputs_each_in_its_own_form(call: Call) -> None:
     operator = OPERATORS["InPlaceAccumulatorV2"]
@@ -200,10 +213,12 @@ def test_outputs_each_in_its_own_form(call: Call) -> None:
     ]
     assert result.as_numpy("updated").tolist() == [True]
 
+
 def test_the_request_id_comes_back(call: Call) -> None:
     result = call("infer", "ReluGrad", inputs(example(OPERATORS["ReluGrad"])), request_id="é 1", model_version="1")
     response = result.get_response()
     assert (response["id"], response["model_name"], response["model_version"]) == ("é 1", "ReluGrad", "1")
+
 
 def test_settings_of_a_scheduler_change_nothing(call: Call) -> None:
     operator = OPERATORS["ReluGrad"]
@@ -211,11 +226,13 @@ def test_settings_of_a_scheduler_change_nothing(call: Call) -> None:
     tensors = example(operator)
     assert_same(run(call, operator, tensors, **scheduling), operator(tensors, {}))
 
+
 def test_a_list_among_the_parameters_is_a_text_with_commas(call: Call) -> None:
     operator = OPERATORS["GRUTraining"]
     tensors, names = example(operator), ["SIGMOID", "Tanh"]
     result = run(call, operator, tensors, parameters={"activations": "SIGMOID,Tanh", "linear_before_reset": 1})
     assert_same(result, operator(tensors, {"activations": names, "linear_before_reset": 1}))
+
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
@@ -227,6 +244,7 @@ def test_compression(call: Call, coding: str, binary: bool) -> None:
         result = call("infer", "ReluGrad", inputs(tensors, binary), outputs=asked, **codings)
         assert_same(arrays(result), {"dX": tensor})
 
+
 @SIZE_ALLOWED
 def test_more_than_is_answered_at_once(call: Call) -> None:
     tensor = np.arange(-100_000, 100_000, dtype=np.float32) / 8
@@ -235,12 +253,14 @@ def test_more_than_is_answered_at_once(call: Call) -> None:
         result = call("infer", "ReluGrad", inputs(tensors, binary), outputs=outputs(["dX"], binary))
         assert_same(arrays(result), OPERATORS["ReluGrad"](tensors, {}))
 
+
 def test_one_connection_for_many_requests(url: str) -> None:
     operator = OPERATORS["SigmoidGrad"]
     with triton.InferenceServerClient(url.removeprefix("http://")) as client:
         for size in (1, 100_000, 0, 20_000, 70_000, 3):
             tensors = {"dY": np.ones(size, np.float32), "Y": np.full(size, 0.25, np.float32)}
             assert_same(arrays(client.infer(operator.name, inputs(tensors))), operator(tensors, {}))
+
 
 # ----- mistakes -----
 
@@ -264,6 +284,7 @@ MISTAKES: dict[str, tuple[str, Mapping[str, Array], dict[str, Any], str, tuple[s
     "size": ("ReluGrad", dict.fromkeys(("dY", "X"), np.ones(300_000, np.float32)), {}, "413", ("body", "2097152")),
 }
 
+
 @SIZE_ALLOWED
 @pytest.mark.parametrize("case", MISTAKES)
 def test_each_mistake_is_an_exception_with_its_message(call: Call, case: str) -> None:
@@ -275,6 +296,7 @@ def test_each_mistake_is_an_exception_with_its_message(call: Call, case: str) ->
     for word in words:
         assert word in message, message
 
+
 @pytest.mark.parametrize("version", ["", "1"])
 def test_an_unknown_model_is_not_there(call: Call, version: str) -> None:
     assert call("is_model_ready", "ReluGard", version) is False
@@ -283,6 +305,7 @@ def test_an_unknown_model_is_not_there(call: Call, version: str) -> None:
         status, message = refused(call, method, "ReluGard", version)
         assert status == "404"
         assert "'ReluGard'" in message
+
 
 def test_shared_memory_is_refused(call: Call) -> None:
     dY = triton.InferInput("dY", [2], "FP32").set_shared_memory("region", 8)
