@@ -50,7 +50,9 @@ async def read_body(
         raise _too_large(f"The body has {announced} bytes", limit)
     extensions = scope.get("extensions", {})
     try:
-        if BODY_AT_HAND in extensions and (body := extensions[BODY_AT_HAND]()) is not None and len(body) <= limit:
+        if BODY_AT_HAND in extensions and (body := extensions[BODY_AT_HAND]()) is not None:
+            if len(body) > limit:  # it came in chunks
+                raise _too_large(f"The body has {len(body)} bytes", limit)
             return memoryview(body)
         if announced is None or announced <= DIRECT_BYTES or RECEIVE_INTO not in extensions:
             return await _grown(receive, limit, patience)
@@ -77,7 +79,8 @@ async def _grown(receive: Receive, limit: int, patience: float) -> memoryview:
             if len(body) + len(chunk) > limit:
                 raise _too_large(f"The body has more than {len(body)} bytes", limit)
             body += chunk
-            timeout.reschedule(asyncio.get_running_loop().time() + patience)
+            if more:
+                timeout.reschedule(asyncio.get_running_loop().time() + patience)
     return memoryview(body)
 
 

@@ -23,7 +23,15 @@ from service.codecs import open_inference as codec
 from service.codecs._bytes import view
 from service.dtypes import DTYPES, OPEN_INFERENCE
 from service.engine import Engine
-from service.errors import GradserveError, Invalid, InvalidParameter, MalformedBody, UnknownOperator, shown
+from service.errors import (
+    GradserveError,
+    Invalid,
+    InvalidParameter,
+    MalformedBody,
+    MethodNotAllowed,
+    UnknownOperator,
+    shown,
+)
 from service.kernels import OPERATORS, Operator, Tensor
 from service.kernels._op import Array
 
@@ -145,19 +153,22 @@ _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
 def wants_inference(scope: Scope) -> re.Match[str] | None:
     """Whether a request is to run a model; which and in which version, say the groups."""
-    return _INFER.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+    return _INFER.fullmatch(scope["path"]) if scope["type"] == "http" else None
 
 
 async def infer(state: Any, scope: Scope, receive: Receive, send: Send, path: re.Match[str]) -> None:
     """Run a model, as an ASGI application by itself: FastAPI would add nothing to it but time."""
     try:
+        if scope["method"] != "POST":
+            raise MethodNotAllowed(f"{path[0]} does not take {scope['method']}; it takes POST")
         operator = _find(path[1], path[2] or VERSION)
         length = _header_length(scope)
         decode = partial(_decode, operator, length)
         inline = INLINE_TEXT if length is None or length > INLINE_TEXT else INLINE_BYTES
         answer = await respond(state, scope, receive, operator, decode, inline=inline, head=length or 0)
     except GradserveError as error:
-        await problems.answer(scope["path"], error)(scope, receive, send)
+        headers = {"Allow": "POST"} if isinstance(error, MethodNotAllowed) else None
+        await problems.answer(path[0], error, headers)(scope, receive, send)
     except ClientDisconnect:
         pass  # nobody reads an answer
     else:
@@ -169,7 +180,8 @@ def _header_length(scope: Scope) -> int | None:
     for name, value in scope["headers"]:
         if name == HEADER_LENGTH:
             if not value.isdigit() or len(value) > 18:
-                raise MalformedBody(f"Inference-Header-Content-Length is {shown(value)}, but must be a number of bytes")
+                text = shown(value.decode("latin-1"))
+                raise MalformedBody(f"Inference-Header-Content-Length is {text}, but must be a number of bytes")
             return int(value)
     return None
 

@@ -14,7 +14,11 @@ from pydantic.json_schema import models_json_schema
 from service.api.problems import MEDIA_TYPE
 from service.api.tensors import Problem, answer_model, request_model
 from service.codecs import json as json_codec
+from service.codecs import safetensors
+from service.dtypes import OPEN_INFERENCE
 from service.kernels import OPERATORS, Operator
+
+_SAFETENSORS: dict[str, Any] = {safetensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 _REF = "#/components/schemas/{model}"
 
@@ -33,10 +37,14 @@ def operation(operator: Operator) -> dict[str, Any]:
 
     problem = {"content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}}
     return {
-        "requestBody": {"required": True, "content": json("Request", dict(operator.example))},
+        "requestBody": {"required": True, "content": {**json("Request", dict(operator.example)), **_SAFETENSORS}},
         "responses": {
-            "200": {"description": "The outputs", "content": json("Answer", example_answer(operator))},
+            "200": {
+                "description": "The outputs",
+                "content": {**json("Answer", example_answer(operator)), **_SAFETENSORS},
+            },
             "400": {"description": "The body cannot be read", **problem},
+            "408": {"description": "The rest of the body did not come in time", **problem},
             "406": {"description": "The answer cannot be given in a type that Accept names", **problem},
             "413": {"description": "The body or a tensor is too large", **problem},
             "415": {"description": "The body is of a type that the server does not read", **problem},
@@ -44,6 +52,66 @@ def operation(operator: Operator) -> dict[str, Any]:
             "503": {"description": "The server is starting or stopping", **problem},
         },
     }
+
+
+_TENSOR = {
+    "type": "object",
+    "required": ["name", "shape", "datatype"],
+    "properties": {
+        "name": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "datatype": {"enum": list(OPEN_INFERENCE.values())},
+        "parameters": {"type": "object", "properties": {"binary_data_size": {"type": "integer", "minimum": 0}}},
+        "data": {"type": "array", "items": {}},
+    },
+}
+
+_INFER: dict[str, Any] = {
+    "tags": ["open inference protocol"],
+    "summary": "Run a model",
+    "description": "With the header Inference-Header-Content-Length, the JSON ends there, and tensors follow as bytes.",
+    "operationId": "infer",
+    "parameters": [
+        {"name": "op", "in": "path", "required": True, "schema": {"type": "string"}},
+        {"name": "Inference-Header-Content-Length", "in": "header", "schema": {"type": "integer", "minimum": 0}},
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["inputs"],
+                    "properties": {
+                        "id": {"type": "string"},
+                        "parameters": {"type": "object"},
+                        "inputs": {"type": "array", "items": _TENSOR},
+                        "outputs": {"type": "array", "items": {"type": "object", "required": ["name"]}},
+                    },
+                }
+            },
+            "application/octet-stream": {},
+        },
+    },
+    "responses": {
+        "200": {
+            "description": "The outputs",
+            "content": {
+                "application/json": {
+                    "schema": {"type": "object", "properties": {"outputs": {"type": "array", "items": _TENSOR}}}
+                },
+                "application/octet-stream": {},
+            },
+        },
+        "4XX": {
+            "description": "What is wrong with the request",
+            "content": {
+                "application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}
+            },
+        },
+    },
+}
+"""The endpoint that FastAPI does not know."""
 
 
 def install(app: FastAPI) -> None:
@@ -57,6 +125,7 @@ def install(app: FastAPI) -> None:
                 models += [request_model(operator), answer_model(operator)]
             _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
             made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            made["paths"]["/v2/models/{op}/infer"] = {"post": _INFER}
             app.openapi_schema = made
         return app.openapi_schema
 

@@ -21,6 +21,7 @@ from service.errors import (
     MalformedBody,
     MethodNotAllowed,
     NotFound,
+    RequestTimeout,
     UnknownParameter,
     shown,
 )
@@ -30,6 +31,8 @@ MEDIA_TYPE = "application/problem+json"
 
 def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None = None) -> Response:
     """`error` as an answer, in the form of the API that `path` belongs to."""
+    if isinstance(error, RequestTimeout):
+        headers = {"Connection": "close"}  # the rest of the body may still come, and is no request
     if path == "/v2" or path.startswith("/v2/"):
         # The Open Inference Protocol's form; with 400 for whatever is wrong with the request but its size.
         status = 400 if error.status in (406, 408, 415, 422) else error.status
