@@ -1,0 +1,462 @@
+"""Bodies over a real socket: in pieces, stalled, cut off, too large, compressed; and under another server."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import socket
+import threading
+import time
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+
+from service.api.app import create_app
+from service.api.body import DIRECT_BYTES
+from service.codecs import safetensors
+from service.settings import Settings
+from tests.serving import assert_problem, serving
+
+LIMIT = 2 << 20
+"""The server's max_body_bytes, see conftest.py."""
+
+SMALL, LARGE = 10, 100_000
+assert 2 * 4 * SMALL + 1000 < DIRECT_BYTES < 2 * 4 * LARGE < LIMIT
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Whatever clients do, the server has no error of its own to log."""
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.get_records("call") if record.levelno >= logging.ERROR] == []
+
+
+class Message(NamedTuple):
+    """A request for ReluGrad: its head, but for what says how long the body is, its body, and the numbers to come."""
+
+    head: bytes
+    body: bytes
+    numbers: np.ndarray[Any, np.dtype[np.float32]]
+
+    def whole(self, *more: bytes) -> bytes:
+        return self.headers(*more) + self.body
+
+    def headers(self, *more: bytes) -> bytes:
+        return b"".join([self.head, b"Content-Length: %d\r\n" % len(self.body), *more, b"\r\n"])
+
+    def chunked(self, size: int) -> bytes:
+        pieces = [self.body[k : k + size] for k in range(0, len(self.body), size)]
+        body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        return self.head + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
+
+
+def v1(size: int, first: float = 0) -> Message:
+    numbers = np.arange(first, first + size, dtype=np.float32)
+    body = b"".join(safetensors.encode({"dY": numbers, "X": np.ones(size, np.float32)}))
+    head = f"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: test\r\nContent-Type: {safetensors.MEDIA_TYPE}\r\n"
+    return Message(head.encode(), body, numbers)
+
+
+def v2(size: int, first: float = 0) -> Message:
+    numbers = np.arange(first, first + size, dtype=np.float32)
+    form = {"datatype": "FP32", "shape": [size], "parameters": {"binary_data_size": 4 * size}}
+    inputs = [{"name": name, **form} for name in ("dY", "X")]
+    text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    head = f"POST /v2/models/ReluGrad/infer HTTP/1.1\r\nHost: test\r\nInference-Header-Content-Length: {len(text)}\r\n"
+    return Message(head.encode(), text + numbers.tobytes() + np.ones(size, np.float32).tobytes(), numbers)
+
+
+Make = Callable[..., Message]
+EITHER_API = pytest.mark.parametrize("make", [v1, v2])
+SIZES = pytest.mark.parametrize("size", [SMALL, LARGE])
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Connection:
+    """A socket, to which bytes are sent as they are, and from which answers are read one by one."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=30)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._stream = self.socket.makefile("rb")
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+        self.socket.close()
+
+    def send(self, *pieces: bytes, pause: float = 0.001) -> None:
+        """Send the pieces, so slowly that the server reads each by itself."""
+        for number, piece in enumerate(pieces):
+            if number:
+                time.sleep(pause)
+            self.socket.sendall(piece)
+
+    def head(self) -> tuple[int, dict[str, str]]:
+        status = self._stream.readline().decode()
+        assert status.startswith("HTTP/1.1 "), status
+        lines = iter(lambda: self._stream.readline().decode().rstrip("\r\n"), "")
+        headers = (line.partition(": ") for line in lines)
+        return int(status.split()[1]), {name.lower(): value for name, _, value in headers}
+
+    def answer(self) -> Answer:
+        status, headers = self.head()
+        return Answer(status, headers, self._stream.read(int(headers["content-length"])))
+
+    def is_closed(self) -> bool:
+        """Whether the server has closed it, for which this waits."""
+        try:
+            return self._stream.read(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+@pytest.fixture
+def connection(url: str) -> Iterator[Connection]:
+    with Connection(url) as connection:
+        yield connection
+
+
+def assert_right(answer: Answer, message: Message) -> None:
+    assert answer.status == 200, answer.body
+    assert answer.body.endswith(message.numbers.tobytes())
+    if answer.headers["content-type"] == safetensors.MEDIA_TYPE:
+        assert int.from_bytes(answer.body[:8], "little") == len(answer.body) - 8 - message.numbers.nbytes
+    else:
+        length = int(answer.headers["inference-header-content-length"])
+        assert len(answer.body) == length + message.numbers.nbytes
+
+
+# ----- pieces -----
+
+
+def cut(whole: bytes, *places: int) -> list[bytes]:
+    return [whole[start:stop] for start, stop in pairwise((0, *places, len(whole)))]
+
+
+PIECES: dict[str, Callable[[int, int], Iterable[int]]] = {
+    "at once": lambda head, end: [],
+    "the head first": lambda head, end: [head],
+    "the head and the first byte": lambda head, end: [head + 1],
+    "the head but for its last byte": lambda head, end: [head - 1],
+    "single bytes around the head's end": lambda head, end: range(head - 5, head + 40),
+    "single bytes at the end": lambda head, end: range(end - 20, end),
+    "the last byte late": lambda head, end: [end - 1],
+    "pieces of 100 KiB": lambda head, end: range(head, end, 100 << 10),
+    "pieces of a prime": lambda head, end: range(0, end, 65_537),
+    "the head in single bytes": lambda head, end: range(1, head + 1),
+    "the first 64 KiB, then the rest": lambda head, end: [min(head + (64 << 10), end - 1)],
+}
+
+
+@EITHER_API
+@SIZES
+@pytest.mark.parametrize("pieces", PIECES)
+def test_a_body_in_pieces(connection: Connection, make: Make, size: int, pieces: str) -> None:
+    message = make(size)
+    whole, head = message.whole(), len(message.headers())
+    connection.send(*cut(whole, *PIECES[pieces](head, len(whole))))
+    assert_right(connection.answer(), message)
+    connection.send(whole)  # on the same connection
+    assert_right(connection.answer(), message)
+
+
+@EITHER_API
+@pytest.mark.parametrize("chunk", [7, 1000, 70_000, 1 << 20])
+def test_a_body_in_chunks(connection: Connection, make: Make, chunk: int) -> None:
+    for size in (SMALL, LARGE):
+        message = make(size if chunk >= 1000 else SMALL)
+        connection.send(*cut(message.chunked(chunk), 150, 151, 300))
+        assert_right(connection.answer(), message)
+
+
+@EITHER_API
+def test_any_length_of_the_head_and_of_the_json(connection: Connection, make: Make) -> None:
+    """Where tensors begin in memory depends on both."""
+    for extra in range(20):
+        message = make(LARGE + extra % 3, first=extra)
+        connection.send(*cut(message.whole(b"X-Padding: %b\r\n" % (b"x" * extra)), 200 + extra))
+        assert_right(connection.answer(), message)
+
+
+@pytest.mark.parametrize("sizes", [(SMALL, SMALL), (SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE)])
+@pytest.mark.parametrize("makes", [(v1, v1), (v1, v2), (v2, v1), (v2, v2)])
+def test_requests_right_behind_each_other(
+    connection: Connection, makes: tuple[Make, Make], sizes: tuple[int, int]
+) -> None:
+    messages = [make(size, first) for first, (make, size) in enumerate(zip(makes * 2, sizes * 2, strict=True))]
+    everything = b"".join(message.whole() for message in messages)
+    sending = threading.Thread(target=connection.send, args=[everything])  # the server may want to be read meanwhile
+    sending.start()
+    for message in messages:
+        assert_right(connection.answer(), message)
+    sending.join()
+
+
+@EITHER_API
+@pytest.mark.parametrize("overlap", [1, 100, 300, 5000])
+def test_the_beginning_of_the_next_request_comes_with_the_end_of_a_body(
+    connection: Connection, make: Make, overlap: int
+) -> None:
+    first, second = make(LARGE, 1), make(LARGE, 2)
+    connection.send(*cut(first.whole() + second.whole(), 50_000, len(first.whole()) + overlap))
+    assert_right(connection.answer(), first)
+    assert_right(connection.answer(), second)
+
+
+def test_one_connection_for_many_requests(connection: Connection) -> None:
+    for number in range(60):
+        message = (v1, v2)[number % 2]((SMALL, LARGE, 0, 20_000)[number // 2 % 4], number)
+        connection.send(message.chunked(30_000) if number % 5 == 4 else message.whole())
+        assert_right(connection.answer(), message)
+
+
+@EITHER_API
+@SIZES
+def test_a_client_that_waits_to_be_told_to_go_on(connection: Connection, make: Make, size: int) -> None:
+    message = make(size)
+    for _ in range(2):
+        connection.send(message.headers(b"Expect: 100-continue\r\n"))
+        assert connection.head() == (100, {})
+        connection.send(*cut(message.body, 1))
+        assert_right(connection.answer(), message)
+
+
+@EITHER_API
+@SIZES
+def test_a_client_that_wants_the_connection_closed(connection: Connection, make: Make, size: int) -> None:
+    message = make(size)
+    connection.send(message.whole(b"Connection: close\r\n"))
+    assert_right(connection.answer(), message)
+    assert connection.is_closed()
+
+
+def test_many_clients_at_once(url: str) -> None:
+    failures: list[BaseException] = []
+
+    def client(number: int) -> None:
+        try:
+            with Connection(url) as connection:
+                for turn in range(4):
+                    message = (v1, v2)[turn % 2](LARGE, number + turn)
+                    connection.send(*cut(message.whole(), 100, 100_000 + number, 500_000))
+                    assert_right(connection.answer(), message)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=client, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# ----- clients that stall or leave -----
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[str]:
+    with serving(request_timeout=0.3, threads=1) as url:
+        yield url
+
+
+STALLS: dict[str, Callable[[Message], bytes]] = {
+    "before the body": lambda message: message.headers(),
+    "after a byte": lambda message: message.whole()[: len(message.headers()) + 1],
+    "in the middle": lambda message: message.whole()[: len(message.headers()) + len(message.body) // 2],
+    "before the last byte": lambda message: message.whole()[:-1],
+    "before the first chunk": lambda message: message.chunked(50)[: len(message.head) + 30],
+    "in a chunk": lambda message: message.chunked(50)[: len(message.head) + 100],
+    "before the last chunk": lambda message: message.chunked(50)[:-5],
+}
+
+
+def assert_too_late(answer: Answer, make: Make) -> None:
+    if make is v1:
+        response = httpx.Response(answer.status, headers=answer.headers, content=answer.body)
+        assert_problem(response, 408, "request_timeout", "0.3 seconds", "GRADSERVE_REQUEST_TIMEOUT")
+    else:
+        assert answer.status == 400
+        assert json.loads(answer.body).keys() == {"error"}
+        assert b"0.3 seconds" in answer.body
+    assert answer.headers["connection"] == "close"
+
+
+def test_clients_that_stall(impatient: str) -> None:
+    cases = [(make, size, stall) for make in (v1, v2) for size in (SMALL, LARGE) for stall in STALLS]
+    connections = [Connection(impatient) for _ in cases]  # which all wait at the same time
+    for connection, (make, size, stall) in zip(connections, cases, strict=True):
+        connection.send(STALLS[stall](make(size)))
+    for connection, (make, _, _) in zip(connections, cases, strict=True):
+        with connection:
+            assert_too_late(connection.answer(), make)
+            assert connection.is_closed()
+    for message in (v1(SMALL), v2(LARGE)):
+        with Connection(impatient) as connection:
+            connection.send(message.whole())
+            assert_right(connection.answer(), message)
+
+
+def test_a_client_that_is_slow_but_goes_on() -> None:
+    messages = [make(size) for make in (v1, v2) for size in (SMALL, LARGE)]
+    with serving(request_timeout=0.8) as url:
+        connections = [Connection(url) for _ in messages]
+        for start, stop in pairwise((0, -6, -5, -4, -3, -2, -1, None)):
+            for connection, message in zip(connections, messages, strict=True):
+                connection.send(message.whole()[start:stop])
+            time.sleep(0.15)
+        for connection, message in zip(connections, messages, strict=True):
+            with connection:
+                assert_right(connection.answer(), message)
+
+
+@EITHER_API
+@SIZES
+@pytest.mark.parametrize("stall", STALLS)
+def test_a_client_that_leaves(url: str, make: Make, size: int, stall: str) -> None:
+    message = make(size)
+    for _ in range(3):
+        with Connection(url) as connection:
+            connection.send(STALLS[stall](message))
+    with Connection(url) as connection:
+        connection.send(message.whole())
+        assert_right(connection.answer(), message)
+
+
+@EITHER_API
+@SIZES
+def test_a_client_that_does_not_wait_for_its_answer(url: str, make: Make, size: int) -> None:
+    message = make(size)
+    for _ in range(5):
+        with Connection(url) as connection:
+            connection.send(message.whole())
+    with Connection(url) as connection:
+        connection.send(message.whole())
+        assert_right(connection.answer(), message)
+
+
+# ----- too large -----
+
+
+@EITHER_API
+def test_an_announced_size_over_the_limit_is_refused_before_it_comes(connection: Connection, make: Make) -> None:
+    for more in (b"", b"Expect: 100-continue\r\n"):
+        connection.send(make(SMALL).head + b"Content-Length: %d\r\n%b\r\n" % (LIMIT + 1, more))
+        answer = connection.answer()
+        assert answer.status == 413
+        assert b"2097153 bytes" in answer.body
+        assert b"GRADSERVE_MAX_BODY_BYTES" in answer.body
+        connection.send(bytes(LIMIT + 1))  # which is read nevertheless, and thrown away
+    message = make(SMALL)
+    connection.send(message.whole())
+    assert_right(connection.answer(), message)
+
+
+@EITHER_API
+def test_chunks_over_the_limit_are_refused_before_they_end(connection: Connection, make: Make) -> None:
+    chunk = b"%x\r\n%b\r\n" % (1 << 18, bytes(1 << 18))
+    connection.send(make(SMALL).head + b"Transfer-Encoding: chunked\r\n\r\n", *([chunk] * 8))
+    connection.send(b"1\r\n \r\n")
+    answer = connection.answer()
+    assert answer.status == 413
+    assert b"the limit is 2097152" in answer.body
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_limit_itself(client: httpx.Client, chunked: bool) -> None:
+    def post(size: int) -> httpx.Response:
+        body = b'{"dY": 1, "X": 1}'.ljust(size)
+        content: Any = iter(cut(body, 5, 100_000)) if chunked else body
+        return client.post("/v1/ops/ReluGrad", content=content, headers={"Content-Type": "application/json"})
+
+    assert post(LIMIT).status_code == 200
+    assert_problem(post(LIMIT + 1), 413, "body_too_large", "2097152")
+
+
+BOMBS = {"gzip": gzip.compress(bytes(64 << 20)), "deflate": zlib.compress(bytes(64 << 20))}
+
+
+@pytest.mark.parametrize("path", ["/v1/ops/ReluGrad", "/v2/models/ReluGrad/infer"])
+@pytest.mark.parametrize("coding", BOMBS)
+def test_a_bomb_is_not_inflated(client: httpx.Client, path: str, coding: str) -> None:
+    assert len(BOMBS[coding]) < 1 << 17
+    tracemalloc.start()
+    try:
+        answer = client.post(path, content=BOMBS[coding], headers={"Content-Encoding": coding})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert answer.status_code == 413
+    assert "inflated" in answer.text
+    assert peak < 3 * LIMIT
+
+
+@EITHER_API
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_compressed_body_in_pieces(connection: Connection, make: Make, coding: str) -> None:
+    plain = make(LARGE)
+    squeezed = gzip.compress(plain.body) if coding == "gzip" else zlib.compress(plain.body)
+    message = Message(plain.head + f"Content-Encoding: {coding}\r\n".encode(), squeezed, plain.numbers)
+    for whole in (message.whole(), message.chunked(10_000)):
+        connection.send(*cut(whole, 250, 100_000))
+        assert_right(connection.answer(), plain)
+
+
+# ----- under another server -----
+
+
+def test_without_our_protocol_everything_works_too() -> None:
+    app = create_app(Settings(max_body_bytes=LIMIT))
+
+    async def check() -> None:
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        ):
+            for message in (v1(SMALL), v2(SMALL), v1(LARGE), v2(LARGE)):
+                await check_one(client, message)
+
+    async def check_one(client: httpx.AsyncClient, message: Message) -> None:
+        first, *lines = message.head.decode().splitlines()
+        path, headers = first.split()[1], dict(line.split(": ") for line in lines[1:])
+
+        async def pieces(body: bytes) -> Any:
+            for piece in cut(body, 1, 5000, 70_000) if len(body) > 70_000 else cut(body, 1):
+                yield piece
+
+        squeezed = {**headers, "Content-Encoding": "gzip"}
+        for answer in (
+            await client.post(path, content=message.body, headers=headers),
+            await client.post(path, content=pieces(message.body), headers=headers),
+            await client.post(path, content=gzip.compress(message.body), headers=squeezed),
+        ):
+            assert_right(Answer(answer.status_code, dict(answer.headers), answer.content), message)
+        for content in (bytes(LIMIT + 1), pieces(bytes(LIMIT + 1))):
+            answer = await client.post(path, content=content, headers=headers)
+            assert answer.status_code == 413
+            assert "2097152" in answer.text
+        answer = await client.post(path, content=message.body[:-1], headers=headers)
+        assert answer.status_code == 400
+
+    asyncio.run(check())
