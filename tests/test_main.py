@@ -66,17 +66,22 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert "usage: gradserve" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_the_server_serves_and_ends_when_told(host: str) -> None:
-    environment = {**os.environ, "GRADSERVE_ALLOW_ANONYMOUS": "true", "GRADSERVE_HOST": host, "GRADSERVE_PORT": "0"}
+@pytest.mark.parametrize(("host", "workers"), [("127.0.0.1", 1), ("0.0.0.0", 1), ("127.0.0.1", 2)])
+def test_the_server_serves_and_ends_when_told(host: str, workers: int) -> None:
+    given = {"ALLOW_ANONYMOUS": "true", "HOST": host, "PORT": "0", "WORKERS": str(workers)}
+    environment = {**os.environ, **{f"GRADSERVE_{name}": value for name, value in given.items()}}
     server = subprocess.Popen(
         [sys.executable, "-m", "service", "serve"], env=environment, stderr=subprocess.PIPE, text=True
     )
     try:
         assert server.stderr is not None
-        line = next(line for line in server.stderr if "running on" in line)
-        port = line.split("running on http://")[1].split()[0].rsplit(":", 1)[1]
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, -1]})
+        said = ""
+        while not ("running on" in said and "startup complete" in said):
+            said += server.stderr.readline()
+        port = said.split("running on http://")[1].split()[0].rsplit(":", 1)[1]
+        # A worker process says so a moment before it listens.
+        with httpx.Client(transport=httpx.HTTPTransport(retries=5)) as client:
+            answer = client.post(f"http://127.0.0.1:{port}/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, -1]})
         assert answer.json()["dX"]["data"] == [1.0, 0.0]
         server.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 30

@@ -136,20 +136,18 @@ class Answer(NamedTuple):
     async def send(self, scope: Scope, send: Send) -> None:
         """Send it, as the answer to the request of this scope."""
         size = sum(map(len, self.pieces))
-        *first, last = self.pieces if size > JOINED_BYTES else [b"".join(self.pieces)]
+        pieces = self.pieces if size > JOINED_BYTES else [b"".join(self.pieces)]
         headers = {"content-type": self.media_type, "content-length": str(size), **self.headers}
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        messages: list[Any] = [
-            {"type": "http.response.start", "status": 200, "headers": raw},
-            *({"type": "http.response.body", "body": piece, "more_body": True} for piece in first),
-            {"type": "http.response.body", "body": last, "more_body": False},
-        ]
+        head = [(name.encode(), value.encode()) for name, value in headers.items()]
         send_at_once = scope.get("extensions", {}).get(SEND_AT_ONCE)
         if send_at_once is not None:
-            await send_at_once(messages)
-        else:  # under another server
-            for message in messages:
-                await send(message)
+            await send_at_once(head, pieces)
+            return
+        # Under another server.
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class AnswerResponse(Response):
