@@ -1,0 +1,139 @@
+"""safetensors over /v1: which types are read and answered, and mistakes as problems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from service.codecs import safetensors as codec
+from service.codecs.safetensors import MEDIA_TYPE
+from service.kernels import Operator
+from service.limits import Limits
+from tests.serving import assert_problem
+from tests.test_contract import EVERY, assert_same, example
+from tests.test_contract import decode as decode_json
+
+JSON = "application/json"
+ONES = {"dY": np.ones(2, np.float32), "X": np.ones(2, np.float32)}
+
+
+def post(
+    client: httpx.Client, op: str, content: bytes, *, accept: str | None = None, sent: str = MEDIA_TYPE, **params: Any
+) -> httpx.Response:
+    headers = {"Content-Type": sent} | ({} if accept is None else {"Accept": accept})
+    return client.post(f"/v1/ops/{op}", content=content, headers=headers, params=params)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_operator(client: httpx.Client, operator: Operator, dtype: str) -> None:
+    tensors = example(operator, {"float": dtype})
+    expected = operator(tensors, {})
+    content = safetensors.numpy.save(tensors)
+    answer = post(client, operator.name, content)
+    assert answer.headers["content-type"] == MEDIA_TYPE
+    read = codec.decode(memoryview(answer.content), Limits(1 << 20))
+    assert read.keys() == expected.keys()
+    assert_same({name: read[name] for name in expected}, expected)
+    assert_same(decode_json(post(client, operator.name, content, accept=JSON)), expected)
+
+
+def test_outputs_and_attributes_are_asked_for_in_the_query(client: httpx.Client) -> None:
+    buffers = {"gradient_buffer": np.zeros(2, np.float32), "gradient": np.ones(2, np.float32)}
+    answer = post(client, "InPlaceAccumulatorV2", safetensors.numpy.save(buffers), outputs="accumulated_gradient")
+    assert list(safetensors.numpy.load(answer.content)) == ["accumulated_gradient"]
+    leaky = safetensors.numpy.save({"dY": ONES["dY"], "Y": -ONES["X"]})
+    answer = post(client, "LeakyReluGrad", leaky, alpha=0.5)
+    assert safetensors.numpy.load(answer.content)["dX"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("sent", [MEDIA_TYPE, f"{MEDIA_TYPE}; version=1", MEDIA_TYPE.upper(), f"{MEDIA_TYPE} ;x"])
+def test_content_types_that_are_safetensors(client: httpx.Client, sent: str) -> None:
+    answer = post(client, "ReluGrad", codec_bytes(ONES), sent=sent)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == MEDIA_TYPE
+
+
+def codec_bytes(tensors: dict[str, Any]) -> bytes:
+    return b"".join(codec.encode(tensors))
+
+
+@pytest.mark.parametrize(
+    ("sent", "accept", "answered"),
+    [
+        (MEDIA_TYPE, None, MEDIA_TYPE),
+        (MEDIA_TYPE, "*/*", MEDIA_TYPE),
+        (MEDIA_TYPE, "application/*", MEDIA_TYPE),
+        (MEDIA_TYPE, "", MEDIA_TYPE),
+        (MEDIA_TYPE, JSON, JSON),
+        (MEDIA_TYPE, f"{JSON}, */*;q=0.1", JSON),
+        (MEDIA_TYPE, f"{JSON}, {MEDIA_TYPE}", MEDIA_TYPE),
+        (JSON, None, JSON),
+        (JSON, "*/*", JSON),
+        (JSON, MEDIA_TYPE, MEDIA_TYPE),
+        (JSON, f"text/html, {MEDIA_TYPE.upper()}; q=0.5", MEDIA_TYPE),
+        (JSON, f"{MEDIA_TYPE}, {JSON}", JSON),
+    ],
+)
+def test_accept_decides_the_answer(client: httpx.Client, sent: str, accept: str | None, answered: str) -> None:
+    content = codec_bytes(ONES) if sent == MEDIA_TYPE else b'{"dY": [1, 1], "X": [1, 1]}'
+    answer = post(client, "ReluGrad", content, sent=sent, accept=accept)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == answered
+    if answered == MEDIA_TYPE:
+        assert safetensors.numpy.load(answer.content)["dX"].tolist() == [1, 1]
+    else:
+        assert answer.json()["dX"].keys() == {"dtype", "shape", "base64" if sent == MEDIA_TYPE else "data"}
+
+
+@pytest.mark.parametrize("accept", ["text/html", "application/octet-stream", "application/vnd.safetensors2", "*"])
+def test_answers_that_are_not_given(client: httpx.Client, accept: str) -> None:
+    problem = assert_problem(
+        post(client, "ReluGrad", codec_bytes(ONES), accept=accept),
+        406,
+        "not_acceptable",
+        repr(accept),
+        JSON,
+        MEDIA_TYPE,
+    )
+    assert problem["op"] == "ReluGrad"
+
+
+@pytest.mark.parametrize("sent", ["application/octet-stream", "application/vnd", "safetensors", "", ";"])
+def test_types_that_are_not_read(client: httpx.Client, sent: str) -> None:
+    answer = post(client, "ReluGrad", codec_bytes(ONES), sent=sent)
+    assert_problem(answer, 415, "unsupported_media_type", JSON, MEDIA_TYPE)
+
+
+def test_json_that_says_to_be_safetensors_and_the_reverse(client: httpx.Client) -> None:
+    answer = post(client, "ReluGrad", b'{"dY": 1, "X": 1}')
+    assert_problem(answer, 400, "malformed_body", "safetensors header")
+    assert_problem(post(client, "ReluGrad", codec_bytes(ONES), sent=JSON), 400, "malformed_body", "not JSON")
+
+
+MISTAKES: dict[str, tuple[bytes, int, str, tuple[str, ...]]] = {
+    "empty": (b"", 400, "malformed_body", ("0 bytes",)),
+    "no tensors": (codec_bytes({}), 422, "missing_tensor", ("'dY'",)),
+    "cut off": (codec_bytes(ONES)[:-1], 400, "malformed_body", ("[8, 16]", "end by 15")),
+    "unknown": (codec_bytes({**ONES, "Y": ONES["X"]}), 422, "unknown_tensor", ("'Y'", "dY, X")),
+    "dtype": (codec_bytes({**ONES, "X": np.ones(2, np.int32)}), 422, "dtype_mismatch", ("X is int32",)),
+    "shape": (codec_bytes({**ONES, "X": ONES["X"][:1]}), 422, "shape_mismatch", ("X", "[1]")),
+    "a dtype that is not read": (
+        safetensors.numpy.save({**ONES, "X": np.ones(2, np.uint8)}),
+        422,
+        "invalid_tensor",
+        ("X.dtype is 'U8'",),
+    ),
+    "too large": (codec_bytes({"dY": np.zeros(300_000, np.float32)}), 413, "tensor_too_large", ("dY", "1200000 bytes")),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_each_mistake_has_its_problem(client: httpx.Client, case: str) -> None:
+    content, status, code, words = MISTAKES[case]
+    problem = assert_problem(post(client, "ReluGrad", content), status, code, *words)
+    assert problem["op"] == "ReluGrad"
