@@ -1,0 +1,317 @@
+"""The Open Inference Protocol over plain HTTP: the forms of its answers and errors, and what clients may ask for."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from service.kernels import OPERATORS
+from service.kernels._op import T, _read
+
+INFER = "/v2/models/InPlaceAccumulatorV2/infer"
+RELU = "/v2/models/ReluGrad/infer"
+LENGTH = "Inference-Header-Content-Length"
+
+
+def listed(name: str, data: Any, datatype: str = "FP32") -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": [len(data)], "data": data}
+
+
+INPUTS = [listed("gradient_buffer", [1, 2]), listed("gradient", [10, 20])]
+
+
+def assert_error(answer: httpx.Response, status: int, *words: str) -> None:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert list(answer.json()) == ["error"]
+    for word in words:
+        assert word in answer.json()["error"], answer.text
+    assert "Traceback" not in answer.text
+
+
+def infer(client: httpx.Client, **more: Any) -> httpx.Response:
+    answer = client.post(INFER, json={"inputs": INPUTS, **more})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def parts(answer: httpx.Response) -> tuple[dict[str, Any], bytes]:
+    length = int(answer.headers[LENGTH])
+    return json.loads(answer.content[:length]), answer.content[length:]
+
+
+def with_bytes(tensors: Mapping[str, Any], **more: Any) -> tuple[bytes, dict[str, str]]:
+    """A body with tensors of float32 in bytes, and the header that it needs."""
+    arrays = {name: np.array(data, np.float32) for name, data in tensors.items()}
+    form: dict[str, Any] = {"datatype": "FP32"}
+    inputs = [
+        {"name": name, **form, "shape": a.shape, "parameters": {"binary_data_size": a.nbytes}}
+        for name, a in arrays.items()
+    ]
+    head = json.dumps({"inputs": inputs, **more}).encode()
+    return head + b"".join(a.tobytes() for a in arrays.values()), {LENGTH: str(len(head))}
+
+
+# ----- models -----
+
+
+def test_the_server(client: httpx.Client) -> None:
+    answer = client.get("/v2").json()
+    assert answer.keys() == {"name", "version", "extensions"}
+    assert "binary_tensor_data" in answer["extensions"]
+
+
+def test_a_model(client: httpx.Client) -> None:
+    for path in ("/v2/models/GatherGrad", "/v2/models/GatherGrad/versions/1"):
+        assert client.get(path).json() == {
+            "name": "GatherGrad",
+            "versions": ["1"],
+            "platform": "gradserve",
+            "inputs": [
+                {"name": "shape", "datatype": "INT64", "shape": [-1]},
+                {"name": "indices", "datatype": "INT64", "shape": [-1]},
+                {"name": "grad", "datatype": "FP32", "shape": [-1]},
+            ],
+            "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1]}],
+        }
+        assert client.get(f"{path}/ready").json() == {"name": "GatherGrad", "ready": True}
+        config = client.get(f"{path}/config").json()
+        assert config["input"][0] == {"name": "shape", "data_type": "TYPE_INT64", "dims": [-1], "optional": False}
+        assert [one["name"] for one in client.get(f"{path}/stats").json()["model_stats"]] == ["GatherGrad"]
+
+
+def test_the_index(client: httpx.Client) -> None:
+    for content in (b"", b"{}"):
+        index = client.post("/v2/repository/index", content=content).json()
+        assert index[0] == {"name": next(iter(OPERATORS)), "version": "1", "state": "READY", "reason": ""}
+
+
+# ----- what may be asked for -----
+
+
+def test_an_answer_in_json(client: httpx.Client) -> None:
+    answer = infer(client, id="x")
+    assert answer.headers["content-type"] == "application/json"
+    assert LENGTH not in answer.headers
+    assert answer.json() == {
+        "id": "x",
+        "model_name": "InPlaceAccumulatorV2",
+        "model_version": "1",
+        "outputs": [
+            {"name": "updated", "datatype": "BOOL", "shape": [1], "data": [True]},
+            {"name": "accumulated_gradient", "datatype": "FP32", "shape": [2], "data": [11.0, 22.0]},
+        ],
+    }
+    assert "id" not in infer(client).json()
+
+
+def test_every_output_in_bytes(client: httpx.Client) -> None:
+    answer = infer(client, parameters={"binary_data_output": True})
+    assert answer.headers["content-type"] == "application/octet-stream"
+    head, data = parts(answer)
+    sizes = [one["parameters"]["binary_data_size"] for one in head["outputs"]]
+    assert sizes == [1, 8]
+    assert data == b"\1" + np.array([11, 22], np.float32).tobytes()
+    assert "id" not in head
+
+
+@pytest.mark.parametrize("default", [None, False, True])
+@pytest.mark.parametrize("first", [None, False, True])
+@pytest.mark.parametrize("second", [None, False, True])
+def test_each_output_in_its_own_form(client: httpx.Client, default: Any, first: Any, second: Any) -> None:
+    asked = {"accumulated_gradient": first, "updated": second}
+    outputs = [
+        {"name": name, **({} if wanted is None else {"parameters": {"binary_data": wanted}})}
+        for name, wanted in asked.items()
+    ]
+    parameters = {} if default is None else {"binary_data_output": default}
+    answer = infer(client, outputs=outputs, parameters=parameters)
+    expected = {name: bool(default) if wanted is None else wanted for name, wanted in asked.items()}
+    if any(expected.values()):
+        head, data = parts(answer)
+    else:
+        head, data = answer.json(), b""
+    assert {one["name"]: "data" not in one for one in head["outputs"]} == expected
+    assert [one["name"] for one in head["outputs"]] == list(asked)
+    numbers, flag = np.array([11, 22], np.float32).tobytes(), b"\1"
+    assert data == numbers * expected["accumulated_gradient"] + flag * expected["updated"]
+
+
+def test_bytes_with_attributes(client: httpx.Client) -> None:
+    content, headers = with_bytes({"dY": [2, 4], "Y": [-1, 1]}, parameters={"alpha": 0.5})
+    answer = client.post("/v2/models/LeakyReluGrad/versions/1/infer", content=content, headers=headers)
+    assert answer.json()["outputs"][0]["data"] == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_with_a_length_and_in_chunks(client: httpx.Client, chunked: bool) -> None:
+    content, headers = with_bytes({"dY": [1, 2], "X": [1, 0]}, parameters={"binary_data_output": True})
+    pieces: Any = iter([content[:7], content[7:-3], content[-3:]]) if chunked else content
+    answer = client.post(RELU, content=pieces, headers=headers)
+    assert ("transfer-encoding" in answer.request.headers) is chunked
+    assert parts(answer)[1] == np.array([1, 0], np.float32).tobytes()
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/octet-stream", "text/plain", ""])
+def test_the_content_type_does_not_matter(client: httpx.Client, content_type: str) -> None:
+    content, headers = with_bytes({"dY": [1], "X": [1]})
+    answer = client.post(RELU, content=content, headers={**headers, "Content-Type": content_type})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("accepted", "coding"),
+    [
+        ("gzip", "gzip"),
+        ("deflate", "deflate"),
+        (" GZIP ", "gzip"),
+        ("gzip, deflate", None),
+        ("gzip, deflate, br, zstd", None),
+        ("identity", None),
+        ("br", None),
+        ("*", None),
+        ("", None),
+    ],
+)
+@pytest.mark.parametrize("binary", [False, True])
+def test_an_answer_is_compressed_for_those_who_ask_for_one_coding(
+    client: httpx.Client, accepted: str, coding: str | None, binary: bool
+) -> None:
+    body = {"inputs": INPUTS, "parameters": {"binary_data_output": binary}}
+    request = client.build_request("POST", INFER, json=body, headers={"Accept-Encoding": accepted.strip()})
+    answer = client.send(request, stream=True)
+    raw = b"".join(answer.iter_raw())
+    assert answer.headers.get("content-encoding") == coding
+    assert int(answer.headers["content-length"]) == len(raw)
+    plain = raw if coding is None else zlib.decompress(raw) if coding == "deflate" else gzip.decompress(raw)
+    if binary:
+        length = int(answer.headers[LENGTH])  # of the JSON as it is once inflated
+        assert plain[length:] == b"\1" + np.array([11, 22], np.float32).tobytes()
+        plain = plain[:length]
+    assert [one["name"] for one in json.loads(plain)["outputs"]] == ["updated", "accumulated_gradient"]
+
+
+# ----- bodies of nothing but bytes -----
+
+
+@pytest.mark.parametrize(("op", "names"), [("ReluGrad", "dY, X"), ("GatherGrad", "shape, indices, grad")])
+def test_a_body_of_nothing_but_bytes_is_for_models_of_one_input(client: httpx.Client, op: str, names: str) -> None:
+    answer = client.post(f"/v2/models/{op}/infer", content=bytes(8), headers={LENGTH: "0"})
+    assert_error(answer, 400, "models with one input", f"{op} needs {names}")
+
+
+def test_a_body_of_nothing_but_bytes(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def negate(x: T, /) -> T:
+        """y = -x."""
+        return -x
+
+    monkeypatch.setitem(OPERATORS, "Negate", _read("Negate", negate, ["y"], {"x": [1]}, True))
+    content = np.array([1, -2, np.inf], np.float32)
+    head, data = parts(client.post("/v2/models/Negate/infer", content=content.tobytes(), headers={LENGTH: "0"}))
+    parameters = {"binary_data_size": 12}
+    assert head["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [3], "parameters": parameters}]
+    assert data == (-content).tobytes()
+    for size in (1, 13):
+        answer = client.post("/v2/models/Negate/infer", content=bytes(size), headers={LENGTH: "0"})
+        assert_error(answer, 400, f"x holds {size} bytes")
+
+
+# ----- mistakes -----
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "1.5", "0x10", "", "+5", "1e3", "٣", "9" * 19, "5, 5"])
+def test_a_header_that_is_no_number_of_bytes(client: httpx.Client, value: str) -> None:
+    headers = [(LENGTH.encode(), value.encode())]
+    assert_error(client.post(RELU, content=b"{}", headers=headers), 400, LENGTH, "must be a number of bytes")
+
+
+@pytest.mark.parametrize(("value", "words"), [("3", "whole body has 2"), ("9" * 18, "whole body"), ("1", "not JSON")])
+def test_a_header_that_lies(client: httpx.Client, value: str, words: str) -> None:
+    assert_error(client.post(RELU, content=b"{}", headers={LENGTH: value}), 400, words)
+
+
+def test_bytes_without_the_header(client: httpx.Client) -> None:
+    content, _ = with_bytes({"dY": [1], "X": [1]})
+    assert_error(client.post(RELU, content=content), 400, "not JSON")
+    inputs = [{"name": "dY", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}}]
+    assert_error(client.post(RELU, json={"inputs": inputs}), 400, "dY", LENGTH, "missing")
+
+
+ONE = [listed("dY", [1]), listed("X", [1])]
+
+MISTAKES: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
+    "model": ("/v2/models/ReluGard/infer", {"json": {}}, 404, ("'ReluGard'", "Did you mean ReluGrad?")),
+    "version": ("/v2/models/ReluGrad/versions/2/infer", {"json": {}}, 404, ("version 1 only", "'2'")),
+    "no model": ("/v2/models//infer", {"json": {}}, 404, ("/v2/models//infer",)),
+    "a longer path": ("/v2/models/ReluGrad/infer/x", {"json": {}}, 404, ("/v2/models/ReluGrad/infer/x",)),
+    "empty": (RELU, {"content": b""}, 400, ("not JSON",)),
+    "no inputs": (RELU, {"json": {}}, 400, ("inputs is None",)),
+    "missing": (RELU, {"json": {"inputs": ONE[:1]}}, 400, ("ReluGrad needs the input 'X'",)),
+    "unknown": (RELU, {"json": {"inputs": [*ONE, listed("Y", [1])]}}, 400, ("no input 'Y'", "dY, X")),
+    "twice": (RELU, {"json": {"inputs": ONE * 2}}, 400, ("two inputs named 'dY'",)),
+    "dtype": (RELU, {"json": {"inputs": [ONE[0], listed("X", [1], "INT32")]}}, 400, ("X is int32",)),
+    "shape": (RELU, {"json": {"inputs": [ONE[0], listed("X", [1, 2])]}}, 400, ("X", "[2]", "[1]")),
+    "output": (RELU, {"json": {"inputs": ONE, "outputs": [{"name": "Z"}]}}, 400, ("no output 'Z'", "dX")),
+    "parameter": (RELU, {"json": {"inputs": ONE, "parameters": {"axis": 1}}}, 400, ("parameter 'axis'",)),
+    "attribute": (
+        "/v2/models/LeakyReluGrad/infer",
+        {"json": {"inputs": [ONE[0], listed("Y", [1])], "parameters": {"alpha": "0.5"}}},
+        400,
+        ("alpha", "'0.5'"),
+    ),
+    "too large": (RELU, {"content": bytes(3 << 20)}, 413, ("3145728", "2097152")),
+    "tensor too large": (
+        RELU,
+        {"json": {"inputs": [{**ONE[0], "shape": [1 << 40]}]}},
+        413,
+        ("dY", "[1099511627776]", "1048576"),
+    ),
+    "coding": (RELU, {"content": b"", "headers": {"Content-Encoding": "br"}}, 400, ("'br'", "gzip, deflate")),
+    "not as coded": (RELU, {"content": b"{}", "headers": {"Content-Encoding": "deflate"}}, 400, ("deflate",)),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_each_mistake_has_its_error(client: httpx.Client, case: str) -> None:
+    path, request, status, words = MISTAKES[case]
+    assert_error(client.post(path, **request), status, *words)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", RELU, "POST"),
+        ("PUT", RELU, "POST"),
+        ("GET", "/v2/models/ReluGrad/versions/1/infer", "POST"),
+        ("GET", "/v2/repository/index", "POST"),
+        ("POST", "/v2", "GET"),
+        ("POST", "/v2/models/ReluGrad", "GET"),
+        ("DELETE", "/v2/models/ReluGrad/ready", "GET"),
+        ("POST", "/v2/health/live", "GET"),
+    ],
+)
+def test_methods(client: httpx.Client, method: str, path: str, allowed: str) -> None:
+    answer = client.request(method, path)
+    assert_error(answer, 405, path, method, allowed)
+    assert answer.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("path", ["/v2/nothing", "/v2/models/ReluGrad/nothing", "/v2/models/Nothing", "/v2/models"])
+def test_paths(client: httpx.Client, path: str) -> None:
+    assert_error(client.get(path), 404)
+
+
+def test_a_connection_outlives_errors(url: str) -> None:
+    with httpx.Client(base_url=url, limits=httpx.Limits(max_connections=1)) as client:
+        for case in MISTAKES:
+            path, request, status, _ = MISTAKES[case]
+            assert client.post(path, **request).status_code == status
+            assert client.post(RELU, json={"inputs": ONE}).json()["outputs"][0]["data"] == [1.0]
