@@ -8,8 +8,9 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
 WHAT ?=
+SECONDS ?= 60
 
-.PHONY: help run test lint format bench bench-service golden docs lock clean
+.PHONY: help run test fuzz lint format bench bench-service golden docs lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
@@ -19,6 +20,9 @@ run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 
 test: $(VENV)/.dev  ## run every test, or WHAT="tests/test_json.py -k name"
 	$(BIN)/python -m pytest $(WHAT)
+
+fuzz: $(VENV)/.dev  ## damaged frames for the binary decoders, for SECONDS=60
+	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .
