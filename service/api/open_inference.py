@@ -171,6 +171,9 @@ async def infer(state: Any, scope: Scope, receive: Receive, send: Send, path: re
         await problems.answer(path[0], error, headers)(scope, receive, send)
     except ClientDisconnect:
         pass  # nobody reads an answer
+    except Exception:
+        await problems.answer(path[0], problems.bug())(scope, receive, send)
+        raise  # for the server to log
     else:
         await answer.send(scope, send)
 

@@ -87,10 +87,13 @@ def install(app: FastAPI) -> None:
         return Response(status_code=400)  # nobody reads it
 
     @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        return answer(
-            request.scope["path"], GradserveError("The server failed to answer this request; its log says why")
-        )
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return answer(request.scope["path"], bug())
+
+
+def bug() -> GradserveError:
+    """The error of whatever nobody foresaw."""
+    return GradserveError("The server failed to answer this request; its log says why")
 
 
 _METHODS = ("DELETE", "GET", "POST", "PUT")

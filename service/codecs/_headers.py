@@ -27,7 +27,9 @@ def load(text: memoryview, what: str, *, unique: bool) -> Any:
     except RecursionError:
         raise MalformedBody(f"{what} is nested too deeply") from None
     except ValueError as error:
-        raise MalformedBody(f"{what} is not JSON: {error}") from None
+        hint = '; NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"'
+        nonfinite = b"NaN" in raw or b"Infinity" in raw
+        raise MalformedBody(f"{what} is not JSON: {error}{hint if nonfinite else ''}") from None
     return value
 
 

@@ -12,8 +12,10 @@ import httpx
 import numpy as np
 import pytest
 
+from service.api import work
 from service.kernels import OPERATORS
 from service.kernels._op import T, _read
+from tests.serving import serving
 
 INFER = "/v2/models/InPlaceAccumulatorV2/infer"
 RELU = "/v2/models/ReluGrad/infer"
@@ -315,3 +317,15 @@ def test_a_connection_outlives_errors(url: str) -> None:
             path, request, status, _ = MISTAKES[case]
             assert client.post(path, **request).status_code == status
             assert client.post(RELU, json={"inputs": ONE}).json()["outputs"][0]["data"] == [1.0]
+
+
+def test_a_bug_is_an_error_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(work, "_perform", broken)
+    with serving() as url:
+        answer = httpx.post(f"{url}/v2/models/ReluGrad/infer", content=b"{}")
+        assert (answer.status_code, list(answer.json())) == (500, ["error"])
+        assert "secret" not in answer.text
+        assert httpx.get(f"{url}/v2/health/ready").status_code == 200
