@@ -30,6 +30,7 @@ class Engine:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
         self._arena = Arena(reuse_bytes)
         self._workspace = Workspace(self._pool, threads, self._allocate)
+        self._alone = Workspace(allocate=self._allocate)
 
     def buffer(self, size: int) -> memoryview:
         """`size` uninitialised bytes, in memory of past tensors where there is some."""
@@ -49,8 +50,10 @@ class Engine:
         tensors: Mapping[str, Array],
         attributes: Mapping[str, Any],
         wanted: Sequence[str] | None = None,
+        *,
+        alone: bool = False,
     ) -> dict[str, Array]:
-        """The operator's outputs, name -> array, or those `wanted`. Called in the pool, whose idle threads join in.
+        """The operator's outputs, name -> array, or those `wanted`. Idle threads of the pool join in, unless `alone`.
 
         Raises `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, and what the kernel raises.
         """
@@ -58,7 +61,7 @@ class Engine:
         self._check_dtypes(operator, tensors)
         for name, tensor in tensors.items():
             self.limits.check(name, tensor.shape, tensor.dtype)
-        with workspace(self._workspace):
+        with workspace(self._alone if alone else self._workspace):
             return operator(tensors, attributes, wanted)
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:

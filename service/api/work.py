@@ -21,7 +21,7 @@ from service.settings import Settings
 
 R = TypeVar("R")
 
-INLINE_TEXT, INLINE_BYTES = 1 << 18, 1 << 22
+INLINE_TEXT, INLINE_BYTES = 1 << 18, 3 << 20
 """Up to this size of a body, JSON or bytes, the work is done at once: to hand it over to the pool and back would take
 as long. A probe waits for it about a millisecond, no longer than for a thread that holds the interpreter's lock."""
 
@@ -66,10 +66,9 @@ async def respond(
         limit, patience = settings.max_body_bytes, settings.request_timeout
         body = await read_body(scope, receive, headers, limit, patience, engine.buffer, head)
         asked = time.monotonic_ns()
-        work = partial(_perform, engine, settings, statistics, operator, body, codings, decode, asked)
-        if len(body) <= inline and operator.linear and codings == (None, None):
-            return work()
-        return await _in_pool(receive, engine, work)
+        small = len(body) <= inline and operator.linear and codings == (None, None)
+        work = partial(_perform, engine, settings, statistics, operator, body, codings, decode, asked, small)
+        return work() if small else await _in_pool(receive, engine, work)
     except GradserveError as error:
         error.context["op"] = operator.name
         statistics.failed(operator.name, asked)
@@ -85,6 +84,7 @@ def _perform(
     codings: tuple[str | None, str | None],
     decode: Callable[[Engine, memoryview], Job],
     asked: int,
+    alone: bool,
 ) -> Answer:
     started = time.monotonic_ns()
     came_in, goes_out_in = codings
@@ -92,7 +92,7 @@ def _perform(
         body = inflate(body, came_in, settings.max_body_bytes)
     job = decode(engine, body)
     decoded = time.monotonic_ns()
-    outputs = engine.run(operator, job.tensors, job.attributes, job.wanted)
+    outputs = engine.run(operator, job.tensors, job.attributes, job.wanted, alone=alone)
     computed = time.monotonic_ns()
     answer = job.encode(outputs)
     if goes_out_in is not None:
