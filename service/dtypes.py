@@ -76,4 +76,4 @@ def compute_dtype(dtype: DType) -> DType:
     >>> compute_dtype(BFLOAT16)
     dtype('float32')
     """
-    return FLOAT32 if dtype in (FLOAT16, BFLOAT16) else dtype
+    return FLOAT32 if dtype.itemsize == 2 else dtype

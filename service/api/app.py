@@ -56,6 +56,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         ws="none",
         access_log=settings.access_log,
         proxy_headers=False,
+        server_header=False,
     )
 
 

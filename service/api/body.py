@@ -90,7 +90,9 @@ def _too_large(what: str, limit: int) -> BodyTooLarge:
 
 def coding_of(headers: Headers) -> str | None:
     """The coding that the body came in, gzip or deflate; None for neither. Raises `UnsupportedMediaType`."""
-    coding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+    if b"content-encoding" not in headers:
+        return None
+    coding = headers[b"content-encoding"].decode("latin-1").strip().lower()
     if coding != "identity" and coding not in _WINDOWS:
         raise UnsupportedMediaType(f"Content-Encoding is {shown(coding)}, but must be one of identity, gzip, deflate")
     return None if coding == "identity" else coding
@@ -102,7 +104,9 @@ def wanted_coding(headers: Headers) -> str | None:
     HTTP libraries offer several with every request. To compress tensors takes far longer than to send them, so that is
     done for those only who ask for nothing else.
     """
-    accepted = headers.get(b"accept-encoding", b"").decode("latin-1").strip().lower()
+    if b"accept-encoding" not in headers:
+        return None
+    accepted = headers[b"accept-encoding"].decode("latin-1").strip().lower()
     return accepted if accepted in _WINDOWS else None
 
 
