@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
@@ -20,13 +20,11 @@ from service.api.problems import invalid_parameter
 from service.api.statistics import Statistics
 from service.api.work import INLINE_BYTES, INLINE_TEXT, Job, engine_of, respond
 from service.codecs import open_inference as codec
-from service.codecs._bytes import view
 from service.dtypes import DTYPES, OPEN_INFERENCE
 from service.engine import Engine
 from service.errors import (
     GradserveError,
     Invalid,
-    InvalidParameter,
     MalformedBody,
     MethodNotAllowed,
     UnknownOperator,
@@ -212,13 +210,11 @@ def _decode_raw(operator: Operator, engine: Engine, body: memoryview) -> Job:
             f" {', '.join(tensor.name for tensor in needed)}"
         )
     name, dtype = needed[0].name, DTYPES[needed[0].kind.default]
-    shape = [len(body) // dtype.itemsize]
-    engine.limits.check(name, shape, dtype)
-    outputs = [output.name for output in operator.outputs]
-    return Job({name: view(name, name, body, dtype, shape)}, {}, None, partial(_encode, operator, None, outputs))
+    tensor = codec.decode_raw(name, dtype, body, engine.limits)
+    return Job({name: tensor}, {}, None, partial(_encode, operator, None, operator.output_names))
 
 
-def _encode(operator: Operator, identity: str | None, binary: list[str], outputs: Mapping[str, Array]) -> Answer:
+def _encode(operator: Operator, identity: str | None, binary: Sequence[str], outputs: Mapping[str, Array]) -> Answer:
     pieces, length = codec.encode(operator.name, identity, outputs, binary)
     if length is None:
         return Answer(pieces, "application/json")
@@ -244,6 +240,4 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> dict[str, 
     try:
         return _attribute_model(operator).model_validate(given).model_dump()
     except ValidationError as invalid:
-        raise InvalidParameter(
-            invalid_parameter(invalid.errors()[0]).detail.replace("query parameter", "parameter")
-        ) from None
+        raise invalid_parameter(invalid.errors()[0], kind="parameter") from None

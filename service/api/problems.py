@@ -1,4 +1,4 @@
-"""Errors as answers: RFC 9457 `application/problem+json`, made in one place."""
+"""Errors as answers, made in one place: RFC 9457 `application/problem+json`, and on `/v2` the protocol's own form."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None =
     return Response(json.dumps(content), error.status, headers, MEDIA_TYPE)
 
 
-def invalid_parameter(error: Mapping[str, Any]) -> Invalid:
-    """pydantic's word on one query parameter as an error of ours."""
+def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter") -> Invalid:
+    """pydantic's word on one parameter as an error of ours."""
     name = str(error["loc"][-1])
     if error["type"] == "extra_forbidden":
-        return UnknownParameter(f"There is no query parameter {shown(name)} here", parameter=name)
+        return UnknownParameter(f"There is no {kind} {shown(name)} here", parameter=name)
     message = f"{name}: {error['msg']}"
     if "input" in error and error["type"] != "missing":
         message += f", but is {shown(error['input'])}"
@@ -60,7 +60,7 @@ def invalid_parameter(error: Mapping[str, Any]) -> Invalid:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error in `app` with a problem."""
+    """Let `app` answer with every error that its routes raise."""
 
     @app.exception_handler(GradserveError)
     async def ours(request: Request, error: GradserveError) -> Response:

@@ -69,6 +69,13 @@ def decode(body: memoryview, header_length: int | None, limits: Limits) -> Reque
     return Request(identity, tensors, parameters, outputs or None, binary)
 
 
+def decode_raw(name: str, dtype: DType, body: memoryview, limits: Limits) -> Array:
+    """The tensor `name`, of rank 1, of which `body` holds the bytes and nothing else. Raises like `decode`."""
+    shape = [len(body) // dtype.itemsize]
+    limits.check(name, shape, dtype)
+    return view(name, name, body, dtype, shape)
+
+
 class _Inputs:
     """Reads the inputs one after the other, those in bytes from where the one before ended."""
 
@@ -159,16 +166,16 @@ class _Inputs:
 def _read(text: memoryview) -> dict[str, Any]:
     """The JSON as Python objects; but where it is large, the numbers of tensors stay in the parser."""
     if len(text) <= SMALL:
-        return as_object(load(text, "The JSON", unique=False), "The JSON")
+        return as_object(load(text, "The request", unique=False), "The request")
     try:
-        return as_object(_plain(parse(text)), "The JSON")
+        return as_object(_plain(parse(text)), "The request")
     except RecursionError:
-        raise MalformedBody("The JSON is nested too deeply") from None
+        raise MalformedBody("The request is nested too deeply") from None
 
 
 def _plain(value: Any, key: str = "") -> Any:
     if isinstance(value, (simdjson.Object, Pairs)):
-        return {name: _plain(member, name) for name, member in members_of(value, shown(key) if key else "The JSON")}
+        return {name: _plain(member, name) for name, member in members_of(value, shown(key) if key else "The request")}
     if type(value) not in LISTS or key == "data":
         return value
     if len(value) > MOST_ITEMS:

@@ -292,7 +292,7 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = 
     "nothing": ((b"",), {}, ("not JSON",)),
     "not JSON": ((b"{'inputs': []}",), {}, ("not JSON",)),
     "not UTF-8": ((b'{"inputs": "\xff"}',), {}, ("not JSON",)),
-    "a list": (([],), {}, ("The JSON is []", "an object")),
+    "a list": (([],), {}, ("The request is []", "an object")),
     "no inputs": (({},), {}, ("inputs is None", "a list")),
     "inputs that are an object": (({"inputs": {}},), {}, ("inputs is {}", "a list")),
     "an input that is a number": (({"inputs": [5]},), {}, ("inputs is 5", "an object")),
