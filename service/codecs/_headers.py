@@ -14,15 +14,15 @@ MOST_VALUES = 1 << 18
 """The most values in a header: each takes up to a hundred bytes once it is read."""
 
 
-def load(text: memoryview, what: str, *, unique: bool) -> Any:
-    """The header as JSON. Raises `MalformedBody`; if `unique`, also where an object has two members of one name."""
+def load(text: memoryview | bytes, what: str) -> Any:
+    """The header as JSON. Raises `MalformedBody`, also where an object has two members of one name."""
     raw = bytes(text)
     if len(raw) > MOST_VALUES and raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_VALUES:
         raise MalformedBody(f"{what} has more than {MOST_VALUES} values")
     try:
         value = orjson.loads(raw)
         # orjson keeps the last of two members of one name. Where none was lost, as many colons are left as came.
-        if unique and (b"\\" in raw or raw.count(b":") != _colons(value)):
+        if b"\\" in raw or raw.count(b":") != _colons(value):
             json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, what))
     except RecursionError:
         raise MalformedBody(f"{what} is nested too deeply") from None
@@ -54,7 +54,7 @@ def _colons(value: object) -> int:
         return value.count(":")
     if isinstance(value, dict):
         return len(value) + sum(_colons(name) + _colons(member) for name, member in value.items())
-    if isinstance(value, list) and value and type(value[0]) is not int:
+    if isinstance(value, list) and value and type(value[0]) not in (int, float):
         return sum(_colons(item) for item in value)
     return 0
 

@@ -2,13 +2,14 @@
 
 With the binary tensor data extension the JSON ends where the header Inference-Header-Content-Length says, and the bytes
 of the tensors that have a `binary_data_size` follow, in order, without gaps. Lists may be flat or nested. BF16 travels
-in bytes only; NaN and infinities in lists are the strings "NaN", "Infinity" and "-Infinity".
+in bytes only; NaN and infinities in lists are the strings "NaN", "Infinity" and "-Infinity", or bare words.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import orjson
@@ -27,6 +28,9 @@ SMALL = 1 << 16
 
 MOST_ITEMS = 1 << 12
 """The most items of a list that does not hold numbers of a tensor."""
+
+KNOWN_BYTES = 1 << 12
+"""Up to this size JSON that bytes follow is remembered."""
 
 _DTYPES: dict[Any, DType] = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
 
@@ -49,24 +53,17 @@ def decode(body: memoryview, header_length: int | None, limits: Limits) -> Reque
     `header_length` is where the JSON ends; None: at the end. Raises `MalformedBody`, `InvalidTensor`,
     `InvalidParameter`, `TensorTooLarge` and `TooManyDimensions`.
     """
-    if header_length is not None and header_length > len(body):
-        raise MalformedBody(
-            f"Inference-Header-Content-Length is {header_length}, but the whole body has {len(body)} bytes"
-        )
-    text, data = (body, None) if header_length is None else (body[:header_length], body[header_length:])
-    request = _read(text)
-    parameters = as_object(request.get("parameters", {}), "parameters")
-    identity = request.get("id")
-    if identity is not None and not isinstance(identity, str):
-        raise MalformedBody(f"id is {shown(identity)}, but must be a string")
-    inputs = _Inputs(text, data, limits)
-    tensors = inputs.read(_objects(request.get("inputs"), "inputs"))
-    inputs.prove(request)
-    binary = _flag(parameters.pop("binary_data_output", False), "binary_data_output")
-    outputs = None
-    if request.get("outputs") is not None:
-        outputs = dict(_output(entry, binary) for entry in _objects(request["outputs"], "outputs"))
-    return Request(identity, tensors, parameters, outputs or None, binary)
+    if header_length is None:
+        text, data, head = body, None, _head(body)
+    else:
+        if header_length > len(body):
+            raise MalformedBody(
+                f"Inference-Header-Content-Length is {header_length}, but the whole body has {len(body)} bytes"
+            )
+        text, data = body[:header_length], body[header_length:]
+        head = _known_head(text.tobytes()) if header_length <= KNOWN_BYTES else _head(text)
+    tensors = _Inputs(text, data, limits).read(head)
+    return Request(head.id, tensors, head.parameters, head.outputs, head.binary)
 
 
 def decode_raw(name: str, dtype: DType, body: memoryview, limits: Limits) -> Array:
@@ -74,6 +71,66 @@ def decode_raw(name: str, dtype: DType, body: memoryview, limits: Limits) -> Arr
     shape = [len(body) // dtype.itemsize]
     limits.check(name, shape, dtype)
     return view(name, name, body, dtype, shape)
+
+
+class _Entry(NamedTuple):
+    """An input as the JSON describes it: the `size` of its bytes, or, if that is None, its `data`, a list."""
+
+    name: str
+    dtype: DType
+    shape: list[int]
+    size: int | None
+    data: Any
+
+
+class _Head(NamedTuple):
+    """A request's JSON, read and checked but for the tensors' numbers. To be shared, so not to be changed."""
+
+    document: dict[str, Any]
+    id: str | None
+    inputs: list[_Entry]
+    parameters: dict[str, Any]
+    outputs: dict[str, bool] | None
+    binary: bool
+
+
+def _head(text: memoryview | bytes) -> _Head:
+    document = _read(text)
+    parameters = dict(as_object(document.get("parameters", {}), "parameters"))
+    identity = document.get("id")
+    if identity is not None and not isinstance(identity, str):
+        raise MalformedBody(f"id is {shown(identity)}, but must be a string")
+    inputs = [_entry(entry) for entry in _objects(document.get("inputs"), "inputs")]
+    binary = _flag(parameters.pop("binary_data_output", False), "binary_data_output")
+    outputs = None
+    if document.get("outputs") is not None:
+        outputs = dict(_output(entry, binary) for entry in _objects(document["outputs"], "outputs"))
+    return _Head(document, identity, inputs, parameters, outputs or None, binary)
+
+
+_known_head = lru_cache(maxsize=256)(_head)
+"""The same for a small JSON that bytes follow. A client's requests differ in their tensors, but hardly in that."""
+
+
+def _entry(entry: Mapping[str, Any]) -> _Entry:
+    name = _name(entry, "inputs")
+    text = entry.get("datatype")
+    dtype = _DTYPES.get(text) if isinstance(text, str) else None
+    if dtype is None:
+        known = ", ".join(_DTYPES)
+        raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {known}", tensor=name)
+    shape = check_shape(name, entry.get("shape"))
+    parameters = entry.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise MalformedBody(f"{name}.parameters is {shown(parameters)}, but must be an object")
+    size = parameters.get("binary_data_size")
+    if size is None and _SHARED_MEMORY in parameters:
+        raise InvalidTensor(f"{name} is in shared memory, which is not read here; send its bytes", tensor=name)
+    if (size is None) is ("data" not in entry):
+        raise InvalidTensor(f"{name} must have either data or the parameter binary_data_size", tensor=name)
+    if size is not None and (type(size) is not int or size < 0):
+        raise InvalidTensor(f"{name}.binary_data_size is {shown(size)}, but must be a number of bytes", tensor=name)
+    return _Entry(name, dtype, shape, size, entry.get("data"))
 
 
 class _Inputs:
@@ -84,40 +141,24 @@ class _Inputs:
         self._end = self._lists = 0
         self._unproven: list[tuple[str, Any, tuple[int, ...]]] = []
 
-    def read(self, entries: list[dict[str, Any]]) -> dict[str, Array]:
+    def read(self, head: _Head) -> dict[str, Array]:
         tensors: dict[str, Array] = {}
-        for entry in entries:
-            name = _name(entry, "inputs")
+        for entry in head.inputs:
+            name, dtype, shape, size, data = entry
             if name in tensors:
                 raise InvalidTensor(f"There are two inputs named {shown(name)}", tensor=name)
-            tensors[name] = self._tensor(name, entry)
+            self._limits.check(name, shape, dtype)
+            if size is None:
+                tensors[name] = self._from_list(name, data, dtype, shape)
+            else:
+                tensors[name] = self._from_bytes(name, size, dtype, shape)
         if self._data is not None and self._end != len(self._data):
             raise MalformedBody(f"The bytes after the JSON are {len(self._data)}, but the inputs take {self._end}")
+        if self._unproven:
+            self._prove(head.document)
         return tensors
 
-    def _tensor(self, name: str, entry: Mapping[str, Any]) -> Array:
-        text = entry.get("datatype")
-        dtype = _DTYPES.get(text) if isinstance(text, str) else None
-        if dtype is None:
-            known = ", ".join(_DTYPES)
-            raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {known}", tensor=name)
-        shape = check_shape(name, entry.get("shape"))
-        self._limits.check(name, shape, dtype)
-        parameters = entry.get("parameters", {})
-        if not isinstance(parameters, dict):
-            raise MalformedBody(f"{name}.parameters is {shown(parameters)}, but must be an object")
-        size = parameters.get("binary_data_size")
-        if size is not None and "data" not in entry:
-            return self._from_bytes(name, size, dtype, shape)
-        if _SHARED_MEMORY in parameters:
-            raise InvalidTensor(f"{name} is in shared memory, which is not read here; send its bytes", tensor=name)
-        if size is not None or "data" not in entry:
-            raise InvalidTensor(f"{name} must have either data or the parameter binary_data_size", tensor=name)
-        return self._from_list(name, entry["data"], dtype, shape)
-
-    def _from_bytes(self, name: str, size: Any, dtype: DType, shape: Sequence[int]) -> Array:
-        if type(size) is not int or size < 0:
-            raise InvalidTensor(f"{name}.binary_data_size is {shown(size)}, but must be a number of bytes", tensor=name)
+    def _from_bytes(self, name: str, size: int, dtype: DType, shape: Sequence[int]) -> Array:
         if self._data is None:
             raise InvalidTensor(
                 f"{name} has a binary_data_size, but the header Inference-Header-Content-Length is missing", tensor=name
@@ -153,24 +194,45 @@ class _Inputs:
             numbers = scalars_of(name, data, found, dtype)
         return narrow(name, numbers, found, dtype).reshape(shape)
 
-    def prove(self, request: dict[str, Any]) -> None:
+    def _prove(self, document: dict[str, Any]) -> None:
         """Raise `InvalidTensor` if a list stands where a number belongs: numbers were read flat, [1, [2]] like [1, 2].
 
         But then the JSON has more brackets than the tensors' lists, and those of the rest of the request, open.
         """
-        if self._unproven and count(self._text, b"[") != self._lists + _lists(request):
+        if count(self._text, b"[") != self._lists + _lists(document):
             for name, data, shape in self._unproven:
                 scalars_of(name, data, shape, FLOAT32)
 
 
-def _read(text: memoryview) -> dict[str, Any]:
+def _read(text: memoryview | bytes) -> dict[str, Any]:
+    try:
+        return _parsed(text)
+    except MalformedBody:
+        quoted = _quoted(bytes(text))
+        if quoted == text:
+            raise
+        return _parsed(quoted)
+
+
+def _parsed(text: memoryview | bytes) -> dict[str, Any]:
     """The JSON as Python objects; but where it is large, the numbers of tensors stay in the parser."""
     if len(text) <= SMALL:
-        return as_object(load(text, "The request", unique=False), "The request")
+        return as_object(load(text, "The request"), "The request")
     try:
         return as_object(_plain(parse(text)), "The request")
     except RecursionError:
         raise MalformedBody("The request is nested too deeply") from None
+
+
+def _quoted(text: bytes) -> bytes:
+    """The JSON with NaN and infinities as strings where they are bare words, as Python's `json` writes them."""
+    if b"\\" in text or not (b"NaN" in text or b"Infinity" in text):
+        return text  # with backslashes, a quotation mark need not begin or end a string
+    parts = text.split(b'"')
+    for number in range(0, len(parts), 2):  # those between strings
+        part = parts[number].replace(b"Infinity", b'"Infinity"').replace(b'-"Infinity"', b'"-Infinity"')
+        parts[number] = part.replace(b"NaN", b'"NaN"')
+    return b'"'.join(parts)
 
 
 def _plain(value: Any, key: str = "") -> Any:

@@ -44,7 +44,7 @@ def decode(body: memoryview, limits: Limits) -> dict[str, Array]:
             f"The safetensors header is said to have {length} bytes, but at most {len(body) - 8} follow,"
             f" and the limit is {MOST_HEADER_BYTES}"
         )
-    header = as_object(load(body[8 : 8 + length], "The safetensors header", unique=True), "The safetensors header")
+    header = as_object(load(body[8 : 8 + length], "The safetensors header"), "The safetensors header")
     _check_metadata(header.pop(METADATA, None))
     data, end = body[8 + length :], 0
     tensors = {}

@@ -179,9 +179,10 @@ def test_bfloat16_travels_in_bytes_only(call: Call) -> None:
     assert "binary_data" in message
 
 
-def test_numbers_that_are_not_finite_come_back_as_json(call: Call) -> None:
+@pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
+def test_numbers_that_are_not_finite_come_back_as_json(call: Call, binary: bool) -> None:
     dY, X = np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324]), np.ones(5)
-    result = call("infer", "ReluGrad", inputs({"dY": dY, "X": X}), outputs=outputs(["dX"], binary=False))
+    result = call("infer", "ReluGrad", inputs({"dY": dY, "X": X}, binary), outputs=outputs(["dX"], binary=False))
     assert_same(arrays(result), {"dX": dY})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -239,9 +240,40 @@ def test_numbers_that_are_not_finite(padding: bytes) -> None:
     for datatype in ("INT32", "INT64", "BOOL"):
         with pytest.raises(InvalidTensor, match=r"a\[0\] is 'NaN'"):
             read(["NaN"], datatype, [1], padding)
-    for bare in (b"[NaN]", b"[Infinity]", b"[-Infinity]"):
+
+
+@EITHER_READER
+def test_numbers_that_are_not_finite_may_be_bare_words_as_tritonclient_writes_them(padding: bytes) -> None:
+    tensor = read(b'[NaN, Infinity,-Infinity, "NaN", 1]', "FP32", [5], padding)
+    assert list(map(str, tensor.tolist())) == ["nan", "inf", "-inf", "nan", "1.0"]
+    inputs = [one("Infinity NaN", data=[1], shape=[1], parameters={"x": "NaN"})]
+    text = json.dumps({"inputs": inputs, "id": "-Infinity, NaN"})
+    got = decode(text.replace('"data": [1]', '"data": [-Infinity]').encode() + padding)
+    assert (got.id, got.tensors["Infinity NaN"].tolist()) == ("-Infinity, NaN", [-math.inf])
+    for bad in (b"[-NaN]", b"[NaNNaN]", b"[+Infinity]", b"[nan]", b"[1NaN]", b"[NaN"):
         with pytest.raises(MalformedBody, match="not JSON"):
-            read(bare, padding=padding)
+            read(bad, padding=padding)
+
+
+@EITHER_READER
+def test_two_members_of_one_name(padding: bytes) -> None:
+    for text in (b'"id": "a", "id": "b"', b'"parameters": {"axis": 1, "axis": 2}', b'"id": 1, "\\u0069d": 2'):
+        with pytest.raises(MalformedBody, match="two members named"):
+            decode(b'{"inputs": [], ' + text + b"}" + padding)
+    data = b'{"inputs": [{"name": "a", "datatype": "FP32", "shape": [1], "data": [1.5], "data": [2.5]}]}'
+    with pytest.raises(MalformedBody, match="two members named 'data'"):
+        decode(data + padding)
+
+
+def test_what_is_remembered_of_a_request_is_not_its_tensors() -> None:
+    head = {"inputs": [one(shape=[2], **size(8))], "parameters": {"axis": 1, "binary_data_output": True}}
+    for numbers in ([1.0, 2.0], [3.0, 4.0]):
+        got = decode(head, np.array(numbers, np.float32).tobytes())
+        assert (got.tensors["a"].tolist(), got.parameters, got.binary) == (numbers, {"axis": 1}, True)
+    with pytest.raises(MalformedBody, match="only 4 came"):
+        decode(head, F)
+    with pytest.raises(TensorTooLarge):
+        decode(head, F + F, limits=Limits(7))
 
 
 @EITHER_READER
