@@ -38,10 +38,6 @@ class Application(FastAPI):
             await open_inference.infer(self.state, scope, receive, send, path)
 
 
-KEEP_ALIVE = 75
-"""Seconds for which a connection may be idle: a trainer asks once in a step."""
-
-
 def server_config(settings: Settings) -> uvicorn.Config:
     """The application and the server that it runs under."""
     return uvicorn.Config(
@@ -51,7 +47,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         host=settings.host,
         port=settings.port,
         timeout_graceful_shutdown=settings.drain_timeout,
-        timeout_keep_alive=KEEP_ALIVE,
+        timeout_keep_alive=settings.keep_alive,
         http=Protocol,
         ws="none",
         access_log=settings.access_log,

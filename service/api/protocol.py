@@ -30,7 +30,26 @@ Pieces: TypeAlias = Iterable[bytes | memoryview]
 
 
 class Protocol(HttpToolsProtocol):
-    """Adds the three extensions to each request's scope."""
+    """Adds the three extensions to each request's scope, and closes connections on which a request is long in coming.
+
+    uvicorn closes those that are idle after an answer; here, also those on which nothing came yet, half a head, or a
+    part of a body that was refused.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._expect_request()
+
+    def _expect_request(self) -> None:
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

@@ -317,6 +317,23 @@ def test_clients_that_stall(impatient: str) -> None:
             assert_right(connection.answer(), message)
 
 
+def test_connections_on_which_no_request_comes() -> None:
+    message = v1(SMALL)
+    refused = message.head + b"Content-Length: %d\r\n\r\n" % (1 << 40)
+    starts = {b"": 0, message.head[:20]: 0, message.headers()[:-1]: 0, message.whole(): 200, refused: 413}
+    with serving(keep_alive=1) as url:
+        connections = [Connection(url) for _ in starts]
+        for connection, start in zip(connections, starts, strict=True):
+            connection.send(start)
+        for connection, status in zip(connections, starts.values(), strict=True):
+            with connection:
+                if status:
+                    assert connection.answer().status == status
+                if status == 413:
+                    connection.send(b"{")
+                assert connection.is_closed()
+
+
 def test_a_client_that_is_slow_but_goes_on() -> None:
     messages = [make(size) for make in (v1, v2) for size in (SMALL, LARGE)]
     with serving(request_timeout=0.8) as url:
