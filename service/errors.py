@@ -1,12 +1,22 @@
 """Every error that gradserve raises on purpose, and the answer that it becomes.
 
 * GradserveError                500 internal
+  x BufferCorrupt               500 buffer_corrupt
   x MalformedBody               400 malformed_body
   x NotFound                    404 not_found
     - UnknownOperator           404 unknown_operator
+    - UnknownBuffer             404 unknown_buffer
   x MethodNotAllowed            405 method_not_allowed
   x NotAcceptable               406 not_acceptable
   x RequestTimeout              408 request_timeout
+  x Conflict                    409 conflict
+    - BufferExists              409 buffer_exists
+    - StaleEpoch                409 stale_epoch
+    - EpochOpen                 409 epoch_open
+    - TooFewGradients           409 too_few_gradients
+    - NothingToAverage          409 nothing_to_average
+  x EpochGone                   410 epoch_gone
+  x PreconditionFailed          412 precondition_failed
   x BodyTooLarge                413 body_too_large
   x TensorTooLarge              413 tensor_too_large
   x UnsupportedMediaType        415 unsupported_media_type
@@ -21,7 +31,11 @@
     - TooManyDimensions         422 too_many_dimensions
     - AxisOutOfRange            422 axis_out_of_range
     - IndexOutOfRange           422 index_out_of_range
+    - NonfiniteGradient         422 nonfinite_gradient
+    - KeyReused                 422 idempotency_key_reused
   x NotReady                    503 not_ready
+  x StoreFailed                 503 store_failed
+  x StoreFull                   507 store_full
 
 `status` and `code` are plain class attributes, so that no layer below the API needs to know the web. The first line of
 each docstring is the title of the answer and the text of the documentation.
@@ -51,6 +65,12 @@ class GradserveError(Exception):
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
+class BufferCorrupt(GradserveError):
+    """The buffer's bytes on the disk are not those that were written."""
+
+    code = "buffer_corrupt"
+
+
 class MalformedBody(GradserveError):
     """The body cannot be read."""
 
@@ -69,6 +89,12 @@ class UnknownOperator(NotFound):
     """There is no operator of this name."""
 
     code = "unknown_operator"
+
+
+class UnknownBuffer(NotFound):
+    """There is no buffer of this name."""
+
+    code = "unknown_buffer"
 
 
 class MethodNotAllowed(GradserveError):
@@ -90,6 +116,57 @@ class RequestTimeout(GradserveError):
 
     status = 408
     code = "request_timeout"
+
+
+class Conflict(GradserveError):
+    """The state of the buffer does not allow this."""
+
+    status = 409
+    code = "conflict"
+
+
+class BufferExists(Conflict):
+    """There is a buffer of this name already, and it differs."""
+
+    code = "buffer_exists"
+
+
+class StaleEpoch(Conflict):
+    """The epoch that the request names is not the buffer's."""
+
+    code = "stale_epoch"
+
+
+class EpochOpen(Conflict):
+    """The epoch has not closed yet."""
+
+    code = "epoch_open"
+
+
+class TooFewGradients(Conflict):
+    """Fewer gradients are in than were asked for."""
+
+    code = "too_few_gradients"
+
+
+class NothingToAverage(Conflict):
+    """The weights of the gradients sum to zero."""
+
+    code = "nothing_to_average"
+
+
+class EpochGone(GradserveError):
+    """The value of this closed epoch is not kept any more."""
+
+    status = 410
+    code = "epoch_gone"
+
+
+class PreconditionFailed(GradserveError):
+    """The buffer is not in the state that `If-Match` names."""
+
+    status = 412
+    code = "precondition_failed"
 
 
 class BodyTooLarge(GradserveError):
@@ -180,11 +257,37 @@ class IndexOutOfRange(Invalid):
     code = "index_out_of_range"
 
 
+class NonfiniteGradient(Invalid):
+    """The gradient would make the buffer infinite or NaN, which it was created to refuse."""
+
+    code = "nonfinite_gradient"
+
+
+class KeyReused(Invalid):
+    """The Idempotency-Key was used before, for another request."""
+
+    code = "idempotency_key_reused"
+
+
 class NotReady(GradserveError):
     """The server is starting or stopping."""
 
     status = 503
     code = "not_ready"
+
+
+class StoreFailed(GradserveError):
+    """The store of the buffers cannot be used."""
+
+    status = 503
+    code = "store_failed"
+
+
+class StoreFull(GradserveError):
+    """The store of the buffers has no room left; nothing was changed."""
+
+    status = 507
+    code = "store_full"
 
 
 def cut(text: str, longest: int = 80) -> str:

@@ -74,6 +74,8 @@ class Operator:
     takes_wanted: bool
     linear: bool
     """Whether its time and memory are bounded by the bytes of its inputs."""
+    sparse: Callable[..., Any] | None
+    """Takes what the kernel takes, and gives its only output as something whose pieces can be had by themselves."""
 
     @cached_property
     def input_names(self) -> frozenset[str]:
@@ -95,29 +97,50 @@ class Operator:
     ) -> dict[str, Array]:
         """Run the kernel on `tensors`, input name -> array: the outputs by name, or those `wanted`, in that order."""
         less = {"wanted": wanted} if wanted is not None and self.takes_wanted else {}
-        result = self.kernel(*[tensors.get(tensor.name) for tensor in self.inputs], **attributes, **less)
+        result = self.kernel(*self._in_order(tensors), **attributes, **less)
         results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
         return results if wanted is None else {name: results[name] for name in wanted}
+
+    def in_pieces(self, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> Any:
+        """The only output of a `sparse` operator, to be had in pieces."""
+        assert self.sparse is not None
+        return self.sparse(*self._in_order(tensors), **attributes)
+
+    def _in_order(self, tensors: Mapping[str, Array]) -> list[Array | None]:
+        return [tensors.get(tensor.name) for tensor in self.inputs]
 
 
 OPERATORS: dict[str, Operator] = {}
 
 
-def op(name: str, *, outputs: str, example: Mapping[str, Any], linear: bool = True) -> Callable[[F], F]:
+def op(
+    name: str,
+    *,
+    outputs: str,
+    example: Mapping[str, Any],
+    linear: bool = True,
+    sparse: Callable[..., Any] | None = None,
+) -> Callable[[F], F]:
     """Declare the decorated kernel as the operator `name`, with the space-separated names of its `outputs`.
 
-    It is not `linear` where a few bytes of input can make it work long. The kernel is handed back unchanged.
+    It is not `linear` where a few bytes of input can make it work long, and `sparse` gives its output in pieces where
+    most of them may be zero. The kernel is handed back unchanged.
     """
 
     def register(kernel: F) -> F:
-        OPERATORS[name] = _read(name, kernel, outputs.split(), example, linear)
+        OPERATORS[name] = _read(name, kernel, outputs.split(), example, linear, sparse)
         return kernel
 
     return register
 
 
 def _read(
-    name: str, kernel: Callable[..., Any], outputs: list[str], example: Mapping[str, Any], linear: bool
+    name: str,
+    kernel: Callable[..., Any],
+    outputs: list[str],
+    example: Mapping[str, Any],
+    linear: bool,
+    sparse: Callable[..., Any] | None = None,
 ) -> Operator:
     hints = get_type_hints(kernel, include_extras=True)
     parameters = inspect.signature(kernel).parameters.values()
@@ -140,6 +163,7 @@ def _read(
         example=example,
         takes_wanted="wanted" in hints,
         linear=linear,
+        sparse=sparse,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.dtypes import BOOL, compute_dtype
+from service.dtypes import BOOL, DType, compute_dtype
 from service.errors import InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, new_output, share_out
 from service.kernels._op import T_GRAD, AnyTensor, Array, Flag, T, op
@@ -31,7 +31,7 @@ def in_place_accumulator(
     for an empty `do_update`.
     """
     if _flag("do_update", do_update, default=True):
-        return _assign(_add, gradient_buffer, gradient, out)
+        return _assign(add, gradient_buffer, gradient, out)
     return _assign(_keep, gradient_buffer, gradient_buffer, out)
 
 
@@ -45,8 +45,8 @@ def in_place_accumulator_v2(
     is converted. Buffers of float16 and bfloat16 are added in float32 and rounded once. Of `overwrite`, false if left
     out, the first element counts. Raises `ShapeMismatch`, and `InvalidTensor` for an empty `overwrite`.
     """
-    replace = _flag("overwrite", overwrite, default=False)
-    return np.ones(1, BOOL), _assign(_replace if replace else _add, gradient_buffer, gradient, out)
+    anew = _flag("overwrite", overwrite, default=False)
+    return np.ones(1, BOOL), _assign(replace if anew else add, gradient_buffer, gradient, out)
 
 
 @op("ZeroGradient", outputs="zero_gradient", example={"old_gradient": [[1.0, 2.0], [3.0, 4.0]], "reset_signal": True})
@@ -66,17 +66,39 @@ def _flag(name: str, flag: Array | None, *, default: bool) -> bool:
     return bool(flag.flat[0])
 
 
-def _add(result: Array, buffer: Array, gradient: Array) -> None:
+def add(result: Array, total: Array | int, gradient: Array, weight: float = 1.0) -> None:
+    """result = total + weight * gradient, in the dtype that `result` is computed in, rounded once; all of one shape.
+
+    For a `weight` other than 1 the product is rounded too, in that dtype.
+    """
     # NumPy converts in pieces of its own: the sum is rounded once, and no converted copy is ever whole.
-    np.add(buffer, gradient, out=result, dtype=compute_dtype(buffer.dtype), casting="unsafe")
+    dtype = compute_dtype(result.dtype)
+    if weight != 1:
+        gradient = np.multiply(gradient, dtype.type(weight), dtype=dtype, casting="unsafe")
+    np.add(total, gradient, out=result, dtype=dtype, casting="unsafe")
+
+
+def replace(result: Array, total: Array | int, gradient: Array, weight: float = 1.0) -> None:
+    """result = weight * gradient, as `add` has it."""
+    if weight == 1:
+        np.copyto(result, gradient, casting="unsafe")
+    else:
+        dtype = compute_dtype(result.dtype)
+        np.multiply(gradient, dtype.type(weight), out=result, dtype=dtype, casting="unsafe")
+
+
+def converted(total: Array, dtype: DType, weight: float = 1.0) -> Array:
+    """total / weight as `dtype`, computed in the wider of the two dtypes, in float32 at least, and rounded once."""
+    if weight == 1:
+        return total if total.dtype == dtype else total.astype(dtype)
+    wide = np.promote_types(compute_dtype(total.dtype), compute_dtype(dtype))
+    result = np.empty(total.shape, dtype)
+    np.divide(total, wide.type(weight), out=result, dtype=wide, casting="unsafe")
+    return result
 
 
 def _keep(result: Array, buffer: Array, gradient: Array) -> None:
     result[...] = buffer
-
-
-def _replace(result: Array, buffer: Array, gradient: Array) -> None:
-    np.copyto(result, gradient, casting="unsafe")
 
 
 def _clear(result: Array, buffer: Array, gradient: Array) -> None:

@@ -18,11 +18,43 @@ from service.kernels._op import Array, Shape, T, Tind, op
 from service.limits import check_rank
 
 
+class GatheredRows:
+    """GatherGrad's output, of which any piece can be had by itself: `shape`, `dtype`, and the numbers when asked for.
+
+    Takes what `gather_grad` takes, and raises the same.
+    """
+
+    def __init__(self, shape: Array, indices: Array, grad: Array, /, *, axis: int = 0) -> None:
+        self.shape, axis, targets = _bound(shape, indices, grad, axis)
+        self.dtype = grad.dtype
+        outer, self._inner = math.prod(self.shape[:axis]), math.prod(self.shape[axis + 1 :])
+        rows = (np.arange(outer)[:, None] * self.shape[axis] + targets).ravel()
+        self._order = rows.argsort(kind="stable")
+        self._rows = rows[self._order]
+        self._grad = np.ascontiguousarray(grad).reshape(rows.size, self._inner)
+
+    def piece(self, start: int, stop: int) -> Array | None:
+        """The elements from `start` to `stop` of the flat output; None if all are zero because no index leads there."""
+        first, last = start // self._inner, -(-stop // self._inner)
+        low, high = np.searchsorted(self._rows, (first, last))
+        if low == high:
+            return None
+        count, dtype = high - low, compute_dtype(self.dtype)
+        sums = np.zeros((last - first, self._inner), dtype)
+        grad = self._grad[self._order[low:high]].astype(dtype, copy=False)
+        targets = self._rows[low:high] - first
+        columns, ones = np.arange(count + 1), np.ones(count, dtype)
+        csc_matvecs(last - first, count, self._inner, columns, targets, ones, grad.reshape(-1), sums.reshape(-1))
+        flat = sums.reshape(-1)[start - first * self._inner : stop - first * self._inner]
+        return flat.astype(self.dtype, copy=False)
+
+
 @op(
     "GatherGrad",
     outputs="output",
     example={"shape": [3, 2], "indices": [0, 2, 0], "grad": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]},
     linear=False,
+    sparse=GatheredRows,
 )
 def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: T | None = None) -> T:
     """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.
@@ -33,16 +65,7 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
     same. float16 and bfloat16 are added in float32 and rounded once. Raises `AxisOutOfRange`, `IndexOutOfRange`,
     `ShapeMismatch`, `InvalidTensor` for a negative dimension and `TooManyDimensions`.
     """
-    dims = _dims(shape)
-    axis = normalize_axis(axis, len(dims), "the tensor that shape describes")
-    expected = (*dims[:axis], *indices.shape, *dims[axis + 1 :])
-    if grad.shape != expected:
-        raise ShapeMismatch(
-            f"grad has shape {list(grad.shape)}, but must have {list(expected)}:"
-            f" shape {list(dims)} with dimension {axis} replaced by the shape of indices, {list(indices.shape)}",
-            tensor="grad",
-        )
-    targets = _targets(indices, dims[axis])
+    dims, axis, targets = _bound(shape, indices, grad, axis)
     output = new_output(out, dims, grad.dtype)
     if np.may_share_memory(output, grad):
         grad = grad.copy()
@@ -53,6 +76,20 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
             output.reshape(outer, dims[axis], inner), targets, np.ascontiguousarray(grad).reshape(outer, -1, inner)
         )
     return output
+
+
+def _bound(shape: Array, indices: Array, grad: Array, axis: int) -> tuple[tuple[int, ...], int, Array]:
+    """The dimensions of the output, the axis from the front, and the index into it for each row of `grad`."""
+    dims = _dims(shape)
+    axis = normalize_axis(axis, len(dims), "the tensor that shape describes")
+    expected = (*dims[:axis], *indices.shape, *dims[axis + 1 :])
+    if grad.shape != expected:
+        raise ShapeMismatch(
+            f"grad has shape {list(grad.shape)}, but must have {list(expected)}:"
+            f" shape {list(dims)} with dimension {axis} replaced by the shape of indices, {list(indices.shape)}",
+            tensor="grad",
+        )
+    return dims, axis, _targets(indices, dims[axis])
 
 
 def _dims(shape: Array) -> tuple[int, ...]:

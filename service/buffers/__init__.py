@@ -1,0 +1,1 @@
+"""Named accumulation buffers: one protocol, its stores."""

@@ -1,0 +1,190 @@
+"""A store in this process's memory, for tests and throw-away runs: gone when the process ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from service.buffers.store import (
+    Allocate,
+    Array,
+    Gradient,
+    Key,
+    Known,
+    Outcome,
+    Receipt,
+    Record,
+    Request,
+    Snapshot,
+    Spec,
+    add_piece,
+    perform,
+    unknown,
+)
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+KEY_SECONDS = 24 * 3600.0
+
+
+class MemoryStore:
+    """A dict and a lock. Requests are made one after the other, in the thread that submits them."""
+
+    def __init__(
+        self,
+        *,
+        allocate: Allocate = np.empty,
+        key_seconds: float = KEY_SECONDS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
+        self._lock = threading.Lock()
+        self._state = _State()
+        self._generation = 0
+
+    def submit(self, request: Request) -> Future[Outcome]:
+        done: Future[Outcome] = Future()
+        with self._lock:
+            try:
+                now = self._clock()
+                self._state.expire(now, self._key_seconds)
+                txn = _Transaction(self._state, self._allocate)
+                outcome = perform(txn, request, now)
+                txn.commit()
+                self._generation += 1
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(outcome)
+        return done
+
+    def record(self, name: str) -> Record:
+        with self._lock:
+            return self._alive(name)
+
+    def records(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[Record]:
+        with self._lock:
+            now = self._clock()
+            names = sorted(name for name in self._state.records if name.startswith(prefix) and name > after)
+            living = [record for name in names if (record := self._state.records[name]).lives(now)]
+            return living[:limit]
+
+    def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
+        with self._lock:
+            txn = _Transaction(self._state, self._allocate)
+            snapshots = []
+            for name in names:
+                record = self._alive(name)
+                closed = None if epoch is None else record.kept(epoch)
+                value = record.value if closed is None else closed.value
+                snapshots.append(Snapshot(record, txn.load(record.spec, value), closed))
+            return snapshots
+
+    def recall(self, key: Key) -> Known | None:
+        with self._lock:
+            self._state.expire(self._clock(), self._key_seconds)
+            return _Transaction(self._state, self._allocate).recall(key)
+
+    def generation(self) -> int:
+        return self._generation
+
+    def close(self) -> None:
+        self._state = _State()
+
+    def _alive(self, name: str) -> Record:
+        record = self._state.records.get(name)
+        if record is None or not record.lives(self._clock()):
+            raise unknown(name)
+        return record
+
+
+class _State:
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.values: dict[int, Array] = {}
+        self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # oldest first
+        self.last_value = 0
+
+    def expire(self, now: float, key_seconds: float) -> None:
+        while self.keys:
+            oldest = next(iter(self.keys))
+            if self.keys[oldest][0] + key_seconds > now:
+                return
+            del self.keys[oldest]
+
+
+class _Transaction:
+    """What a request changes of `state`, apart from it until `commit`."""
+
+    def __init__(self, state: _State, allocate: Allocate) -> None:
+        self._state, self._allocate = state, allocate
+        self._records: dict[str, Record | None] = {}
+        self._values: dict[int, Array | None] = {}
+        self._keys: dict[tuple[str, str], Any] = {}
+        self._last_value = state.last_value
+
+    def commit(self) -> None:
+        _merge(self._state.records, self._records)
+        _merge(self._state.values, self._values)
+        self._state.keys |= self._keys
+        self._state.last_value = self._last_value
+
+    def get(self, name: str) -> Record | None:
+        return self._records[name] if name in self._records else self._state.records.get(name)
+
+    def put(self, record: Record) -> None:
+        self._records[record.name] = record
+
+    def remove(self, record: Record) -> None:
+        self._records[record.name] = None
+        for value in (record.value, *(one.value for one in record.closed)):
+            self.free(value)
+
+    def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
+        spec, size = record.spec, record.spec.size
+        total = None if record.value is None else self._values.get(record.value, self._state.values[record.value])
+        piece = gradient.piece(0, size) if size else None
+        if piece is None and not overwrite:
+            return record.value
+        result = np.empty(size, spec.dtype)
+        add_piece(spec, result, 0 if total is None else total, piece, weight, overwrite)
+        self.free(record.value)
+        self._last_value += 1
+        self._values[self._last_value] = result
+        return self._last_value
+
+    def free(self, value: int | None) -> None:
+        if value is not None:
+            self._values[value] = None
+
+    def load(self, spec: Spec, value: int | None) -> Array:
+        result = self._allocate(spec.shape, spec.dtype)
+        if value is None:
+            result[...] = 0
+            return result
+        stored = self._values.get(value, self._state.values.get(value))
+        assert stored is not None
+        result.reshape(-1)[...] = stored
+        return result
+
+    def recall(self, key: Key) -> Known | None:
+        stored = self._state.keys.get((key.caller, key.text))
+        return None if stored is None else stored[1]
+
+    def remember(self, key: Key, receipts: Mapping[str, Receipt], now: float) -> None:
+        copies = {name: dict(receipt) for name, receipt in receipts.items()}
+        self._keys[key.caller, key.text] = (now, Known(key.fingerprint, copies))
+
+
+def _merge(kept: dict[K, V], changes: Mapping[K, V | None]) -> None:
+    for name, changed in changes.items():
+        if changed is None:
+            kept.pop(name, None)
+        else:
+            kept[name] = changed

@@ -1,0 +1,30 @@
+"""Which store a URL means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from service.buffers.lmdb import LmdbStore
+from service.buffers.memory import MemoryStore
+from service.buffers.store import Allocate, Store
+from service.errors import StoreFailed, shown
+
+
+def path_of(url: str) -> Path | None:
+    """The directory of an LMDB store; None for one in memory. Raises `StoreFailed` for anything else."""
+    kind, _, place = url.partition(":")
+    if kind == "lmdb" and place:
+        return Path(place)
+    if url == "memory:":
+        return None
+    raise StoreFailed(f"GRADSERVE_STORE is {shown(url)}, but must be lmdb:PATH or memory:")
+
+
+def open_store(url: str, *, max_bytes: int, key_seconds: float, allocate: Allocate = np.empty) -> Store:
+    """The store at `url`. Raises `StoreFailed` if there is none and none can be made."""
+    path = path_of(url)
+    if path is None:
+        return MemoryStore(allocate=allocate, key_seconds=key_seconds)
+    return LmdbStore(path, max_bytes=max_bytes, allocate=allocate, key_seconds=key_seconds)
