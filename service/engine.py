@@ -36,6 +36,10 @@ class Engine:
         """`size` uninitialised bytes, in memory of past tensors where there is some."""
         return self._arena.allocate((size,), np.dtype(np.uint8)).data
 
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """An uninitialised array, in memory of past tensors where there is some."""
+        return self._arena.allocate(shape, dtype)
+
     def submit(self, work: Callable[[], R]) -> Future[R]:
         """Call `work` in the pool. A future that is cancelled before it starts is dropped."""
         return self._pool.submit(work)
@@ -57,12 +61,20 @@ class Engine:
 
         Raises `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, and what the kernel raises.
         """
+        self._check(operator, tensors)
+        with workspace(self._alone if alone else self._workspace):
+            return operator(tensors, attributes, wanted)
+
+    def in_pieces(self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> Any:
+        """The only output of a `sparse` operator, as a gradient that is never whole. Raises like `run`."""
+        self._check(operator, tensors)
+        return operator.in_pieces(tensors, attributes)
+
+    def _check(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
         self.check_names(operator, tensors.keys())
         self._check_dtypes(operator, tensors)
         for name, tensor in tensors.items():
             self.limits.check(name, tensor.shape, tensor.dtype)
-        with workspace(self._alone if alone else self._workspace):
-            return operator(tensors, attributes, wanted)
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
         self.limits.check("The output", shape, dtype)

@@ -222,7 +222,7 @@ class MissingTensor(Invalid):
 
 
 class UnknownTensor(Invalid):
-    """A tensor is not an input of this operator."""
+    """A tensor is not one that this request has."""
 
     code = "unknown_tensor"
 

@@ -23,6 +23,16 @@ class Settings(BaseSettings):
         default_factory=lambda given: max(1, len(os.sched_getaffinity(0)) // given.get("workers", 1)),
         description="Width of the thread pool that computes, in each process; by default they share the cores.",
     )
+    store: str = Field(
+        "lmdb:./gradserve-data",
+        description="Where buffers are kept: lmdb:PATH, on disk, or memory:, until the process ends.",
+    )
+    store_bytes: PositiveInt = Field(
+        64 << 30, description="Largest size of the store on disk, in bytes; it takes what it needs, up to this."
+    )
+    idempotency_seconds: float = Field(
+        24 * 3600, ge=24 * 3600, description="Seconds for which an Idempotency-Key is remembered, a day at least."
+    )
     max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")
     request_timeout: PositiveFloat = Field(

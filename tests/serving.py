@@ -18,7 +18,7 @@ from service.settings import Settings
 @contextmanager
 def serving(**settings: Any) -> Iterator[str]:
     """The URL of a server on a free port, in a thread of this process, with these settings."""
-    server = uvicorn.Server(server_config(Settings(port=0, **settings)))
+    server = uvicorn.Server(server_config(Settings(**{"port": 0, "store": "memory:", **settings})))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -19,9 +19,10 @@ ALLOWED: dict[str, set[str]] = {
     "settings": set(),
     "kernels": BOTTOM,
     "codecs": BOTTOM,
+    "buffers": {"kernels", *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
-    "api": {"arena", "engine", "codecs", "kernels", "settings", *BOTTOM},
-    "__main__": {"api", "arena", "kernels", "settings", *BOTTOM},
+    "api": {"arena", "buffers", "engine", "codecs", "kernels", "settings", *BOTTOM},
+    "__main__": {"api", "arena", "buffers", "kernels", "settings", *BOTTOM},
 }
 
 

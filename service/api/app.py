@@ -6,16 +6,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from service.api import health, open_inference, openapi, ops, problems
+from service.api import buffers, health, open_inference, openapi, ops, problems
 from service.api.protocol import Protocol
 from service.api.statistics import Statistics
+from service.api.waiting import Waiting
 from service.arena import keep_freed_memory
+from service.buffers.store import Allocate, Store
+from service.buffers.url import open_store
 from service.engine import Engine
+from service.errors import StoreFailed
 from service.limits import Limits
 from service.settings import Settings
 
@@ -61,13 +66,15 @@ def create_app(settings: Settings) -> FastAPI:
     app = Application(
         title="gradserve",
         version=version("gradserve"),
-        description="The gradient kernels of ONNX Runtime, over HTTP.",
+        description="The gradient kernels of ONNX Runtime over HTTP, and buffers in which every gradient counts once.",
         lifespan=_lifespan,
     )
     app.state.settings = settings
     app.state.engine = None
+    app.state.store = None
     app.state.statistics = Statistics()
     app.include_router(ops.router)
+    app.include_router(buffers.router)
     app.include_router(open_inference.router)
     app.include_router(health.router)
     app.add_api_route("/", _index, include_in_schema=False)
@@ -82,12 +89,27 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     engine = Engine(
         threads=settings.threads, limits=Limits(settings.max_tensor_bytes), reuse_bytes=settings.reuse_bytes
     )
-    app.state.engine = engine
+    store = store_at(settings, engine.empty)
+    app.state.waiting = Waiting(store)
+    app.state.engine, app.state.store = engine, store
     try:
         yield
     finally:
-        app.state.engine = None
+        app.state.engine = app.state.store = None
+        store.close()
         engine.close()
+
+
+def store_at(settings: Settings, allocate: Allocate = np.empty) -> Store:
+    """The store of the settings. Raises `StoreFailed`."""
+    if settings.workers > 1 and settings.store == "memory:":
+        raise StoreFailed(
+            f"GRADSERVE_STORE=memory: is one process's own, but GRADSERVE_WORKERS is {settings.workers}; use lmdb:PATH,"
+            " which workers share"
+        )
+    return open_store(
+        settings.store, max_bytes=settings.store_bytes, key_seconds=settings.idempotency_seconds, allocate=allocate
+    )
 
 
 async def _index() -> RedirectResponse:

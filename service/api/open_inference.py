@@ -8,17 +8,20 @@ from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from service.api import problems
 from service.api.body import Answer
-from service.api.ops import find
+from service.api.changes import receipts_text
+from service.api.ops import buffers_of, find
 from service.api.problems import invalid_parameter
 from service.api.statistics import Statistics
-from service.api.work import INLINE_BYTES, INLINE_TEXT, Job, engine_of, respond
+from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job, engine_of, respond
+from service.buffers.store import Receipt
 from service.codecs import open_inference as codec
 from service.dtypes import DTYPES, OPEN_INFERENCE
 from service.engine import Engine
@@ -198,7 +201,8 @@ def _decode(operator: Operator, length: int | None, engine: Engine, body: memory
             raise Invalid(f"{operator.name} has no output {shown(name)}; its outputs are {', '.join(known)}")
     binary = {name: request.binary for name in known} if request.outputs is None else request.outputs
     encode = partial(_encode, operator, request.id, [name for name, in_bytes in binary.items() if in_bytes])
-    return Job(request.tensors, _attributes(operator, request.parameters), wanted, encode)
+    attributes, buffers = _attributes(operator, request.parameters)
+    return Job(request.tensors, attributes, wanted, encode, buffers)
 
 
 def _decode_raw(operator: Operator, engine: Engine, body: memoryview) -> Job:
@@ -214,11 +218,31 @@ def _decode_raw(operator: Operator, engine: Engine, body: memoryview) -> Job:
     return Job({name: tensor}, {}, None, partial(_encode, operator, None, operator.output_names))
 
 
-def _encode(operator: Operator, identity: str | None, binary: Sequence[str], outputs: Mapping[str, Array]) -> Answer:
-    pieces, length = codec.encode(operator.name, identity, outputs, binary)
+def _encode(
+    operator: Operator, identity: str | None, binary: Sequence[str], results: Mapping[str, Array | Receipt]
+) -> Answer:
+    outputs = {name: one for name, one in results.items() if isinstance(one, np.ndarray)}
+    parameters = {}
+    if len(outputs) < len(results):
+        parameters = receipts_text({name: one for name, one in results.items() if isinstance(one, dict)})
+    pieces, length = codec.encode(operator.name, identity, outputs, binary, parameters)
     if length is None:
         return Answer(pieces, "application/json")
     return Answer(pieces, "application/octet-stream", {"Inference-Header-Content-Length": str(length)})
+
+
+class _Buffers(BaseModel):
+    """The parameters of every model. Those that name buffers may name several, with commas."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    sources: str = Field("", alias="from")
+    into: str = ""
+    weight: float | None = Field(None, allow_inf_nan=False)
+    epoch: int | None = Field(None, ge=0)
+
+
+_BUFFERS = {"from", "into", "weight", "epoch"}
 
 
 @cache
@@ -227,17 +251,20 @@ def _attribute_model(operator: Operator) -> type[BaseModel]:
     return create_model(f"{operator.name}Attributes", __config__=ConfigDict(extra="forbid", strict=True), **fields)
 
 
-def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict[str, Any], Buffers]:
     """The request's parameters as attributes. A list, which a parameter cannot be, may be a text with commas."""
     if not parameters:
-        return {}
+        return {}, NO_BUFFERS
     lists = {a.name for a in operator.attributes if "list" in a.type_name}
     given = {
         name: value.split(",") if name in lists and isinstance(value, str) else value
         for name, value in parameters.items()
-        if name not in _IGNORED
+        if name not in _IGNORED and name not in _BUFFERS
     }
     try:
-        return _attribute_model(operator).model_validate(given).model_dump()
+        attributes = _attribute_model(operator).model_validate(given).model_dump()
+        named = _Buffers.model_validate({name: parameters[name] for name in _BUFFERS & parameters.keys()})
     except ValidationError as invalid:
         raise invalid_parameter(invalid.errors()[0], kind="parameter") from None
+    sources, into = (text.split(",") if text else [] for text in (named.sources, named.into))
+    return attributes, buffers_of(operator, sources, into, named.weight, named.epoch)

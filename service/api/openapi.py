@@ -15,7 +15,7 @@ from service.api.problems import MEDIA_TYPE
 from service.api.tensors import Problem, answer_model, request_model
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.dtypes import OPEN_INFERENCE
+from service.dtypes import FLOATS, OPEN_INFERENCE
 from service.kernels import OPERATORS, Operator
 
 _SAFETENSORS: dict[str, Any] = {safetensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
@@ -52,6 +52,93 @@ def operation(operator: Operator) -> dict[str, Any]:
             "503": {"description": "The server is starting or stopping", **problem},
         },
     }
+
+
+_TENSOR_ANSWER: dict[str, Any] = {
+    "type": "object",
+    "required": ["dtype", "shape"],
+    "properties": {
+        "dtype": {"enum": list(FLOATS.dtypes)},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "data": {},
+        "base64": {"type": "string"},
+    },
+}
+
+RECEIPT: dict[str, Any] = {
+    "type": "object",
+    "required": ["name", "updated", "closed", "epoch", "version", "count", "weight"],
+    "properties": {
+        "name": {"type": "string"},
+        "updated": {"type": "boolean", "description": "Whether the buffer was changed."},
+        "closed": {"type": "boolean", "description": "Whether the epoch closed, whose state the receipt then gives."},
+        "epoch": {"type": "integer"},
+        "version": {"type": "integer"},
+        "count": {"type": "integer"},
+        "weight": {"type": "number"},
+        "value": _TENSOR_ANSWER,
+    },
+}
+"""What a change of one buffer answers."""
+
+RECEIPTS: dict[str, Any] = {
+    "type": "object",
+    "required": ["buffers"],
+    "properties": {"buffers": {"type": "object", "additionalProperties": RECEIPT}},
+}
+"""What a change of many buffers answers."""
+
+GRADIENT: dict[str, Any] = {
+    "type": "object",
+    "required": ["gradient"],
+    "properties": {"gradient": {}},
+    "additionalProperties": False,
+    "example": {"gradient": [[1.0, 2.0], [3.0, 4.0]]},
+}
+
+GRADIENTS: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": {},
+    "minProperties": 1,
+    "example": {"layer.weight": [[1.0, 2.0], [3.0, 4.0]], "layer.bias": [1.0, 2.0]},
+}
+
+
+def buffer_operation(
+    body: dict[str, Any] | type[BaseModel] | None, answer: dict[str, Any] | type[BaseModel], *, created: bool = False
+) -> dict[str, Any]:
+    """The request and the answers of a buffer's endpoint, whose tensors may also travel as safetensors."""
+
+    def schema(of: dict[str, Any] | type[BaseModel]) -> dict[str, Any]:
+        return {"schema": of if isinstance(of, dict) else of.model_json_schema()}
+
+    safe = _SAFETENSORS if isinstance(answer, dict) else {}
+    success = {"content": {"application/json": schema(answer), **safe}}
+    problem = {"content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}}
+    responses = {"200": {"description": "The receipt" if safe else "There was such a buffer", **success}}
+    if created:
+        responses["201"] = {"description": "The new buffer", **success}
+    operation: dict[str, Any] = {
+        "parameters": [
+            {
+                "name": "Idempotency-Key",
+                "in": "header",
+                "description": "The request is made once, however often it comes with this key.",
+                "schema": {"type": "string", "maxLength": 255},
+            },
+            {
+                "name": "If-Match",
+                "in": "header",
+                "description": "The tag that the buffer must have.",
+                "schema": {"type": "string"},
+            },
+        ],
+        "responses": {**responses, "4XX": {"description": "What is wrong", **problem}},
+    }
+    if body is not None:
+        content = {"application/json": schema(body), **(_SAFETENSORS if isinstance(body, dict) else {})}
+        operation["requestBody"] = {"required": not isinstance(body, type) or created, "content": content}
+    return operation
 
 
 _TENSOR = {

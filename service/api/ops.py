@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.requests import Request
@@ -15,20 +15,20 @@ from starlette.responses import Response
 
 from service.api import openapi
 from service.api.body import Answer, AnswerResponse
+from service.api.changes import receipts_text
+from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.tensors import judge
-from service.api.work import INLINE_BYTES, INLINE_TEXT, Job, respond
+from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job, respond
+from service.buffers.store import Receipt, check_name
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import DTYPES
 from service.engine import Engine
-from service.errors import GradserveError, InvalidParameter, NotAcceptable, UnknownOperator, UnsupportedMediaType, shown
+from service.errors import GradserveError, InvalidParameter, UnknownOperator, shown
 from service.kernels import OPERATORS, Operator, Tensor
 from service.kernels._op import Array
 
 router = APIRouter(tags=["operators"])
-
-JSON = "application/json"
-MEDIA_TYPES = (JSON, safetensors.MEDIA_TYPE)
 
 
 class TensorInfo(BaseModel):
@@ -118,6 +118,17 @@ class EndpointQuery(BaseModel):
     encoding: json_codec.Form | None = Field(
         None, description="How the answer writes its tensors; by default in base64 if the request does, else as lists."
     )
+    sources: list[str] = Field(
+        [], alias="from", description="`X:acts.1`: take the input X from the buffer acts.1, as it is. Repeats."
+    )
+    into: list[str] = Field(
+        [],
+        description="`dW:gru.W`: add the output dW to the buffer gru.W, and answer a receipt in its place. Repeats.",
+    )
+    weight: float | None = Field(
+        None, allow_inf_nan=False, description="With `into`: the weight of what is added; by default 1."
+    )
+    epoch: int | None = Field(None, ge=0, description="With `into`: the epoch that the buffers must be in.")
 
 
 def query_model(operator: Operator) -> type[EndpointQuery]:
@@ -143,10 +154,42 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
     return names
 
 
+def buffers_of(
+    operator: Operator, sources: Sequence[str], into: Sequence[str], weight: float | None, epoch: int | None
+) -> Buffers:
+    """The buffers of a request, given as `name:buffer`. Raises `InvalidParameter`."""
+    if not (sources or into):
+        if weight is not None or epoch is not None:
+            name = "epoch" if weight is None else "weight"
+            raise InvalidParameter(f"{name} is for outputs that are added into a buffer: into=", parameter=name)
+        return NO_BUFFERS
+    pairs = []
+    for parameter, given, known in (
+        ("from", sources, [one.name for one in operator.inputs]),
+        ("into", into, operator.output_names),
+    ):
+        named = [(name, buffer) for name, _, buffer in (one.partition(":") for one in given)]
+        for name, buffer in named:
+            if name not in known or not buffer:
+                raise InvalidParameter(
+                    f"{parameter} is {shown(f'{name}:{buffer}')}, but must be one of {', '.join(known)}, a colon,"
+                    " and the name of a buffer",
+                    parameter=parameter,
+                )
+            check_name(buffer)
+        if len(dict(named)) < len(named):
+            raise InvalidParameter(f"{parameter} has one name twice", parameter=parameter)
+        pairs.append(dict(named))
+    if len(set(pairs[1].values())) < len(pairs[1]):
+        raise InvalidParameter("into has one buffer twice, but a request changes each once at most", parameter="into")
+    return Buffers(pairs[0], pairs[1], 1.0 if weight is None else weight, epoch)
+
+
 def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
     """What a JSON body asks for, to be answered in the media type `answers`."""
     document = json_codec.Document(body, engine.limits)
-    engine.check_names(operator, document.members.keys())
+    buffers = _buffers(operator, query)
+    engine.check_names(operator, {**document.members, **buffers.sources})
     forms = {name: judge(name, value) for name, value in document.members.items()}
     tensors = {}
     for one in operator.inputs:
@@ -160,30 +203,45 @@ def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: 
             tensors[one.name] = document.base64(one.name, form.base64, dtype, form.shape or [])
     document.finish()
     in_base64 = any(form.base64 is not None for form in forms.values())
-    return _job(operator, query, answers, tensors, "base64" if in_base64 else "list")
+    return _job(operator, query, answers, tensors, "base64" if in_base64 else "list", buffers)
 
 
 def decode_safetensors(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
     """What a safetensors body asks for, to be answered in the media type `answers`."""
-    return _job(operator, query, answers, safetensors.decode(body, engine.limits), "base64")
+    tensors = safetensors.decode(body, engine.limits)
+    return _job(operator, query, answers, tensors, "base64", _buffers(operator, query))
+
+
+def _buffers(operator: Operator, query: EndpointQuery) -> Buffers:
+    return buffers_of(operator, query.sources, query.into, query.weight, query.epoch)
 
 
 def _job(
-    operator: Operator, query: EndpointQuery, answers: str, tensors: dict[str, Array], form: json_codec.Form
+    operator: Operator,
+    query: EndpointQuery,
+    answers: str,
+    tensors: dict[str, Array],
+    form: json_codec.Form,
+    buffers: Buffers,
 ) -> Job:
-    def encode(outputs: Mapping[str, Array]) -> Answer:
+    def encode(results: Mapping[str, Array | Receipt]) -> Answer:
+        outputs = {name: one for name, one in results.items() if isinstance(one, np.ndarray)}
+        receipts = {name: one for name, one in results.items() if isinstance(one, dict)}
         if answers == safetensors.MEDIA_TYPE:
-            return Answer(safetensors.encode(outputs), answers)
-        return Answer(json_codec.encode(outputs, query.encoding or form), answers)
+            return Answer(safetensors.encode(outputs, receipts_text(receipts) if receipts else None), answers)
+        return Answer(json_codec.encode(outputs, query.encoding or form, receipts), answers)
 
-    attributes = query.model_dump(exclude={"encoding", "outputs"})
-    return Job(tensors, attributes, wanted_outputs(operator, getattr(query, "outputs", None)), encode)
+    attributes = query.model_dump(exclude=_NOT_ATTRIBUTES)
+    return Job(tensors, attributes, wanted_outputs(operator, getattr(query, "outputs", None)), encode, buffers)
+
+
+_NOT_ATTRIBUTES = {*EndpointQuery.model_fields, "outputs"}
 
 
 def _add_endpoint(operator: Operator) -> None:
     async def run(request, query):  # type: ignore[no-untyped-def]
         try:
-            sent, answers = _check_types(request)
+            sent, answers = media_types(request)
             _check_given_once(request, operator)
         except GradserveError as error:
             error.context["op"] = operator.name
@@ -222,22 +280,5 @@ async def run_unknown(op: str) -> Response:
     raise AssertionError("an operator without an endpoint")
 
 
-def _check_types(request: Request) -> tuple[str, str]:
-    """The media types of the request and of its answer, which is the same unless `Accept` asks for another."""
-    header = request.headers.get("content-type", JSON)
-    sent = header.partition(";")[0].strip().lower()
-    if sent not in MEDIA_TYPES:
-        raise UnsupportedMediaType(f"Content-Type is {shown(header)}, but must be one of {', '.join(MEDIA_TYPES)}")
-    accepted = request.headers.get("accept", "*/*")
-    ranges = {one.partition(";")[0].strip().lower() for one in accepted.split(",")}
-    named = [one for one in (sent, *MEDIA_TYPES) if one in ranges]
-    if not named and not ranges & {"application/*", "*/*", ""}:
-        raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is one of {', '.join(MEDIA_TYPES)}")
-    return sent, named[0] if named else sent
-
-
 def _check_given_once(request: Request, operator: Operator) -> None:
-    lists = [a.name for a in operator.attributes if "list" in a.type_name]
-    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
-        if count > 1 and name not in lists:
-            raise InvalidParameter(f"{shown(name)} is given {count} times", parameter=name)
+    check_given_once(request, ["from", "into", *(a.name for a in operator.attributes if "list" in a.type_name)])

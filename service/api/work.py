@@ -1,38 +1,62 @@
-"""A request's way through the engine: in the pool, or, if it is small, at once."""
+"""A request's way through the engine, and from buffers or into them: in the pool, or, if it is small, at once."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from service.api.body import Answer, coding_of, deflate, inflate, read_body, wanted_coding
+from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
 from service.api.statistics import Statistics
+from service.api.waiting import in_pool
+from service.buffers.store import Add, Key, Outcome, Receipt, Store
 from service.engine import Engine
-from service.errors import GradserveError, NotReady
+from service.errors import GradserveError, InvalidParameter, NotReady
 from service.kernels import Operator
 from service.kernels._op import Array
 from service.settings import Settings
-
-R = TypeVar("R")
 
 INLINE_TEXT, INLINE_BYTES = 1 << 18, 3 << 20
 """Up to this size of a body, JSON or bytes, the work is done at once: to hand it over to the pool and back would take
 as long. A probe waits for it about a millisecond, no longer than for a thread that holds the interpreter's lock."""
 
 
+class Buffers(NamedTuple):
+    """The buffers of a request: input -> the one that it is taken from, output -> the one that it is added into."""
+
+    sources: Mapping[str, str] = {}
+    targets: Mapping[str, str] = {}
+    weight: float = 1.0
+    epoch: int | None = None
+
+
+NO_BUFFERS = Buffers()
+
+
 class Job(NamedTuple):
-    """What a body asks for, and how the outputs become an answer."""
+    """What a body asks for, and how the outputs, receipts in place of those that went into buffers, are answered."""
 
     tensors: Mapping[str, Array]
     attributes: Mapping[str, Any]
     wanted: Sequence[str] | None
-    encode: Callable[[Mapping[str, Array]], Answer]
+    encode: Callable[[Mapping[str, Array | Receipt]], Answer]
+    buffers: Buffers = NO_BUFFERS
+
+
+class Adding(NamedTuple):
+    """What is left to do: to add outputs into buffers, and to answer then."""
+
+    changes: list[Add]
+    key: Key | None
+    finish: Callable[[Outcome], Answer]
+
+
+class _LargeError(Exception):
+    """What looked small is not."""
 
 
 def engine_of(state: Any) -> Engine:
@@ -67,8 +91,15 @@ async def respond(
         body = await read_body(scope, receive, headers, limit, patience, engine.buffer, head)
         asked = time.monotonic_ns()
         small = len(body) <= inline and operator.linear and codings == (None, None)
-        work = partial(_perform, engine, settings, statistics, operator, body, codings, decode, asked, small)
-        return work() if small else await _in_pool(receive, engine, work)
+        work = partial(_perform, state, scope, operator, body, codings, decode, asked)
+        try:
+            done = work(small) if small else await in_pool(receive, engine, partial(work, False))
+        except _LargeError:
+            done = await in_pool(receive, engine, partial(work, False))
+        if isinstance(done, Adding):
+            outcome = await change(store_of(state), done.changes, done.key)
+            done = done.finish(outcome) if small else await in_pool(receive, engine, partial(done.finish, outcome))
+        return done
     except GradserveError as error:
         error.context["op"] = operator.name
         statistics.failed(operator.name, asked)
@@ -76,50 +107,80 @@ async def respond(
 
 
 def _perform(
-    engine: Engine,
-    settings: Settings,
-    statistics: Statistics,
+    state: Any,
+    scope: Scope,
     operator: Operator,
     body: memoryview,
     codings: tuple[str | None, str | None],
     decode: Callable[[Engine, memoryview], Job],
     asked: int,
     alone: bool,
-) -> Answer:
+) -> Answer | Adding:
+    settings: Settings = state.settings
+    engine = engine_of(state)
     started = time.monotonic_ns()
     came_in, goes_out_in = codings
-    if came_in is not None:
-        body = inflate(body, came_in, settings.max_body_bytes)
-    job = decode(engine, body)
+    plain = body if came_in is None else inflate(body, came_in, settings.max_body_bytes)
+    job = decode(engine, plain)
     decoded = time.monotonic_ns()
-    outputs = engine.run(operator, job.tensors, job.attributes, job.wanted, alone=alone)
-    computed = time.monotonic_ns()
-    answer = job.encode(outputs)
-    if goes_out_in is not None:
-        headers = {**answer.headers, "Content-Encoding": goes_out_in}
-        answer = Answer(deflate(answer.pieces, goes_out_in), answer.media_type, headers)
-    statistics.succeeded(operator.name, asked, started, decoded, computed, time.monotonic_ns())
-    return answer
+
+    def finish(results: Mapping[str, Array | Receipt], headers: Mapping[str, str]) -> Answer:
+        computed = time.monotonic_ns()
+        answer = job.encode(results)
+        if goes_out_in is not None:
+            headers = {**headers, "Content-Encoding": goes_out_in}
+            answer = Answer(deflate(answer.pieces, goes_out_in), answer.media_type, answer.headers)
+        if headers:
+            answer = answer._replace(headers={**answer.headers, **headers})
+        state.statistics.succeeded(operator.name, asked, started, decoded, computed, time.monotonic_ns())
+        return answer
+
+    if job.buffers is NO_BUFFERS:
+        return finish(engine.run(operator, job.tensors, job.attributes, job.wanted, alone=alone), {})
+    return _perform_on_buffers(store_of(state), engine, scope, operator, body, job, alone, finish)
 
 
-async def _in_pool(receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
-    """What `work` returns, called in the engine's pool. The body must have been read.
+def _perform_on_buffers(
+    store: Store,
+    engine: Engine,
+    scope: Scope,
+    operator: Operator,
+    body: memoryview,
+    job: Job,
+    alone: bool,
+    finish: Callable[[Mapping[str, Array | Receipt], Mapping[str, str]], Answer],
+) -> Answer | Adding:
+    sources, targets, weight, epoch = job.buffers
+    if sources and alone:
+        raise _LargeError
+    key, match = key_of(scope, body), match_of(scope)
+    if match is not None and len(targets) != 1:
+        refuse_match(scope)
+    names = [*(operator.output_names if job.wanted is None else job.wanted)]
+    names += [name for name in targets if name not in names]
 
-    If the client goes before the work starts, the work is dropped. Raises `ClientDisconnect` if the client goes.
-    """
-    working = asyncio.wrap_future(engine.submit(work))
-    leaving = asyncio.ensure_future(_disconnect(receive))
-    try:
-        either: set[asyncio.Future[Any]] = {working, leaving}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        leaving.cancel()
-        working.cancel()
+    def answered(outputs: Mapping[str, Any], outcome: Outcome) -> Answer:
+        results = {name: outcome.receipts[targets[name]] if name in targets else outputs[name] for name in names}
+        return finish(results, replayed(outcome))
 
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    known = recalled(store, key) if targets else None
+    if known is not None and set(names) == set(targets):
+        return answered({}, Outcome(known, replayed=True))
+    tensors = dict(job.tensors)
+    for (name, buffer), snapshot in zip(sources.items(), store.read([*sources.values()]), strict=True):
+        if name in tensors:
+            raise InvalidParameter(
+                f"{name} is in the body, and also to be taken from the buffer {buffer!r}", parameter="from"
+            )
+        tensors[name] = snapshot.value
+    if operator.sparse is not None and set(names) == set(targets):
+        outputs = {names[0]: engine.in_pieces(operator, tensors, job.attributes)}
+    else:
+        outputs = engine.run(operator, tensors, job.attributes, names, alone=alone)
+    if not targets:
+        return finish(outputs, {})
+    changes = [
+        Add(name=buffer, gradient=outputs[output], weight=weight, epoch=epoch, match=match)
+        for output, buffer in targets.items()
+    ]
+    return Adding(changes, key, partial(answered, outputs))

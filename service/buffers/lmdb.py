@@ -409,7 +409,7 @@ class Reader:
         """Whether a key or a buffer has expired, or must be looked at."""
         for db, limit in ((self._env.times, oldest_key), (self._env.deadlines, _microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
-                if cursor.first() and _TIME.unpack_from(cursor.key())[0] <= limit:
+                if _is_due(cursor, limit):
                     return True
         return False
 
@@ -459,10 +459,9 @@ class _Transaction(Reader):
         if value is None:
             return
         self.writes += 1
-        with self._txn.cursor(db=self._env.values) as cursor:
-            found = cursor.set_range(_CHUNK_KEY.pack(value, 0))
-            while found and _CHUNK_KEY.unpack(cursor.key())[0] == value:
-                found = cursor.delete()
+        number = 0
+        while self._txn.delete(_CHUNK_KEY.pack(value, number), db=self._env.values):
+            number += 1
 
     def load(self, spec: Spec, value: int | None, allocate: Allocate | None = None) -> Array:
         return super().load(spec, value, allocate or self._allocate)
@@ -481,19 +480,19 @@ class _Transaction(Reader):
     def forget_keys(self, most: int) -> None:
         """Forget keys that are older than they need be, up to `most`."""
         with self._txn.cursor(db=self._env.times) as cursor:
-            found = cursor.first()
-            while found and most and _TIME.unpack_from(cursor.key())[0] <= self._oldest:
+            while most and _is_due(cursor, self._oldest):
                 self._txn.delete(bytes(cursor.key()[_TIME.size :]), db=self._env.keys)
-                found, most, self.writes = cursor.delete(), most - 1, self.writes + 1
+                cursor.delete()
+                most, self.writes = most - 1, self.writes + 1
 
     def remove_expired(self, now: float, most: int) -> None:
         """Remove buffers that have expired, up to `most`."""
         due: list[bytes] = []
         with self._txn.cursor(db=self._env.deadlines) as cursor:
-            found = cursor.first()
-            while found and len(due) < most and _TIME.unpack_from(cursor.key())[0] <= _microseconds(now):
+            while len(due) < most and _is_due(cursor, _microseconds(now)):
                 due.append(bytes(cursor.key()[_TIME.size :]))
-                found, self.writes = cursor.delete(), self.writes + 1
+                cursor.delete()
+                self.writes += 1
         for name in due:
             record = self.get(name.decode())
             if record is None or record.expires is None:
@@ -515,6 +514,11 @@ def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:
     step = CHUNK // spec.dtype.itemsize
     for number in range(math.ceil(spec.size / step)):
         yield number, number * step, min((number + 1) * step, spec.size)
+
+
+def _is_due(cursor: Any, limit: int) -> bool:
+    """Whether the first entry, to which the cursor moves, has a time up to `limit`."""
+    return cursor.first() and _TIME.unpack_from(cursor.key())[0] <= limit
 
 
 def _microseconds(seconds: float) -> int:

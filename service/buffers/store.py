@@ -140,7 +140,7 @@ class Record:
             count = self.count if epoch == self.epoch else 0
             raise EpochOpen(
                 f"Epoch {epoch} of {self.name!r} has not closed: the buffer is in epoch {self.epoch},"
-                f" with {self.count} gradients{'' if self.spec.quorum is None else f' of {self.spec.quorum}'}",
+                f" whose count is {self.count}{'' if self.spec.quorum is None else f' of {self.spec.quorum}'}",
                 buffer=self.name,
                 epoch=self.epoch,
                 count=count,
@@ -204,7 +204,8 @@ class Dense:
                 array = np.broadcast_to(array, shape)
             except ValueError:
                 raise ShapeMismatch(
-                    f"gradient has shape {list(array.shape)}, which does not broadcast into the buffer's, {list(shape)}",
+                    f"gradient has shape {list(array.shape)}, which does not broadcast into the buffer's,"
+                    f" {list(shape)}",
                     tensor="gradient",
                 ) from None
         self.shape, self.dtype = shape, array.dtype
@@ -399,8 +400,7 @@ class Take(Change):
         assert record is not None
         if record.count < self.min_count:
             raise TooFewGradients(
-                f"{self.name!r} has {record.count} gradients in epoch {record.epoch}, but min_count is"
-                f" {self.min_count}",
+                f"The count of {self.name!r} is {record.count} in epoch {record.epoch}, but min_count is {self.min_count}",
                 buffer=self.name,
                 epoch=record.epoch,
                 count=record.count,

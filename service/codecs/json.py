@@ -111,17 +111,27 @@ class Document:
         self._limits.check(name, shape, dtype)
 
 
-def encode(tensors: Mapping[str, Array], form: Form) -> list[bytes]:
-    """The pieces of a JSON object: name -> `{"dtype", "shape", "data"}`, or `"base64"` in place of `"data"`."""
+def encode(
+    tensors: Mapping[str, Array], form: Form, others: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[bytes]:
+    """The pieces of a JSON object: name -> `{"dtype", "shape", "data"}`, or `"base64"` in place of `"data"`.
+
+    `others` are members that are no tensors.
+    """
     pieces: list[bytes] = []
     for name, tensor in tensors.items():
-        head = orjson.dumps({"dtype": NAMES[tensor.dtype], "shape": tensor.shape})[:-1]
-        pieces.append((b"," if pieces else b"{") + orjson.dumps(name) + b":" + head)
-        if form == "base64":
-            pieces += [b',"base64":"', pybase64.b64encode(bytes_of(tensor)), b'"}']
-        else:
-            pieces += [b',"data":', list_text(tensor), b"}"]
-    return [*pieces, b"}"]
+        pieces += [(b"," if pieces else b"{") + orjson.dumps(name) + b":", *encode_tensor(tensor, form)]
+    for name, other in (others or {}).items():
+        pieces.append((b"," if pieces else b"{") + orjson.dumps(name) + b":" + orjson.dumps(other))
+    return [*(pieces or [b"{"]), b"}"]
+
+
+def encode_tensor(tensor: Array, form: Form) -> list[bytes]:
+    """The pieces of one tensor."""
+    head = orjson.dumps({"dtype": NAMES[tensor.dtype], "shape": tensor.shape})[:-1]
+    if form == "base64":
+        return [head, b',"base64":"', pybase64.b64encode(bytes_of(tensor)), b'"}']
+    return [head, b',"data":', list_text(tensor), b"}"]
 
 
 def count(body: Body, byte: bytes) -> int:

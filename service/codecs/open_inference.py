@@ -282,7 +282,11 @@ def _output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool]:
 
 
 def encode(
-    model: str, identity: str | None, tensors: Mapping[str, Array], binary: Collection[str]
+    model: str,
+    identity: str | None,
+    tensors: Mapping[str, Array],
+    binary: Collection[str],
+    parameters: Mapping[str, str] | None = None,
 ) -> tuple[list[bytes | memoryview], int | None]:
     """The pieces of an answer, and the length of its JSON if bytes follow: of the outputs named in `binary`.
 
@@ -290,6 +294,8 @@ def encode(
     """
     head: dict[str, Any] = {"id": identity} if identity is not None else {}
     head |= {"model_name": model, "model_version": "1"}
+    if parameters:
+        head["parameters"] = parameters
     pieces: list[bytes | memoryview] = [orjson.dumps(head)[:-1] + b',"outputs":[']
     blobs: list[bytes | memoryview] = []
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -306,7 +312,7 @@ def encode(
         else:
             pieces += [orjson.dumps(entry)[:-1] + b',"data":', list_text(tensor.reshape(-1)), b"}"]
     pieces.append(b"]}")
-    if not binary:
+    if not blobs:
         return pieces, None
     header = b"".join(pieces)
     return [header, *blobs], len(header)

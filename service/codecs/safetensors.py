@@ -86,9 +86,10 @@ def _check_metadata(metadata: Any) -> None:
         raise MalformedBody(f"{METADATA} must map names to texts")
 
 
-def encode(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
+def encode(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:
     """The pieces of a file: its header and a view of each tensor's bytes, those of large elements first."""
-    header, pieces, end = {}, [], 0
+    header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
+    pieces, end = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize):
         pieces.append(bytes_of(tensor))
         header[name] = {

@@ -1,0 +1,571 @@
+"""`/v1/buffers`: named accumulation buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.api import openapi
+from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
+from service.api.changes import (
+    answer,
+    change,
+    etag_after,
+    key_of,
+    match_of,
+    recalled,
+    refuse_match,
+    replayed,
+    store_of,
+    tags_of,
+)
+from service.api.negotiation import JSON, check_given_once, media_types
+from service.api.problems import invalid_parameter
+from service.api.tensors import judge
+from service.api.waiting import Waiting, in_pool
+from service.api.work import INLINE_BYTES, INLINE_TEXT, engine_of
+from service.buffers.store import (
+    Add,
+    Array,
+    Change,
+    Create,
+    Delete,
+    Key,
+    Outcome,
+    Receipt,
+    Record,
+    Spec,
+    Take,
+    Zero,
+    check_name,
+)
+from service.codecs import json as json_codec
+from service.codecs import safetensors
+from service.dtypes import DTYPES, FLOATS
+from service.engine import Engine
+from service.errors import (
+    Invalid,
+    MalformedBody,
+    MissingTensor,
+    NothingToAverage,
+    UnknownTensor,
+    shown,
+)
+from service.kernels.accumulate import converted
+from service.limits import check_rank
+from service.settings import Settings
+
+M = TypeVar("M", bound=BaseModel)
+
+router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
+
+LONGEST_WAIT = 600.0
+"""Seconds that a request may wait for an epoch at most."""
+
+MOST_LISTED = 1000
+
+FloatName = Literal["float16", "bfloat16", "float32", "float64"]
+Timeout = Annotated[
+    float,
+    Field(ge=0, le=LONGEST_WAIT, description="Seconds to wait for what is not there yet."),
+]
+Encoding = Annotated[
+    json_codec.Form | None,
+    Field(description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."),
+]
+Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
+AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
+
+
+class _Query(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class NewBuffer(BaseModel):
+    """What a buffer is created with."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"shape": [2, 3], "quorum": 4}})
+
+    shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
+    dtype: FloatName = "float32"
+    nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether an add may make it infinite or NaN.")
+    quorum: StrictInt | None = Field(None, ge=1, description="The count with which its epochs close by themselves.")
+    keep: StrictInt = Field(1, ge=1, le=1000, description="How many closed epochs can be read.")
+    ttl_seconds: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Seconds after its last change when it is gone."
+    )
+
+
+class Metadata(BaseModel):
+    """A buffer, but for its value."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    nonfinite: str
+    quorum: int | None
+    keep: int
+    ttl_seconds: float | None
+    epoch: int = Field(description="Its running epoch, counted from 0.")
+    version: int = Field(description="How often it was changed.")
+    count: int = Field(description="The gradients in this epoch's sum.")
+    weight: float = Field(description="The sum of their weights.")
+    bytes: int = Field(description="The size of its value.")
+    closed_epochs: list[int] = Field(description="Those whose values are kept.")
+    created_at: float = Field(description="Seconds since 1970.")
+    updated_at: float
+    expires_at: float | None
+
+
+class BufferList(BaseModel):
+    """Some buffers, in the order of their names."""
+
+    buffers: list[Metadata]
+    next_cursor: str | None = Field(description="`cursor` of the request for those that follow; null: there are none.")
+
+
+class AccumulateQuery(_Query):
+    """How gradients are added."""
+
+    do_update: bool = Field(True, description="False: change nothing.")
+    overwrite: bool = Field(False, description="True: the gradient replaces the sum.")
+    weight: float = Field(1.0, allow_inf_nan=False, description="What the gradient is multiplied by.")
+    epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
+    answered: Literal["value"] | None = Field(None, alias="return", description="`value`: answer the sum, too.")
+    encoding: Encoding = None
+
+
+class ValueQuery(_Query):
+    """How a value is read."""
+
+    reduce: Reduce = "sum"
+    dtype: AnswerDtype = None
+    epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the running value.")
+    timeout: Timeout = 0.0
+    encoding: Encoding = None
+
+
+class TakeQuery(_Query):
+    """When and how a value is taken."""
+
+    min_count: int = Field(0, ge=0, description="Gradients that must be in.")
+    timeout: Timeout = 0.0
+    reduce: Reduce = "sum"
+    dtype: AnswerDtype = None
+    encoding: Encoding = None
+
+
+class _Prefix(_Query):
+    prefix: str | None = Field(None, description="All buffers whose names begin so, in place of a body with names.")
+
+
+class ManyValueQuery(ValueQuery, _Prefix):
+    """How values are read, and of which buffers."""
+
+
+class ManyTakeQuery(TakeQuery, _Prefix):
+    """When and how values are taken, and of which buffers."""
+
+
+class ManyZeroQuery(_Prefix):
+    """Which buffers."""
+
+
+class ListQuery(_Query):
+    """Which buffers are listed."""
+
+    prefix: str = Field("", description="Those whose names begin so.")
+    limit: int = Field(100, ge=1, le=MOST_LISTED, description="As many at most.")
+    cursor: str = Field("", description="`next_cursor` of the answer before.")
+
+
+class Names(BaseModel):
+    """Buffers by name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    names: list[StrictStr] = Field(min_length=1, max_length=100_000)
+
+
+# ----- one buffer -----
+
+
+@router.put(
+    "/{name}",
+    summary="Create a buffer",
+    operation_id="create_buffer",
+    openapi_extra=openapi.buffer_operation(NewBuffer, Metadata, created=True),
+)
+async def create(request: Request, name: str) -> Response:
+    check_given_once(request)
+    _check_no_query(request)
+    asked = await _Asked.of(request)
+    given = asked.model(NewBuffer)
+    check_rank("shape", len(given.shape))
+    dtype = DTYPES[given.dtype]
+    asked.engine.limits.check("The buffer", given.shape, dtype)
+    spec = Spec(tuple(given.shape), dtype, given.nonfinite, given.quorum, given.keep, given.ttl_seconds)
+    outcome = await asked.change([Create(name=check_name(name), match=match_of(request.scope), spec=spec)])
+    receipt = dict(outcome.receipts[name])
+    status = 201 if receipt.pop("created") else 200
+    tag = f'"{receipt["epoch"]}-{receipt["version"]}"'
+    return _json(receipt, status, {"ETag": tag, "Location": f"/v1/buffers/{name}", **replayed(outcome)})
+
+
+@router.get("", summary="Buffers", response_model=BufferList)
+async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
+    check_given_once(request)
+    found = store_of(request.app.state).records(query.prefix, query.cursor, query.limit + 1)
+    more = len(found) > query.limit
+    found = found[: query.limit]
+    return _json({"buffers": [one.as_json() for one in found], "next_cursor": found[-1].name if more else None})
+
+
+@router.get("/{name}", summary="A buffer's metadata", response_model=Metadata)
+async def get(request: Request, name: str) -> Response:
+    _check_no_query(request)
+    record = store_of(request.app.state).record(check_name(name))
+    if _is_known(request, record.etag):
+        return Response(status_code=304, headers={"ETag": record.etag})
+    return _json(record.as_json(), headers={"ETag": record.etag})
+
+
+@router.delete("/{name}", summary="Forget a buffer", status_code=204)
+async def delete(request: Request, name: str) -> Response:
+    _check_no_query(request)
+    asked = await _Asked.of(request)
+    outcome = await asked.change([Delete(name=check_name(name), match=match_of(request.scope))])
+    return Response(status_code=204, headers=replayed(outcome))
+
+
+@router.get(
+    "/{name}/value",
+    summary="A buffer's value, or that of an epoch that has closed",
+    operation_id="value",
+    openapi_extra=openapi.buffer_operation(None, openapi.RECEIPT),
+)
+async def value(request: Request, name: str, query: Annotated[ValueQuery, Query()]) -> Response:
+    check_given_once(request)
+    _, answers = media_types(request)
+    store, waiting = store_of(request.app.state), _waiting(request)
+
+    async def attempt() -> Record:
+        record = store.record(check_name(name))
+        if query.epoch is not None:
+            record.kept(query.epoch)
+        return record
+
+    record = await waiting.until(request.receive, query.timeout, attempt)
+    tag = record.etag if query.epoch is None else f'"{query.epoch}-{record.kept(query.epoch).version}"'
+    if _is_known(request, tag):
+        return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
+    work = partial(_read, request, [name], query, answers, True)
+    engine = engine_of(request.app.state)
+    small = record.spec.nbytes <= (INLINE_TEXT if answers == JSON else INLINE_BYTES)
+    return AnswerResponse(work() if small else await in_pool(request.receive, engine, work))
+
+
+@router.post(
+    "/{name}/accumulate",
+    summary="Add a gradient",
+    operation_id="accumulate",
+    openapi_extra=openapi.buffer_operation(openapi.GRADIENT, openapi.RECEIPT),
+)
+async def accumulate(request: Request, name: str, query: Annotated[AccumulateQuery, Query()]) -> Response:
+    check_given_once(request)
+    check_name(name)
+    asked = await _Asked.of(request)
+    tensors = await asked.tensors({"gradient"})
+    if "gradient" not in tensors:
+        raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
+    outcome = await asked.change([_add(name, tensors["gradient"], query, match_of(request.scope))])
+    return await asked.respond(outcome, query.encoding, one=True)
+
+
+@router.post(
+    "/{name}/zero",
+    summary="Discard the sum, and begin the next epoch",
+    operation_id="zero",
+    openapi_extra=openapi.buffer_operation(None, openapi.RECEIPT),
+)
+async def zero(request: Request, name: str) -> Response:
+    _check_no_query(request)
+    asked = await _Asked.of(request)
+    outcome = await asked.change([Zero(name=check_name(name), match=match_of(request.scope))])
+    return await asked.respond(outcome, None, one=True)
+
+
+@router.post(
+    "/{name}/take",
+    summary="Close the epoch and answer its value",
+    operation_id="take",
+    openapi_extra=openapi.buffer_operation(None, openapi.RECEIPT),
+)
+async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]) -> Response:
+    check_given_once(request)
+    asked = await _Asked.of(request)
+    changes = [Take(name=check_name(name), match=match_of(request.scope), min_count=query.min_count)]
+    outcome = await asked.take(changes, query.timeout)
+    return await asked.respond(outcome, query.encoding, one=True, reduce=query.reduce, dtype=query.dtype)
+
+
+# ----- many buffers -----
+
+
+@router.post(
+    "/accumulate",
+    summary="Add gradients to many buffers, to all or none",
+    operation_id="accumulate_many",
+    openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, openapi.RECEIPTS),
+)
+async def accumulate_many(request: Request, query: Annotated[AccumulateQuery, Query()]) -> Response:
+    check_given_once(request)
+    refuse_match(request.scope)
+    asked = await _Asked.of(request)
+    tensors = await asked.tensors(None)
+    if not tensors:
+        raise MissingTensor("accumulate needs one tensor for each buffer, by its name", tensor="")
+    outcome = await asked.change([_add(check_name(name), one, query, None) for name, one in tensors.items()])
+    return await asked.respond(outcome, query.encoding, one=False)
+
+
+@router.post(
+    "/zero",
+    summary="Discard the sums of many buffers",
+    operation_id="zero_many",
+    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS),
+)
+async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) -> Response:
+    check_given_once(request)
+    refuse_match(request.scope)
+    asked = await _Asked.of(request)
+    outcome = await asked.change([Zero(name=name) for name in asked.names(query.prefix)])
+    return await asked.respond(outcome, None, one=False)
+
+
+@router.post(
+    "/take",
+    summary="Close the epochs of many buffers and answer their values",
+    operation_id="take_many",
+    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS),
+)
+async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) -> Response:
+    check_given_once(request)
+    refuse_match(request.scope)
+    asked = await _Asked.of(request)
+    changes = [Take(name=name, min_count=query.min_count) for name in asked.names(query.prefix)]
+    outcome = await asked.take(changes, query.timeout)
+    return await asked.respond(outcome, query.encoding, one=False, reduce=query.reduce, dtype=query.dtype)
+
+
+@router.post(
+    "/value",
+    summary="The values of many buffers at one moment",
+    operation_id="value_many",
+    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS),
+)
+async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]) -> Response:
+    check_given_once(request)
+    asked = await _Asked.of(request)
+    names = asked.names(query.prefix)
+
+    async def attempt() -> Answer:
+        if query.epoch is not None:
+            for name in names:
+                asked.store.record(name).kept(query.epoch)
+        work = partial(_read, request, names, query, asked.answers, False)
+        return await in_pool(request.receive, asked.engine, work)
+
+    return AnswerResponse(await _waiting(request).until(request.receive, query.timeout, attempt))
+
+
+# ----- what they share -----
+
+
+class _Asked:
+    """A request with its body read, on its way through the store."""
+
+    def __init__(self, request: Request, sent: str, answers: str, body: memoryview) -> None:
+        self._request, self._sent, self.answers, self._body = request, sent, answers, body
+        state = request.app.state
+        self.engine, self.store = engine_of(state), store_of(state)
+        self._key: Key | None = key_of(request.scope, body)
+        self._form: json_codec.Form = "list"
+
+    @classmethod
+    async def of(cls, request: Request) -> _Asked:
+        sent, answers = media_types(request)
+        settings: Settings = request.app.state.settings
+        headers = dict(request.scope["headers"])
+        coding = coding_of(headers)
+        limit, patience = settings.max_body_bytes, settings.request_timeout
+        engine = engine_of(request.app.state)
+        body = await read_body(request.scope, request.receive, headers, limit, patience, engine.buffer)
+        if coding is not None:
+            body = await in_pool(request.receive, engine, partial(inflate, body, coding, limit))
+        return cls(request, sent, answers, body)
+
+    def model(self, model: type[M]) -> M:
+        """The body, which must be JSON, as a model. Raises `MalformedBody` and `InvalidParameter`."""
+        try:
+            return model.model_validate_json(bytes(self._body))
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            if error["type"] == "json_invalid":
+                raise MalformedBody(f"The body is not JSON: {error['msg']}") from None
+            if not error["loc"]:
+                raise MalformedBody(f"The body is {shown(error['input'])}, but must be an object") from None
+            place = ".".join(map(str, error["loc"]))
+            raise invalid_parameter({**error, "loc": (place,)}, kind="member") from None
+
+    def names(self, prefix: str | None) -> list[str]:
+        """The buffers that the body names, or those that the prefix means: if the request was made before, then."""
+        if prefix is None:
+            names = self.model(Names).names
+            for name in names:
+                check_name(name)
+            return names
+        if len(self._body):
+            raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
+        known = recalled(self.store, self._key)
+        return [one.name for one in self.store.records(prefix)] if known is None else [*known]
+
+    async def tensors(self, known: set[str] | None) -> dict[str, Array]:
+        """The tensors in the body, whose names must be `known`, if it is given."""
+        work = partial(self._tensors, known)
+        small = len(self._body) <= INLINE_TEXT or self._sent != JSON
+        return work() if small else await in_pool(self._request.receive, self.engine, work)
+
+    def _tensors(self, known: set[str] | None) -> dict[str, Array]:
+        if self._sent == JSON:
+            tensors, self._form = _from_json(self.engine, self._body)
+        else:
+            tensors = safetensors.decode(self._body, self.engine.limits)
+        for name, tensor in tensors.items():
+            if known is not None and name not in known:
+                raise UnknownTensor(f"{shown(name)} is no tensor of this request; it has gradient", tensor=name)
+            if tensor.dtype.name not in FLOATS.dtypes:
+                raise Invalid(f"{name} is {tensor.dtype}, but must be one of {', '.join(FLOATS.dtypes)}", tensor=name)
+        return tensors
+
+    async def change(self, changes: Sequence[Change]) -> Outcome:
+        return await change(self.store, changes, self._key)
+
+    async def take(self, changes: Sequence[Take], timeout: float) -> Outcome:
+        tried = False
+
+        async def attempt() -> Outcome:
+            nonlocal tried
+            if tried:  # a look is cheaper, and the store's writer has other things to do
+                for one in changes:
+                    one.admit(self.store.record(one.name))
+            tried = True
+            return await self.change(changes)
+
+        return await _waiting(self._request).until(self._request.receive, timeout, attempt)
+
+    async def respond(
+        self,
+        outcome: Outcome,
+        encoding: json_codec.Form | None,
+        *,
+        one: bool,
+        reduce: str = "sum",
+        dtype: str | None = None,
+    ) -> Response:
+        headers = replayed(outcome)
+        if one:
+            (receipt,) = outcome.receipts.values()
+            headers["ETag"] = etag_after(receipt)
+
+        def work() -> Answer:
+            values = {
+                name: _reduced(value, outcome.receipts[name]["weight"], reduce, dtype, name)
+                for name, value in outcome.values.items()
+            }
+            form = encoding or self._form
+            return _coded(self._request, answer(outcome.receipts, values, self.answers, form, headers, one=one))
+
+        small = sum(value.nbytes for value in outcome.values.values()) <= INLINE_TEXT
+        return AnswerResponse(work() if small else await in_pool(self._request.receive, self.engine, work))
+
+
+def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json_codec.Form]:
+    document = json_codec.Document(body, engine.limits)
+    forms = {name: judge(name, member) for name, member in document.members.items()}
+    tensors = {}
+    for name, form in forms.items():
+        dtype = DTYPES[form.dtype or FLOATS.default]
+        if form.base64 is None:
+            tensors[name] = document.tensor(name, form.data, dtype, form.shape)
+        else:
+            tensors[name] = document.base64(name, form.base64, dtype, form.shape or [])
+    document.finish()
+    return tensors, "base64" if any(form.base64 is not None for form in forms.values()) else "list"
+
+
+def _add(name: str, gradient: Array, query: AccumulateQuery, match: frozenset[str] | None) -> Add:
+    return Add(
+        name=name,
+        match=match,
+        gradient=gradient,
+        weight=query.weight,
+        do_update=query.do_update,
+        overwrite=query.overwrite,
+        epoch=query.epoch,
+        want_value=query.answered is not None,
+    )
+
+
+def _read(request: Request, names: Sequence[str], query: ValueQuery, answers: str, one: bool) -> Answer:
+    snapshots = store_of(request.app.state).read(names, query.epoch)
+    receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
+    values = {
+        snapshot.record.name: _reduced(snapshot.value, snapshot.weight, query.reduce, query.dtype, snapshot.record.name)
+        for snapshot in snapshots
+    }
+    headers = {"ETag": snapshots[0].etag, "Vary": "Accept"} if one else {}
+    return _coded(request, answer(receipts, values, answers, query.encoding or "list", headers, one=one))
+
+
+def _reduced(value: Array, weight: float, reduce: str, dtype: str | None, name: str) -> Array:
+    if reduce == "mean" and not weight:
+        raise NothingToAverage(f"The weights in {name!r} sum to zero: there is no mean", buffer=name)
+    with np.errstate(all="ignore"):
+        return converted(value, DTYPES[dtype] if dtype else value.dtype, weight if reduce == "mean" else 1.0)
+
+
+def _coded(request: Request, plain: Answer) -> Answer:
+    coding = wanted_coding(dict(request.scope["headers"]))
+    if coding is None:
+        return plain
+    headers = {**plain.headers, "Content-Encoding": coding}
+    return Answer(deflate(plain.pieces, coding), plain.media_type, headers)
+
+
+def _is_known(request: Request, etag: str) -> bool:
+    header = request.headers.get("if-none-match")
+    if header is None:
+        return False
+    return bool({one.removeprefix("W/") for one in tags_of("If-None-Match", header)} & {"*", etag})
+
+
+def _waiting(request: Request) -> Waiting:
+    waiting: Waiting = request.app.state.waiting
+    return waiting
+
+
+def _check_no_query(request: Request) -> None:
+    for name in request.query_params:
+        raise invalid_parameter({"type": "extra_forbidden", "loc": (name,)})
+
+
+def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(b"".join(json_codec.encode({}, "list", content)), status, headers, JSON)

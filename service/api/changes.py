@@ -1,0 +1,131 @@
+"""Changes of buffers on behalf of a request: its headers, and its receipts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+import xxhash
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from service.api.body import Answer
+from service.api.negotiation import JSON
+from service.buffers.store import Array, Change, Key, Outcome, Receipt, Store
+from service.buffers.store import Request as Asked
+from service.codecs import json as json_codec
+from service.codecs import safetensors
+from service.errors import InvalidParameter, KeyReused, NotReady, shown
+
+LONGEST_KEY = 255
+
+
+def store_of(state: Any) -> Store:
+    """The server's store. Raises `NotReady` before the start has finished and after the stop has begun."""
+    store: Store | None = getattr(state, "store", None)
+    if store is None:
+        raise NotReady("The server is starting or stopping; try again soon")
+    return store
+
+
+def key_of(scope: Scope, body: memoryview | bytes = b"") -> Key | None:
+    """The request's Idempotency-Key with the fingerprint of the request. Raises `InvalidParameter`."""
+    given = [value for name, value in scope["headers"] if name == b"idempotency-key"]
+    if not given:
+        return None
+    text = given[0].decode("latin-1").strip()
+    if len(given) > 1 or not 0 < len(text) <= LONGEST_KEY or not text.isascii() or not text.isprintable():
+        raise InvalidParameter(
+            f"Idempotency-Key is {shown(', '.join(one.decode('latin-1') for one in given))}, but must be 1 to"
+            f" {LONGEST_KEY} printable ASCII characters",
+            parameter="Idempotency-Key",
+        )
+    content_type = b",".join(value for name, value in scope["headers"] if name == b"content-type")
+    head = [scope["method"].encode(), scope["path"].encode(), scope["query_string"], content_type, b""]
+    fingerprint = xxhash.xxh3_128(b"\0".join(head))
+    fingerprint.update(body)
+    return Key("", text, fingerprint.digest())
+
+
+def match_of(scope: Scope) -> frozenset[str] | None:
+    """The tags in If-Match, `*` among them. Raises `InvalidParameter`."""
+    header = Headers(scope=scope).get("if-match")
+    return None if header is None else tags_of("If-Match", header)
+
+
+def tags_of(name: str, header: str) -> frozenset[str]:
+    """The tags in a header: `"epoch-version"`, in quotation marks, or `*`. Raises `InvalidParameter`."""
+    tags = frozenset(one.strip() for one in header.split(","))
+    for tag in tags:
+        if tag != "*" and not (len(tag) > 2 and tag.removeprefix("W/")[0] == tag[-1] == '"'):
+            raise InvalidParameter(
+                f'{name} is {shown(header)}, but must be tags in quotation marks like "3-17", or *', parameter=name
+            )
+    return tags
+
+
+def refuse_match(scope: Scope) -> None:
+    """Raise `InvalidParameter` for an If-Match, where it could mean any of several buffers."""
+    if match_of(scope) is not None:
+        raise InvalidParameter("If-Match is for requests that change one buffer", parameter="If-Match")
+
+
+async def change(store: Store, changes: Sequence[Change], key: Key | None) -> Outcome:
+    """Make the changes. Raises what `Store.submit` does."""
+    return await asyncio.wrap_future(store.submit(Asked(changes, key)))
+
+
+def recalled(store: Store, key: Key | None) -> dict[str, Receipt] | None:
+    """The receipts that were stored with this key, if the request came before. Raises `KeyReused`."""
+    known = None if key is None else store.recall(key)
+    if key is None or known is None:
+        return None
+    if known.fingerprint != key.fingerprint:
+        raise KeyReused(
+            f"The Idempotency-Key {shown(key.text)} was used for another request; a new request needs a new key"
+        )
+    return known.receipts
+
+
+def etag_after(receipt: Mapping[str, Any]) -> str:
+    """The tag of the buffer after the change that left this receipt."""
+    return f'"{receipt["epoch"] + receipt["closed"]}-{receipt["version"]}"'
+
+
+def answer(
+    receipts: Mapping[str, Receipt],
+    values: Mapping[str, Array],
+    media_type: str,
+    form: json_codec.Form,
+    headers: Mapping[str, str],
+    *,
+    one: bool,
+) -> Answer:
+    """The receipts, each with its value if it has one, of one buffer or of many."""
+    if media_type != JSON:
+        tensors = dict(zip(["value"], values.values(), strict=False)) if one else values
+        return Answer(safetensors.encode(tensors, receipts_text(receipts)), media_type, headers)
+    pieces: list[bytes] = [] if one else [b'{"buffers":{']
+    for number, (name, receipt) in enumerate(receipts.items()):
+        if not one:
+            pieces.append((b"," if number else b"") + orjson.dumps(name) + b":")
+        text = orjson.dumps(receipt)
+        if name in values:
+            pieces += [text[:-1] + b',"value":', *json_codec.encode_tensor(values[name], form), b"}"]
+        else:
+            pieces.append(text)
+    if not one:
+        pieces.append(b"}}")
+    return Answer(pieces, media_type, headers)
+
+
+def receipts_text(receipts: Mapping[str, Receipt]) -> dict[str, str]:
+    """Receipts as they travel with a safetensors file: JSON in its metadata."""
+    return {"receipts": orjson.dumps(receipts).decode()}
+
+
+def replayed(outcome: Outcome) -> dict[str, str]:
+    """The header that tells a repeated request from the first."""
+    return {"Idempotency-Replayed": "true"} if outcome.replayed else {}

@@ -1,0 +1,38 @@
+"""What a request says besides its path: the types of its body and answer, parameters that are given once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from starlette.requests import Request
+
+from service.codecs import safetensors
+from service.errors import InvalidParameter, NotAcceptable, UnsupportedMediaType, shown
+
+JSON = "application/json"
+MEDIA_TYPES = (JSON, safetensors.MEDIA_TYPE)
+
+
+def media_types(request: Request) -> tuple[str, str]:
+    """The media types of the request and of its answer, which is the same unless `Accept` asks for another.
+
+    Raises `UnsupportedMediaType` and `NotAcceptable`.
+    """
+    header = request.headers.get("content-type", JSON)
+    sent = header.partition(";")[0].strip().lower()
+    if sent not in MEDIA_TYPES:
+        raise UnsupportedMediaType(f"Content-Type is {shown(header)}, but must be one of {', '.join(MEDIA_TYPES)}")
+    accepted = request.headers.get("accept", "*/*")
+    ranges = {one.partition(";")[0].strip().lower() for one in accepted.split(",")}
+    named = [one for one in (sent, *MEDIA_TYPES) if one in ranges]
+    if not named and not ranges & {"application/*", "*/*", ""}:
+        raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is one of {', '.join(MEDIA_TYPES)}")
+    return sent, named[0] if named else sent
+
+
+def check_given_once(request: Request, lists: Collection[str] = ()) -> None:
+    """Raise `InvalidParameter` for a query parameter that is given twice, unless it is one of `lists`."""
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if count > 1 and name not in lists:
+            raise InvalidParameter(f"{shown(name)} is given {count} times", parameter=name)

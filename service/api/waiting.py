@@ -1,0 +1,107 @@
+"""Waiting on behalf of a request: for work in the pool, for a change in the store, and never for a client who left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from service.buffers.store import Store
+from service.engine import Engine
+from service.errors import EpochOpen, TooFewGradients
+
+R = TypeVar("R")
+
+POLL_SECONDS = 0.002
+"""How often a process with requests that wait looks whether another process has changed anything."""
+
+
+async def in_pool(receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
+    """What `work` returns, called in the engine's pool. The body must have been read.
+
+    If the client goes before the work starts, the work is dropped. Raises `ClientDisconnect` if the client goes.
+    """
+    return await while_connected(receive, asyncio.wrap_future(engine.submit(work)))
+
+
+async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
+    """What `work` returns. The body must have been read. Raises `ClientDisconnect` if the client goes."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        either: set[asyncio.Future[Any]] = {working, leaving}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Waiting:
+    """Wakes requests that wait for a change in the store, whichever process makes it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._changed = asyncio.Event()
+        self._waiters = 0
+        self._poller: asyncio.Task[None] | None = None
+
+    async def until(self, receive: Receive, seconds: float, attempt: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """What `attempt` returns, called again after each change while it raises `EpochOpen` or `TooFewGradients`.
+
+        After `seconds` it raises that. The body must have been read. Raises `ClientDisconnect` if the client goes.
+        """
+        if seconds <= 0:
+            return await attempt()
+        return await while_connected(receive, self._attempts(seconds, attempt))
+
+    async def _attempts(self, seconds: float, attempt: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        end = asyncio.get_running_loop().time() + seconds
+        while True:
+            seen = self._store.generation()
+            try:
+                return await attempt()
+            except (EpochOpen, TooFewGradients):
+                if not await self._change(seen, end):
+                    raise
+
+    async def _change(self, seen: int, end: float) -> bool:
+        """Wait for a generation other than `seen`. False if none comes by `end`."""
+        self._waiters += 1
+        try:
+            if self._poller is None:
+                self._poller = asyncio.create_task(self._poll())
+            async with asyncio.timeout_at(end):
+                while self._store.generation() == seen:
+                    await self._changed.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._waiters -= 1
+
+    async def _poll(self) -> None:
+        seen = self._store.generation()
+        try:
+            while self._waiters:
+                await asyncio.sleep(POLL_SECONDS)
+                if self._store.generation() != seen:
+                    seen = self._store.generation()
+                    self._wake()
+        finally:
+            self._poller = None
+            self._wake()  # were it to fail, whoever waits looks for itself
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
