@@ -7,14 +7,19 @@ import ipaddress
 import signal
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import uvicorn
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
 from uvicorn.supervisors import Multiprocess
 
-from service.api.app import server_config
+from service import transfer
+from service.api.app import server_config, store_at
 from service.arena import keep_freed_memory
+from service.buffers.url import path_of
+from service.errors import GradserveError, StoreFailed
 from service.kernels import OPERATORS
+from service.limits import Limits
 from service.settings import Settings
 
 
@@ -31,11 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
     serve.add_argument("--host", help="address to listen on, before GRADSERVE_HOST")
     serve.add_argument("--port", help="port to listen on, before GRADSERVE_PORT")
     commands.add_parser("ops", help="list the operators")
+    doctor = commands.add_parser("doctor", help="check the store of the buffers, and say what is in it")
+    export = commands.add_parser("export", help="write buffers, as they are at one moment, to a safetensors file")
+    export.add_argument("path", metavar="PATH", help="the file; it is replaced if it is there")
+    export.add_argument("--prefix", default="", help="only buffers whose names begin so")
+    importing = commands.add_parser("import", help="create buffers from a file that export wrote")
+    importing.add_argument("path", metavar="PATH", help="the file")
+    for command in (doctor, export, importing):
+        command.add_argument("--store", help="the store, before GRADSERVE_STORE")
     commands.add_parser("settings", help="list the settings, their values and meanings")
     options = parser.parse_args(arguments)
     if options.command == "ops":
         return _ops()
-    given = {name: value for name in ("host", "port") if (value := getattr(options, name, None)) is not None}
+    given = {name: value for name in ("host", "port", "store") if (value := getattr(options, name, None)) is not None}
     try:
         settings = Settings(**given)
     except ValidationError as invalid:
@@ -43,7 +56,21 @@ def main(arguments: list[str] | None = None) -> int:
             name = "GRADSERVE_" + "_".join(map(str, error["loc"])).upper()
             print(f"gradserve: {name} is {error['input']!r}: {error['msg']}", file=sys.stderr)
         return 2
-    return _settings(settings) if options.command == "settings" else _serve(settings)
+    try:
+        match options.command:
+            case "settings":
+                return _settings(settings)
+            case "doctor":
+                return _doctor(settings)
+            case "export":
+                return _export(settings, Path(options.path), options.prefix)
+            case "import":
+                return _import(settings, Path(options.path))
+            case _:
+                return _serve(settings)
+    except (GradserveError, OSError) as error:
+        print(f"gradserve: {error}", file=sys.stderr)
+        return 1
 
 
 def _ops() -> int:
@@ -58,6 +85,38 @@ def _settings(settings: Settings) -> int:
     return 0
 
 
+def _doctor(settings: Settings) -> int:
+    problems = 0
+    for line in transfer.examine(_path(settings), settings.store_bytes):
+        problems += line.startswith(transfer.WRONG)
+        print(line)
+    print("nothing is wrong" if not problems else f"{problems} things are wrong")
+    return 1 if problems else 0
+
+
+def _export(settings: Settings, path: Path, prefix: str) -> int:
+    count, size = transfer.export(_path(settings), settings.store_bytes, path, prefix)
+    print(f"{count} buffers, {size} bytes")
+    return 0
+
+
+def _import(settings: Settings, path: Path) -> int:
+    store = store_at(settings)
+    try:
+        names = transfer.restore(store, path, Limits(settings.max_tensor_bytes))
+    finally:
+        store.close()
+    print(f"{len(names)} buffers")
+    return 0
+
+
+def _path(settings: Settings) -> Path:
+    path = path_of(settings.store)
+    if path is None:
+        raise StoreFailed("The store is memory:, of which nothing is on a disk; name another by GRADSERVE_STORE")
+    return path
+
+
 def _serve(settings: Settings) -> int:
     if not settings.allow_anonymous and not _is_loopback(settings.host):
         print(
@@ -66,6 +125,7 @@ def _serve(settings: Settings) -> int:
             file=sys.stderr,
         )
         return 2
+    store_at(settings).close()  # what is wrong with it is better said here than in every worker
     keep_freed_memory(settings.reuse_bytes)
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.

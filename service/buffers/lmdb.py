@@ -26,6 +26,7 @@ import os
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -75,6 +76,8 @@ IDLE_SECONDS = 1.0
 """How long the writer waits for requests before it looks for what has expired."""
 
 KEY_SECONDS = 24 * 3600.0
+
+DATABASES = ("buffers", "values", "keys", "times", "deadlines")
 
 _CHUNK_KEY = struct.Struct(">QI")
 _TIME = struct.Struct(">Q")
@@ -298,7 +301,8 @@ class Environment:
                 f"The store in {self.path} has format {found.decode(errors='replace')}, but this version of gradserve"
                 f" knows formats up to {FORMAT}: use the version that wrote it, or a newer one"
             )
-        for name in ("buffers", "values", "keys", "times", "deadlines"):
+        self.format = FORMAT if found is None else int(found)
+        for name in DATABASES:
             setattr(self, name, self._env.open_db(name.encode(), create=create))
         if create and found is None:
             with self._env.begin(write=True) as txn:
@@ -404,6 +408,28 @@ class Reader:
             raise BufferCorrupt("What is stored with this Idempotency-Key is damaged on the disk")
         stored, fingerprint = _KEY_HEAD.unpack_from(data)
         return Known(fingerprint, orjson.loads(data[_KEY_HEAD.size :])) if stored > oldest else None
+
+    def sound_records(self) -> Iterator[tuple[str, Record | None]]:
+        """Every buffer's name, with the buffer if it is not damaged."""
+        with self._txn.cursor(db=self._env.buffers) as cursor:
+            for found, sealed in cursor:
+                name = bytes(found).decode(errors="replace")
+                try:
+                    yield name, _unpacked(name, sealed)
+                except BufferCorrupt:
+                    yield name, None
+
+    def chunk_counts(self) -> dict[int, int]:
+        """How many chunks each value has."""
+        counts: Counter[int] = Counter()
+        with self._txn.cursor(db=self._env.values) as cursor:
+            for found in cursor.iternext(values=False):
+                counts[_CHUNK_KEY.unpack(found)[0]] += 1
+        return counts
+
+    def entries(self) -> dict[str, int]:
+        """How many entries the databases have."""
+        return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
         """Whether a key or a buffer has expired, or must be looked at."""
@@ -518,7 +544,7 @@ def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:
 
 def _is_due(cursor: Any, limit: int) -> bool:
     """Whether the first entry, to which the cursor moves, has a time up to `limit`."""
-    return cursor.first() and _TIME.unpack_from(cursor.key())[0] <= limit
+    return bool(cursor.first()) and bool(_TIME.unpack_from(cursor.key())[0] <= limit)
 
 
 def _microseconds(seconds: float) -> int:

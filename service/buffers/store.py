@@ -400,7 +400,8 @@ class Take(Change):
         assert record is not None
         if record.count < self.min_count:
             raise TooFewGradients(
-                f"The count of {self.name!r} is {record.count} in epoch {record.epoch}, but min_count is {self.min_count}",
+                f"The count of {self.name!r} is {record.count} in epoch {record.epoch}, but min_count is"
+                f" {self.min_count}",
                 buffer=self.name,
                 epoch=record.epoch,
                 count=record.count,

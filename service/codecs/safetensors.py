@@ -7,14 +7,15 @@ each belongs to one tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
 from service.codecs._bytes import Array, bytes_of, view
 from service.codecs._headers import as_object, check_shape, load
-from service.dtypes import SAFETENSORS
+from service.dtypes import SAFETENSORS, DType
 from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
@@ -25,6 +26,9 @@ MOST_HEADER_BYTES = 100_000_000
 
 METADATA = "__metadata__"
 
+Described: TypeAlias = tuple[DType, tuple[int, ...]]
+"""A tensor's dtype and shape."""
+
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 
@@ -34,17 +38,7 @@ def decode(body: memoryview, limits: Limits) -> dict[str, Array]:
     Raises `MalformedBody` for a file that breaks the format's rules, `InvalidTensor`, `TensorTooLarge` and
     `TooManyDimensions`.
     """
-    if len(body) < 8:
-        raise MalformedBody(
-            f"The body has {len(body)} bytes, but a safetensors file begins with 8 of its header's length"
-        )
-    length = int.from_bytes(body[:8], "little")
-    if length > min(len(body) - 8, MOST_HEADER_BYTES):
-        raise MalformedBody(
-            f"The safetensors header is said to have {length} bytes, but at most {len(body) - 8} follow,"
-            f" and the limit is {MOST_HEADER_BYTES}"
-        )
-    header = as_object(load(body[8 : 8 + length], "The safetensors header"), "The safetensors header")
+    header, length = _header(body)
     _check_metadata(header.pop(METADATA, None))
     data, end = body[8 + length :], 0
     tensors = {}
@@ -60,6 +54,29 @@ def decode(body: memoryview, limits: Limits) -> dict[str, Array]:
     if end != len(data):
         raise MalformedBody(f"The bytes after the header are {len(data)}, but the tensors end at {end}")
     return {name: tensors[name] for name in header}
+
+
+def metadata_of(body: memoryview) -> dict[str, str]:
+    """The texts under `__metadata__`. Raises `MalformedBody`."""
+    metadata = _header(body)[0].get(METADATA)
+    _check_metadata(metadata)
+    return metadata or {}
+
+
+def _header(body: memoryview) -> tuple[dict[str, Any], int]:
+    """The header and its length."""
+    if len(body) < 8:
+        raise MalformedBody(
+            f"The body has {len(body)} bytes, but a safetensors file begins with 8 of its header's length"
+        )
+    length = int.from_bytes(body[:8], "little")
+    if length > min(len(body) - 8, MOST_HEADER_BYTES):
+        raise MalformedBody(
+            f"The safetensors header is said to have {length} bytes, but at most {len(body) - 8} follow,"
+            f" and the limit is {MOST_HEADER_BYTES}"
+        )
+    header = as_object(load(body[8 : 8 + length], "The safetensors header"), "The safetensors header")
+    return header, length
 
 
 def _tensor(name: str, entry: Mapping[str, Any], data: memoryview, limits: Limits) -> Array:
@@ -88,15 +105,22 @@ def _check_metadata(metadata: Any) -> None:
 
 def encode(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:
     """The pieces of a file: its header and a view of each tensor's bytes, those of large elements first."""
+    ordered = in_order({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    return [head(ordered, metadata), *(bytes_of(tensors[name]) for name in ordered)]
+
+
+def in_order(tensors: Mapping[str, Described]) -> dict[str, Described]:
+    """The order in which the tensors' bytes follow the header: then all lie at multiples of their elements' size."""
+    return dict(sorted(tensors.items(), key=lambda pair: -pair[1][0].itemsize))
+
+
+def head(tensors: Mapping[str, Described], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What a file begins with, whose tensors, given by dtype and shape, follow in this order."""
     header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
-    pieces, end = [], 0
-    for name, tensor in sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize):
-        pieces.append(bytes_of(tensor))
-        header[name] = {
-            "dtype": SAFETENSORS[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": [end, end := end + len(pieces[-1])],
-        }
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [start, end]}
     text = orjson.dumps(header)
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *pieces]
+    return len(text).to_bytes(8, "little") + text
