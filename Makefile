@@ -10,10 +10,10 @@ PIP := -m pip install --quiet --editable
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run test fuzz lint format bench bench-service golden docs lock clean
+.PHONY: help run test fuzz lint format bench bench-service bench-buffers golden docs lock clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
 
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
@@ -40,6 +40,9 @@ bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels, PyTo
 
 bench-service: $(BENCH)/.bench  ## speed and memory of requests against NVIDIA's Triton Inference Server
 	$(BENCH)/bin/python -m benchmarks.service
+
+bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against stateless requests and Redis
+	$(BENCH)/bin/python -m benchmarks.buffers
 
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden
 	$(BENCH)/bin/python -m tests.golden.make

@@ -26,8 +26,8 @@ Start: TypeAlias = Callable[[int], tuple[list[str], dict[str, str]]]
 
 
 def gradserve(**settings: object) -> Start:
-    """Our server, with these settings."""
-    given = {f"GRADSERVE_{name.upper()}": str(value) for name, value in settings.items()}
+    """Our server, with these settings; its buffers are in memory unless they say where."""
+    given = {f"GRADSERVE_{name.upper()}": str(value) for name, value in {"store": "memory:", **settings}.items()}
     return lambda port: (
         [sys.executable, "-m", "service", "serve"],
         {**os.environ, **given, "GRADSERVE_PORT": str(port)},

@@ -248,7 +248,8 @@ def main() -> None:
         per_byte = huge / (HUGE / LARGE)
         race.add("binary, time per 1,048,576", f"{HUGE:,}", per_byte * 1e3, large * 1e3, "<=", 2.0)
         rates(race, ours, 1.0, "requests/s, 8 connections")
-        with serving(gradserve(workers=2), "/v2/health/ready") as both:
+        store = stack.enter_context(tempfile.TemporaryDirectory())
+        with serving(gradserve(workers=2, store=f"lmdb:{store}"), "/v2/health/ready") as both:
             rates(race, both, 1.5, "requests/s, 2 workers")
         race.rows.append(memory_row("peak memory / bytes"))
         print(table(["request", "elements", "ours", "peer", "ours / peer", "target", "met"], race.rows))

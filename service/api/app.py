@@ -33,14 +33,16 @@ def in_worker() -> FastAPI:
 
 
 class Application(FastAPI):
-    """FastAPI, past which the Open Inference Protocol's inference requests go straight to their handler."""
+    """FastAPI, past which the two hottest kinds of requests go straight to their handlers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = open_inference.wants_inference(scope)
-        if path is None:
-            await super().__call__(scope, receive, send)
-        else:
+        if path := open_inference.wants_inference(scope):
             await open_inference.infer(self.state, scope, receive, send, path)
+        elif path := buffers.wants_accumulate(scope):
+            scope["app"] = self
+            await buffers.accumulate_directly(scope, receive, send, path)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def server_config(settings: Settings) -> uvicorn.Config:

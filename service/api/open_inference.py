@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from service.api import problems
@@ -26,7 +26,6 @@ from service.codecs import open_inference as codec
 from service.dtypes import DTYPES, OPEN_INFERENCE
 from service.engine import Engine
 from service.errors import (
-    GradserveError,
     Invalid,
     MalformedBody,
     MethodNotAllowed,
@@ -159,24 +158,17 @@ def wants_inference(scope: Scope) -> re.Match[str] | None:
 
 async def infer(state: Any, scope: Scope, receive: Receive, send: Send, path: re.Match[str]) -> None:
     """Run a model, as an ASGI application by itself: FastAPI would add nothing to it but time."""
-    try:
+
+    async def run() -> Answer:
         if scope["method"] != "POST":
             raise MethodNotAllowed(f"{path[0]} does not take {scope['method']}; it takes POST")
         operator = _find(path[1], path[2] or VERSION)
         length = _header_length(scope)
         decode = partial(_decode, operator, length)
         inline = INLINE_TEXT if length is None or length > INLINE_TEXT else INLINE_BYTES
-        answer = await respond(state, scope, receive, operator, decode, inline=inline, head=length or 0)
-    except GradserveError as error:
-        headers = {"Allow": "POST"} if isinstance(error, MethodNotAllowed) else None
-        await problems.answer(path[0], error, headers)(scope, receive, send)
-    except ClientDisconnect:
-        pass  # nobody reads an answer
-    except Exception:
-        await problems.answer(path[0], problems.bug())(scope, receive, send)
-        raise  # for the server to log
-    else:
-        await answer.send(scope, send)
+        return await respond(state, scope, receive, operator, decode, inline=inline, head=length or 0)
+
+    await problems.answering(scope, receive, send, run())
 
 
 def _header_length(scope: Scope) -> int | None:

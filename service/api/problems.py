@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,8 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
+from service.api.body import Answer
 from service.errors import (
     GradserveError,
     Invalid,
@@ -89,6 +90,23 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:
         return answer(request.scope["path"], bug())
+
+
+async def answering(scope: Scope, receive: Receive, send: Send, work: Awaitable[Answer]) -> None:
+    """Send what `work` returns, or the error that it raises, where FastAPI is passed by."""
+    path = scope["path"]
+    try:
+        done = await work
+    except GradserveError as error:
+        headers = {"Allow": "POST"} if isinstance(error, MethodNotAllowed) else None
+        await answer(path, error, headers)(scope, receive, send)
+    except ClientDisconnect:
+        pass  # nobody reads an answer
+    except Exception:
+        await answer(path, bug())(scope, receive, send)
+        raise  # for the server to log
+    else:
+        await done.send(scope, send)
 
 
 def bug() -> GradserveError:

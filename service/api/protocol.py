@@ -8,7 +8,7 @@ answer's head by itself, which costs a system call, and the client two wake-ups.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -25,8 +25,11 @@ BODY_AT_HAND = "gradserve.body_at_hand"
 SEND_AT_ONCE = "gradserve.send_at_once"
 """The name, among the scope's extensions, of what sends a whole answer: `async (head, pieces) -> None`."""
 
+TURN_BYTES = 1 << 19
+"""What is written at once of an answer that is larger: then it is the turn of other connections."""
+
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
-Pieces: TypeAlias = Iterable[bytes | memoryview]
+Pieces: TypeAlias = Sequence[bytes | memoryview]
 
 
 class Protocol(HttpToolsProtocol):
@@ -77,8 +80,19 @@ class Protocol(HttpToolsProtocol):
         lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *head)]
         if not cycle.keep_alive:
             lines.append(b"connection: close\r\n")
-        self.transport.writelines([b"".join([b"HTTP/1.1 200 OK\r\n", *lines, b"\r\n"]), *pieces])
-        cycle.response_started = cycle.response_complete = True
+        cycle.response_started = True
+        first = b"".join([b"HTTP/1.1 200 OK\r\n", *lines, b"\r\n"])
+        if sum(map(len, pieces)) <= TURN_BYTES:
+            self.transport.writelines([first, *pieces])
+        else:
+            self.transport.write(first)
+            for piece in pieces:
+                for start in range(0, len(piece), TURN_BYTES):
+                    self.transport.write(piece[start : start + TURN_BYTES])
+                    await (self.flow.drain() if self.flow.write_paused else asyncio.sleep(0))
+                    if cycle.disconnected:
+                        return
+        cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
             self.transport.close()

@@ -11,7 +11,7 @@ Format 1, in the databases of the environment:
     buffers  name -> a `Record` as JSON, sealed
     values   id of a value, 8 bytes, number of a chunk, 4 bytes -> its elements, sealed; a chunk holds CHUNK bytes
     keys     digest of caller and key -> time, fingerprint, receipts as JSON, sealed
-    times    time, 8 bytes, digest -> nothing: the keys in the order of their age
+    times    time, 8 bytes, number of a transaction, 8 bytes -> the digests of the keys that it stored
     deadlines  time, 8 bytes, name -> nothing: when to see whether a buffer has expired
 
 Integers are big-endian, times microseconds since 1970, numbers in chunks little-endian. What is sealed ends with its
@@ -66,7 +66,7 @@ FORMAT = 1
 SEAL = 8
 """Bytes of a checksum."""
 
-CHUNK = (1 << 16) - 16 - SEAL
+CHUNK = (1 << 18) - 16 - SEAL
 """Bytes of a value in a chunk: with the seal and LMDB's head it fills 16 pages, a run that is easily found."""
 
 MOST_IN_BATCH = 1024
@@ -79,6 +79,7 @@ KEY_SECONDS = 24 * 3600.0
 
 DATABASES = ("buffers", "values", "keys", "times", "deadlines")
 
+_DIGEST_SIZE = 16
 _CHUNK_KEY = struct.Struct(">QI")
 _TIME = struct.Struct(">Q")
 _KEY_HEAD = struct.Struct(">Q16s")
@@ -228,6 +229,7 @@ class LmdbStore:
                         raise _UndoneError(job, error) from None
                     answers.append(error)
                 reached("made")
+            changes.finish(now)
             changes.forget_keys(2 * len(jobs) + 8)
             if now > self._next_deadline_check:
                 self._next_deadline_check = now + IDLE_SECONDS
@@ -447,6 +449,7 @@ class _Transaction(Reader):
         super().__init__(env, txn)
         self._allocate, self._oldest = allocate, oldest_key
         self._memory = bytearray(CHUNK + SEAL)
+        self._digests: list[bytes] = []
         self.writes = 0
         """How much was changed so far."""
 
@@ -501,15 +504,31 @@ class _Transaction(Reader):
         data = bytearray(_KEY_HEAD.pack(stored, key.fingerprint) + orjson.dumps(receipts) + bytes(SEAL))
         _seal(memoryview(data), _seed_of(digest))
         self._txn.put(digest, data, db=self._env.keys)
-        self._txn.put(_TIME.pack(stored) + digest, b"", db=self._env.times)
+        self._digests.append(digest)
+
+    def finish(self, now: float) -> None:
+        """Store what is stored once for all requests."""
+        if self._digests:
+            when = _TIME.pack(_microseconds(now)) + _TIME.pack(self._txn.id())
+            self._txn.put(when, b"".join(self._digests), db=self._env.times)
 
     def forget_keys(self, most: int) -> None:
         """Forget keys that are older than they need be, up to `most`."""
         with self._txn.cursor(db=self._env.times) as cursor:
-            while most and _is_due(cursor, self._oldest):
-                self._txn.delete(bytes(cursor.key()[_TIME.size :]), db=self._env.keys)
+            while most > 0 and _is_due(cursor, self._oldest):
+                digests = bytes(cursor.value())
+                for start in range(0, len(digests), _DIGEST_SIZE):
+                    self._forget(digests[start : start + _DIGEST_SIZE])
                 cursor.delete()
-                most, self.writes = most - 1, self.writes + 1
+                most, self.writes = most - len(digests) // _DIGEST_SIZE, self.writes + 1
+
+    def _forget(self, digest: bytes) -> None:
+        try:
+            used_again = super().recall(digest, self._oldest) is not None
+        except BufferCorrupt:
+            used_again = False
+        if not used_again:
+            self._txn.delete(digest, db=self._env.keys)
 
     def remove_expired(self, now: float, most: int) -> None:
         """Remove buffers that have expired, up to `most`."""
@@ -520,7 +539,10 @@ class _Transaction(Reader):
                 cursor.delete()
                 self.writes += 1
         for name in due:
-            record = self.get(name.decode())
+            try:
+                record = self.get(name.decode())
+            except BufferCorrupt:
+                continue  # whoever asks for it is told
             if record is None or record.expires is None:
                 continue
             if record.lives(now):
@@ -552,7 +574,7 @@ def _microseconds(seconds: float) -> int:
 
 
 def _digest(key: Key) -> bytes:
-    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=_DIGEST_SIZE).digest()
 
 
 def _seed(value: int, number: int) -> int:

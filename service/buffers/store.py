@@ -342,7 +342,7 @@ class Add(Change):
                 f"weight is {self.weight}, but it, in {dtype}, and the sum of the weights must be finite",
                 parameter="weight",
             )
-        if self.do_update:
+        if self.do_update and self.gradient.shape != record.spec.shape:
             self._onto(record.spec)
 
     def _onto(self, spec: Spec) -> Gradient:
