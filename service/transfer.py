@@ -9,13 +9,16 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
-from service.buffers.lmdb import Environment, Reader, pieces_of
+from service.buffers._values import CHUNK
+from service.buffers.lmdb import Environment, Reader
 from service.buffers.store import Delete, Record, Request, Restore, Spec, Store, check_name, spec_of
 from service.codecs import safetensors
 from service.errors import BufferCorrupt, BufferExists, MalformedBody
@@ -53,12 +56,11 @@ def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[i
 
 
 def _write(reader: Reader, record: Record, file: Any) -> None:
-    spec = record.spec
-    for number, start, stop in pieces_of(spec):
-        if record.value is None:
-            file.write(bytes((stop - start) * spec.dtype.itemsize))
-        else:
-            file.write(reader.chunk(record.value, number, stop - start, spec.dtype).tobytes())
+    memory = np.empty(CHUNK, np.uint8)
+    for start, stop, fill in reader.values.pieces(record.spec, record.value):
+        piece = memory.view(record.spec.dtype)[: stop - start]
+        fill(piece)
+        file.write(piece.view(np.uint8).data)
 
 
 def _described(record: Record) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def _record(name: str, about: dict[str, Any]) -> Record:
     spec = spec_of(about["spec"])
     created = about["created"]
     return Record(
-        check_name(name), spec, created, created, about["epoch"], about["version"], about["count"], about["weight"]
+        check_name(name), spec, 0, created, created, about["epoch"], about["version"], about["count"], about["weight"]
     )
 
 
@@ -122,25 +124,32 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
     try:
         sizes = env.sizes()
         yield f"store {store}, format {env.format}"
-        yield f"file {sizes['file']} bytes, of which pages {sizes['used']}; limit {sizes['limit']}"
+        yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
         with env.reading() as txn:
             reader = Reader(env, txn)
-            records, referenced = 0, {}
+            records, parts = 0, dict[int, list[int]]()
             for name, record in reader.sound_records():
                 records += 1
                 if record is None:
                     yield f"{WRONG}the buffer {name!r} is damaged"
                     continue
                 for what, value in _values(record):
-                    if value is not None:
-                        referenced[value] = record.spec
-                        yield from _damage(reader, name, what, record.spec, value)
-            found = reader.chunk_counts()
-            entries = reader.entries()
-        yield f"{records} buffers, {len(referenced)} values, {entries['values']} chunks"
-        yield f"{entries['keys']} idempotency keys"
-        for value in sorted(found.keys() - referenced.keys()):
-            yield f"{WRONG}value {value}, {found[value]} chunks, belongs to no buffer"
+                    try:
+                        if value is not None:
+                            parts |= reader.values.parts_of(value)
+                            _read_through(reader, record.spec, value)
+                    except BufferCorrupt:
+                        yield f"{WRONG}{what} of the buffer {name!r} is damaged"
+            stray = set(reader.value_ids()) - parts.keys()
+            slots = Counter(slot for each in parts.values() for slot in each)
+            free = reader.free_slots()
+            keys = reader.entries()["keys"]
+        yield f"{records} buffers, {len(parts)} values, {len(slots)} slots in use, {len(free)} free"
+        yield f"{keys} idempotency keys"
+        for value in sorted(stray):
+            yield f"{WRONG}value {value} belongs to no buffer"
+        for slot in sorted({slot for slot, count in slots.items() if count > 1} | slots.keys() & set(free)):
+            yield f"{WRONG}slot {slot} has more than one use"
     finally:
         env.close()
 
@@ -149,9 +158,7 @@ def _values(record: Record) -> list[tuple[str, int | None]]:
     return [("the running value", record.value), *((f"epoch {one.epoch}", one.value) for one in record.closed)]
 
 
-def _damage(reader: Reader, name: str, what: str, spec: Spec, value: int) -> Iterator[str]:
-    for number, start, stop in pieces_of(spec):
-        try:
-            reader.chunk(value, number, stop - start, spec.dtype)
-        except BufferCorrupt:
-            yield f"{WRONG}{what} of the buffer {name!r}, elements {start} to {stop}"
+def _read_through(reader: Reader, spec: Spec, value: int) -> None:
+    memory = np.empty(CHUNK, np.uint8)
+    for start, stop, fill in reader.values.pieces(spec, value):
+        fill(memory.view(spec.dtype)[: stop - start])

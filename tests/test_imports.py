@@ -21,8 +21,9 @@ ALLOWED: dict[str, set[str]] = {
     "codecs": BOTTOM,
     "buffers": {"kernels", *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
+    "transfer": {"buffers", "codecs", *BOTTOM},
     "api": {"arena", "buffers", "engine", "codecs", "kernels", "settings", *BOTTOM},
-    "__main__": {"api", "arena", "buffers", "kernels", "settings", *BOTTOM},
+    "__main__": {"api", "arena", "buffers", "transfer", "kernels", "settings", *BOTTOM},
 }
 
 

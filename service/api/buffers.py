@@ -53,11 +53,13 @@ from service.codecs import safetensors
 from service.dtypes import DTYPES, FLOATS, NAMES
 from service.engine import Engine
 from service.errors import (
+    DtypeMismatch,
     Invalid,
     MalformedBody,
     MissingTensor,
     NothingToAverage,
     UnknownTensor,
+    UnsupportedMediaType,
     shown,
 )
 from service.kernels.accumulate import converted
@@ -98,10 +100,12 @@ class NewBuffer(BaseModel):
     shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
     dtype: FloatName = "float32"
     nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether an add may make it infinite or NaN.")
-    quorum: StrictInt | None = Field(None, ge=1, description="The count with which its epochs close by themselves.")
+    quorum: StrictInt | None = Field(
+        None, ge=1, le=10**9, description="The count with which its epochs close by themselves."
+    )
     keep: StrictInt = Field(1, ge=1, le=1000, description="How many closed epochs can be read.")
     ttl_seconds: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Seconds after its last change when it is gone."
+        None, strict=True, gt=0, le=10**9, description="Seconds after its last change when it is gone."
     )
 
 
@@ -246,6 +250,7 @@ async def get(request: Request, name: str) -> Response:
 async def delete(request: Request, name: str) -> Response:
     _check_no_query(request)
     asked = await _Asked.of(request)
+    asked.check_no_body()
     outcome = await asked.change([Delete(name=check_name(name), match=match_of(request.scope))])
     return Response(status_code=204, headers=replayed(outcome))
 
@@ -332,6 +337,7 @@ async def accumulate_directly(scope: Scope, receive: Receive, send: Send, path: 
 async def zero(request: Request, name: str) -> Response:
     _check_no_query(request)
     asked = await _Asked.of(request)
+    asked.check_no_body()
     outcome = await asked.change([Zero(name=check_name(name), match=match_of(request.scope))])
     return await asked.respond(outcome, None, one=True)
 
@@ -345,7 +351,9 @@ async def zero(request: Request, name: str) -> Response:
 async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]) -> Response:
     check_given_once(request)
     asked = await _Asked.of(request)
-    changes = [Take(name=check_name(name), match=match_of(request.scope), min_count=query.min_count)]
+    asked.check_no_body()
+    mean = query.reduce == "mean"
+    changes = [Take(name=check_name(name), match=match_of(request.scope), min_count=query.min_count, mean=mean)]
     outcome = await asked.take(changes, query.timeout)
     return await asked.respond(outcome, query.encoding, one=True, reduce=query.reduce, dtype=query.dtype)
 
@@ -394,7 +402,8 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     check_given_once(request)
     refuse_match(request.scope)
     asked = await _Asked.of(request)
-    changes = [Take(name=name, min_count=query.min_count) for name in asked.names(query.prefix)]
+    mean = query.reduce == "mean"
+    changes = [Take(name=name, min_count=query.min_count, mean=mean) for name in asked.names(query.prefix)]
     outcome = await asked.take(changes, query.timeout)
     return await asked.respond(outcome, query.encoding, one=False, reduce=query.reduce, dtype=query.dtype)
 
@@ -447,7 +456,9 @@ class _Asked:
         return cls(request, sent, answers, body)
 
     def model(self, model: type[M]) -> M:
-        """The body, which must be JSON, as a model. Raises `MalformedBody` and `InvalidParameter`."""
+        """The body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
+        if self._sent != JSON:
+            raise UnsupportedMediaType(f"Content-Type is {self._sent}, but must be {JSON} here")
         try:
             return model.model_validate_json(bytes(self._body))
         except ValidationError as invalid:
@@ -458,6 +469,11 @@ class _Asked:
                 raise MalformedBody(f"The body is {shown(error['input'])}, but must be an object") from None
             place = ".".join(map(str, error["loc"]))
             raise invalid_parameter({**error, "loc": (place,)}, kind="member") from None
+
+    def check_no_body(self) -> None:
+        """Raise `Invalid` for a body where nothing would read it."""
+        if bytes(self._body[:3]).strip() not in (b"", b"{}"):
+            raise Invalid("This request has no body; what it may say stands in the query, like ?min_count=3")
 
     def names(self, prefix: str | None) -> list[str]:
         """The buffers that the body names, or those that the prefix means: if the request was made before, then."""
@@ -486,7 +502,9 @@ class _Asked:
             if known is not None and name not in known:
                 raise UnknownTensor(f"{shown(name)} is no tensor of this request; it has gradient", tensor=name)
             if NAMES[tensor.dtype] not in FLOATS.dtypes:
-                raise Invalid(f"{name} is {tensor.dtype}, but must be one of {', '.join(FLOATS.dtypes)}", tensor=name)
+                raise DtypeMismatch(
+                    f"{name} is {tensor.dtype}, but must be one of {', '.join(FLOATS.dtypes)}", tensor=name
+                )
         return tensors
 
     async def change(self, changes: Sequence[Change]) -> Outcome:
@@ -497,7 +515,9 @@ class _Asked:
 
         async def attempt() -> Outcome:
             nonlocal tried
-            if tried:  # a look is cheaper, and the store's writer has other things to do
+            if (
+                tried and recalled(self.store, self._key) is None
+            ):  # a look is cheaper, and the store's writer has other things to do
                 for one in changes:
                     one.admit(self.store.record(one.name))
             tried = True

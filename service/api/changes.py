@@ -51,8 +51,8 @@ def key_of(scope: Scope, body: memoryview | bytes = b"") -> Key | None:
 
 def match_of(scope: Scope) -> frozenset[str] | None:
     """The tags in If-Match, `*` among them. Raises `InvalidParameter`."""
-    header = Headers(scope=scope).get("if-match")
-    return None if header is None else tags_of("If-Match", header)
+    headers = Headers(scope=scope).getlist("if-match")
+    return tags_of("If-Match", ",".join(headers)) if headers else None
 
 
 def tags_of(name: str, header: str) -> frozenset[str]:

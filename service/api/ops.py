@@ -22,9 +22,9 @@ from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job
 from service.buffers.store import Receipt, check_name
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.dtypes import DTYPES
+from service.dtypes import DTYPES, FLOATS
 from service.engine import Engine
-from service.errors import GradserveError, InvalidParameter, UnknownOperator, shown
+from service.errors import DtypeMismatch, GradserveError, InvalidParameter, UnknownOperator, shown
 from service.kernels import OPERATORS, Operator, Tensor
 from service.kernels._op import Array
 
@@ -158,10 +158,10 @@ def buffers_of(
     operator: Operator, sources: Sequence[str], into: Sequence[str], weight: float | None, epoch: int | None
 ) -> Buffers:
     """The buffers of a request, given as `name:buffer`. Raises `InvalidParameter`."""
+    if not into and not (weight is None and epoch is None):
+        name = "epoch" if weight is None else "weight"
+        raise InvalidParameter(f"{name} is for outputs that are added into a buffer: into=", parameter=name)
     if not (sources or into):
-        if weight is not None or epoch is not None:
-            name = "epoch" if weight is None else "weight"
-            raise InvalidParameter(f"{name} is for outputs that are added into a buffer: into=", parameter=name)
         return NO_BUFFERS
     pairs = []
     for parameter, given, known in (
@@ -180,6 +180,11 @@ def buffers_of(
         if len(dict(named)) < len(named):
             raise InvalidParameter(f"{parameter} has one name twice", parameter=parameter)
         pairs.append(dict(named))
+    for output in operator.outputs:
+        if output.name in pairs[1] and output.kind.dtypes != FLOATS.dtypes:
+            raise DtypeMismatch(
+                f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer is of floats", tensor=output.name
+            )
     if len(set(pairs[1].values())) < len(pairs[1]):
         raise InvalidParameter("into has one buffer twice, but a request changes each once at most", parameter="into")
     return Buffers(pairs[0], pairs[1], 1.0 if weight is None else weight, epoch)

@@ -7,29 +7,32 @@ repair.
 
 Format 1, in the databases of the environment:
 
-    meta     b"format" -> the number of the format, as text; b"last_value" -> the last id of a value, 8 bytes
+    meta     b"format" -> the number of the format, as text; b"last_id" -> the last id given, and b"slots" ->
+             the number of slots, 8 bytes each
     buffers  name -> a `Record` as JSON, sealed
-    values   id of a value, 8 bytes, number of a chunk, 4 bytes -> its elements, sealed; a chunk holds CHUNK bytes
-    keys     digest of caller and key -> time, fingerprint, receipts as JSON, sealed
+    values   id of a value, 8 bytes -> its elements and b"i", or its chunks: slot and checksum, 8 bytes each, what waits
+             to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
+    free     number of the transaction that freed them, 8 bytes, a number, 4 bytes -> slots, 8 bytes each
+    keys     digest of caller and key -> time, fingerprint, receipts and ids of buffers as JSON, sealed
     times    time, 8 bytes, number of a transaction, 8 bytes -> the digests of the keys that it stored
     deadlines  time, 8 bytes, name -> nothing: when to see whether a buffer has expired
 
-Integers are big-endian, times microseconds since 1970, numbers in chunks little-endian. What is sealed ends with its
-XXH3 checksum, seeded by where it belongs. A file `format` beside the environment tells that it was complete once.
+Keys are big-endian, times microseconds since 1970, numbers in chunks and entries little-endian. What is sealed ends
+with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of large
+values (`_values.py`); a file `format` tells that all was complete once.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import math
 import os
 import struct
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -40,34 +43,32 @@ import numpy as np
 import orjson
 import xxhash
 
+from service.buffers._values import CHUNK, SlotFile, ValueReader, ValueWriter, opened, seal
 from service.buffers.store import (
+    Add,
     Allocate,
     Array,
     Closed,
+    Create,
     Gradient,
     Key,
     Known,
     Outcome,
-    Receipt,
     Record,
     Request,
+    Restore,
     Snapshot,
     Spec,
-    add_piece,
     perform,
     spec_of,
     unknown,
 )
-from service.dtypes import DType
 from service.errors import BufferCorrupt, GradserveError, StoreFailed, StoreFull
 
 FORMAT = 1
 
-SEAL = 8
-"""Bytes of a checksum."""
-
-CHUNK = (1 << 18) - 16 - SEAL
-"""Bytes of a value in a chunk: with the seal and LMDB's head it fills 16 pages, a run that is easily found."""
+MAP_MARGIN = 64 << 20
+"""Bytes of LMDB's map beyond twice the limit: to forget something, LMDB first needs room."""
 
 MOST_IN_BATCH = 1024
 """The most requests of one transaction."""
@@ -77,10 +78,9 @@ IDLE_SECONDS = 1.0
 
 KEY_SECONDS = 24 * 3600.0
 
-DATABASES = ("buffers", "values", "keys", "times", "deadlines")
+DATABASES = ("buffers", "values", "free", "keys", "times", "deadlines")
 
 _DIGEST_SIZE = 16
-_CHUNK_KEY = struct.Struct(">QI")
 _TIME = struct.Struct(">Q")
 _KEY_HEAD = struct.Struct(">Q16s")
 
@@ -98,7 +98,7 @@ class _UndoneError(Exception):
 
 
 class LmdbStore:
-    """The environment in the directory `path`, made if it is not there, of at most `max_bytes`.
+    """The environment in the directory `path`, made if it is not there, for at most `max_bytes` of data.
 
     Raises `StoreFailed` if it cannot be opened, is damaged, or comes from a newer version.
     """
@@ -115,17 +115,18 @@ class LmdbStore:
         self._env = Environment(path, max_bytes=max_bytes)
         self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._closed = False
+        self._closed, self._lock = False, threading.Lock()
         self._next_deadline_check = 0.0
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
         self._writer.start()
 
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
-        if self._closed:
-            done.set_exception(StoreFailed("The store is closed"))
-        else:
-            self._queue.put(_Job(request, done))
+        with self._lock:
+            if self._closed:
+                done.set_exception(StoreFailed("The store is closed"))
+            else:
+                self._queue.put(_Job(request, done))
         return done
 
     def record(self, name: str) -> Record:
@@ -151,7 +152,7 @@ class LmdbStore:
                 record = self._alive(txn, name)
                 closed = None if epoch is None else record.kept(epoch)
                 value = record.value if closed is None else closed.value
-                snapshots.append(Snapshot(record, reader.load(record.spec, value, self._allocate), closed))
+                snapshots.append(Snapshot(record, reader.values.load(record.spec, value, self._allocate), closed))
         return snapshots
 
     def recall(self, key: Key) -> Known | None:
@@ -162,11 +163,13 @@ class LmdbStore:
         return self._env.generation()
 
     def close(self) -> None:
-        if not self._closed:
+        with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._queue.put(None)
-            self._writer.join()
-            self._env.close()
+        self._writer.join()
+        self._env.close()
 
     def _alive(self, txn: Any, name: str) -> Record:
         record = Reader(self._env, txn).get(name)
@@ -199,6 +202,8 @@ class LmdbStore:
             except _UndoneError as undone:
                 undone.job.done.set_exception(undone.error)
                 jobs = [job for job in jobs if job is not undone.job]
+                self._make(jobs[: len(jobs) // 2])  # by halves: were all to fail, each would be tried a few times only
+                jobs = jobs[len(jobs) // 2 :]
             except Exception as error:
                 if len(jobs) == 1:
                     jobs[0].done.set_exception(_translated(error, self._env.path))
@@ -229,11 +234,15 @@ class LmdbStore:
                         raise _UndoneError(job, error) from None
                     answers.append(error)
                 reached("made")
-            changes.finish(now)
             changes.forget_keys(2 * len(jobs) + 8)
             if now > self._next_deadline_check:
                 self._next_deadline_check = now + IDLE_SECONDS
                 changes.remove_expired(now, 1)
+                self._env.check_readers()
+            changes.finish(now)
+            grows = any(isinstance(change, (Create, Add, Restore)) for job in jobs for change in job.request.changes)
+            if grows and changes.used() > self._env.max_bytes:
+                raise StoreFull(f"The store in {self._env.path} has reached GRADSERVE_STORE_BYTES; nothing was changed")
             reached("before commit")
         return answers
 
@@ -249,8 +258,9 @@ class LmdbStore:
                     changes = _Transaction(self._env, txn, self._allocate, self._oldest_key())
                     changes.forget_keys(500)
                     changes.remove_expired(self._clock(), 1)
+                    changes.finish(self._clock())
                     more = changes.writes > 0
-        except lmdb.Error:
+        except (lmdb.Error, OSError, GradserveError):
             pass  # a full disk, say; whoever adds next is told
 
 
@@ -262,7 +272,7 @@ class Environment:
     """An LMDB environment of format 1, its databases, and its transactions."""
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
-        self.path = path
+        self.path, self.max_bytes = path, max_bytes
         data, mark = path / "data.mdb", path / "format"
         try:
             if readonly and not data.exists():
@@ -271,15 +281,22 @@ class Environment:
                 raise StoreFailed(f"The store in {path} is damaged: data.mdb is missing or empty")
             path.mkdir(parents=True, exist_ok=True)
             self._env = lmdb.open(
-                str(path), map_size=max_bytes, max_dbs=8, max_readers=1024, meminit=False, readonly=readonly
+                str(path),
+                map_size=2 * max_bytes + MAP_MARGIN,
+                max_dbs=8,
+                max_readers=1024,
+                meminit=False,
+                readonly=readonly,
             )
         except (lmdb.Error, OSError) as error:
             raise StoreFailed(f"The store in {path} cannot be opened: {error}") from None
         try:
             self._open(readonly)
+            self.file = SlotFile(path / "values", readonly=readonly)
             if not readonly:
                 mark.write_text(f"{FORMAT}\n")
-        except lmdb.Error as error:
+                _sync_directory(path)
+        except (lmdb.Error, OSError) as error:
             self._env.close()
             raise StoreFailed(f"The store in {path} cannot be read: {error}") from None
         except BaseException:
@@ -287,14 +304,21 @@ class Environment:
             raise
 
     def _open(self, readonly: bool) -> None:
-        info = self._env.info()
-        expected = (info["last_pgno"] + 1) * self._env.stat()["psize"]
-        size = (self.path / "data.mdb").stat().st_size
-        if info["last_txnid"] and size < expected:
-            raise StoreFailed(f"The store in {self.path} is cut short: data.mdb has {size} bytes of {expected}")
+        size = self._pad()
+        try:
+            self._open_databases(readonly)
+            if size is not None:
+                self._walk()
+        except (lmdb.Error, BufferCorrupt, struct.error) as error:
+            if size is None:
+                raise
+            os.truncate(self.path / "data.mdb", size)
+            raise StoreFailed(f"The store in {self.path} is cut short: data.mdb has {size} bytes ({error})") from None
+
+    def _open_databases(self, readonly: bool) -> None:
         create = not readonly
         if create:
-            self._env.reader_check()  # processes that were killed leave their places in the table of readers
+            self.check_readers()
         self.meta = self._env.open_db(b"meta", create=create)
         with self._env.begin() as txn:
             found = txn.get(b"format", db=self.meta)
@@ -310,8 +334,46 @@ class Environment:
             with self._env.begin(write=True) as txn:
                 txn.put(b"format", str(FORMAT).encode(), db=self.meta)
 
+    def _pad(self) -> int | None:
+        """Give data.mdb its full length, and return how long it was, if that was less.
+
+        Where a map has no file behind it, reading kills the process. A file may be short without harm: pages at the end
+        that were never used are never written.
+        """
+        info, data = self._env.info(), self.path / "data.mdb"
+        expected = (info["last_pgno"] + 1) * self._env.stat()["psize"]
+        size = data.stat().st_size
+        if not info["last_txnid"] or size >= expected:
+            return None
+        os.truncate(data, expected)
+        return size
+
+    def _walk(self) -> None:
+        """Read everything. Raises lmdb.Error, `BufferCorrupt` or struct.error where pages are missing."""
+        with self._env.begin(buffers=True) as txn:
+            for name in DATABASES:
+                for _, sealed in txn.cursor(db=getattr(self, name)):
+                    bytes(sealed)
+            reader = Reader(self, txn)
+            for name, record in reader.sound_records():
+                if record is None:
+                    raise BufferCorrupt(f"the buffer {name!r} is damaged")
+                for value in record.values:
+                    reader.values.parts_of(value)
+
+    def oldest_reader(self) -> int | None:
+        """The number of the transaction whose state the slowest reader sees; None: there are no readers."""
+        lines = [line.split() for line in self._env.readers().splitlines()]
+        seen = [int(line[2]) for line in lines if len(line) == 3 and line[2].isdigit()]
+        return min(seen, default=None)
+
+    def check_readers(self) -> None:
+        """Free the places of processes that were killed in the table of readers."""
+        self._env.reader_check()
+
     buffers: Any
     values: Any
+    free: Any
     keys: Any
     times: Any
     deadlines: Any
@@ -330,27 +392,25 @@ class Environment:
         return self._env.begin(write=True, buffers=True)
 
     def generation(self) -> int:
-        """The number of the last transaction that was committed."""
-        last: int = self._env.info()["last_txnid"]
-        return last
-
-    def check_readers(self) -> int:
-        """Free the places of readers that were killed."""
-        freed: int = self._env.reader_check()
-        return freed
+        """The number of the last transaction that was committed. Raises `StoreFailed` where LMDB fails."""
+        try:
+            with self._env.begin() as txn:  # what info() tells may not be visible yet
+                return int(txn.id())
+        except lmdb.Error as error:
+            raise _translated(error, self.path) from None
 
     def sizes(self) -> dict[str, int]:
-        """Bytes: of the map, of the file, and of the pages in use."""
-        info, stat = self._env.info(), self._env.stat()
+        """Bytes: the limit of each file, and what of the disk they take."""
         return {
-            "limit": info["map_size"],
-            "file": (self.path / "data.mdb").stat().st_size,
-            "used": (info["last_pgno"] + 1) * stat["psize"],
+            "limit": self.max_bytes,
+            "data.mdb": (self.path / "data.mdb").stat().st_size,
+            "values": self.file.size(),
         }
 
     def close(self) -> None:
         """Let go of everything."""
         self._env.close()
+        self.file.close()
 
 
 class Reader:
@@ -358,6 +418,7 @@ class Reader:
 
     def __init__(self, env: Environment, txn: Any) -> None:
         self._env, self._txn = env, txn
+        self.values = ValueReader(env, txn)
 
     def get(self, name: str) -> Record | None:
         """The buffer. Raises `BufferCorrupt`."""
@@ -376,40 +437,19 @@ class Reader:
                         return
                     continue
                 if name != after:
-                    yield _unpacked(name, sealed)
-
-    def load(self, spec: Spec, value: int | None, allocate: Allocate) -> Array:
-        """A value, in memory of its own."""
-        result = allocate(spec.shape, spec.dtype)
-        flat = result.reshape(-1)
-        if value is None:
-            flat[...] = 0
-            return result
-        for number, start, stop in pieces_of(spec):
-            flat[start:stop] = self.chunk(value, number, stop - start, spec.dtype)
-        return result
-
-    def chunk(self, value: int, number: int, size: int, dtype: DType) -> Array:
-        """The elements of a chunk, in the environment's own memory. Raises `BufferCorrupt`."""
-        sealed = self._txn.get(_CHUNK_KEY.pack(value, number), db=self._env.values)
-        data = None if sealed is None else _opened(sealed, _seed(value, number))
-        if data is None or len(data) != size * dtype.itemsize:
-            raise BufferCorrupt(
-                f"Chunk {number} of value {value} is damaged on the disk; gradserve doctor tells more. Delete the"
-                " buffer and create it again"
-            )
-        return np.frombuffer(data, dtype)
+                    with suppress(BufferCorrupt):  # whoever asks for it is told
+                        yield _unpacked(name, sealed)
 
     def recall(self, digest: bytes, oldest: int) -> Known | None:
         """What is stored with a key, unless it is older than `oldest`."""
         sealed = self._txn.get(digest, db=self._env.keys)
         if sealed is None:
             return None
-        data = _opened(sealed, _seed_of(digest))
+        data = opened(sealed, _seed_of(digest))
         if data is None:
             raise BufferCorrupt("What is stored with this Idempotency-Key is damaged on the disk")
         stored, fingerprint = _KEY_HEAD.unpack_from(data)
-        return Known(fingerprint, orjson.loads(data[_KEY_HEAD.size :])) if stored > oldest else None
+        return Known(fingerprint, *orjson.loads(data[_KEY_HEAD.size :])) if stored > oldest else None
 
     def sound_records(self) -> Iterator[tuple[str, Record | None]]:
         """Every buffer's name, with the buffer if it is not damaged."""
@@ -421,13 +461,15 @@ class Reader:
                 except BufferCorrupt:
                     yield name, None
 
-    def chunk_counts(self) -> dict[int, int]:
-        """How many chunks each value has."""
-        counts: Counter[int] = Counter()
+    def value_ids(self) -> list[int]:
+        """The ids of all values."""
         with self._txn.cursor(db=self._env.values) as cursor:
-            for found in cursor.iternext(values=False):
-                counts[_CHUNK_KEY.unpack(found)[0]] += 1
-        return counts
+            return [_TIME.unpack(found)[0] for found in cursor.iternext(values=False)]
+
+    def free_slots(self) -> list[int]:
+        """The slots that nothing refers to."""
+        with self._txn.cursor(db=self._env.free) as cursor:
+            return [slot for found in cursor.iternext(keys=False) for slot in np.frombuffer(found, "<i8").tolist()]
 
     def entries(self) -> dict[str, int]:
         """How many entries the databases have."""
@@ -448,7 +490,7 @@ class _Transaction(Reader):
     def __init__(self, env: Environment, txn: Any, allocate: Allocate, oldest_key: int) -> None:
         super().__init__(env, txn)
         self._allocate, self._oldest = allocate, oldest_key
-        self._memory = bytearray(CHUNK + SEAL)
+        self._writer = ValueWriter(env, txn, lambda: reached("chunk"))
         self._digests: list[bytes] = []
         self.writes = 0
         """How much was changed so far."""
@@ -462,52 +504,50 @@ class _Transaction(Reader):
     def remove(self, record: Record) -> None:
         self.writes += 1
         self._txn.delete(record.name.encode(), db=self._env.buffers)
-        for value in (record.value, *(one.value for one in record.closed)):
+        for value in record.values:
             self.free(value)
+
+    def remove_damaged(self, name: str) -> None:
+        self.writes += 1
+        self._txn.delete(name.encode(), db=self._env.buffers)
+
+    def new_id(self) -> int:
+        self.writes += 1
+        return self._writer.new_id()
 
     def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
         self.writes += 1
-        spec, old = record.spec, record.value
-        value = self._new_value() if old is None else old
-        for number, start, stop in pieces_of(spec):
-            piece = gradient.piece(start, stop)
-            if piece is None and old is not None and not overwrite:
-                continue
-            size = (stop - start) * spec.dtype.itemsize
-            result = np.frombuffer(self._memory, spec.dtype, stop - start)
-            anew = overwrite or piece is None
-            total = 0 if anew or old is None else self.chunk(old, number, stop - start, spec.dtype)
-            add_piece(spec, result, total, piece, weight, anew)
-            data = memoryview(self._memory)[: size + SEAL]
-            _seal(data, _seed(value, number))
-            self._txn.put(_CHUNK_KEY.pack(value, number), data, db=self._env.values)
-            reached("chunk")
-        return value
+        return self._writer.accumulate(record.spec, record.value, gradient, weight, overwrite)
 
     def free(self, value: int | None) -> None:
-        if value is None:
-            return
         self.writes += 1
-        number = 0
-        while self._txn.delete(_CHUNK_KEY.pack(value, number), db=self._env.values):
-            number += 1
+        self._writer.free(value)
 
-    def load(self, spec: Spec, value: int | None, allocate: Allocate | None = None) -> Array:
-        return super().load(spec, value, allocate or self._allocate)
+    def load(self, spec: Spec, value: int | None) -> Array:
+        return self._writer.load(spec, value, self._allocate)
 
     def recall(self, key: Any, oldest: int | None = None) -> Known | None:
         return super().recall(_digest(key), self._oldest)
 
-    def remember(self, key: Key, receipts: Mapping[str, Receipt], now: float) -> None:
+    def remember(self, key: Key, known: Known, now: float) -> None:
         self.writes += 1
         digest, stored = _digest(key), _microseconds(now)
-        data = bytearray(_KEY_HEAD.pack(stored, key.fingerprint) + orjson.dumps(receipts) + bytes(SEAL))
-        _seal(memoryview(data), _seed_of(digest))
-        self._txn.put(digest, data, db=self._env.keys)
+        data = _KEY_HEAD.pack(stored, known.fingerprint) + orjson.dumps([known.receipts, known.ids])
+        self._txn.put(digest, seal(data, _seed_of(digest)), db=self._env.keys)
         self._digests.append(digest)
 
+    def used(self) -> int:
+        """Bytes of the pages and slots in use, this transaction's included."""
+        pages = 0
+        for name in DATABASES:
+            stat = self._txn.stat(getattr(self._env, name))
+            pages += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
+        total: int = pages + self._writer.slots() * CHUNK
+        return total if total <= self._env.max_bytes else total - len(self.free_slots()) * CHUNK
+
     def finish(self, now: float) -> None:
-        """Store what is stored once for all requests."""
+        """Store what is stored once for all requests, and bring large values to the disk."""
+        self._writer.finish()
         if self._digests:
             when = _TIME.pack(_microseconds(now)) + _TIME.pack(self._txn.id())
             self._txn.put(when, b"".join(self._digests), db=self._env.times)
@@ -550,18 +590,18 @@ class _Transaction(Reader):
             else:
                 self.remove(record)
 
-    def _new_value(self) -> int:
-        last = self._txn.get(b"last_value", db=self._env.meta)
-        value: int = 1 + (0 if last is None else _TIME.unpack(last)[0])
-        self._txn.put(b"last_value", _TIME.pack(value), db=self._env.meta)
-        return value
+
+def _is_full(path: Path) -> bool:
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize < 4 << 20
 
 
-def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:
-    """The chunks of a value: number, first element, and the one after the last."""
-    step = CHUNK // spec.dtype.itemsize
-    for number in range(math.ceil(spec.size / step)):
-        yield number, number * step, min((number + 1) * step, spec.size)
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _is_due(cursor: Any, limit: int) -> bool:
@@ -577,27 +617,14 @@ def _digest(key: Key) -> bytes:
     return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=_DIGEST_SIZE).digest()
 
 
-def _seed(value: int, number: int) -> int:
-    return (value << 32 | number) & (1 << 64) - 1
-
-
 def _seed_of(text: bytes) -> int:
     return xxhash.xxh3_64_intdigest(text)
 
 
-def _seal(data: memoryview, seed: int) -> None:
-    data[-SEAL:] = xxhash.xxh3_64_digest(data[:-SEAL], seed)
-
-
-def _opened(sealed: memoryview, seed: int) -> memoryview | None:
-    """What was sealed; None if it is not as it was."""
-    data = sealed[:-SEAL]
-    return data if xxhash.xxh3_64_digest(data, seed) == bytes(sealed[-SEAL:]) else None
-
-
-def _packed(record: Record) -> bytearray:
+def _packed(record: Record) -> bytes:
     fields = [
         record.spec.as_json(),
+        record.id,
         record.created,
         record.updated,
         record.epoch,
@@ -607,13 +634,11 @@ def _packed(record: Record) -> bytearray:
         record.value,
         [astuple(one) for one in record.closed],
     ]
-    data = bytearray(orjson.dumps(fields) + bytes(SEAL))
-    _seal(memoryview(data), _seed_of(record.name.encode()))
-    return data
+    return seal(orjson.dumps(fields), _seed_of(record.name.encode()))
 
 
 def _unpacked(name: str, sealed: memoryview) -> Record:
-    data = _opened(sealed, _seed_of(name.encode()))
+    data = opened(sealed, _seed_of(name.encode()))
     if data is None:
         raise BufferCorrupt(f"What is stored of the buffer {name!r} is damaged on the disk", buffer=name)
     fields: list[Any] = orjson.loads(data)
@@ -625,8 +650,10 @@ def _translated(error: Exception, path: Path) -> Exception:
     """What a failure of LMDB's is to a client."""
     if isinstance(error, lmdb.MapFullError):
         return StoreFull(f"The store in {path} has reached GRADSERVE_STORE_BYTES; nothing was changed")
-    if isinstance(error, lmdb.Error):
-        if os.strerror(28) in str(error):  # ENOSPC
+    if isinstance(error, (lmdb.Error, OSError)):
+        # LMDB calls a write that came short an input/output error.
+        suspected = os.strerror(errno.EIO) in str(error) and _is_full(path)
+        if suspected or os.strerror(errno.ENOSPC) in str(error):
             return StoreFull(f"The disk of the store in {path} is full; nothing was changed")
         return StoreFailed(f"The store in {path} failed: {error}")
     return error

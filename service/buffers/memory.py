@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ from service.buffers.store import (
     Key,
     Known,
     Outcome,
-    Receipt,
     Record,
     Request,
     Snapshot,
@@ -47,13 +47,14 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._state = _State()
         self._generation = 0
+        self._next_look = 0.0
 
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
         with self._lock:
             try:
                 now = self._clock()
-                self._state.expire(now, self._key_seconds)
+                self._expire(now)
                 txn = _Transaction(self._state, self._allocate)
                 outcome = perform(txn, request, now)
                 txn.commit()
@@ -88,7 +89,7 @@ class MemoryStore:
 
     def recall(self, key: Key) -> Known | None:
         with self._lock:
-            self._state.expire(self._clock(), self._key_seconds)
+            self._expire(self._clock())
             return _Transaction(self._state, self._allocate).recall(key)
 
     def generation(self) -> int:
@@ -96,6 +97,17 @@ class MemoryStore:
 
     def close(self) -> None:
         self._state = _State()
+
+    def _expire(self, now: float) -> None:
+        keys, records = self._state.keys, self._state.records
+        while keys and keys[oldest := next(iter(keys))][0] + self._key_seconds <= now:
+            del keys[oldest]
+        if now >= self._next_look:
+            self._next_look = now + 1
+            txn = _Transaction(self._state, self._allocate)
+            for record in [one for one in records.values() if not one.lives(now)]:
+                txn.remove(record)
+            txn.commit()
 
     def _alive(self, name: str) -> Record:
         record = self._state.records.get(name)
@@ -109,14 +121,7 @@ class _State:
         self.records: dict[str, Record] = {}
         self.values: dict[int, Array] = {}
         self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # oldest first
-        self.last_value = 0
-
-    def expire(self, now: float, key_seconds: float) -> None:
-        while self.keys:
-            oldest = next(iter(self.keys))
-            if self.keys[oldest][0] + key_seconds > now:
-                return
-            del self.keys[oldest]
+        self.last_id = 0
 
 
 class _Transaction:
@@ -127,13 +132,13 @@ class _Transaction:
         self._records: dict[str, Record | None] = {}
         self._values: dict[int, Array | None] = {}
         self._keys: dict[tuple[str, str], Any] = {}
-        self._last_value = state.last_value
+        self._last_id = state.last_id
 
     def commit(self) -> None:
         _merge(self._state.records, self._records)
         _merge(self._state.values, self._values)
         self._state.keys |= self._keys
-        self._state.last_value = self._last_value
+        self._state.last_id = self._last_id
 
     def get(self, name: str) -> Record | None:
         return self._records[name] if name in self._records else self._state.records.get(name)
@@ -143,8 +148,15 @@ class _Transaction:
 
     def remove(self, record: Record) -> None:
         self._records[record.name] = None
-        for value in (record.value, *(one.value for one in record.closed)):
+        for value in record.values:
             self.free(value)
+
+    def remove_damaged(self, name: str) -> None:
+        raise AssertionError("memory is not damaged")
+
+    def new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
     def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
         spec, size = record.spec, record.spec.size
@@ -155,9 +167,9 @@ class _Transaction:
         result = np.empty(size, spec.dtype)
         add_piece(spec, result, 0 if total is None else total, piece, weight, overwrite)
         self.free(record.value)
-        self._last_value += 1
-        self._values[self._last_value] = result
-        return self._last_value
+        value = self.new_id()
+        self._values[value] = result
+        return value
 
     def free(self, value: int | None) -> None:
         if value is not None:
@@ -175,11 +187,10 @@ class _Transaction:
 
     def recall(self, key: Key) -> Known | None:
         stored = self._state.keys.get((key.caller, key.text))
-        return None if stored is None else stored[1]
+        return None if stored is None else copy.deepcopy(stored[1])
 
-    def remember(self, key: Key, receipts: Mapping[str, Receipt], now: float) -> None:
-        copies = {name: dict(receipt) for name, receipt in receipts.items()}
-        self._keys[key.caller, key.text] = (now, Known(key.fingerprint, copies))
+    def remember(self, key: Key, known: Known, now: float) -> None:
+        self._keys[key.caller, key.text] = (now, copy.deepcopy(known))
 
 
 def _merge(kept: dict[K, V], changes: Mapping[K, V | None]) -> None:

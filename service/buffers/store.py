@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -21,13 +22,16 @@ import numpy as np
 
 from service.dtypes import DTYPES, FLOATS, NAMES, DType, compute_dtype
 from service.errors import (
+    BufferCorrupt,
     BufferExists,
     EpochGone,
     EpochOpen,
+    GradserveError,
     Invalid,
     InvalidParameter,
     KeyReused,
     NonfiniteGradient,
+    NothingToAverage,
     PreconditionFailed,
     ShapeMismatch,
     StaleEpoch,
@@ -47,11 +51,17 @@ NAME = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 """Names of buffers: PyTorch's parameter names are, as they stand."""
 
 
+_RESERVED = (".", "..", "__metadata__")
+"""What a path or a safetensors file means something else by."""
+
+
 def check_name(name: str) -> str:
     """`name`, which must be one that a buffer can have. Raises `InvalidParameter`."""
-    if not NAME.fullmatch(name):
+    if not NAME.fullmatch(name) or name in _RESERVED:
         raise InvalidParameter(
-            f"{shown(name)} is no name of a buffer: 1 to 200 of the characters A-Z a-z 0-9 . _ : -", parameter="name"
+            f"{shown(name)} is no name of a buffer: 1 to 200 of the characters A-Z a-z 0-9 . _ : -, but not"
+            f" {', '.join(_RESERVED)}",
+            parameter="name",
         )
     return name
 
@@ -107,10 +117,14 @@ class Closed:
 
 @dataclass(frozen=True)
 class Record:
-    """A buffer but for its numbers, which the store keeps under the id `value`; None: zeros that were never written."""
+    """A buffer but for its numbers, which the store keeps under the id `value`; None: zeros that were never written.
+
+    Its own `id` tells it from others that had its name before.
+    """
 
     name: str
     spec: Spec
+    id: int
     created: float
     updated: float
     epoch: int = 0
@@ -129,6 +143,11 @@ class Record:
     def expires(self) -> float | None:
         """When it is gone unless it changes before, in seconds since 1970."""
         return None if self.spec.ttl_seconds is None else self.updated + self.spec.ttl_seconds
+
+    @property
+    def values(self) -> list[int]:
+        """The ids of its values, those of closed epochs included."""
+        return [value for value in (self.value, *(one.value for one in self.closed)) if value is not None]
 
     def lives(self, now: float) -> bool:
         """Whether it has not expired."""
@@ -192,7 +211,7 @@ class Gradient(Protocol):
     dtype: DType
 
     def piece(self, start: int, stop: int) -> Array | None:
-        """The elements from `start` to `stop` of the flat gradient; None where all are zero and nothing is to add."""
+        """The elements from `start` to `stop` of the flat gradient; None where there is nothing to add at all."""
 
 
 class Dense:
@@ -225,10 +244,11 @@ class Key(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is stored with a key."""
+    """What is stored with a key: the fingerprint of its request, the receipts, and the ids of the buffers."""
 
     fingerprint: bytes
     receipts: dict[str, Receipt]
+    ids: dict[str, int]
 
 
 class Transaction(Protocol):
@@ -243,6 +263,12 @@ class Transaction(Protocol):
     def remove(self, record: Record) -> None:
         """Forget the buffer and all its values."""
 
+    def remove_damaged(self, name: str) -> None:
+        """Forget the buffer, of which nothing can be read."""
+
+    def new_id(self) -> int:
+        """A number that no buffer and no value has or had."""
+
     def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
         """Add to the buffer's value. Returns the id of the result, under which the old value is no more."""
 
@@ -255,7 +281,7 @@ class Transaction(Protocol):
     def recall(self, key: Key) -> Known | None:
         """What was stored with the key, whatever the fingerprint."""
 
-    def remember(self, key: Key, receipts: Mapping[str, Receipt], now: float) -> None:
+    def remember(self, key: Key, known: Known, now: float) -> None:
         """Store the key."""
 
 
@@ -279,8 +305,8 @@ class Change:
         """Make the change, of which `record` was admitted: the receipt, and the value if it was asked for."""
         raise NotImplementedError
 
-    def again(self, txn: Transaction, receipt: Receipt) -> Array | None:
-        """The value that goes with the receipt of a request that is repeated."""
+    def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
+        """The value that goes with the receipt of a request that is repeated; None for `record`: the buffer is gone."""
         return None
 
 
@@ -306,7 +332,7 @@ class Create(Change):
     def apply(self, txn: Transaction, record: Record | None, now: float) -> tuple[Receipt, Array | None]:
         created = record is None
         if record is None:
-            record = Record(self.name, self.spec, now, now)
+            record = Record(self.name, self.spec, txn.new_id(), now, now)
             txn.put(record)
         return {**record.as_json(), "created": created}, None
 
@@ -337,7 +363,8 @@ class Add(Change):
                 epoch=record.epoch,
             )
         dtype = compute_dtype(record.spec.dtype)
-        if not (abs(self.weight) <= float(np.finfo(dtype).max) and math.isfinite(record.weight + self.weight)):
+        total = self.weight if self.overwrite else record.weight + self.weight
+        if not (abs(self.weight) <= float(np.finfo(dtype).max) and math.isfinite(total)):
             raise InvalidParameter(
                 f"weight is {self.weight}, but it, in {dtype}, and the sum of the weights must be finite",
                 parameter="weight",
@@ -374,8 +401,8 @@ class Add(Change):
         txn.put(record)
         return record.receipt(updated=True), loaded
 
-    def again(self, txn: Transaction, receipt: Receipt) -> Array | None:
-        return _load(txn, self.name, receipt) if self.want_value else None
+    def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
+        return _load(txn, self.name, record, receipt) if self.want_value else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,6 +421,8 @@ class Take(Change):
     """Close the epoch and answer its value, once at least `min_count` gradients are in."""
 
     min_count: int = 0
+    mean: bool = False
+    """Whether it is of use only if the weights do not sum to zero."""
 
     def admit(self, record: Record | None) -> None:
         super().admit(record)
@@ -406,14 +435,16 @@ class Take(Change):
                 epoch=record.epoch,
                 count=record.count,
             )
+        if self.mean and not record.weight:
+            raise NothingToAverage(f"The weights in {self.name!r} sum to zero: there is no mean", buffer=self.name)
 
     def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
         loaded = txn.load(record.spec, record.value)
         record, closed = close(txn, replace(record, updated=now, version=record.version + 1))
         return record.receipt(updated=True, of=closed), loaded
 
-    def again(self, txn: Transaction, receipt: Receipt) -> Array | None:
-        return _load(txn, self.name, receipt)
+    def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
+        return _load(txn, self.name, record, receipt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,7 +468,7 @@ class Restore(Change):
             raise BufferExists(f"There is a buffer {self.name!r} already", buffer=self.name)
 
     def apply(self, txn: Transaction, record: None, now: float) -> tuple[Receipt, Array | None]:
-        made = replace(self.record, value=None, closed=(), updated=now)
+        made = replace(self.record, id=txn.new_id(), value=None, closed=(), updated=now)
         made = replace(made, value=txn.accumulate(made, Dense(self.value, made.spec.shape), 1.0, True))
         txn.put(made)
         return made.receipt(updated=True), None
@@ -478,26 +509,63 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             raise KeyReused(
                 f"The Idempotency-Key {shown(key.text)} was used for another request; a new request needs a new key"
             )
-        again = {change.name: change.again(txn, known.receipts[change.name]) for change in request.changes}
-        return Outcome(known.receipts, {name: one for name, one in again.items() if one is not None}, True)
+        outcome = Outcome(known.receipts, replayed=True)
+        for change in request.changes:
+            record = _alive(txn, change.name, now)
+            if record is not None and record.id != known.ids[change.name]:
+                record = None
+            value = change.again(txn, record, known.receipts[change.name])
+            if value is not None:
+                outcome.values[change.name] = value
+        return outcome
     if len({change.name for change in request.changes}) < len(request.changes):
         raise Invalid("A request changes each buffer once at most")
     records = []
     for change in request.changes:
-        record = txn.get(change.name)
-        if record is not None and not record.lives(now):
-            txn.remove(record)
-            record = None
-        change.admit(record)
+        try:
+            record = _alive(txn, change.name, now)
+        except BufferCorrupt:
+            if not isinstance(change, Delete) or len(request.changes) > 1:
+                raise
+            txn.remove_damaged(change.name)
+            return Outcome({change.name: {"name": change.name, "updated": True}})
+        with _naming(change.name, one_of_many=len(request.changes) > 1):
+            change.admit(record)
         records.append(record)
-    outcome = Outcome({})
+    outcome, ids = Outcome({}), {}
     for change, record in zip(request.changes, records, strict=True):
-        outcome.receipts[change.name], value = change.apply(txn, record, now)
+        with _naming(change.name, one_of_many=len(request.changes) > 1):
+            outcome.receipts[change.name], value = change.apply(txn, record, now)
         if value is not None:
             outcome.values[change.name] = value
+        if key is not None:
+            left = record or txn.get(change.name)
+            ids[change.name] = 0 if left is None else left.id
     if key is not None:
-        txn.remember(key, outcome.receipts, now)
+        txn.remember(key, Known(key.fingerprint, outcome.receipts, ids), now)
     return outcome
+
+
+@contextmanager
+def _naming(name: str, *, one_of_many: bool) -> Iterator[None]:
+    """Let errors say which buffer they are about."""
+    try:
+        yield
+    except GradserveError as error:
+        if "buffer" not in error.context:
+            if one_of_many:
+                error.detail += f" (the buffer is {name!r})"
+            error.context["buffer"] = name
+        raise
+
+
+def _alive(txn: Transaction, name: str, now: float) -> Record | None:
+    """The buffer; None if there is none, or none any more, and then it is removed."""
+    record = txn.get(name)
+    if record is not None and not record.lives(now):
+        txn.remove(record)
+        return None
+    return record
 
 
 def close(txn: Transaction, record: Record) -> tuple[Record, Closed]:
@@ -515,13 +583,19 @@ def _next_epoch(record: Record) -> Record:
     return replace(record, epoch=record.epoch + 1, count=0, weight=0.0, value=None)
 
 
-def _load(txn: Transaction, name: str, receipt: Receipt) -> Array:
+def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) -> Array:
     """The value of the epoch that the receipt closed, or else the buffer's."""
-    record = txn.get(name)
     if record is None:
-        raise unknown(name)
-    value = record.kept(receipt["epoch"]).value if receipt["closed"] else record.value
-    return txn.load(record.spec, value)
+        raise EpochGone(f"The buffer {name!r} of this receipt is gone, and its value with it", buffer=name)
+    if receipt["closed"]:
+        return txn.load(record.spec, record.kept(receipt["epoch"]).value)
+    if record.version != receipt["version"]:
+        raise EpochGone(
+            f"{name!r} has changed since this receipt, and its value of then is not kept; the add was counted once",
+            buffer=name,
+            receipt=dict(receipt),
+        )
+    return txn.load(record.spec, record.value)
 
 
 def add_piece(spec: Spec, result: Array, total: Array | int, piece: Array | None, weight: float, anew: bool) -> None:

@@ -28,10 +28,26 @@ class GatheredRows:
         self.shape, axis, targets = _bound(shape, indices, grad, axis)
         self.dtype = grad.dtype
         outer, self._inner = math.prod(self.shape[:axis]), math.prod(self.shape[axis + 1 :])
+        if not grad.size:
+            outer = 0  # nothing to add, however many rows there are
         rows = (np.arange(outer)[:, None] * self.shape[axis] + targets).ravel()
         self._order = rows.argsort(kind="stable")
         self._rows = rows[self._order]
         self._grad = np.ascontiguousarray(grad).reshape(rows.size, self._inner)
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], index: Array, grad: Array) -> GatheredRows:
+        """The same again from its `parts`."""
+        made = cls.__new__(cls)
+        made.shape, made.dtype, made._inner = shape, grad.dtype, grad.shape[1]
+        made._rows, made._order, made._grad = index[0], index[1], grad
+        return made
+
+    @property
+    def parts(self) -> tuple[Array, Array]:
+        """What it consists of: the rows of the output, in order, and beneath which row of the gradient each gets; the
+        rows of the gradient."""
+        return np.stack([self._rows, self._order]), self._grad
 
     def piece(self, start: int, stop: int) -> Array | None:
         """The elements from `start` to `stop` of the flat output; None if all are zero because no index leads there."""
@@ -46,7 +62,8 @@ class GatheredRows:
         columns, ones = np.arange(count + 1), np.ones(count, dtype)
         csc_matvecs(last - first, count, self._inner, columns, targets, ones, grad.reshape(-1), sums.reshape(-1))
         flat = sums.reshape(-1)[start - first * self._inner : stop - first * self._inner]
-        return flat.astype(self.dtype, copy=False)
+        with np.errstate(over="ignore"):
+            return flat.astype(self.dtype, copy=False)
 
 
 @op(

@@ -255,8 +255,26 @@ def test_paths_and_methods(client: httpx.Client) -> None:
 
 def test_every_code_is_met_somewhere() -> None:
     met = {case[3] for case in CASES.values()} | {"invalid_tensor", "not_found", "method_not_allowed"}
-    elsewhere = {"not_ready": "test_health.py", "request_timeout": "test_body.py", "internal": "test_health.py"}
-    abstract = {"invalid_request"}
+    elsewhere = {
+        "not_ready": "test_health.py",
+        "request_timeout": "test_body.py",
+        "internal": "test_health.py",
+        "unknown_buffer": "test_buffers.py",
+        "buffer_exists": "test_buffers.py",
+        "stale_epoch": "test_buffers.py",
+        "epoch_open": "test_buffers.py",
+        "epoch_gone": "test_buffers.py",
+        "too_few_gradients": "test_buffers.py",
+        "nothing_to_average": "test_buffers.py",
+        "precondition_failed": "test_buffers.py",
+        "nonfinite_gradient": "test_buffers.py",
+        "store_full": "test_buffers.py",
+        "invalid_request": "test_buffers.py",
+        "idempotency_key_reused": "test_idempotency.py",
+        "buffer_corrupt": "../faults/test_damage.py",
+        "store_failed": "../buffers/test_lmdb.py",
+    }
+    abstract = {"conflict"}
     assert {error.code for error in tree()} == met | elsewhere.keys() | abstract
 
 

@@ -1,0 +1,444 @@
+"""Values of buffers on the disk: small ones in LMDB, large ones in a file beside it.
+
+LMDB copies a value twice on its way to the disk, and keeps lists of its free pages that every small commit after a
+large one writes anew. So a large value is cut into chunks, which lie in slots of the file `values`; LMDB holds which
+slots these are, with a checksum for each chunk, and which slots are free.
+
+A slot is never written while a state that a reader sees, or that a crash leads back to, refers to it: a chunk that
+changes goes into a free slot. The one that it leaves may be taken by the second transaction after this one, and by none
+as long as a reader sees a state before it. The file is synced before the transaction is committed.
+
+A sparse gradient changes few rows of most chunks. It is written as it is, and added to the chunks when the value
+changes again in another way, or when twice as many bytes wait as the value has; whoever reads it adds them on the way.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import orjson
+import xxhash
+
+from service.buffers.store import Allocate, Array, Gradient, Spec, add_piece
+from service.dtypes import BOOL, DTYPES, NAMES
+from service.errors import BufferCorrupt, StoreFull
+from service.kernels.gather import GatheredRows
+
+SEAL = 8
+"""Bytes of a checksum."""
+
+CHUNK = 1 << 16
+"""Bytes of a value in a slot."""
+
+INLINE = 1 << 15
+"""Up to this size a value is kept in LMDB."""
+
+MOST_WAITING = 2.0
+"""How many times a value's bytes may wait to be added to it."""
+
+_CHUNKS = np.dtype([("slot", "<i8"), ("check", "<u8")])
+"""Where a chunk is; slot -1: nowhere, it is all zeros."""
+
+_NUMBER = struct.Struct(">Q")
+_FREE_KEY = struct.Struct(">QI")
+_LENGTH = struct.Struct("<I")
+_MOST_IN_FREE = 1000
+"""Slots in an entry of the list of free ones: what a transaction does not take, it writes back."""
+
+
+class Databases(Protocol):
+    """What this needs of an environment."""
+
+    meta: Any
+    values: Any
+    free: Any
+    file: SlotFile
+    max_bytes: int
+
+    def oldest_reader(self) -> int | None:
+        """The number of the transaction whose state the slowest reader sees; None: there are no readers."""
+
+
+class SlotFile:
+    """The file of the slots, CHUNK bytes each."""
+
+    def __init__(self, path: Path, *, readonly: bool) -> None:
+        self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o644)
+
+    def read(self, slot: int, memory: memoryview) -> bool:
+        """Fill the memory. False if the file is too short."""
+        return os.preadv(self._fd, [memory], slot * CHUNK) == len(memory)
+
+    def write(self, slot: int, data: memoryview) -> None:
+        """Write a chunk. Raises OSError for a full disk."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        os.fdatasync(self._fd)
+
+    def size(self) -> int:
+        """Bytes of the disk that the file takes."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+
+class _Waiting(NamedTuple):
+    """A sparse gradient that waits: the ids of its indices and of its rows, their number and length, its weight."""
+
+    index_id: int
+    rows_id: int
+    height: int
+    inner: int
+    dtype: str
+    weight: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.height * (16 + self.inner * DTYPES[self.dtype].itemsize)
+
+
+@dataclass
+class _Entry:
+    """A value as LMDB has it: its elements, or where its chunks are and what waits to be added to them."""
+
+    inline: memoryview | None = None
+    chunks: Array = field(default_factory=lambda: np.empty(0, _CHUNKS))
+    waiting: list[_Waiting] = field(default_factory=list)
+
+    def packed(self) -> bytes:
+        if self.inline is not None:
+            return bytes(self.inline) + b"i"
+        waiting = orjson.dumps([tuple(one) for one in self.waiting])
+        return b"".join([self.chunks.tobytes(), waiting, _LENGTH.pack(len(waiting)), b"c"])
+
+    @classmethod
+    def unpacked(cls, data: memoryview) -> _Entry:
+        if bytes(data[-1:]) == b"i":
+            return cls(data[:-1])
+        end = len(data) - 1 - _LENGTH.size
+        start = end - _LENGTH.unpack_from(data, end)[0]
+        chunks = np.frombuffer(data[:start], _CHUNKS).copy()
+        return cls(None, chunks, [_Waiting(*one) for one in orjson.loads(data[start:end])])
+
+
+def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:
+    """The chunks of a value: number, first element, and the one after the last."""
+    step = CHUNK // spec.dtype.itemsize
+    for number in range(math.ceil(spec.size / step)):
+        yield number, number * step, min((number + 1) * step, spec.size)
+
+
+def seal(data: bytes, seed: int) -> bytes:
+    """The data with its checksum, seeded by where it belongs."""
+    return data + xxhash.xxh3_64_digest(data, seed)
+
+
+def opened(sealed: memoryview, seed: int) -> memoryview | None:
+    """What was sealed; None if it is not as it was."""
+    data = sealed[:-SEAL]
+    return data if xxhash.xxh3_64_digest(data, seed) == bytes(sealed[-SEAL:]) else None
+
+
+class ValueReader:
+    """The values that a transaction sees. What is damaged raises `BufferCorrupt`."""
+
+    def __init__(self, env: Databases, txn: Any) -> None:
+        self._env, self._txn = env, txn
+
+    def load(self, spec: Spec, value: int | None, allocate: Allocate) -> Array:
+        """A value, in memory of its own."""
+        result = allocate(spec.shape, spec.dtype)
+        flat = result.reshape(-1)
+        for start, stop, fill in self.pieces(spec, value):
+            fill(flat[start:stop])
+        return result
+
+    def pieces(self, spec: Spec, value: int | None) -> Iterator[tuple[int, int, Any]]:
+        """The pieces of a value: first element, the one after the last, and what fills a flat array with them."""
+        if value is None:
+            for _, start, stop in pieces_of(spec):
+                yield start, stop, _clear
+            return
+        entry = self._entry(value)
+        if entry.inline is not None:
+            yield 0, spec.size, lambda out, data=entry.inline: np.copyto(out, np.frombuffer(data, spec.dtype))
+            return
+        waiting = self._waiting(spec, entry)
+        for number, start, stop in pieces_of(spec):
+
+            def fill(out: Array, number: int = number, start: int = start, stop: int = stop) -> None:
+                self._read(value, entry.chunks, number, out)
+                _add_waiting(spec, waiting, start, stop, out)
+
+            yield start, stop, fill
+
+    def parts_of(self, value: int) -> dict[int, list[int]]:
+        """The ids of a value and of what waits to be added to it, each with its slots."""
+        entry = self._entry(value)
+        parts = {value: [slot for slot in entry.chunks["slot"].tolist() if slot >= 0]}
+        for one in entry.waiting:
+            parts |= self.parts_of(one.index_id) | self.parts_of(one.rows_id)
+        return parts
+
+    def _entry(self, value: int) -> _Entry:
+        sealed = self._txn.get(_NUMBER.pack(value), db=self._env.values)
+        data = None if sealed is None else opened(sealed, value)
+        if data is None:
+            raise _corrupt(value)
+        return _Entry.unpacked(data)
+
+    def _read(self, value: int, chunks: Array, number: int, out: Array) -> None:
+        if number >= len(chunks):
+            raise _corrupt(value)
+        slot, check = chunks[number].item()
+        if slot < 0:
+            out[...] = 0
+            return
+        memory = out.view(np.uint8).data
+        whole = self._env.file.read(slot, memory)
+        if not whole or xxhash.xxh3_64_intdigest(memory, _seed(value, number)) != check:
+            raise _corrupt(value)
+
+    def _waiting(self, spec: Spec, entry: _Entry) -> list[tuple[GatheredRows, float]]:
+        found = []
+        for one in entry.waiting:
+            index = self._load_bytes(one.index_id, one.height * 16).view(np.int64).reshape(2, one.height)
+            rows = self._load_bytes(one.rows_id, one.nbytes - one.height * 16).view(DTYPES[one.dtype])
+            found.append((GatheredRows.of(spec.shape, index, rows.reshape(one.height, one.inner)), one.weight))
+        return found
+
+    def _load_bytes(self, value: int, size: int) -> Array:
+        return self.load(_bytes(size), value, np.empty).view(np.uint8)
+
+
+def _bytes(size: int) -> Spec:
+    return Spec((size,), BOOL)
+
+
+def _add_waiting(spec: Spec, waiting: list[tuple[GatheredRows, float]], start: int, stop: int, out: Array) -> bool:
+    """Add to a piece what waits for it. Whether anything did."""
+    pieces = [(piece, weight) for rows, weight in waiting if (piece := rows.piece(start, stop)) is not None]
+    for piece, weight in pieces:
+        add_piece(spec, out, out, piece, weight, anew=False)
+    return bool(pieces)
+
+
+def _clear(out: Array) -> None:
+    out[...] = 0
+
+
+def _seed(value: int, number: int) -> int:
+    return (value << 32 | number) & (1 << 64) - 1
+
+
+def _corrupt(value: int) -> BufferCorrupt:
+    return BufferCorrupt(
+        f"Value {value} is damaged on the disk; gradserve doctor tells more. Delete the buffer and create it again"
+    )
+
+
+class ValueWriter(ValueReader):
+    """Values that a transaction changes. `written` is called after each chunk."""
+
+    def __init__(self, env: Databases, txn: Any, written: Callable[[], None]) -> None:
+        super().__init__(env, txn)
+        self._written = written
+        self._memory = np.empty(CHUNK, np.uint8)
+        self._spare: list[int] = []
+        self._fresh: set[int] = set()
+        self._freed: list[int] = []
+
+    def accumulate(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> int:
+        """Add to the value `old`. Returns the id of the result, under which alone it is from now on."""
+        value = self.new_id() if old is None else old
+        if spec.nbytes <= INLINE:
+            self._put(value, _Entry(self._small(spec, old, gradient, weight, overwrite)))
+            return value
+        if old is None:
+            entry = _Entry(None, np.full(math.ceil(spec.nbytes / CHUNK), -1, _CHUNKS))
+        else:
+            entry = self._entry(old)
+        if isinstance(gradient, GatheredRows) and self._may_wait(spec, entry, gradient, overwrite):
+            entry.waiting.append(self._store_rows(gradient, weight))
+        else:
+            self._add_to_chunks(spec, value, entry, gradient, weight, overwrite)
+        self._put(value, entry)
+        return value
+
+    def _small(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> memoryview:
+        result = self._memory[: spec.nbytes].view(spec.dtype)
+        piece = gradient.piece(0, spec.size) if spec.size else np.empty(0, spec.dtype)
+        total: Array | int = 0
+        if old is not None and not overwrite:
+            inline = self._entry(old).inline
+            if inline is None or len(inline) != spec.nbytes:
+                raise _corrupt(old)
+            total = np.frombuffer(inline, spec.dtype)
+        if piece is None and not overwrite:
+            result[...] = total
+        else:
+            add_piece(spec, result, total, piece, weight, overwrite)
+        return result.view(np.uint8).data
+
+    def _add_to_chunks(
+        self, spec: Spec, value: int, entry: _Entry, gradient: Gradient, weight: float, overwrite: bool
+    ) -> None:
+        waiting = [] if overwrite else self._waiting(spec, entry)
+        for number, start, stop in pieces_of(spec):
+            piece = gradient.piece(start, stop)
+            slot = int(entry.chunks[number]["slot"])
+            if overwrite and piece is None:
+                self._leave(slot)
+                entry.chunks[number] = (-1, 0)
+                continue
+            out = self._memory[: (stop - start) * spec.dtype.itemsize].view(spec.dtype)
+            total: Array | int = 0
+            if not overwrite and (slot >= 0 or waiting):
+                self._read(value, entry.chunks, number, out)
+                if not _add_waiting(spec, waiting, start, stop, out) and piece is None:
+                    continue
+                total = out
+            elif piece is None:
+                continue
+            if piece is not None:
+                add_piece(spec, out, total, piece, weight, overwrite)
+            entry.chunks[number] = self._write(value, number, slot, out.view(np.uint8).data)
+        self._forget_waiting(entry)
+
+    def _may_wait(self, spec: Spec, entry: _Entry, rows: GatheredRows, overwrite: bool) -> bool:
+        """Whether the rows are better written as they are: they are few, and the result need not be looked at."""
+        count, inner = rows.parts[1].shape
+        waiting = sum(one.nbytes for one in entry.waiting) + count * (16 + inner * rows.dtype.itemsize)
+        small = 2 * rows.parts[1].nbytes <= spec.nbytes
+        return small and not overwrite and spec.nonfinite == "allow" and waiting <= MOST_WAITING * spec.nbytes
+
+    def _store_rows(self, gradient: GatheredRows, weight: float) -> _Waiting:
+        index, rows = gradient.parts
+        ids = [self._store_bytes(array) for array in (index, rows)]
+        return _Waiting(ids[0], ids[1], len(rows), rows.shape[1], NAMES[rows.dtype], weight)
+
+    def _store_bytes(self, array: Array) -> int:
+        value, data = self.new_id(), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if data.size <= INLINE:
+            self._put(value, _Entry(data.data))
+            return value
+        starts = range(0, data.size, CHUNK)
+        pieces = [data[start : start + CHUNK].data for start in starts]
+        written = [self._write(value, number, -1, piece) for number, piece in enumerate(pieces)]
+        self._put(value, _Entry(None, np.array(written, _CHUNKS)))
+        return value
+
+    def free(self, value: int | None) -> None:
+        """Forget a value; of one that is damaged, the slots are lost."""
+        if value is None:
+            return
+        with suppress(BufferCorrupt):
+            entry = self._entry(value)
+            self._forget_waiting(entry)
+            for slot in entry.chunks["slot"].tolist():
+                self._leave(slot)
+        self._txn.delete(_NUMBER.pack(value), db=self._env.values)
+
+    def finish(self) -> None:
+        """Store which slots are free, and let the disk have all chunks: what is left to do before the commit."""
+        for key, slots in ((_FREE_KEY.pack(self._txn.id(), 0), self._freed), (_FREE_KEY.pack(0, 0), self._spare)):
+            freed_by = _FREE_KEY.unpack(key)[0]
+            for start in range(0, len(slots), _MOST_IN_FREE):
+                part = np.array(slots[start : start + _MOST_IN_FREE], "<i8").tobytes()
+                self._txn.put(_FREE_KEY.pack(freed_by, self._free_part(freed_by)), part, db=self._env.free)
+        if self._fresh:
+            self._env.file.sync()
+
+    def _free_part(self, freed_by: int) -> int:
+        for part in itertools.count():
+            if self._txn.get(_FREE_KEY.pack(freed_by, part), db=self._env.free) is None:
+                return part
+        raise AssertionError
+
+    def _put(self, value: int, entry: _Entry) -> None:
+        self._txn.put(_NUMBER.pack(value), seal(entry.packed(), value), db=self._env.values)
+
+    def _forget_waiting(self, entry: _Entry) -> None:
+        for one in entry.waiting:
+            self.free(one.index_id)
+            self.free(one.rows_id)
+        entry.waiting = []
+
+    def _write(self, value: int, number: int, slot: int, data: memoryview) -> tuple[int, int]:
+        """Write a chunk, which was in `slot`: where it is now, and its checksum."""
+        if slot not in self._fresh:
+            self._leave(slot)
+            slot = self._take()
+        try:
+            self._env.file.write(slot, data)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise StoreFull(f"The disk of the store is full ({error.strerror}); nothing was changed") from None
+            raise
+        self._written()
+        return slot, xxhash.xxh3_64_intdigest(data, _seed(value, number))
+
+    def _leave(self, slot: int) -> None:
+        if slot < 0:
+            return
+        if slot in self._fresh:
+            self._fresh.remove(slot)
+            self._spare.append(slot)
+        else:
+            self._freed.append(slot)
+
+    def _take(self) -> int:
+        """A slot to which nothing refers."""
+        if not self._spare:
+            self._spare = self._reusable() or self._beyond()
+        slot = self._spare.pop()
+        self._fresh.add(slot)
+        return slot
+
+    def _reusable(self) -> list[int]:
+        """Slots that were freed long enough ago, the lowest last."""
+        seen = self._env.oldest_reader()
+        newest = self._txn.id() - 2
+        limit = newest if seen is None else min(newest, seen)
+        with self._txn.cursor(db=self._env.free) as cursor:
+            if not cursor.first() or _FREE_KEY.unpack(cursor.key())[0] > limit:
+                return []
+            slots = np.frombuffer(cursor.value(), "<i8").tolist()
+            cursor.delete()
+        return sorted(slots, reverse=True)
+
+    def slots(self) -> int:
+        """How many slots there are, free ones included."""
+        found = self._txn.get(b"slots", db=self._env.meta)
+        return 0 if found is None else int(_NUMBER.unpack(found)[0])
+
+    def _beyond(self) -> list[int]:
+        """A slot behind all others. Raises `StoreFull`."""
+        count = self.slots()
+        if (count + 1) * CHUNK > self._env.max_bytes:
+            raise StoreFull("The store has reached GRADSERVE_STORE_BYTES; nothing was changed")
+        self._txn.put(b"slots", _NUMBER.pack(count + 1), db=self._env.meta)
+        return [count]
+
+    def new_id(self) -> int:
+        """A number that was never given before."""
+        last = self._txn.get(b"last_id", db=self._env.meta)
+        value: int = 1 + (0 if last is None else _NUMBER.unpack(last)[0])
+        self._txn.put(b"last_id", _NUMBER.pack(value), db=self._env.meta)
+        return value

@@ -1,0 +1,124 @@
+"""Requests on buffers, as the tests of their endpoints make them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import safetensors.numpy
+
+from service.codecs import safetensors as codec
+from service.codecs.safetensors import MEDIA_TYPE
+from service.limits import Limits
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SAFE = {"Content-Type": MEDIA_TYPE}
+KEY = "Idempotency-Key"
+REPLAYED = "Idempotency-Replayed"
+
+_numbers = itertools.count()
+
+
+def fresh(prefix: str = "b") -> str:
+    """A name that no other test has."""
+    return f"{prefix}{next(_numbers)}"
+
+
+def create(http: httpx.Client, name: str | None = None, shape: Any = (2,), **rules: Any) -> str:
+    """Create a buffer. Returns its name."""
+    name = name or fresh()
+    answer = http.put(f"/v1/buffers/{name}", json={"shape": list(shape), **rules})
+    assert answer.status_code == 201, answer.text
+    return name
+
+
+def add(http: httpx.Client, name: str, gradient: Any, headers: Any = None, **params: Any) -> httpx.Response:
+    return http.post(f"/v1/buffers/{name}/accumulate", json={"gradient": gradient}, headers=headers, params=params)
+
+
+def post(http: httpx.Client, name: str, what: str, headers: Any = None, **params: Any) -> httpx.Response:
+    return http.post(f"/v1/buffers/{name}/{what}", headers=headers, params=params)
+
+
+def get(http: httpx.Client, name: str, headers: Any = None, **params: Any) -> httpx.Response:
+    """The answer to a request for its value."""
+    return http.get(f"/v1/buffers/{name}/value", headers=headers, params=params)
+
+
+def ok(answer: httpx.Response) -> Any:
+    """The JSON of an answer that must be one."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    return answer.json()
+
+
+def value(http: httpx.Client, name: str, **params: Any) -> Any:
+    """Its numbers, as lists."""
+    return ok(get(http, name, **params))["value"]["data"]
+
+
+def metadata(http: httpx.Client, name: str) -> dict[str, Any]:
+    metadata: dict[str, Any] = ok(http.get(f"/v1/buffers/{name}"))
+    return metadata
+
+
+def etag(http: httpx.Client, name: str) -> str:
+    return http.get(f"/v1/buffers/{name}").headers["etag"]
+
+
+def state(http: httpx.Client, *names: str) -> list[Any]:
+    """All that can be read of buffers: what a refused request must leave alone."""
+    return [(metadata(http, name), get(http, name, headers={"Accept": MEDIA_TYPE}).content) for name in names]
+
+
+def saved(tensors: Mapping[str, Any]) -> bytes:
+    return safetensors.numpy.save({name: np.array(one, order="C") for name, one in tensors.items()})
+
+
+def loaded(answer: httpx.Response) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The tensors and the receipts of a safetensors answer, which the safetensors library must be able to read."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == MEDIA_TYPE
+    library = safetensors.deserialize(answer.content)  # type: ignore[no-untyped-call]
+    tensors = codec.decode(memoryview(answer.content), Limits(1 << 30))
+    assert {name for name, _ in library} == tensors.keys()
+    length = int.from_bytes(answer.content[:8], "little")
+    header = json.loads(answer.content[8 : 8 + length])
+    return tensors, json.loads(header.get("__metadata__", {}).get("receipts", "{}"))
+
+
+@contextmanager
+def serving_workers(workers: int, store: Path) -> Iterator[str]:
+    """The URL of a server of several processes that share the store."""
+    given = {"PORT": "0", "WORKERS": str(workers), "STORE": f"lmdb:{store}", "STORE_BYTES": str(1 << 28)}
+    environment = {**os.environ, **{f"GRADSERVE_{name}": value for name, value in given.items()}}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "service", "serve"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    assert server.stderr is not None
+    try:
+        said = ""
+        while "running on" not in said or said.count("startup complete") < workers:
+            line = server.stderr.readline()
+            assert line, said
+            said += line
+        yield said.split("running on ")[1].split()[0]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(30)
+        finally:
+            server.kill()
+            server.wait()
+            server.stderr.close()

@@ -1,0 +1,398 @@
+"""`Idempotency-Key` on every request that changes something: it is made once, however often it comes."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from service.codecs.safetensors import MEDIA_TYPE
+from service.kernels import OPERATORS
+from tests.api.calls import (
+    KEY,
+    REPLAYED,
+    SAFE,
+    add,
+    create,
+    fresh,
+    loaded,
+    metadata,
+    ok,
+    post,
+    saved,
+    state,
+    value,
+)
+from tests.serving import assert_problem, serving
+from tests.test_contract import example
+
+PATIENCE = 30
+ONES = {"gradient": [1, 1]}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+@pytest.fixture
+def key() -> dict[str, str]:
+    return {KEY: fresh("key ")}
+
+
+Request = tuple[str, str, dict[str, Any]]
+
+MUTATIONS: dict[str, Callable[[str, str], Request]] = {
+    "create": lambda a, b: ("PUT", f"/v1/buffers/{a}.new", {"json": {"shape": [3]}}),
+    "create what is there": lambda a, b: ("PUT", f"/v1/buffers/{a}", {"json": {"shape": [2]}}),
+    "delete": lambda a, b: ("DELETE", f"/v1/buffers/{a}", {}),
+    "accumulate": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate?weight=2", {"json": ONES}),
+    "accumulate nothing": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate?do_update=false", {"json": ONES}),
+    "accumulate and see": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate?return=value", {"json": ONES}),
+    "accumulate bytes": lambda a, b: (
+        "POST",
+        f"/v1/buffers/{a}/accumulate",
+        {"content": saved({"gradient": np.ones(2)}), "headers": SAFE},
+    ),
+    "close a quorum": lambda a, b: ("POST", f"/v1/buffers/{b}/accumulate?return=value", {"json": ONES}),
+    "zero": lambda a, b: ("POST", f"/v1/buffers/{a}/zero", {}),
+    "take": lambda a, b: ("POST", f"/v1/buffers/{a}/take?reduce=mean&dtype=float16", {}),
+    "take bytes": lambda a, b: ("POST", f"/v1/buffers/{a}/take", {"headers": {"Accept": MEDIA_TYPE}}),
+    "take when there are enough": lambda a, b: ("POST", f"/v1/buffers/{a}/take?min_count=1&timeout=9", {}),
+    "accumulate many": lambda a, b: ("POST", "/v1/buffers/accumulate?return=value", {"json": {a: [1, 1], b: [2, 2]}}),
+    "zero many": lambda a, b: ("POST", "/v1/buffers/zero", {"json": {"names": [a, b]}}),
+    "zero a prefix": lambda a, b: ("POST", f"/v1/buffers/zero?prefix={a}", {}),
+    "take many": lambda a, b: ("POST", "/v1/buffers/take", {"json": {"names": [b, a]}}),
+    "take a prefix": lambda a, b: ("POST", f"/v1/buffers/take?prefix={a}", {}),
+    "take a prefix as bytes": lambda a, b: (
+        "POST",
+        f"/v1/buffers/take?prefix={a}",
+        {"headers": {"Accept": MEDIA_TYPE}},
+    ),
+    "take a prefix of none": lambda a, b: ("POST", f"/v1/buffers/take?prefix={a}.none", {}),
+    "into": lambda a, b: ("POST", f"/v1/ops/ReluGrad?into=dX:{a}", {"json": {"dY": [1, 2], "X": [1, 1]}}),
+    "gather into": lambda a, b: (
+        "POST",
+        f"/v1/ops/GatherGrad?into=output:{a}&from=grad:{a}",
+        {"json": {"shape": [2], "indices": [1, 1]}},
+    ),
+    "into one of two": lambda a, b: (
+        "POST",
+        f"/v1/ops/InPlaceAccumulatorV2?into=accumulated_gradient:{a}",
+        {"json": {"gradient_buffer": [1, 2], "gradient": [1, 1]}},
+    ),
+    "into as bytes": lambda a, b: (
+        "POST",
+        f"/v1/ops/ReluGrad?into=dX:{a}",
+        {"content": saved({"dY": np.ones(2), "X": np.ones(2)}), "headers": SAFE},
+    ),
+}
+
+
+def send(http: httpx.Client, request: Request, key: dict[str, str]) -> httpx.Response:
+    method, path, more = request
+    return http.request(method, path, **{**more, "headers": {**more.get("headers", {}), **key}})
+
+
+def everything(http: httpx.Client, prefix: str) -> Any:
+    names = [one["name"] for one in http.get("/v1/buffers", params={"prefix": prefix}).json()["buffers"]]
+    return state(http, *names)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_replay_answers_the_same_and_changes_nothing(http: httpx.Client, mutation: str, key: dict[str, str]) -> None:
+    a = create(http)
+    b = create(http, f"{a}.b", quorum=2, keep=5)
+    add(http, a, [3, 4], weight=2)
+    add(http, b, [5, 6])
+    request = MUTATIONS[mutation](a, b)
+    first = send(http, request, key)
+    assert first.is_success
+    assert REPLAYED not in first.headers
+    after = everything(http, a)
+    for _ in range(2):
+        again = send(http, request, key)
+        assert (again.status_code, again.content) == (first.status_code, first.content)
+        assert again.headers[REPLAYED] == "true"
+        for header in ("etag", "location", "content-type"):
+            assert again.headers.get(header) == first.headers.get(header)
+        assert everything(http, a) == after
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_key_is_for_one_request(http: httpx.Client, mutation: str, key: dict[str, str]) -> None:
+    a = create(http)
+    b = create(http, f"{a}.b", quorum=2)
+    ok(add(http, create(http), [1, 1], key))
+    before = everything(http, a)
+    problem = assert_problem(send(http, MUTATIONS[mutation](a, b), key), 422, "idempotency_key_reused", key[KEY])
+    assert "another request" in problem["detail"]
+    assert everything(http, a) == before
+
+
+def test_what_makes_another_request(http: httpx.Client, key: dict[str, str]) -> None:
+    name, other = create(http), create(http)
+    path = f"/v1/buffers/{name}/accumulate"
+    ok(http.post(path, json=ONES, headers=key))
+    for answer in (
+        http.post(path, json={"gradient": [1, 2]}, headers=key),
+        http.post(path, json=ONES, headers=key, params={"weight": 2}),
+        http.post(f"/v1/buffers/{other}/accumulate", json=ONES, headers=key),
+        http.post(f"/v1/buffers/{name}/zero", headers=key),
+        http.put(f"/v1/buffers/{name}", json={"shape": [2]}, headers=key),
+        http.delete(f"/v1/buffers/{name}", headers=key),
+        http.post("/v1/buffers/take", json={"names": [name]}, headers=key),
+        http.post("/v1/buffers/take", params={"prefix": name}, headers=key),
+        http.post("/v1/ops/ReluGrad", params={"into": f"dX:{name}"}, json={"dY": [1, 1], "X": [1, 1]}, headers=key),
+    ):
+        assert_problem(answer, 422, "idempotency_key_reused")
+    assert value(http, name) == [1, 1]
+    packed = gzip.compress(b'{"gradient":[1,1]}')
+    again = http.post(path, content=packed, headers={**key, "Content-Encoding": "gzip"})
+    assert again.status_code in (200, 422)  # the same request or another; never a second change
+    assert value(http, name) == [1, 1]
+
+
+@pytest.mark.parametrize("text", ["x", "x" * 255, "a key with spaces", '"quoted"', "!~", "8e03978e-40d5-43e8-bc93"])
+def test_keys(http: httpx.Client, text: str) -> None:
+    name = create(http)
+    for _ in range(2):
+        assert ok(http.post(f"/v1/buffers/{name}/accumulate", json=ONES, headers={KEY: text}))["count"] == 1
+
+
+BAD_KEYS: dict[str, list[bytes]] = {
+    "empty": [b""],
+    "long": [b"x" * 256],
+    "not ASCII": ["schlüssel".encode()],
+    "not printable": [b"a\tb"],
+    "twice": [b"a", b"a"],
+    "two": [b"a", b"b"],
+}
+
+
+@pytest.mark.parametrize("case", BAD_KEYS)
+def test_keys_that_are_none(http: httpx.Client, case: str) -> None:
+    name = create(http)
+    headers = [(KEY.encode(), one) for one in BAD_KEYS[case]]
+    body = {"dY": [1, 2], "X": [1, 1]}
+    for answer in (
+        http.post(f"/v1/buffers/{name}/accumulate", json=ONES, headers=headers),
+        http.post("/v1/buffers/accumulate", json={name: [1, 1]}, headers=headers),
+        http.post(f"/v1/buffers/{name}/zero", headers=headers),
+        http.post(f"/v1/buffers/{name}/take", headers=headers),
+        http.put(f"/v1/buffers/{name}", json={"shape": [2]}, headers=headers),
+        http.delete(f"/v1/buffers/{name}", headers=headers),
+        http.post("/v1/ops/ReluGrad", params={"into": f"dX:{name}"}, json=body, headers=headers),
+    ):
+        assert assert_problem(answer, 422, "invalid_parameter", KEY, "255")["parameter"] == KEY
+    assert metadata(http, name)["version"] == 0
+
+
+def test_a_request_that_fails_stores_nothing(http: httpx.Client) -> None:
+    name = fresh()
+    body = {"dY": [1, 2], "X": [1, 1]}
+    path, into = f"/v1/buffers/{name}/accumulate", f"/v1/ops/ReluGrad?into=dX:{name}"
+    first, second, third, fourth = ({KEY: fresh("key")} for _ in range(4))
+    assert_problem(http.post(path, json=ONES, headers=first), 404, "unknown_buffer")
+    assert_problem(http.post(into, json=body, headers=second), 404, "unknown_buffer")
+    create(http, name, nonfinite="reject")
+    assert_problem(http.post(path, json={"gradient": ["NaN", 1]}, headers=first), 422, "nonfinite_gradient")
+    assert_problem(http.post(path, json={"gradient": [1, 2, 3]}, headers=first), 422, "shape_mismatch")
+    assert_problem(http.post(path, json=ONES, headers={**first, "If-Match": '"9-9"'}), 412, "precondition_failed")
+    assert_problem(post(http, name, "take", third, min_count=1), 409, "too_few_gradients")
+    assert_problem(http.post(f"{path}?epoch=1", json=ONES, headers=fourth), 409, "stale_epoch")
+    for answer in (http.post(path, json=ONES, headers=first), http.post(into, json=body, headers=second)):
+        assert answer.status_code == 200
+        assert REPLAYED not in answer.headers
+    assert value(http, name) == [2, 3]
+    taken = post(http, name, "take", third, min_count=1)
+    assert ok(taken)["value"]["data"] == [2, 3]
+    assert REPLAYED not in taken.headers
+    assert ok(http.post(f"{path}?epoch=1", json=ONES, headers=fourth))["epoch"] == 1
+
+
+def test_a_replay_does_not_look_at_the_state(http: httpx.Client, key: dict[str, str]) -> None:
+    """What would be refused now was done then."""
+    name = create(http)
+    path = f"/v1/buffers/{name}/accumulate?epoch=0"
+    first = http.post(path, json=ONES, headers={**key, "If-Match": '"0-0"'})
+    post(http, name, "zero")
+    again = http.post(path, json=ONES, headers={**key, "If-Match": '"0-0"'})
+    assert (again.status_code, again.json()) == (200, first.json())
+    http.delete(f"/v1/buffers/{name}")
+    assert http.post(path, json=ONES, headers=key).json() == first.json()
+
+
+def test_a_take_is_asked_for_again(http: httpx.Client, key: dict[str, str]) -> None:
+    name = create(http, keep=2)
+    numbers = np.random.default_rng(6).standard_normal((700, 300), np.float32)
+    large = create(http, shape=numbers.shape)
+    http.post(f"/v1/buffers/{large}/accumulate", content=saved({"gradient": numbers}), headers=SAFE)
+    add(http, name, [1, 2])
+    accept = {"Accept": MEDIA_TYPE}
+    answers = [post(http, large, "take", {**accept, **key}) for _ in range(3)]
+    assert all(loaded(one)[0]["value"].tobytes() == numbers.tobytes() for one in answers)
+    own = {KEY: fresh("key")}
+    first = post(http, name, "take", own)
+    add(http, name, [7, 7])
+    assert post(http, name, "take", own).content == first.content
+    ok(post(http, name, "take"))
+    assert post(http, name, "take", own).content == first.content  # it is kept still
+    ok(post(http, name, "take"))
+    assert_problem(post(http, name, "take", own), 410, "epoch_gone", name)
+    assert metadata(http, name)["epoch"] == 3
+
+
+def test_a_take_is_never_replayed_with_other_numbers(http: httpx.Client, key: dict[str, str]) -> None:
+    name = create(http)
+    add(http, name, [1, 2])
+    ok(post(http, name, "take", key))
+    http.delete(f"/v1/buffers/{name}")
+    create(http, name)
+    add(http, name, [50, 60])
+    ok(post(http, name, "take"))
+    again = post(http, name, "take", key)
+    assert not again.is_success or again.json()["value"]["data"] == [1, 2]
+
+
+def test_a_value_is_never_replayed_with_an_older_receipt(http: httpx.Client, key: dict[str, str]) -> None:
+    name = create(http)
+    first = ok(add(http, name, [1, 2], key, **{"return": "value"}))
+    add(http, name, [50, 60])
+    again = add(http, name, [1, 2], key, **{"return": "value"})
+    assert again.headers[REPLAYED] == "true"
+    receipt = again.json()
+    assert receipt["version"] == 1
+    assert receipt.get("value") in (None, first["value"])
+
+
+def test_many_by_prefix_are_those_of_then(http: httpx.Client, key: dict[str, str]) -> None:
+    prefix = fresh("then.")
+    names = [create(http, f"{prefix}:{number}") for number in range(3)]
+    for number, name in enumerate(names):
+        add(http, name, [number, 1])
+    first = http.post("/v1/buffers/take", params={"prefix": f"{prefix}:"}, headers=key)
+    assert list(ok(first)["buffers"]) == names
+    late = create(http, f"{prefix}:00")
+    add(http, late, [9, 9])
+    again = http.post("/v1/buffers/take", params={"prefix": f"{prefix}:"}, headers=key)
+    assert (again.content, again.headers[REPLAYED]) == (first.content, "true")
+    assert value(http, late) == [9, 9]
+
+
+def test_into_replayed_does_not_need_its_sources(http: httpx.Client, key: dict[str, str]) -> None:
+    source, name = create(http), create(http)
+    add(http, source, [5, 6])
+    params = {"from": f"dY:{source}", "into": f"dX:{name}"}
+    first = http.post("/v1/ops/ReluGrad", json={"X": [1, 1]}, params=params, headers=key)
+    before = state(http, name)
+    http.delete(f"/v1/buffers/{source}")
+    again = http.post("/v1/ops/ReluGrad", json={"X": [1, 1]}, params=params, headers=key)
+    assert (ok(again), again.headers[REPLAYED]) == (ok(first), "true")
+    assert state(http, name) == before
+
+
+def test_into_several_replayed(http: httpx.Client, key: dict[str, str]) -> None:
+    gru = OPERATORS["GRUGrad"]
+    tensors = example(gru)
+    whole = gru(tensors, {})
+    kept = {name: create(http, shape=whole[name].shape) for name in ("dW", "dR")}
+    params = {"into": [f"{name}:{buffer}" for name, buffer in kept.items()]}
+    first, again = (
+        http.post("/v1/ops/GRUGrad", content=saved(tensors), headers={**SAFE, **key}, params=params) for _ in range(2)
+    )
+    assert first.content == again.content
+    assert again.headers[REPLAYED] == "true"
+    assert {name: metadata(http, buffer)["count"] for name, buffer in kept.items()} == {"dW": 1, "dR": 1}
+
+
+# ----- at once -----
+
+
+@pytest.mark.parametrize("clients", [2, 8])
+@pytest.mark.parametrize("what", ["accumulate", "take", "many", "into", "create"])
+def test_the_same_key_at_once(http: httpx.Client, pool: ThreadPoolExecutor, what: str, clients: int) -> None:
+    for _ in range(3):
+        name, key = create(http), {KEY: fresh("key")}
+        add(http, name, [1, 2])
+        requests: dict[str, Request] = {
+            "accumulate": ("POST", f"/v1/buffers/{name}/accumulate?return=value", {"json": ONES}),
+            "take": ("POST", f"/v1/buffers/{name}/take", {}),
+            "many": ("POST", f"/v1/buffers/take?prefix={name}", {}),
+            "into": ("POST", f"/v1/ops/ReluGrad?into=dX:{name}", {"json": {"dY": [1, 1], "X": [1, 1]}}),
+            "create": ("PUT", f"/v1/buffers/{name}.new", {"json": {"shape": [1]}}),
+        }
+        together = threading.Barrier(clients)
+
+        def call(request: Request, key: dict[str, str], together: threading.Barrier = together) -> httpx.Response:
+            together.wait(PATIENCE)
+            return send(http, request, key)
+
+        calls = [pool.submit(call, requests[what], key) for _ in range(clients)]
+        answers = [one.result(PATIENCE) for one in calls]
+        assert len({(one.status_code, one.content) for one in answers}) == 1
+        assert answers[0].is_success, answers[0].text
+        assert sorted(REPLAYED in one.headers for one in answers) == [False] + [True] * (clients - 1)
+        assert metadata(http, name)["version"] == (1 if what == "create" else 2)
+
+
+def test_the_same_key_at_once_in_other_requests(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    name, key = create(http), {KEY: fresh("key")}
+    answers = list(pool.map(lambda number: add(http, name, [number, 1], key), range(8)))
+    assert sorted(one.status_code for one in answers) == [200] + [422] * 7
+    assert metadata(http, name)["count"] == 1
+
+
+def test_the_same_take_waits_twice(http: httpx.Client, pool: ThreadPoolExecutor, key: dict[str, str]) -> None:
+    """As after a retry, while the server has not seen yet that the first connection is gone."""
+    name = create(http)
+    waiting = [pool.submit(post, http, name, "take", key, min_count=1, timeout=5) for _ in range(2)]
+    time.sleep(0.1)
+    add(http, name, [1, 2])
+    answers = [one.result(PATIENCE) for one in waiting]
+    assert [one.status_code for one in answers] == [200, 200]
+    assert answers[0].content == answers[1].content
+    assert sorted(REPLAYED in one.headers for one in answers) == [False, True]
+    assert metadata(http, name)["epoch"] == 1
+
+
+def test_retries_of_many_clients_count_once(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    name = create(http)
+
+    def work(number: int) -> None:
+        for step in range(5):
+            for _ in range(3):
+                ok(add(http, name, [number, 1], {KEY: f"{name} {number} {step}"}))
+
+    list(pool.map(work, range(8)))
+    assert value(http, name) == [5 * sum(range(8)), 40]
+    assert metadata(http, name)["count"] == 40
+
+
+# ----- after a restart -----
+
+
+def test_a_replay_after_a_restart(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"store": f"lmdb:{tmp_path / 'store'}", "store_bytes": 1 << 26}
+    kinds = ("create", "create what is there", "accumulate", "zero", "zero a prefix", "into", "take")
+    with serving(**settings) as url, httpx.Client(base_url=url) as http:
+        name = create(http)
+        requests = {kind: MUTATIONS[kind](name, name) for kind in kinds}
+        answers = {kind: send(http, request, {KEY: kind}) for kind, request in requests.items()}
+        assert all(answer.is_success for answer in answers.values())
+        after = everything(http, name)
+    with serving(**settings) as url, httpx.Client(base_url=url) as http:
+        for kind, request in requests.items():
+            again = send(http, request, {KEY: kind})
+            assert (again.content, again.headers[REPLAYED]) == (answers[kind].content, "true")
+        assert everything(http, name) == after
+        assert_problem(add(http, name, [9, 9], {KEY: "take"}), 422, "idempotency_key_reused")

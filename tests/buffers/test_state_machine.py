@@ -1,0 +1,450 @@
+"""Every store does what a plain model does, whatever is asked of it, in whatever order."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from service.buffers import _values as values_module
+from service.buffers.store import Add, Change, Create, Delete, Outcome, Request, Spec, Store, Take, Zero
+from service.dtypes import DTYPES, NAMES
+from service.errors import GradserveError
+from tests.buffers.calls import KEY_SECONDS, PATIENCE, Array, Clock, key, open_lmdb, open_memory
+from tests.kernels.calls import FLOAT_DTYPES
+from tests.kernels.equality import assert_same_bits
+
+NAMED = ["a", "b", "c.0"]
+SMALL_CHUNK = 16
+"""Bytes of a chunk here: values of a few elements have several."""
+
+
+@dataclass
+class Buffer:
+    """A buffer of the model. Values are arrays, and `epochs` those of the closed ones: receipt and value."""
+
+    spec: Spec
+    birth: int
+    created: float
+    updated: float
+    value: Array
+    epoch: int = 0
+    version: int = 0
+    count: int = 0
+    weight: float = 0.0
+    epochs: dict[int, tuple[dict[str, Any], Array]] = field(default_factory=dict)
+
+    def receipt(self, name: str, *, updated: bool = True, closed: bool = False) -> dict[str, Any]:
+        numbers = {"epoch": self.epoch, "version": self.version, "count": self.count, "weight": self.weight}
+        return {"name": name, "updated": updated, "closed": closed, **numbers}
+
+    def metadata(self, name: str) -> dict[str, Any]:
+        ttl = self.spec.ttl_seconds
+        return {
+            "name": name,
+            "shape": list(self.spec.shape),
+            "dtype": NAMES[self.spec.dtype],
+            "nonfinite": self.spec.nonfinite,
+            "quorum": self.spec.quorum,
+            "keep": self.spec.keep,
+            "ttl_seconds": ttl,
+            "epoch": self.epoch,
+            "version": self.version,
+            "count": self.count,
+            "weight": self.weight,
+            "bytes": self.value.nbytes,
+            "closed_epochs": list(self.epochs),
+            "created_at": self.created,
+            "updated_at": self.updated,
+            "expires_at": None if ttl is None else self.updated + ttl,
+        }
+
+    def add(self, gradient: Array, weight: float, overwrite: bool) -> bool:
+        """Whether the sum is one that the buffer takes."""
+        dtype = self.spec.dtype
+        wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        with np.errstate(all="ignore"):
+            product = gradient if weight == 1 else gradient.astype(wide) * wide.type(weight)
+            if overwrite:
+                total = np.broadcast_to(product, self.value.shape).astype(dtype)
+            else:
+                total = np.asarray(self.value.astype(wide) + product.astype(wide)).astype(dtype)
+            if self.spec.nonfinite == "reject" and not np.isfinite(total.astype(np.float64)).all():
+                return False
+        self.value, self.version = total, self.version + 1
+        self.count = 1 if overwrite else self.count + 1
+        self.weight = weight if overwrite else self.weight + weight
+        return True
+
+    def begin(self) -> None:
+        self.epoch, self.count, self.weight, self.value = self.epoch + 1, 0, 0.0, np.zeros_like(self.value)
+
+    def close(self, name: str) -> dict[str, Any]:
+        receipt = self.receipt(name, closed=True)
+        self.epochs[self.epoch] = (receipt, self.value)
+        for old in sorted(self.epochs)[: -self.spec.keep]:
+            del self.epochs[old]
+        self.begin()
+        return receipt
+
+
+class RefusedError(Exception):
+    """The code of the error that the store must raise."""
+
+
+class Model:
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.buffers, self.births = clock, dict[str, Buffer](), 0
+
+    def alive(self) -> dict[str, Buffer]:
+        now = self.clock.now
+        return {
+            name: one
+            for name, one in sorted(self.buffers.items())
+            if one.spec.ttl_seconds is None or now < one.updated + one.spec.ttl_seconds
+        }
+
+    def do(self, changes: list[Change]) -> tuple[dict[str, Any], dict[str, Array]] | str:
+        """Receipts and values; or, and then nothing has changed, the code of the error that there must be."""
+        buffers, receipts, values = copy.deepcopy(self.alive()), {}, {}
+        try:
+            for change in changes:
+                self._check(change, buffers.get(change.name))
+            for change in changes:
+                receipts[change.name], found = self._make(change, buffers)
+                if found is not None:
+                    values[change.name] = found
+        except RefusedError as refused:
+            return str(refused)
+        self.buffers = buffers
+        return receipts, values
+
+    def _check(self, change: Change, buffer: Buffer | None) -> None:
+        if buffer is None:
+            if isinstance(change, Create) and change.match is None:
+                return
+            raise RefusedError("precondition_failed" if isinstance(change, Create) else "unknown_buffer")
+        if change.match is not None and f'"{buffer.epoch}-{buffer.version}"' not in change.match:
+            raise RefusedError("precondition_failed")
+        if isinstance(change, Create) and change.spec != buffer.spec:
+            raise RefusedError("buffer_exists")
+        if isinstance(change, Take) and buffer.count < change.min_count:
+            raise RefusedError("too_few_gradients")
+        if isinstance(change, Add):
+            if change.epoch not in (None, buffer.epoch):
+                raise RefusedError("stale_epoch")
+            if change.do_update and not _fits(np.shape(_array(change)), buffer.spec.shape):
+                raise RefusedError("shape_mismatch")
+
+    def _make(self, change: Change, buffers: dict[str, Buffer]) -> tuple[dict[str, Any], Array | None]:
+        name, now = change.name, self.clock.now
+        if isinstance(change, Create):
+            new = name not in buffers
+            if new:
+                self.births += 1
+                zeros = np.zeros(change.spec.shape, change.spec.dtype)
+                buffers[name] = Buffer(change.spec, self.births, now, now, zeros)
+            return {**buffers[name].metadata(name), "created": new}, None
+        buffer = buffers[name]
+        if isinstance(change, Delete):
+            del buffers[name]
+            return buffer.receipt(name), None
+        if isinstance(change, Zero):
+            buffer.begin()
+            buffer.version, buffer.updated = buffer.version + 1, now
+            return buffer.receipt(name), None
+        if isinstance(change, Take):
+            buffer.version, buffer.updated = buffer.version + 1, now
+            taken = buffer.value
+            return buffer.close(name), taken
+        assert isinstance(change, Add)
+        if not change.do_update:
+            return buffer.receipt(name, updated=False), buffer.value if change.want_value else None
+        if not buffer.add(_array(change), change.weight, change.overwrite):
+            raise RefusedError("nonfinite_gradient")
+        buffer.updated = now
+        found = buffer.value if change.want_value else None
+        if buffer.spec.quorum is not None and buffer.count >= buffer.spec.quorum:
+            return buffer.close(name), found
+        return buffer.receipt(name), found
+
+
+def _array(change: Add) -> Array:
+    assert isinstance(change.gradient, np.ndarray)
+    return change.gradient
+
+
+def _fits(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
+    if len(shape) > len(onto):
+        return False
+    return all(one in (1, other) for one, other in zip(reversed(shape), reversed(onto), strict=False))
+
+
+@dataclass
+class Sent:
+    """A request that was made with a key, of the buffers that its takes closed: birth, epoch and value."""
+
+    changes: list[Change]
+    text: str
+    at: float
+    receipts: dict[str, Any]
+    taken: dict[str, tuple[int, int, Array]]
+
+
+SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (0, 3), (11,)]
+GRADIENT_SHAPES: list[tuple[int, ...]] = [*SHAPES, (1,), (2, 1)]
+VALUES = [0.0, -0.0, 1.0, -1.0, 0.1, 3.0, 1e-7, 2049.0, 65504.0, 3e38, np.inf, -np.inf, np.nan]
+
+specs = st.builds(
+    Spec,
+    st.sampled_from(SHAPES),
+    st.sampled_from([*DTYPES.values()][:4]),
+    st.sampled_from(["allow", "reject"]),
+    st.sampled_from([None, None, 1, 2, 3]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([None, None, 40.0]),
+)
+names = st.sampled_from(NAMED)
+
+
+@st.composite
+def gradients(draw: st.DrawFn) -> Array:
+    shape, usual = draw(st.sampled_from(GRADIENT_SHAPES)), draw(st.integers(0, 3)) > 0
+    numbers = VALUES[:8] if usual else VALUES
+    random = np.random.default_rng(draw(st.integers(0, 999)))
+    with np.errstate(over="ignore"):
+        return np.asarray(random.choice(numbers, shape), draw(st.sampled_from(FLOAT_DTYPES)))
+
+
+adds = st.builds(
+    Add,
+    name=names,
+    gradient=gradients(),
+    weight=st.sampled_from([1.0, 1.0, 0.5, -0.3, 0.0, 1e-6]),
+    do_update=st.sampled_from([True, True, True, False]),
+    overwrite=st.sampled_from([False, False, False, True]),
+    epoch=st.sampled_from([None, None, None, 0, 1]),
+    want_value=st.booleans(),
+    match=st.one_of(st.none(), st.none(), st.frozensets(st.sampled_from(['"0-0"', '"0-1"', '"1-1"', '"1-2"']))),
+)
+changes: dict[str, st.SearchStrategy[Change]] = {
+    "create": st.builds(Create, name=names, spec=specs),
+    "add": adds,
+    "zero": st.builds(Zero, name=names),
+    "take": st.builds(Take, name=names, min_count=st.sampled_from([0, 0, 1, 2])),
+    "delete": st.builds(Delete, name=names),
+}
+many = st.lists(
+    st.one_of(adds, adds, changes["take"], changes["zero"], changes["create"]),
+    min_size=2,
+    max_size=3,
+    unique_by=lambda change: change.name,
+)
+keyed = st.sampled_from([False, False, True])
+
+
+class Machine(RuleBasedStateMachine):
+    """The rules; a subclass says which store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.model = Model(self.clock)
+        self.store = self.open()
+        self.sent: list[Sent] = []
+        self.requests = 0
+
+    def open(self) -> Store:
+        raise NotImplementedError
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    def ask(self, changes: list[Change], text: str | None) -> Outcome | str:
+        """What the store answers, or the code of its error."""
+        request = Request(changes, None if text is None else key(text, request=text))
+        try:
+            return self.store.submit(request).result(PATIENCE)
+        except GradserveError as error:
+            return error.code
+
+    def make(self, changes: list[Change], with_key: bool) -> None:
+        self.requests += 1
+        self.expect(changes, f"key {self.requests}" if with_key else None)
+
+    def expect(self, changes: list[Change], text: str | None) -> None:
+        """Ask the store and the model for what was not asked before, and compare."""
+        births = {name: one.birth for name, one in self.model.alive().items()}
+        got, done = self.ask(changes, text), self.model.do(changes)
+        if isinstance(done, str):
+            assert got == done
+            return
+        receipts, values = done
+        assert isinstance(got, Outcome), got
+        assert not got.replayed
+        assert got.receipts == receipts
+        assert list(got.values) == list(values)
+        for name, array in values.items():
+            assert_same_bits(got.values[name], array)
+            got.values[name][...] = 77
+        if text is not None:
+            taken = {
+                change.name: (births[change.name], receipts[change.name]["epoch"], values[change.name])
+                for change in changes
+                if isinstance(change, Take)
+            }
+            # what a repeated add that wants the value answers is for the contract suite
+            if not any(isinstance(change, Add) and change.want_value for change in changes):
+                self.sent.append(Sent(changes, text, self.clock.now, receipts, taken))
+
+    @rule(change=changes["create"], with_key=keyed)
+    def create(self, change: Change, with_key: bool) -> None:
+        self.make([change], with_key)
+
+    @rule(change=adds, with_key=keyed)
+    def add(self, change: Change, with_key: bool) -> None:
+        self.make([change], with_key)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.model.alive())
+    def add_what_fits(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(list(self.model.alive())))
+        spec = self.model.buffers[name].spec
+        fitting = [shape for shape in GRADIENT_SHAPES if _fits(shape, spec.shape)]
+        random = np.random.default_rng(data.draw(st.integers(0, 999)))
+        gradient = random.normal(size=data.draw(st.sampled_from(fitting)))
+        dtype = data.draw(st.sampled_from(FLOAT_DTYPES))
+        weight, overwrite = data.draw(st.sampled_from([1.0, 1.0, 0.7])), data.draw(st.integers(0, 4)) == 4
+        change = Add(name=name, gradient=np.asarray(gradient, dtype), weight=weight, overwrite=overwrite)
+        self.make([change], data.draw(keyed))
+
+    @rule(change=changes["zero"], with_key=keyed)
+    def zero(self, change: Change, with_key: bool) -> None:
+        self.make([change], with_key)
+
+    @rule(change=changes["take"], with_key=keyed)
+    def take(self, change: Change, with_key: bool) -> None:
+        self.make([change], with_key)
+
+    @rule(change=changes["delete"], with_key=keyed)
+    def delete(self, change: Change, with_key: bool) -> None:
+        self.make([change], with_key)
+
+    @rule(several=many, with_key=keyed)
+    def change_many(self, several: list[Change], with_key: bool) -> None:
+        self.make(several, with_key)
+
+    @rule(seconds=st.sampled_from([1, 7, 15, 39, 40, 41, int(KEY_SECONDS) - 30, int(KEY_SECONDS)]))
+    def let_time_pass(self, seconds: int) -> None:
+        self.clock.advance(seconds)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.sent)
+    def send_again(self, data: st.DataObject) -> None:
+        sent = data.draw(st.sampled_from(self.sent), label="sent")
+        if sent.at + KEY_SECONDS <= self.clock.now:
+            self.sent.remove(sent)
+            self.expect(sent.changes, sent.text)
+            return
+        got = self.ask(sent.changes, sent.text)
+        alive = self.model.alive()
+        for name, (birth, epoch, _) in sent.taken.items():
+            if name not in alive:
+                assert got in ("unknown_buffer", "epoch_gone")
+                return
+            if alive[name].birth != birth or epoch not in alive[name].epochs:
+                assert got == "epoch_gone"
+                return
+        assert isinstance(got, Outcome), got
+        assert got.replayed
+        assert got.receipts == sent.receipts
+        assert list(got.values) == list(sent.taken)
+        for name, (_, _, array) in sent.taken.items():
+            assert_same_bits(got.values[name], array)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.sent)
+    def send_another_request_with_the_key(self, data: st.DataObject) -> None:
+        sent = data.draw(st.sampled_from(self.sent), label="sent")
+        if self.clock.now < sent.at + KEY_SECONDS:
+            request = Request([Zero(name="a")], key(sent.text, request="another"))
+            error = self.store.submit(request).exception(PATIENCE)
+            assert isinstance(error, GradserveError)
+            assert error.code == "idempotency_key_reused"
+
+    @rule(name=names, epoch=st.integers(0, 4))
+    def read_epoch(self, name: str, epoch: int) -> None:
+        buffer = self.model.alive().get(name)
+        if buffer is None or epoch not in buffer.epochs:
+            with pytest.raises(GradserveError) as caught:
+                self.store.read([name], epoch)
+            early = "unknown_buffer" if buffer is None else "epoch_open"
+            assert caught.value.code == ("epoch_gone" if buffer and epoch < buffer.epoch else early)
+            return
+        (snapshot,) = self.store.read([name], epoch)
+        receipt, array = buffer.epochs[epoch]
+        assert snapshot.receipt() == {**receipt, "updated": False}
+        assert_same_bits(snapshot.value, array)
+
+    @rule(prefix=st.sampled_from(["", "a", "c."]), after=st.sampled_from(["", "a", "b"]), limit=st.integers(0, 3))
+    def list_some(self, prefix: str, after: str, limit: int) -> None:
+        expected = [name for name in self.model.alive() if name.startswith(prefix) and name > after]
+        assert [record.name for record in self.store.records(prefix, after, limit)] == expected[:limit]
+
+    @invariant()
+    def everything_is_the_same(self) -> None:
+        alive = self.model.alive()
+        assert [record.as_json() for record in self.store.records()] == [
+            buffer.metadata(name) for name, buffer in alive.items()
+        ]
+        for snapshot, buffer in zip(self.store.read(list(alive)), alive.values(), strict=True):
+            assert_same_bits(snapshot.value, buffer.value)
+
+
+class MemoryMachine(Machine):
+    def open(self) -> Store:
+        return open_memory(self.clock)
+
+
+class LmdbMachine(Machine):
+    def __init__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(values_module, "CHUNK", SMALL_CHUNK)
+        self.patch.setattr(values_module, "INLINE", SMALL_CHUNK // 2)
+        self.directory = tempfile.TemporaryDirectory()
+        super().__init__()
+
+    def open(self) -> Store:
+        return open_lmdb(Path(self.directory.name), self.clock)
+
+    @rule()
+    def open_again(self) -> None:
+        self.store.close()
+        self.store = self.open()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.directory.cleanup()
+        self.patch.undo()
+
+
+SOME = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    phases=[phase for phase in Phase if phase is not Phase.explain],  # which takes minutes
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+TestMemory = MemoryMachine.TestCase
+TestMemory.settings = SOME
+TestLmdb = LmdbMachine.TestCase
+TestLmdb.settings = SOME

@@ -1,0 +1,242 @@
+"""Servers that are processes with a store on the disk and get killed, and clients that try again until answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import numpy as np
+from safetensors.numpy import load, save
+
+from service.codecs import safetensors
+
+ROOT = Path(__file__).parents[2]
+LONG = os.environ.get("GRADSERVE_FAULTS") == "long"
+PATIENCE = 60.0
+"""Seconds after which whatever has not happened makes a test fail instead of hang."""
+
+SAFETENSORS = safetensors.MEDIA_TYPE
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Server:
+    """`python -m service serve` on a port of its own, started, killed and started again on one store."""
+
+    def __init__(
+        self, store: Path, *, workers: int = 1, module: str = "service", log: Path | None = None, **settings: object
+    ) -> None:
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log or store.with_name(f"{store.name}.log")
+        given = {"store": f"lmdb:{store}", "workers": workers, "port": self.port, **settings}
+        self._command = [sys.executable, "-m", module, "serve"]
+        self._environment = {**os.environ, **{f"GRADSERVE_{name.upper()}": str(one) for name, one in given.items()}}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        return self if self._process else self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    def launch(self) -> None:
+        """Start the process, and do not wait for it."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=ROOT, env=self._environment, stdout=subprocess.DEVNULL, stderr=log
+            )
+
+    def start(self) -> Server:
+        """Start, until it answers."""
+        assert self.starts(), f"the server does not get ready:\n{self.log.read_text()}"
+        return self
+
+    def starts(self) -> bool:
+        """Start, until it answers or has ended. Returns whether it answers."""
+        self.launch()
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/v2/health/ready", timeout=5).status_code == 200:
+                    return True
+            except httpx.TransportError:
+                pass
+            time.sleep(0.02)
+        self.kill()
+        return False
+
+    def kill(self) -> None:
+        """Kill -9 all its processes, and wait for their end."""
+        if self._process is None:
+            return
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGSTOP)  # so that it starts no more of them
+            children = _children_of(self.process.pid)
+            self.process.kill()
+            for pid in children:
+                kill(pid)
+        self.process.wait(PATIENCE)
+        _until_closed(self.port)
+        self._process = None
+
+    def kill_a_worker(self, chance: random.Random) -> None:
+        """Kill -9 one of the worker processes; the parent starts another."""
+        workers = [pid for pid in _children_of(self.process.pid) if b"spawn_main" in _command_of(pid)]
+        if workers:
+            kill(chance.choice(workers))
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit status, once it has ended by itself, and what it said."""
+        try:
+            return self.process.wait(PATIENCE / 2), self.log.read_text()
+        finally:
+            self.kill()
+
+
+def kill(pid: int) -> None:
+    """Kill -9 a process that the caller started, unless it has ended."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+class Client:
+    """Sends each request again, under one key, until it is answered."""
+
+    def __init__(self, url: str, *, patience: float = PATIENCE) -> None:
+        self.patience = patience
+        self._http = httpx.Client(base_url=url, timeout=min(40, patience))
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def once(self, method: str, path: str, *, key: str | None = None, **rest: Any) -> httpx.Response:
+        """The answer to one request. Raises `httpx.TransportError`."""
+        headers = {**({} if key is None else {"Idempotency-Key": key}), **rest.pop("headers", {})}
+        return self._http.request(method, path, headers=headers, **rest)
+
+    def send(self, method: str, path: str, *, key: str | None = None, **rest: Any) -> httpx.Response:
+        """The answer, which is none of a server that is starting, stopping or gone."""
+        end = time.monotonic() + self.patience
+        failed: object = None
+        while time.monotonic() < end:
+            try:
+                answer = self.once(method, path, key=key, **rest)
+                assert answer.status_code != 500, answer.text
+                if answer.status_code != 503:
+                    return answer
+                failed = answer.text
+            except httpx.TransportError as error:
+                failed = error
+            time.sleep(0.02)
+        raise AssertionError(f"{method} {path} was not answered in {self.patience} s: {failed!r}")
+
+    def done(self, method: str, path: str, *, key: str | None = None, **rest: Any) -> Any:
+        """The JSON of an answer that must tell of success."""
+        answer = self.send(method, path, key=key, **rest)
+        assert answer.is_success, answer.text
+        return answer.json() if answer.content else None
+
+    def create(self, name: str, shape: Sequence[int], dtype: str = "float64", **rules: Any) -> None:
+        self.done("PUT", f"/v1/buffers/{name}", json={"shape": list(shape), "dtype": dtype, **rules})
+
+    def add(self, name: str, gradient: Array, *, key: str | None = None, **query: Any) -> Any:
+        """The receipt of an add."""
+        return self.done("POST", f"/v1/buffers/{name}/accumulate", key=key, params=query, **tensors(gradient=gradient))
+
+    def add_many(self, gradients: Mapping[str, Array], *, key: str | None = None) -> Any:
+        """The receipts of an add to many buffers, by their names."""
+        return self.done("POST", "/v1/buffers/accumulate", key=key, **tensors(**gradients))["buffers"]
+
+    def metadata(self, name: str) -> Any:
+        return self.done("GET", f"/v1/buffers/{name}")
+
+    def values(self, *names: str) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Receipts and values of many buffers at one moment."""
+        answer = self.send("POST", "/v1/buffers/value", json={"names": names}, headers={"Accept": SAFETENSORS})
+        return contents(answer)
+
+    def value(self, name: str, **query: Any) -> Array:
+        answer = self.send("GET", f"/v1/buffers/{name}/value", params=query, headers={"Accept": SAFETENSORS})
+        return contents(answer)[1]["value"]
+
+    def state(self) -> dict[str, tuple[Any, list[float]]]:
+        """All that the server says of its buffers."""
+        found = self.done("GET", "/v1/buffers")["buffers"]
+        return {one["name"]: (one, self.value(one["name"]).ravel().tolist()) for one in found}
+
+
+def new_key() -> str:
+    return uuid4().hex
+
+
+def tensors(**gradients: Array) -> dict[str, Any]:
+    """A body of tensors, as an argument of a request; it answers in JSON."""
+    body = save({name: np.ascontiguousarray(one) for name, one in gradients.items()})
+    return {"content": body, "headers": {"Content-Type": SAFETENSORS, "Accept": "application/json"}}
+
+
+def contents(answer: httpx.Response) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Receipts and tensors of a safetensors answer that must tell of success."""
+    assert answer.status_code == 200, answer.text
+    size = int.from_bytes(answer.content[:8], "little")
+    head = json.loads(answer.content[8 : 8 + size])
+    return json.loads(head["__metadata__"]["receipts"]), load(answer.content)
+
+
+def moments(chance: random.Random, count: int, shortest: float, longest: float) -> Iterator[int]:
+    """0, 1, ... `count` - 1, each after a random while."""
+    for number in range(count):
+        time.sleep(chance.uniform(shortest, longest))
+        yield number
+
+
+def _children_of(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _until_closed(port: int) -> None:
+    """Wait until nobody listens: orphans, which cannot be waited for, may take a moment to go."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), 5).close()
+        except ConnectionRefusedError:
+            return
+        except OSError:
+            pass
+        time.sleep(0.01)
+    raise AssertionError("the killed server still listens")

@@ -1,0 +1,88 @@
+"""Workers that all-reduce through one buffer, while the server is killed: all read the same, and it is right."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from tests.faults.servers import LONG, PATIENCE, Array, Client, Server, new_key
+
+WORKERS = 8
+EPOCHS = 200 if LONG else 20
+KILLS = 20 if LONG else 2
+SIZE = 20_000
+
+
+def gradient(worker: int, epoch: int) -> Array:
+    """Integers, so that their sum in float32 is exact, whatever the order."""
+    return np.random.default_rng((worker, epoch)).integers(-1000, 1000, SIZE).astype(np.float32)
+
+
+class Worker:
+    """Adds its gradient of each epoch, and reads everyone's."""
+
+    def __init__(self, url: str, number: int) -> None:
+        self.url, self.number = url, number
+        self.read: list[bytes] = []
+        self.closed = 0
+
+    def run(self, failed: threading.Event) -> None:
+        try:
+            with Client(self.url) as client:
+                for epoch in range(EPOCHS):
+                    if failed.is_set():
+                        return
+                    receipt = client.add("sum", gradient(self.number, epoch), key=new_key(), epoch=epoch)
+                    assert receipt["epoch"] == epoch
+                    self.closed += receipt["closed"]
+                    self.read.append(client.value("sum", epoch=epoch, timeout=30).tobytes())
+        except BaseException:
+            failed.set()
+            raise
+
+
+def wait_for(worker: Worker, epoch: int, failed: threading.Event) -> None:
+    """Wait until the worker has come to the epoch, or one has failed."""
+    end = time.monotonic() + PATIENCE
+    while len(worker.read) < epoch and not failed.is_set():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_every_worker_reads_the_same_sums_and_they_are_right(tmp_path: Path) -> None:
+    chance = random.Random(6)
+    failed = threading.Event()
+    with (
+        Server(tmp_path / "store", workers=2) as server,
+        Client(server.url) as client,
+        ThreadPoolExecutor(WORKERS) as threads,
+    ):
+        client.create("sum", (SIZE,), "float32", quorum=WORKERS, keep=2)
+        workers = [Worker(server.url, number) for number in range(WORKERS)]
+        running = [threads.submit(one.run, failed) for one in workers]
+        try:
+            for kill in range(KILLS):
+                wait_for(workers[0], (kill + 1) * EPOCHS // (KILLS + 1), failed)
+                time.sleep(chance.uniform(0, 0.02))
+                if kill % 2:
+                    server.kill_a_worker(chance)
+                else:
+                    server.kill()
+                    server.start()
+            for one in running:
+                one.result(PATIENCE)
+        finally:
+            failed.set()
+        for epoch in range(EPOCHS):
+            expected = sum(gradient(number, epoch) for number in range(WORKERS))
+            assert isinstance(expected, np.ndarray)
+            assert {one.read[epoch] for one in workers} == {expected.tobytes()}
+        assert sum(one.closed for one in workers) == EPOCHS
+        last = client.metadata("sum")
+        assert (last["epoch"], last["version"], last["count"]) == (EPOCHS, WORKERS * EPOCHS, 0)
+        assert last["closed_epochs"] == [EPOCHS - 2, EPOCHS - 1]

@@ -1,0 +1,129 @@
+"""Kill -9 between the steps of a commit: a request is there as a whole or not at all, and there if acknowledged."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.faults.servers import LONG, PATIENCE, ROOT, Client, Server, new_key, tensors
+
+NAMES = ("a", "b", "c")
+CLIENTS = 3
+SHAPE = (CLIENTS, 6000)
+"""Of every buffer, in float64: it lies in several chunks."""
+
+POINTS = dict.fromkeys(
+    point
+    for path in (ROOT / "service" / "buffers").glob("*.py")
+    for point in re.findall(r'reached\("([a-z ]+)"\)', path.read_text())
+)
+ADDS = [(point, number) for point in POINTS for number in ((1, 2, 3, 4, 5, 8, 14, 20) if LONG else (1, 5))]
+CLOSES = ["made", "before commit", "committed"]
+
+
+@pytest.fixture
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that tells a server of `server` when to kill itself."""
+    path = tmp_path / "order"
+    monkeypatch.setenv("GRADSERVE_TEST_KILL", str(path))
+    return path
+
+
+@pytest.fixture
+def server(tmp_path: Path, order: Path) -> Iterator[Server]:
+    with Server(tmp_path / "store", module="tests.faults.killing") as server:
+        yield server
+
+
+class Adder:
+    """Adds 1 to its row of every buffer, until the server is gone; then has one add of which it does not know."""
+
+    def __init__(self, row: int) -> None:
+        self.gradients = {name: np.zeros(SHAPE) for name in NAMES}
+        for one in self.gradients.values():
+            one[row] = 1
+        self.row, self.answered, self.key = row, 0, ""
+
+    def run(self, url: str) -> None:
+        with Client(url) as client:
+            for _ in range(100):
+                self.key = new_key()
+                try:
+                    client.once("POST", "/v1/buffers/accumulate", key=self.key, **tensors(**self.gradients))
+                except httpx.TransportError:
+                    return
+                self.answered += 1
+        raise AssertionError("the server did not kill itself")
+
+
+def rows(client: Client) -> list[int]:
+    """How many adds each row has, after a check that all buffers tell the same of all their elements."""
+    receipts, values = client.values(*NAMES)
+    found: list[int] = values["a"][:, 0].astype(int).tolist()
+    for name in NAMES:
+        assert (values[name] == np.array(found)[:, None]).all()
+        assert receipts[name]["count"] == receipts[name]["version"] == sum(found)
+    return found
+
+
+def test_adds_are_there_as_a_whole_or_not_at_all(server: Server, order: Path) -> None:
+    with Client(server.url) as client, ThreadPoolExecutor(CLIENTS) as threads:
+        for name in NAMES:
+            client.create(name, SHAPE)
+        assert {*POINTS} >= {*CLOSES}
+        for point, number in ADDS:
+            before = rows(client)
+            order.write_text(f"{point}:{number}")
+            adders = [Adder(row) for row in range(CLIENTS)]
+            for running in [threads.submit(one.run, server.url) for one in adders]:
+                running.result(PATIENCE)
+            assert server.ended()[0] == -9
+            order.unlink()
+            server.start()
+            fresh = [now - then for now, then in zip(rows(client), before, strict=True)]
+            for one, found in zip(adders, fresh, strict=True):
+                assert one.answered <= found <= one.answered + 1, (point, number)
+            if point != "committed" and number == 1:
+                assert fresh == [one.answered for one in adders]
+            if point == "committed":
+                assert fresh != [one.answered for one in adders]
+            for one, found in zip(adders, fresh, strict=True):
+                answer = client.send("POST", "/v1/buffers/accumulate", key=one.key, **tensors(**one.gradients))
+                assert answer.status_code == 200
+                assert ("Idempotency-Replayed" in answer.headers) == (found > one.answered), (point, number)
+            expected = [then + one.answered + 1 for then, one in zip(before, adders, strict=True)]
+            assert rows(client) == expected, (point, number)
+
+
+def test_a_take_is_there_as_a_whole_or_not_at_all(server: Server, order: Path) -> None:
+    with Client(server.url) as client:
+        for name in NAMES:
+            client.create(name, SHAPE, keep=2)
+        for epoch, point in enumerate(CLOSES):
+            gradients = {name: np.full(SHAPE, 10.0 * epoch + number) for number, name in enumerate(NAMES)}
+            client.add_many(gradients)
+            key = new_key()
+            take: dict[str, Any] = {"key": key, "json": {"names": NAMES}, "params": {"encoding": "base64"}}
+            order.write_text(f"{point}:1")
+            with pytest.raises(httpx.TransportError):
+                client.once("POST", "/v1/buffers/take", **take)
+            assert server.ended()[0] == -9
+            order.unlink()
+            server.start()
+            assert {client.metadata(name)["epoch"] for name in NAMES} == {epoch + (point == "committed")}
+            answers = [client.send("POST", "/v1/buffers/take", **take) for _ in range(2)]
+            assert ("Idempotency-Replayed" in answers[0].headers) == (point == "committed")
+            assert json.loads(answers[0].content) == json.loads(answers[1].content)
+            for name in NAMES:
+                receipt = answers[0].json()["buffers"][name]
+                assert (receipt["epoch"], receipt["count"], receipt["closed"]) == (epoch, 1, True)
+                assert (client.value(name, epoch=epoch) == gradients[name]).all()
+                assert client.metadata(name)["epoch"] == epoch + 1

@@ -1,0 +1,177 @@
+"""A store that is not as it was left: refused with a clear word, or served but for the buffer that is damaged."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.faults.servers import LONG, SAFETENSORS, Client, Server, contents, new_key, tensors
+from tests.serving import assert_problem
+
+SIZE = 20_000
+"""Elements of a buffer in float64: it lies in three chunks."""
+
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a store with the buffers before, wounded and xanthic, of numbers that are all different."""
+    path = tmp_path_factory.mktemp("sound") / "store"
+    with Server(path) as server, Client(server.url) as client:
+        for number, name in enumerate(("before", "wounded", "xanthic")):
+            client.create(name, (SIZE,))
+            client.add(name, numbers(number))
+    return path
+
+
+@pytest.fixture
+def store(sound: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(sound, tmp_path / "store")
+
+
+def numbers(which: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.arange(1.0, SIZE + 1) + which * SIZE
+
+
+def cut(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def overwrite_heads(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(bytes(range(256)) * (2 * PAGE // 256))
+
+
+def flip(store: Path, text: bytes, place: int) -> None:
+    """Flip a bit in the byte that is `place` behind the beginning of `text`, wherever this lies in the files."""
+    found = 0
+    for path in store.iterdir():
+        data = bytearray(path.read_bytes())
+        start = data.find(text)
+        while start >= 0:
+            data[start + place] ^= 4
+            found += 1
+            start = data.find(text, start + 1)
+        path.write_bytes(data)
+    assert found
+
+
+SIZES: list[Callable[[int], int]] = [
+    lambda size: 0,
+    lambda size: PAGE,
+    lambda size: size // 2,
+    *([lambda size: 100, lambda size: 2 * PAGE, lambda size: size - PAGE, lambda size: size - 1] if LONG else []),
+]
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    **{f"cut {number}": lambda data, to=to: cut(data, to(data.stat().st_size)) for number, to in enumerate(SIZES)},  # type: ignore[misc]
+    "gone": Path.unlink,
+    "heads overwritten": overwrite_heads,
+    "a newer format": lambda data: flip(data.parent, b"format1", 6),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_store_is_refused_at_the_start(damage: str, store: Path, tmp_path: Path) -> None:
+    DAMAGES[damage](store / "data.mdb")
+    left = {path.name: path.stat().st_size for path in store.iterdir() if path.name != "lock.mdb"}
+    server = Server(store, workers=1 + len(damage) % 2, log=tmp_path / "refusal")
+    server.launch()
+    status, said = server.ended()
+    assert status not in (0, None)
+    assert str(store) in said
+    assert said.startswith("gradserve: ")
+    assert said.count("\n") <= 3
+    assert "Traceback" not in said
+    assert {path.name: path.stat().st_size for path in store.iterdir() if path.name != "lock.mdb"} == left
+
+
+def test_a_file_of_values_that_is_cut_short_or_gone_is_reported(sound: Path, tmp_path: Path) -> None:
+    files = [path.name for path in sound.iterdir() if path.name not in ("data.mdb", "lock.mdb", "format")]
+    for number, file in enumerate(2 * files):
+        store = shutil.copytree(sound, tmp_path / f"{number}")
+        if number < len(files):
+            cut(store / file, (store / file).stat().st_size // 2)
+        else:
+            (store / file).unlink()
+        server = Server(store)
+        if not server.starts():
+            said = server.log.read_text()
+            assert said.startswith("gradserve: ")
+            assert "Traceback" not in said
+            continue
+        with server, Client(server.url) as client:
+            statuses = set()
+            for which, name in enumerate(("before", "wounded", "xanthic")):
+                answer = client.once("GET", f"/v1/buffers/{name}/value", headers={"Accept": SAFETENSORS})
+                statuses.add(answer.status_code)
+                if answer.status_code == 200:
+                    assert (contents(answer)[1]["value"] == numbers(which)).all()
+                else:
+                    assert_problem(answer, 500, "buffer_corrupt")
+            assert 500 in statuses
+            assert "Traceback" not in server.log.read_text()
+
+
+def test_a_damaged_value_is_reported_and_the_others_are_served(store: Path) -> None:
+    flip(store, numbers(1)[12_345:12_350].tobytes(), 11)
+    with Server(store) as server, Client(server.url) as client:
+        gradient = tensors(gradient=np.ones(SIZE))
+        for _ in range(2):
+            for answer in (
+                client.once("GET", "/v1/buffers/wounded/value"),
+                client.once("POST", "/v1/buffers/value", params={"prefix": ""}),
+                client.once("POST", "/v1/buffers/take", params={"prefix": ""}),
+                client.once("POST", "/v1/buffers/wounded/accumulate", key=new_key(), **gradient),
+                client.once("POST", "/v1/buffers/accumulate", **tensors(before=np.ones(SIZE), wounded=np.ones(SIZE))),
+            ):
+                assert_problem(answer, 500, "buffer_corrupt")
+        assert (client.value("before") == numbers(0)).all()
+        assert client.add("xanthic", np.ones(SIZE))["count"] == 2
+        assert (client.value("xanthic") == numbers(2) + 1).all()
+        listed = client.done("GET", "/v1/buffers")["buffers"]
+        assert [(one["name"], one["count"]) for one in listed] == [("before", 1), ("wounded", 1), ("xanthic", 2)]
+        client.done("DELETE", "/v1/buffers/wounded")
+        client.create("wounded", (SIZE,))
+        assert client.add("wounded", np.ones(SIZE))["count"] == 1
+
+
+def test_a_damaged_record_is_reported_and_the_others_are_served(store: Path) -> None:
+    flip(store, b"wounded[{", 10)
+    with Server(store) as server, Client(server.url) as client:
+        gradient = tensors(gradient=np.ones(SIZE))
+        assert_problem(client.once("GET", "/v1/buffers/wounded"), 500, "buffer_corrupt", "wounded")
+        assert_problem(client.once("GET", "/v1/buffers/wounded/value"), 500, "buffer_corrupt", "wounded")
+        refused = client.once("POST", "/v1/buffers/wounded/accumulate", key=new_key(), **gradient)
+        assert_problem(refused, 500, "buffer_corrupt", "wounded")
+        assert (client.value("before") == numbers(0)).all()
+        assert client.add("xanthic", np.ones(SIZE))["count"] == 2
+        assert (client.value("xanthic") == numbers(2) + 1).all()
+
+
+def test_a_damaged_record_can_be_deleted(store: Path) -> None:
+    flip(store, b"wounded[{", 10)
+    with Server(store) as server, Client(server.url) as client:
+        client.done("DELETE", "/v1/buffers/wounded")
+        client.create("wounded", (SIZE,))
+
+
+@pytest.mark.parametrize("pause", [0.7, 2.5])
+def test_a_damaged_record_that_expires_harms_no_other_buffer(pause: float, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with Server(path) as server, Client(server.url) as client:
+        client.create("sound", (SIZE,))
+        client.create("wounded", (SIZE,), ttl_seconds=0.5)
+    flip(path, b"wounded[{", 10)
+    with Server(path) as server, Client(server.url, patience=10) as client:
+        for count in (1, 2):
+            time.sleep(pause)  # what has expired is looked for with the adds, or, after a second without, by itself
+            assert client.add("sound", np.ones(SIZE))["count"] == count

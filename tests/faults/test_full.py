@@ -1,0 +1,134 @@
+"""A full disk, a full store, a read-only one: said clearly, nothing is changed, and it goes on once there is room."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.faults.servers import Client, Server, new_key, tensors
+from tests.serving import assert_problem
+
+SIZE = 30_000
+"""Elements of a buffer, of which the stores here hold a dozen."""
+
+ONES = np.ones(SIZE)
+ROOM = 4 << 20
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """A file system of its own with little room."""
+    with tempfile.TemporaryDirectory() as path:  # not tmp_path: pytest fails later where a mount is left in one
+        mounted = _mount("-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", path)
+        if mounted.returncode:
+            pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+        try:
+            yield Path(path)
+        finally:
+            subprocess.run(["umount", path], check=True, timeout=30)
+
+
+def _mount(*arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(["mount", *arguments], capture_output=True, text=True, timeout=30)
+    except FileNotFoundError as error:
+        return subprocess.CompletedProcess(arguments, 1, "", str(error))
+
+
+def fill(client: Client) -> tuple[int, httpx.Response]:
+    """Create buffers and add to each until that is refused: the number of the last one, and the refusal."""
+    for number in range(1, 100):
+        client.create(f"b{number}", (SIZE,))
+        refused = client.once("POST", f"/v1/buffers/b{number}/accumulate", key=f"{number}", **tensors(gradient=ONES))
+        if refused.status_code != 200:
+            return number, refused
+    raise AssertionError("it does not get full")
+
+
+def add_in_vain(client: Client, name: str, key: str | None = None) -> None:
+    answer = client.once("POST", f"/v1/buffers/{name}/accumulate", key=key, **tensors(gradient=ONES))
+    assert_problem(answer, 507, "store_full", "nothing was changed")
+
+
+def test_a_full_disk_changes_nothing_and_is_left_by_making_room(disk: Path, tmp_path: Path) -> None:
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(ROOM // 4))
+    with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
+        last, refused = fill(client)
+        before = client.state()
+        assert_problem(refused, 507, "store_full", "disk", "full", "nothing was changed")
+        for name in ("b1", f"b{last}"):
+            add_in_vain(client, name, new_key())
+        assert client.state() == before
+        ballast.unlink()
+        assert client.add(f"b{last}", ONES, key=str(last))["count"] == 1  # the key of a failed request is free
+        assert client.add("b1", ONES)["count"] == 2
+        server.kill()
+        server.start()
+        assert (client.value("b1") == 2).all()
+        assert (client.value(f"b{last}") == 1).all()
+
+
+def test_a_full_store_changes_nothing_and_is_left_by_deleting_a_buffer(tmp_path: Path) -> None:
+    with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
+        last, refused = fill(client)
+        before = client.state()
+        assert_problem(refused, 507, "store_full", "GRADSERVE_STORE_BYTES", "nothing was changed")
+        for name in ("b1", f"b{last}"):
+            add_in_vain(client, name, new_key())
+        assert client.state() == before
+        client.done("DELETE", "/v1/buffers/b1")
+        assert client.add("b2", ONES)["count"] == 2
+        assert (client.value("b2") == 2).all()
+
+
+def test_a_many_buffer_add_that_finds_no_room_changes_none(tmp_path: Path) -> None:
+    with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
+        names = [f"b{number}" for number in range(20)]
+        for name in names:
+            client.create(name, (SIZE,))
+        before = client.state()
+        key = new_key()
+        for _ in range(2):
+            refused = client.once("POST", "/v1/buffers/accumulate", key=key, **tensors(**dict.fromkeys(names, ONES)))
+            assert_problem(refused, 507, "store_full")
+            assert client.state() == before
+        client.add_many(dict.fromkeys(names[:5], ONES), key=new_key())
+        assert [client.metadata(name)["count"] for name in names] == [1] * 5 + [0] * 15
+
+
+def test_a_store_that_is_full_to_the_last_page_still_deletes(tmp_path: Path) -> None:
+    with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
+        fill(client)
+        for number in range(10_000):
+            body = {"shape": [SIZE], "dtype": "float64"}
+            if client.once("PUT", f"/v1/buffers/small.{number}", json=body).status_code != 201:
+                break
+        for name in ("b1", "b2"):
+            client.done("DELETE", f"/v1/buffers/{name}")
+        assert client.add("b3", ONES)["count"] == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_read_only_store_is_refused_at_the_start(workers: int, disk: Path, tmp_path: Path) -> None:
+    with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
+        client.create("b", (SIZE,))
+    remounted = _mount("-o", "remount,ro", str(disk))
+    if remounted.returncode:
+        pytest.skip(f"no file system can be made read-only here: {remounted.stderr.strip()}")
+    try:
+        server = Server(disk / "store", workers=workers, log=tmp_path / "refusal")
+        server.launch()
+        status, said = server.ended()
+        assert status not in (0, None)
+        assert f"{disk / 'store'}" in said
+        assert "Read-only file system" in said
+        assert "Traceback" not in said
+    finally:
+        assert _mount("-o", "remount,rw", str(disk)).returncode == 0

@@ -1,0 +1,191 @@
+"""Concurrent adds, takes, zeros and reads of one buffer are as if made one after another, in an order that time allows.
+
+An add adds 1 to an element that is its own, so that a value tells of which adds it is the sum. Every change has a
+version of its own: in their order a plain model must answer what the server answered.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Array, Client, Server, contents, new_key
+
+ADDERS = 5
+EACH = 400 if LONG else 60
+KILLS = 10 if LONG else 1
+ADDS = ADDERS * EACH
+
+Receipt = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request: when it was first sent and when its answer was there, what it asked, and what it was answered."""
+
+    what: Literal["add", "take", "zero", "value"]
+    sent: float
+    answered: float
+    receipt: Receipt
+    element: int = -1
+    value: frozenset[int] | None = None
+
+    @property
+    def version(self) -> int:
+        version: int = self.receipt["version"]
+        return version
+
+
+class Recorder:
+    """A client that keeps the history of its calls."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.history: list[Call] = []
+
+    def call(self, client: Client, what: Literal["add", "take", "zero", "value"], element: int = -1) -> None:
+        sent = time.monotonic()
+        value = None
+        if what == "add":
+            receipt = client.add("it", one_hot(element), key=new_key())
+        elif what == "zero":
+            receipt = client.done("POST", "/v1/buffers/it/zero", key=new_key())
+        else:
+            method, key = ("POST", new_key()) if what == "take" else ("GET", None)
+            answer = client.send(method, f"/v1/buffers/it/{what}", key=key, headers={"Accept": SAFETENSORS})
+            receipts, tensors = contents(answer)
+            receipt, value = receipts["it"], adds_in(tensors["value"])
+        self.history.append(Call(what, sent, time.monotonic(), receipt, element, value))
+
+    def add(self, which: int) -> None:
+        with Client(self.url) as client:
+            for element in range(which * EACH, (which + 1) * EACH):
+                self.call(client, "add", element)
+
+    def until(self, stop: threading.Event, what: Literal["take", "zero", "value"], pause: float) -> None:
+        with Client(self.url) as client:
+            while not stop.wait(pause):
+                self.call(client, what)
+
+
+def one_hot(element: int) -> Array:
+    gradient = np.zeros(ADDS)
+    gradient[element] = 1
+    return gradient
+
+
+def adds_in(value: Array) -> frozenset[int]:
+    """The adds whose sum the value is, none of them twice."""
+    assert set(np.unique(value)) <= {0.0, 1.0}, "an add counted twice, or in part"
+    return frozenset(np.flatnonzero(value).tolist())
+
+
+def check(history: list[Call]) -> None:
+    """Raise AssertionError unless the history is that of one buffer whose changes are made one after another."""
+    changes = sorted((call for call in history if call.what != "value"), key=lambda call: call.version)
+    assert [call.version for call in changes] == list(range(1, len(changes) + 1))
+    epoch, there = 0, frozenset[int]()
+    states = [(epoch, there)]
+    for call in changes:
+        before = there
+        if call.what == "add":
+            assert call.element not in there
+            there |= {call.element}
+        else:
+            there, epoch = frozenset(), epoch + 1
+        states.append((epoch, there))
+        if call.what == "take":
+            assert call.value == before
+            told = (epoch - 1, len(before), True)
+        else:
+            told = (epoch, len(there), False)
+        assert (call.receipt["epoch"], call.receipt["count"], call.receipt["closed"]) == told
+    for call in history:
+        if call.what == "value":
+            assert (call.receipt["epoch"], call.value) == states[call.version]
+            assert call.receipt["count"] == len(states[call.version][1])
+    order = sorted(history, key=lambda call: (call.version, call.what == "value", call.sent))
+    latest = 0.0
+    for call in order:  # whatever comes later in the order must not have been over before this was asked
+        assert call.answered > latest, "a call does not see one that was over before it"
+        latest = max(latest, call.sent)
+
+
+def test_concurrent_calls_are_as_if_made_one_after_another(tmp_path: Path) -> None:
+    chance = random.Random(8)
+    stop = threading.Event()
+    with (
+        Server(tmp_path / "store", workers=2) as server,
+        Client(server.url) as client,
+        ThreadPoolExecutor(ADDERS + 5) as threads,
+    ):
+        client.create("it", (ADDS,), keep=50)
+        recorders = [Recorder(server.url) for _ in range(ADDERS + 5)]
+        others = [("take", 0.02), ("take", 0.03), ("zero", 0.1), ("value", 0.0), ("value", 0.001)]
+        adding = [threads.submit(recorders[which].add, which) for which in range(ADDERS)]
+        running = [
+            threads.submit(recorder.until, stop, what, pause)  # type: ignore[arg-type]
+            for recorder, (what, pause) in zip(recorders[ADDERS:], others, strict=True)
+        ]
+        try:
+            for _ in range(KILLS):
+                time.sleep(chance.uniform(0.1, 0.3))
+                server.kill_a_worker(chance)
+            for one in adding:
+                one.result(PATIENCE)
+        finally:
+            stop.set()
+        for one in running:
+            one.result(PATIENCE)
+        recorders[0].call(client, "value")
+    history = [call for recorder in recorders for call in recorder.history]
+    check(history)
+    assert sorted(call.element for call in history if call.what == "add") == list(range(ADDS))
+    assert sum(call.what == "take" for call in history) > 5
+
+
+def _call(what: Any, at: float, version: int, epoch: int, count: int, **rest: Any) -> Call:
+    receipt = {"version": version, "epoch": epoch, "count": count, "closed": what == "take"}
+    return Call(what, at, at + 0.5, receipt, **rest)
+
+
+SOUND = [
+    _call("add", 1, 1, 0, 1, element=0),
+    _call("value", 2, 1, 0, 1, value=frozenset({0})),
+    _call("add", 3, 2, 0, 2, element=1),
+    _call("take", 4, 3, 0, 2, value=frozenset({0, 1})),
+    _call("zero", 5, 4, 2, 0),
+    _call("value", 6, 4, 2, 0, value=frozenset()),
+]
+
+WRONG: dict[str, Callable[[], list[Call]]] = {
+    "a take without an add": lambda: _with(3, value=frozenset({1})),
+    "a read of the past": lambda: _with(1, sent=3.6, answered=3.9),
+    "a read of the future": lambda: _with(1, sent=0.1, answered=0.2),
+    "a wrong count": lambda: _with(2, receipt={**SOUND[2].receipt, "count": 1}),
+    "a change of no version": lambda: SOUND[1:],
+    "two changes of one version": lambda: [*SOUND, SOUND[4]],
+}
+
+
+def _with(which: int, **changed: Any) -> list[Call]:
+    return [*SOUND[:which], replace(SOUND[which], **changed), *SOUND[which + 1 :]]
+
+
+def test_the_checker_accepts_a_sound_history() -> None:
+    check(SOUND)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_checker_rejects(wrong: str) -> None:
+    with pytest.raises(AssertionError):
+        check(WRONG[wrong]())

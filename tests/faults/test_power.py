@@ -1,0 +1,151 @@
+"""Power cuts, approximated by copies of a store in use: each opens, is consistent, and has what was acknowledged."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from service.buffers.lmdb import LmdbStore
+from service.buffers.store import Add, Request
+from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key
+
+CLIENTS = 4
+CUTS = 200 if LONG else 20
+NAMES = ("a", "b", "c")
+SIZES = (1, 10_000, 20_000)
+"""Of the buffers, in float64: in one chunk and in several."""
+
+PAGE = 4096
+META = 2
+"""Pages at the beginning of data.mdb that name the last commits, in turns."""
+
+Files = dict[str, bytes]
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """While the process, all its threads, stands still."""
+    # The file is copied while nobody writes. A copy of a file that changes meanwhile is the state of no instant: its
+    # meta pages, copied first, may name pages that later commits have used again. What a power cut leaves is what was
+    # written up to one instant, less some of what was written since the last sync. The first is a copy of a process
+    # that stands still. The second is put together in `torn`.
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        end = time.monotonic() + PATIENCE
+        while not all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in _tasks(pid)):
+            assert time.monotonic() < end
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _tasks(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").glob("*/stat"))
+
+
+def files_of(store: Path) -> Files:
+    return {path.name: path.read_bytes() for path in store.iterdir() if path.name != "lock.mdb"}
+
+
+def last_commit(files: Files) -> int:
+    """The number of the last transaction that the meta pages name."""
+    data = files["data.mdb"]
+    return max(int.from_bytes(data[page * PAGE + 144 : page * PAGE + 152], "little") for page in range(META))
+
+
+def torn(before: Files, after: Files, chance: random.Random) -> Files:
+    """What a power cut may leave of `before` and of the writes since that `after` has, which no sync made last.
+
+    The pages of a commit are written and synced, and then the meta page. So while the meta pages are those of `before`,
+    of its next commit any pages may have reached the disk, and others not.
+    """
+    result = {}
+    for name, new in after.items():
+        old = before.get(name, b"")
+        pages = bytearray(old) + bytes(max(0, len(new) - len(old)))
+        for start in range(META * PAGE if name == "data.mdb" else 0, len(new), PAGE):
+            if chance.random() < 0.5:
+                pages[start : start + PAGE] = new[start : start + PAGE]
+        result[name] = bytes(pages)
+    return result
+
+
+def check(files: Files, path: Path, least: int, most: int) -> None:
+    """A store of these files opens, adds, and its buffers tell the same number of adds."""
+    path.mkdir()
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    store = LmdbStore(path, max_bytes=1 << 30)
+    try:
+        for more in range(3):
+            snapshots = store.read(NAMES)
+            count = snapshots[0].record.count
+            assert least + more <= count <= most + more
+            for snapshot in snapshots:
+                assert (snapshot.record.count, snapshot.record.version) == (count, count)
+                assert (snapshot.value == count).all()
+            changes = [Add(name=name, gradient=np.ones(size)) for name, size in zip(NAMES, SIZES, strict=True)]
+            store.submit(Request(changes)).result(PATIENCE)
+    finally:
+        store.close()
+    shutil.rmtree(path)
+
+
+class Adders:
+    """Add ones to all buffers, and count what was begun and what was acknowledged."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.stop, self.lock = url, threading.Event(), threading.Lock()
+        self.started = self.answered = 0
+
+    def run(self) -> None:
+        gradients = {name: np.ones(size) for name, size in zip(NAMES, SIZES, strict=True)}
+        with Client(self.url) as client:
+            while not self.stop.is_set():
+                with self.lock:
+                    self.started += 1
+                client.add_many(gradients, key=new_key())
+                with self.lock:
+                    self.answered += 1
+
+
+def test_a_power_cut_leaves_every_acknowledged_add_and_no_half_of_one(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    tears = 0
+    with (
+        Server(tmp_path / "store") as server,
+        Client(server.url) as client,
+        ThreadPoolExecutor(CLIENTS) as threads,
+    ):
+        for name, size in zip(NAMES, SIZES, strict=True):
+            client.create(name, (size,))
+        adders, pid = Adders(server.url), server.process.pid
+        running = [threads.submit(adders.run) for _ in range(CLIENTS)]
+        try:
+            for cut in moments(chance, CUTS, 0.0, 0.05):
+                with stopped(pid):
+                    least, before, most = adders.answered, files_of(tmp_path / "store"), adders.started
+                time.sleep(chance.uniform(0, 0.004))
+                with stopped(pid):
+                    after = files_of(tmp_path / "store")
+                check(before, tmp_path / f"{cut}", least, most)
+                # Pages that `before` is made of are used again by the second commit after it at the earliest.
+                if before != after and last_commit(after) <= last_commit(before) + 1:
+                    tears += 1
+                    check(torn(before, after, chance), tmp_path / f"{cut}.torn", least, most)
+        finally:
+            adders.stop.set()
+        for one in running:
+            one.result(PATIENCE)
+        assert client.metadata("a")["count"] == adders.started
+    assert tears >= CUTS // 5
