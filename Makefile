@@ -10,7 +10,7 @@ PIP := -m pip install --quiet --editable
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run test fuzz lint format bench bench-service bench-buffers golden docs lock clean
+.PHONY: help run test test-faults fuzz lint format bench bench-service bench-buffers golden docs lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -20,6 +20,9 @@ run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 
 test: $(VENV)/.dev  ## run every test, or WHAT="tests/test_json.py -k name"
 	$(BIN)/python -m pytest $(WHAT)
+
+test-faults: $(VENV)/.dev  ## the long form of the tests that kill servers, fill disks and cut power
+	GRADSERVE_FAULTS=long $(BIN)/python -m pytest tests/faults $(WHAT)
 
 fuzz: $(VENV)/.dev  ## damaged frames for the binary decoders, for SECONDS=60
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -402,7 +402,11 @@ class Add(Change):
         return record.receipt(updated=True), loaded
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
-        return _load(txn, self.name, record, receipt) if self.want_value else None
+        if not self.want_value:
+            return None
+        with suppress(EpochGone):  # the add was made; that its receipt comes again is worth more than the value
+            return _load(txn, self.name, record, receipt)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

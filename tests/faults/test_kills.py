@@ -14,7 +14,7 @@ import pytest
 from tests.faults.servers import LONG, PATIENCE, Array, Client, Server, moments, new_key, tensors
 
 CLIENTS = 8
-KILLS = 100 if LONG else 4
+KILLS = 100 if LONG else 3
 """Of each of the two servers."""
 
 GATHERERS = 2
