@@ -258,7 +258,7 @@ class IndexOutOfRange(Invalid):
 
 
 class NonfiniteGradient(Invalid):
-    """The gradient would make the buffer infinite or NaN, which it was created to refuse."""
+    """After this gradient the buffer would be infinite or NaN, which it was created to refuse."""
 
     code = "nonfinite_gradient"
 

@@ -36,7 +36,7 @@ def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[i
     env = Environment(store, max_bytes=max_bytes, readonly=True)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        with env.reading() as txn, unfinished.open("wb") as file:
+        with env.reading() as txn, unfinished.open("wb") as file, np.errstate(all="ignore"):
             reader = Reader(env, txn)
             now = time.time()
             records = {one.name: one for one in reader.records(prefix) if one.lives(now)}
@@ -125,7 +125,7 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
         sizes = env.sizes()
         yield f"store {store}, format {env.format}"
         yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
-        with env.reading() as txn:
+        with env.reading() as txn, np.errstate(all="ignore"):
             reader = Reader(env, txn)
             records, parts = 0, dict[int, list[int]]()
             for name, record in reader.sound_records():

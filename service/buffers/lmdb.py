@@ -146,7 +146,7 @@ class LmdbStore:
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         snapshots = []
-        with self._env.reading() as txn:
+        with self._env.reading() as txn, np.errstate(all="ignore"):
             reader = Reader(self._env, txn)
             for name in names:
                 record = self._alive(txn, name)
@@ -183,16 +183,16 @@ class LmdbStore:
     # ----- the writer thread -----
 
     def _write(self) -> None:
-        while True:
-            try:
-                job = self._queue.get(timeout=IDLE_SECONDS)
-            except Empty:
-                self._tidy_up()
-                continue
-            batch = [job] + [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH))]
-            self._make([job for job in batch if job is not None and job.done.set_running_or_notify_cancel()])
-            if None in batch:
-                return
+        batch: list[_Job | None] = []
+        with np.errstate(all="ignore"):
+            while None not in batch:
+                try:
+                    batch = [self._queue.get(timeout=IDLE_SECONDS)]
+                except Empty:
+                    self._tidy_up()
+                    continue
+                batch += [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH))]
+                self._make([job for job in batch if job is not None and job.done.set_running_or_notify_cancel()])
 
     def _make(self, jobs: list[_Job]) -> None:
         """Make the requests, as many as possible in one transaction, and answer them."""

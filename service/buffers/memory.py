@@ -51,7 +51,7 @@ class MemoryStore:
 
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
-        with self._lock:
+        with self._lock, np.errstate(all="ignore"):
             try:
                 now = self._clock()
                 self._expire(now)

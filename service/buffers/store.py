@@ -14,8 +14,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -133,6 +133,12 @@ class Record:
     weight: float = 0.0
     value: int | None = None
     closed: tuple[Closed, ...] = ()
+
+    def changed(self, **changes: Any) -> Record:
+        """A copy with other values in some fields: what `dataclasses.replace` gives, in a fifth of the time."""
+        made = object.__new__(Record)
+        made.__dict__.update(self.__dict__, **changes)
+        return made
 
     @property
     def etag(self) -> str:
@@ -386,8 +392,7 @@ class Add(Change):
         if not self.do_update:
             return record.receipt(updated=False), txn.load(record.spec, record.value) if self.want_value else None
         value = txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
-        record = replace(
-            record,
+        record = record.changed(
             value=value,
             updated=now,
             version=record.version + 1,
@@ -415,7 +420,7 @@ class Zero(Change):
 
     def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
         txn.free(record.value)
-        record = replace(_next_epoch(record), updated=now, version=record.version + 1)
+        record = _next_epoch(record).changed(updated=now, version=record.version + 1)
         txn.put(record)
         return record.receipt(updated=True), None
 
@@ -444,7 +449,7 @@ class Take(Change):
 
     def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
         loaded = txn.load(record.spec, record.value)
-        record, closed = close(txn, replace(record, updated=now, version=record.version + 1))
+        record, closed = close(txn, record.changed(updated=now, version=record.version + 1))
         return record.receipt(updated=True, of=closed), loaded
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
@@ -472,8 +477,8 @@ class Restore(Change):
             raise BufferExists(f"There is a buffer {self.name!r} already", buffer=self.name)
 
     def apply(self, txn: Transaction, record: None, now: float) -> tuple[Receipt, Array | None]:
-        made = replace(self.record, id=txn.new_id(), value=None, closed=(), updated=now)
-        made = replace(made, value=txn.accumulate(made, Dense(self.value, made.spec.shape), 1.0, True))
+        made = self.record.changed(id=txn.new_id(), value=None, closed=(), updated=now)
+        made = made.changed(value=txn.accumulate(made, Dense(self.value, made.spec.shape), 1.0, True))
         txn.put(made)
         return made.receipt(updated=True), None
 
@@ -524,22 +529,28 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
         return outcome
     if len({change.name for change in request.changes}) < len(request.changes):
         raise Invalid("A request changes each buffer once at most")
+    many = len(request.changes) > 1
     records = []
     for change in request.changes:
         try:
             record = _alive(txn, change.name, now)
+            change.admit(record)
         except BufferCorrupt:
-            if not isinstance(change, Delete) or len(request.changes) > 1:
+            if not isinstance(change, Delete) or many:
                 raise
             txn.remove_damaged(change.name)
             return Outcome({change.name: {"name": change.name, "updated": True}})
-        with _naming(change.name, one_of_many=len(request.changes) > 1):
-            change.admit(record)
+        except GradserveError as error:
+            _name(error, change.name, one_of_many=many)
+            raise
         records.append(record)
     outcome, ids = Outcome({}), {}
     for change, record in zip(request.changes, records, strict=True):
-        with _naming(change.name, one_of_many=len(request.changes) > 1):
+        try:
             outcome.receipts[change.name], value = change.apply(txn, record, now)
+        except GradserveError as error:
+            _name(error, change.name, one_of_many=many)
+            raise
         if value is not None:
             outcome.values[change.name] = value
         if key is not None:
@@ -550,17 +561,12 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
     return outcome
 
 
-@contextmanager
-def _naming(name: str, *, one_of_many: bool) -> Iterator[None]:
-    """Let errors say which buffer they are about."""
-    try:
-        yield
-    except GradserveError as error:
-        if "buffer" not in error.context:
-            if one_of_many:
-                error.detail += f" (the buffer is {name!r})"
-            error.context["buffer"] = name
-        raise
+def _name(error: GradserveError, name: str, *, one_of_many: bool) -> None:
+    """Let the error say which buffer it is about."""
+    if "buffer" not in error.context:
+        if one_of_many:
+            error.detail += f" (the buffer is {name!r})"
+        error.context["buffer"] = name
 
 
 def _alive(txn: Transaction, name: str, now: float) -> Record | None:
@@ -578,13 +584,13 @@ def close(txn: Transaction, record: Record) -> tuple[Record, Closed]:
     epochs = (*record.closed, closed)
     for old in epochs[: -record.spec.keep]:
         txn.free(old.value)
-    record = replace(_next_epoch(record), closed=epochs[-record.spec.keep :])
+    record = _next_epoch(record).changed(closed=epochs[-record.spec.keep :])
     txn.put(record)
     return record, closed
 
 
 def _next_epoch(record: Record) -> Record:
-    return replace(record, epoch=record.epoch + 1, count=0, weight=0.0, value=None)
+    return record.changed(epoch=record.epoch + 1, count=0, weight=0.0, value=None)
 
 
 def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) -> Array:
@@ -603,13 +609,15 @@ def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) 
 
 
 def add_piece(spec: Spec, result: Array, total: Array | int, piece: Array | None, weight: float, anew: bool) -> None:
-    """One piece of an add, all arrays flat. Raises `NonfiniteGradient` where the buffer refuses the result."""
-    with np.errstate(all="ignore"):
-        if anew:
-            accumulate.replace(result, total, np.zeros(1, spec.dtype) if piece is None else piece, weight)
-        else:
-            assert piece is not None
-            accumulate.add(result, total, piece, weight)
+    """One piece of an add, all arrays flat. Raises `NonfiniteGradient` where the buffer refuses the result.
+
+    NumPy's floating-point warnings are the caller's to silence.
+    """
+    if anew:
+        accumulate.replace(result, total, np.zeros(1, spec.dtype) if piece is None else piece, weight)
+    else:
+        assert piece is not None
+        accumulate.add(result, total, piece, weight)
     if spec.nonfinite == "reject" and not np.isfinite(result).all():
         raise NonfiniteGradient(
             "The gradient would make the buffer infinite or NaN, which nonfinite=reject refuses", tensor="gradient"
