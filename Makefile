@@ -22,7 +22,7 @@ test: $(VENV)/.dev  ## run every test, or WHAT="tests/test_json.py -k name"
 	$(BIN)/python -m pytest $(WHAT)
 
 test-faults: $(VENV)/.dev  ## the long form of the tests that kill servers, fill disks and cut power
-	GRADSERVE_FAULTS=long $(BIN)/python -m pytest tests/faults $(WHAT)
+	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
 
 fuzz: $(VENV)/.dev  ## damaged frames for the binary decoders, for SECONDS=60
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)

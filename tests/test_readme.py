@@ -45,7 +45,17 @@ def test_its_examples_answer_as_printed(url: str, language: str, code: str, outp
 
 
 def test_every_kind_of_example_is_there() -> None:
-    assert [language for language, _, _ in EXAMPLES] == ["bash", "bash", "python", "bash", "python", "python", "bash", "bash", "python"]
+    assert [language for language, _, _ in EXAMPLES] == [
+        "bash",
+        "bash",
+        "python",
+        "bash",
+        "python",
+        "python",
+        "bash",
+        "bash",
+        "python",
+    ]
 
 
 def test_its_targets_exist() -> None:

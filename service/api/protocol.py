@@ -102,8 +102,10 @@ class Protocol(HttpToolsProtocol):
         cycle.on_response()
 
     async def _let_others_go_first(self) -> None:
-        """Wait until what was written is on its way, and, where others have work to do, three times as long as it takes:
-        then a large answer takes at most a quarter of this thread's time from small requests."""
+        """Wait until what was written is on its way, and, where others have work to do, three times as long as that.
+
+        So a large answer takes at most a quarter of this thread's time from small requests.
+        """
         if self.flow.write_paused:
             await self.flow.drain()
         asked = self.loop.time()

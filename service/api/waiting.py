@@ -80,7 +80,7 @@ class Waiting:
         self._waiters += 1
         try:
             if self._poller is None:
-                self._poller = asyncio.create_task(self._poll())
+                self._poller = asyncio.create_task(self._poll(seen))
             async with asyncio.timeout_at(end):
                 while self._store.generation() == seen:
                     await self._changed.wait()
@@ -90,8 +90,7 @@ class Waiting:
         finally:
             self._waiters -= 1
 
-    async def _poll(self) -> None:
-        seen = self._store.generation()
+    async def _poll(self, seen: int) -> None:
         try:
             while self._waiters:
                 await asyncio.sleep(POLL_SECONDS)

@@ -37,10 +37,10 @@ from service.kernels.gather import GatheredRows
 SEAL = 8
 """Bytes of a checksum."""
 
-CHUNK = 1 << 16
+CHUNK = 1 << 18
 """Bytes of a value in a slot."""
 
-INLINE = 1 << 15
+INLINE = 1 << 16
 """Up to this size a value is kept in LMDB."""
 
 MOST_WAITING = 2.0
@@ -121,11 +121,12 @@ class _Entry:
     chunks: Array = field(default_factory=lambda: np.empty(0, _CHUNKS))
     waiting: list[_Waiting] = field(default_factory=list)
 
-    def packed(self) -> bytes:
+    def packed(self) -> bytearray:
+        """With room for a seal."""
         if self.inline is not None:
-            return bytes(self.inline) + b"i"
+            return bytearray().join([self.inline, b"i", bytes(SEAL)])
         waiting = orjson.dumps([tuple(one) for one in self.waiting])
-        return b"".join([self.chunks.tobytes(), waiting, _LENGTH.pack(len(waiting)), b"c"])
+        return bytearray().join([self.chunks.tobytes(), waiting, _LENGTH.pack(len(waiting)), b"c", bytes(SEAL)])
 
     @classmethod
     def unpacked(cls, data: memoryview) -> _Entry:
@@ -197,11 +198,14 @@ class ValueReader:
         return parts
 
     def _entry(self, value: int) -> _Entry:
+        return _Entry.unpacked(self._packed(value))
+
+    def _packed(self, value: int) -> memoryview:
         sealed = self._txn.get(_NUMBER.pack(value), db=self._env.values)
         data = None if sealed is None else opened(sealed, value)
         if data is None:
             raise _corrupt(value)
-        return _Entry.unpacked(data)
+        return data
 
     def _read(self, value: int, chunks: Array, number: int, out: Array) -> None:
         if number >= len(chunks):
@@ -260,6 +264,7 @@ class ValueWriter(ValueReader):
         super().__init__(env, txn)
         self._written = written
         self._memory = np.empty(CHUNK, np.uint8)
+        self._entries: dict[int, bytearray] = {}  # what is to be put: if it changes again, only the last is
         self._spare: list[int] = []
         self._fresh: set[int] = set()
         self._freed: list[int] = []
@@ -268,7 +273,7 @@ class ValueWriter(ValueReader):
         """Add to the value `old`. Returns the id of the result, under which alone it is from now on."""
         value = self.new_id() if old is None else old
         if spec.nbytes <= INLINE:
-            self._put(value, _Entry(self._small(spec, old, gradient, weight, overwrite)))
+            self._entries[value] = self._small(spec, old, gradient, weight, overwrite)
             return value
         if old is None:
             entry = _Entry(None, np.full(math.ceil(spec.nbytes / CHUNK), -1, _CHUNKS))
@@ -281,8 +286,11 @@ class ValueWriter(ValueReader):
         self._put(value, entry)
         return value
 
-    def _small(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> memoryview:
-        result = self._memory[: spec.nbytes].view(spec.dtype)
+    def _small(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> bytearray:
+        """The result of an add to a small value, packed."""
+        packed = bytearray(spec.nbytes + 1 + SEAL)
+        packed[spec.nbytes] = ord("i")
+        result = np.frombuffer(packed, spec.dtype, spec.size)
         piece = gradient.piece(0, spec.size) if spec.size else np.empty(0, spec.dtype)
         total: Array | int = 0
         if old is not None and not overwrite:
@@ -294,7 +302,7 @@ class ValueWriter(ValueReader):
             result[...] = total
         else:
             add_piece(spec, result, total, piece, weight, overwrite)
-        return result.view(np.uint8).data
+        return packed
 
     def _add_to_chunks(
         self, spec: Spec, value: int, entry: _Entry, gradient: Gradient, weight: float, overwrite: bool
@@ -353,10 +361,14 @@ class ValueWriter(ValueReader):
             self._forget_waiting(entry)
             for slot in entry.chunks["slot"].tolist():
                 self._leave(slot)
+        self._entries.pop(value, None)
         self._txn.delete(_NUMBER.pack(value), db=self._env.values)
 
     def finish(self) -> None:
-        """Store which slots are free, and let the disk have all chunks: what is left to do before the commit."""
+        """Store what is to be put, and let the disk have all chunks: what is left to do before the commit."""
+        for value, packed in self._entries.items():
+            packed[-SEAL:] = xxhash.xxh3_64_digest(memoryview(packed)[:-SEAL], value)
+            self._txn.put(_NUMBER.pack(value), packed, db=self._env.values)
         for key, slots in ((_FREE_KEY.pack(self._txn.id(), 0), self._freed), (_FREE_KEY.pack(0, 0), self._spare)):
             freed_by = _FREE_KEY.unpack(key)[0]
             for start in range(0, len(slots), _MOST_IN_FREE):
@@ -372,7 +384,10 @@ class ValueWriter(ValueReader):
         raise AssertionError
 
     def _put(self, value: int, entry: _Entry) -> None:
-        self._txn.put(_NUMBER.pack(value), seal(entry.packed(), value), db=self._env.values)
+        self._entries[value] = entry.packed()
+
+    def _packed(self, value: int) -> memoryview:
+        return memoryview(self._entries[value])[:-SEAL] if value in self._entries else super()._packed(value)
 
     def _forget_waiting(self, entry: _Entry) -> None:
         for one in entry.waiting:

@@ -8,7 +8,7 @@ repair.
 Format 1, in the databases of the environment:
 
     meta     b"format" -> the number of the format, as text; b"last_id" -> the last id given, and b"slots" ->
-             the number of slots, 8 bytes each
+             the number of slots, 8 bytes each; b"writer" -> a mark of the last transaction
     buffers  name -> a `Record` as JSON, sealed
     values   id of a value, 8 bytes -> its elements and b"i", or its chunks: slot and checksum, 8 bytes each, what waits
              to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
@@ -73,6 +73,16 @@ MAP_MARGIN = 64 << 20
 MOST_IN_BATCH = 1024
 """The most requests of one transaction."""
 
+GATHER_SECONDS, MANY = 0.0003, 4
+"""After a batch of at least so many requests, how long the writer waits for as many again: one sync for all is worth
+more than an early start, which leaves half of them for the next."""
+
+WRITER = b"writer"
+"""Where in `meta` each transaction leaves a mark: while it is its own, what the writer remembers is true."""
+
+MOST_KNOWN = 1 << 14
+"""The most records that the writer remembers."""
+
 IDLE_SECONDS = 1.0
 """How long the writer waits for requests before it looks for what has expired."""
 
@@ -117,6 +127,8 @@ class LmdbStore:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed, self._lock = False, threading.Lock()
         self._next_deadline_check = 0.0
+        self._known: dict[str, Record | None] = {}
+        self._mark = b"nobody"
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
         self._writer.start()
 
@@ -193,6 +205,8 @@ class LmdbStore:
                     continue
                 batch += [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH))]
                 self._make([job for job in batch if job is not None and job.done.set_running_or_notify_cancel()])
+                if len(batch) >= MANY:
+                    time.sleep(GATHER_SECONDS)
 
     def _make(self, jobs: list[_Job]) -> None:
         """Make the requests, as many as possible in one transaction, and answer them."""
@@ -223,8 +237,7 @@ class LmdbStore:
     def _transact(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []
         now = self._clock()
-        with self._env.writing() as txn:
-            changes = _Transaction(self._env, txn, self._allocate, self._oldest_key())
+        with self._changing() as changes:
             for job in jobs:
                 before = changes.writes
                 try:
@@ -246,6 +259,21 @@ class LmdbStore:
             reached("before commit")
         return answers
 
+    @contextmanager
+    def _changing(self) -> Iterator[_Transaction]:
+        """A transaction, committed on leaving. It knows the records of those before it, unless others came between."""
+        with self._env.writing() as txn:
+            if txn.get(WRITER, default=b"", db=self._env.meta) != self._mark or len(self._known) > MOST_KNOWN:
+                self._known.clear()
+            changes = _Transaction(self._env, txn, self._allocate, self._oldest_key(), self._known)
+            yield changes
+            if changes.writes:
+                mark = os.urandom(16)
+                txn.put(WRITER, mark, db=self._env.meta)
+        if changes.writes:
+            self._mark = mark
+            self._known |= changes.changed
+
     def _tidy_up(self) -> None:
         """Forget what has expired, in small transactions, until there is nothing, or something else to do."""
         try:
@@ -254,12 +282,11 @@ class LmdbStore:
                 with self._env.reading() as txn:
                     if not Reader(self._env, txn).anything_due(self._oldest_key(), self._clock()):
                         return
-                with self._env.writing() as txn:
-                    changes = _Transaction(self._env, txn, self._allocate, self._oldest_key())
+                with self._changing() as changes:
                     changes.forget_keys(500)
                     changes.remove_expired(self._clock(), 1)
                     changes.finish(self._clock())
-                    more = changes.writes > 0
+                more = changes.writes > 0
         except (lmdb.Error, OSError, GradserveError):
             pass  # a full disk, say; whoever adds next is told
 
@@ -350,6 +377,9 @@ class Environment:
 
     def _walk(self) -> None:
         """Read everything. Raises lmdb.Error, `BufferCorrupt` or struct.error where pages are missing."""
+        with suppress(lmdb.ReadonlyError), self._env.begin(write=True) as txn:
+            txn.put(b"trial", bytes(8 << 20), db=self.meta)  # makes LMDB read its list of free pages
+            txn.abort()
         with self._env.begin(buffers=True) as txn:
             for name in DATABASES:
                 for _, sealed in txn.cursor(db=getattr(self, name)):
@@ -487,29 +517,40 @@ class Reader:
 class _Transaction(Reader):
     """A transaction that writes, as `perform` wants it."""
 
-    def __init__(self, env: Environment, txn: Any, allocate: Allocate, oldest_key: int) -> None:
+    def __init__(
+        self, env: Environment, txn: Any, allocate: Allocate, oldest_key: int, known: dict[str, Record | None]
+    ) -> None:
         super().__init__(env, txn)
-        self._allocate, self._oldest = allocate, oldest_key
+        self._allocate, self._oldest, self._known = allocate, oldest_key, known
         self._writer = ValueWriter(env, txn, lambda: reached("chunk"))
+        self.changed: dict[str, Record | None] = {}
+        """What is to be put: if a record changes again, only the last is."""
         self._digests: list[bytes] = []
         self.writes = 0
         """How much was changed so far."""
+
+    def get(self, name: str) -> Record | None:
+        if name in self.changed:
+            return self.changed[name]
+        if name not in self._known:
+            self._known[name] = super().get(name)
+        return self._known[name]
 
     def put(self, record: Record) -> None:
         self.writes += 1
         if record.expires is not None and self.get(record.name) is None:  # later ones are set when this one is due
             self._txn.put(_TIME.pack(_microseconds(record.expires)) + record.name.encode(), b"", db=self._env.deadlines)
-        self._txn.put(record.name.encode(), _packed(record), db=self._env.buffers)
+        self.changed[record.name] = record
 
     def remove(self, record: Record) -> None:
         self.writes += 1
-        self._txn.delete(record.name.encode(), db=self._env.buffers)
+        self.changed[record.name] = None
         for value in record.values:
             self.free(value)
 
     def remove_damaged(self, name: str) -> None:
         self.writes += 1
-        self._txn.delete(name.encode(), db=self._env.buffers)
+        self.changed[name] = None
 
     def new_id(self) -> int:
         self.writes += 1
@@ -548,6 +589,11 @@ class _Transaction(Reader):
     def finish(self, now: float) -> None:
         """Store what is stored once for all requests, and bring large values to the disk."""
         self._writer.finish()
+        for name, record in self.changed.items():
+            if record is None:
+                self._txn.delete(name.encode(), db=self._env.buffers)
+            else:
+                self._txn.put(name.encode(), _packed(record), db=self._env.buffers)
         if self._digests:
             when = _TIME.pack(_microseconds(now)) + _TIME.pack(self._txn.id())
             self._txn.put(when, b"".join(self._digests), db=self._env.times)

@@ -510,7 +510,7 @@ def test_a_damaged_record_that_is_due_does_not_stop_the_writer(hurt: LmdbStore, 
 
 @pytest.mark.parametrize("elements", [10, 400, 20_000])
 def test_a_full_store_changes_nothing_until_there_is_room(tmp_path: Path, clock: Clock, elements: int) -> None:
-    max_bytes = 1 << 18 if elements < 1000 else 1 << 20
+    max_bytes = 1 << 18 if elements < 1000 else 3 << 20
     store = open_lmdb(tmp_path, clock, max_bytes=max_bytes)
     names = fills(store, elements)
     assert len(names) >= 5
