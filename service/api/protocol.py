@@ -25,7 +25,7 @@ BODY_AT_HAND = "gradserve.body_at_hand"
 SEND_AT_ONCE = "gradserve.send_at_once"
 """The name, among the scope's extensions, of what sends a whole answer: `async (head, pieces) -> None`."""
 
-TURN_BYTES = 1 << 19
+TURN_BYTES = 1 << 18
 """What is written at once of an answer that is larger: then it is the turn of other connections."""
 
 BUSY_SECONDS = 0.0002
@@ -102,9 +102,9 @@ class Protocol(HttpToolsProtocol):
         cycle.on_response()
 
     async def _let_others_go_first(self) -> None:
-        """Wait until what was written is on its way, and, where others have work to do, three times as long as that.
+        """Wait until what was written is on its way, and, where others have work to do, nine times as long as that.
 
-        So a large answer takes at most a quarter of this thread's time from small requests.
+        So a large answer takes at most a tenth of this thread's time from small requests.
         """
         if self.flow.write_paused:
             await self.flow.drain()
@@ -112,7 +112,7 @@ class Protocol(HttpToolsProtocol):
         await asyncio.sleep(0)
         turn = self.loop.time() - asked
         if turn > BUSY_SECONDS:
-            await asyncio.sleep(2 * turn)
+            await asyncio.sleep(8 * turn)
 
     async def _receive_into(self, cycle: RequestResponseCycle, memory: memoryview, patience: float) -> bool:
         """Fill `memory`, which must be as long as the body, of which nothing was received. False if the client goes.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -82,12 +83,12 @@ class Spec:
     keep: int = 1
     ttl_seconds: float | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the sum."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the sum."""
         return self.size * self.dtype.itemsize
@@ -370,7 +371,8 @@ class Add(Change):
             )
         dtype = compute_dtype(record.spec.dtype)
         total = self.weight if self.overwrite else record.weight + self.weight
-        if not (abs(self.weight) <= float(np.finfo(dtype).max) and math.isfinite(total)):
+        fits = self.weight == 1 or abs(self.weight) <= float(np.finfo(dtype).max)
+        if not (fits and math.isfinite(total)):
             raise InvalidParameter(
                 f"weight is {self.weight}, but it, in {dtype}, and the sum of the weights must be finite",
                 parameter="weight",
