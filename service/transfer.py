@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from service.buffers._environment import Environment, Reader
 from service.buffers._values import CHUNK
-from service.buffers.lmdb import Environment, Reader
-from service.buffers.store import Delete, Record, Request, Restore, Spec, Store, check_name, spec_of
+from service.buffers.changes import Delete, Request, Restore
+from service.buffers.store import Record, Spec, Store, check_name, spec_of
 from service.codecs import safetensors
 from service.errors import BufferCorrupt, BufferExists, MalformedBody
 from service.limits import Limits

@@ -5,17 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.api import openapi, problems
 from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
+from service.api.buffer_models import (
+    AccumulateQuery,
+    BufferList,
+    ListQuery,
+    ManyTakeQuery,
+    ManyValueQuery,
+    ManyZeroQuery,
+    Metadata,
+    Names,
+    NewBuffer,
+    TakeQuery,
+    ValueQuery,
+)
 from service.api.changes import (
     answer,
     change,
@@ -33,21 +46,8 @@ from service.api.problems import invalid_parameter
 from service.api.tensors import judge
 from service.api.waiting import Waiting, in_pool
 from service.api.work import INLINE_BYTES, INLINE_TEXT, engine_of
-from service.buffers.store import (
-    Add,
-    Array,
-    Change,
-    Create,
-    Delete,
-    Key,
-    Outcome,
-    Receipt,
-    Record,
-    Spec,
-    Take,
-    Zero,
-    check_name,
-)
+from service.buffers.changes import Add, Change, Create, Delete, Outcome, Take, Zero
+from service.buffers.store import Array, Key, Receipt, Record, Spec, check_name
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import DTYPES, FLOATS, NAMES
@@ -69,139 +69,6 @@ from service.settings import Settings
 M = TypeVar("M", bound=BaseModel)
 
 router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
-
-LONGEST_WAIT = 600.0
-"""Seconds that a request may wait for an epoch at most."""
-
-MOST_LISTED = 1000
-
-FloatName = Literal["float16", "bfloat16", "float32", "float64"]
-Timeout = Annotated[
-    float,
-    Field(ge=0, le=LONGEST_WAIT, description="Seconds to wait for what is not there yet."),
-]
-Encoding = Annotated[
-    json_codec.Form | None,
-    Field(description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."),
-]
-Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
-AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
-
-
-class _Query(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class NewBuffer(BaseModel):
-    """What a buffer is created with."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"shape": [2, 3], "quorum": 4}})
-
-    shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
-    dtype: FloatName = "float32"
-    nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether an add may make it infinite or NaN.")
-    quorum: StrictInt | None = Field(
-        None, ge=1, le=10**9, description="The count with which its epochs close by themselves."
-    )
-    keep: StrictInt = Field(1, ge=1, le=1000, description="How many closed epochs can be read.")
-    ttl_seconds: float | None = Field(
-        None, strict=True, gt=0, le=10**9, description="Seconds after its last change when it is gone."
-    )
-
-
-class Metadata(BaseModel):
-    """A buffer, but for its value."""
-
-    name: str
-    shape: list[int]
-    dtype: str
-    nonfinite: str
-    quorum: int | None
-    keep: int
-    ttl_seconds: float | None
-    epoch: int = Field(description="Its running epoch, counted from 0.")
-    version: int = Field(description="How often it was changed.")
-    count: int = Field(description="The gradients in this epoch's sum.")
-    weight: float = Field(description="The sum of their weights.")
-    bytes: int = Field(description="The size of its value.")
-    closed_epochs: list[int] = Field(description="Those whose values are kept.")
-    created_at: float = Field(description="Seconds since 1970.")
-    updated_at: float
-    expires_at: float | None
-
-
-class BufferList(BaseModel):
-    """Some buffers, in the order of their names."""
-
-    buffers: list[Metadata]
-    next_cursor: str | None = Field(description="`cursor` of the request for those that follow; null: there are none.")
-
-
-class AccumulateQuery(_Query):
-    """How gradients are added."""
-
-    do_update: bool = Field(True, description="False: change nothing.")
-    overwrite: bool = Field(False, description="True: the gradient replaces the sum.")
-    weight: float = Field(1.0, allow_inf_nan=False, description="What the gradient is multiplied by.")
-    epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
-    answered: Literal["value"] | None = Field(None, alias="return", description="`value`: answer the sum, too.")
-    encoding: Encoding = None
-
-
-_DEFAULT = AccumulateQuery()
-
-
-class ValueQuery(_Query):
-    """How a value is read."""
-
-    reduce: Reduce = "sum"
-    dtype: AnswerDtype = None
-    epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the running value.")
-    timeout: Timeout = 0.0
-    encoding: Encoding = None
-
-
-class TakeQuery(_Query):
-    """When and how a value is taken."""
-
-    min_count: int = Field(0, ge=0, description="Gradients that must be in.")
-    timeout: Timeout = 0.0
-    reduce: Reduce = "sum"
-    dtype: AnswerDtype = None
-    encoding: Encoding = None
-
-
-class _Prefix(_Query):
-    prefix: str | None = Field(None, description="All buffers whose names begin so, in place of a body with names.")
-
-
-class ManyValueQuery(ValueQuery, _Prefix):
-    """How values are read, and of which buffers."""
-
-
-class ManyTakeQuery(TakeQuery, _Prefix):
-    """When and how values are taken, and of which buffers."""
-
-
-class ManyZeroQuery(_Prefix):
-    """Which buffers."""
-
-
-class ListQuery(_Query):
-    """Which buffers are listed."""
-
-    prefix: str = Field("", description="Those whose names begin so.")
-    limit: int = Field(100, ge=1, le=MOST_LISTED, description="As many at most.")
-    cursor: str = Field("", description="`next_cursor` of the answer before.")
-
-
-class Names(BaseModel):
-    """Buffers by name."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    names: list[StrictStr] = Field(min_length=1, max_length=100_000)
-
 
 # ----- one buffer -----
 
@@ -303,6 +170,7 @@ async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> An
     return await asked.answer(outcome, query.encoding, one=True)
 
 
+_DEFAULT = AccumulateQuery()
 _ACCUMULATE = re.compile(r"/v1/buffers/([^/]+)/accumulate")
 
 

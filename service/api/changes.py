@@ -13,8 +13,9 @@ from starlette.types import Scope
 
 from service.api.body import Answer
 from service.api.negotiation import JSON
-from service.buffers.store import Array, Change, Key, Outcome, Receipt, Store
-from service.buffers.store import Request as Asked
+from service.buffers.changes import Change, Outcome
+from service.buffers.changes import Request as Asked
+from service.buffers.store import Array, Key, Receipt, Store
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.errors import InvalidParameter, KeyReused, NotReady, shown

@@ -13,7 +13,8 @@ from service.api.body import Answer, coding_of, deflate, inflate, read_body, wan
 from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
 from service.api.statistics import Statistics
 from service.api.waiting import in_pool
-from service.buffers.store import Add, Key, Outcome, Receipt, Store
+from service.buffers.changes import Add, Outcome
+from service.buffers.store import Key, Receipt, Store
 from service.engine import Engine
 from service.errors import GradserveError, InvalidParameter, NotReady
 from service.kernels import Operator

@@ -11,21 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from service.buffers.store import (
-    Allocate,
-    Array,
-    Gradient,
-    Key,
-    Known,
-    Outcome,
-    Record,
-    Request,
-    Snapshot,
-    Spec,
-    add_piece,
-    perform,
-    unknown,
-)
+from service.buffers.changes import Outcome, Request, perform
+from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Snapshot, Spec, add_piece, unknown
 
 K = TypeVar("K")
 V = TypeVar("V")

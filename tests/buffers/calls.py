@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from service.buffers.changes import Add, Change, Create, Outcome, Request
 from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
-from service.buffers.store import Add, Change, Create, Key, Outcome, Receipt, Record, Request, Spec, Store
+from service.buffers.store import Key, Receipt, Record, Spec, Store
 from service.dtypes import DTYPES
 
 Array = np.ndarray[Any, np.dtype[Any]]

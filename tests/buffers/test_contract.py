@@ -15,19 +15,8 @@ import numpy as np
 import pytest
 
 from service.buffers._values import CHUNK
-from service.buffers.store import (
-    Add,
-    Change,
-    Create,
-    Delete,
-    Outcome,
-    Record,
-    Request,
-    Restore,
-    Store,
-    Take,
-    Zero,
-)
+from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Restore, Take, Zero
+from service.buffers.store import Record, Store
 from service.errors import (
     BufferExists,
     EpochGone,

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from service.buffers import lmdb as module
+from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
 from service.buffers.lmdb import LmdbStore
-from service.buffers.store import Add, Change, Create, Delete, Outcome, Request, Take, Zero
 from service.errors import (
     BufferCorrupt,
     GradserveError,
@@ -194,7 +194,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from service.buffers.lmdb import LmdbStore
-from service.buffers.store import Add, Request
+from service.buffers.changes import Add, Request
 
 store = LmdbStore(Path(sys.argv[1]), max_bytes=64 << 20)
 gradient = np.full(20_000, float(sys.argv[2]), np.float32)

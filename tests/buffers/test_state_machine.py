@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service.buffers import _values as values_module
-from service.buffers.store import Add, Change, Create, Delete, Outcome, Request, Spec, Store, Take, Zero
+from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
+from service.buffers.store import Spec, Store
 from service.dtypes import DTYPES, NAMES
 from service.errors import GradserveError
 from tests.buffers.calls import KEY_SECONDS, PATIENCE, Array, Clock, key, open_lmdb, open_memory
