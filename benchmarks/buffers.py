@@ -361,7 +361,8 @@ def main() -> None:
         many(rows, server)
         reading(rows, server, work)
         sparse(rows, server, work)
-        growth(rows, server)
+        fresh = gradserve(store=f"lmdb:{work}/growth", max_body_bytes=1 << 30)
+        growth(rows, stack.enter_context(serving(fresh, "/v2/health/ready")))
         print("\n" + table(["case", "against", "ours", "theirs", "ratio", "target", "met"], rows.rows))
 
 

@@ -25,8 +25,8 @@ BODY_AT_HAND = "gradserve.body_at_hand"
 SEND_AT_ONCE = "gradserve.send_at_once"
 """The name, among the scope's extensions, of what sends a whole answer: `async (head, pieces) -> None`."""
 
-TURN_BYTES = 1 << 18
-"""What is written at once of an answer that is larger: then it is the turn of other connections."""
+LARGE_BYTES, TURN_BYTES = 8 << 20, 1 << 19
+"""An answer of more than so many bytes is written in pieces of so many, between which it is the turn of others."""
 
 BUSY_SECONDS = 0.0002
 """How long a turn of the loop takes at least when there is more to do than to send one answer."""
@@ -85,7 +85,7 @@ class Protocol(HttpToolsProtocol):
             lines.append(b"connection: close\r\n")
         cycle.response_started = True
         first = b"".join([b"HTTP/1.1 200 OK\r\n", *lines, b"\r\n"])
-        if sum(map(len, pieces)) <= TURN_BYTES:
+        if sum(map(len, pieces)) <= LARGE_BYTES:
             self.transport.writelines([first, *pieces])
         else:
             self.transport.write(first)
