@@ -340,7 +340,7 @@ class _Asked:
 
     def check_no_body(self) -> None:
         """Raise `Invalid` for a body where nothing would read it."""
-        if bytes(self._body[:3]).strip() not in (b"", b"{}"):
+        if len(self._body) > 64 or bytes(self._body).strip() not in (b"", b"{}"):
             raise Invalid("This request has no body; what it may say stands in the query, like ?min_count=3")
 
     def names(self, prefix: str | None) -> list[str]:
@@ -383,9 +383,7 @@ class _Asked:
 
         async def attempt() -> Outcome:
             nonlocal tried
-            if (
-                tried and recalled(self.store, self._key) is None
-            ):  # a look is cheaper, and the store's writer has other things to do
+            if tried and recalled(self.store, self._key) is None:  # a look is cheaper than a transaction
                 for one in changes:
                     one.admit(self.store.record(one.name))
             tried = True

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lmdb
@@ -75,7 +76,7 @@ class Environment:
         try:
             self._open(readonly)
             self.file = SlotFile(path / "values", readonly=readonly)
-            if not readonly:
+            if not (readonly or mark.exists()):
                 mark.write_text(f"{FORMAT}\n")
                 _sync_directory(path)
         except (lmdb.Error, OSError) as error:
@@ -86,18 +87,7 @@ class Environment:
             raise
 
     def _open(self, readonly: bool) -> None:
-        size = self._pad()
-        try:
-            self._open_databases(readonly)
-            if size is not None:
-                self._walk()
-        except (lmdb.Error, BufferCorrupt, struct.error) as error:
-            if size is None:
-                raise
-            os.truncate(self.path / "data.mdb", size)
-            raise StoreFailed(f"The store in {self.path} is cut short: data.mdb has {size} bytes ({error})") from None
-
-    def _open_databases(self, readonly: bool) -> None:
+        self._check_length()
         create = not readonly
         if create:
             self.check_readers()
@@ -116,23 +106,32 @@ class Environment:
             with self._env.begin(write=True) as txn:
                 txn.put(b"format", str(FORMAT).encode(), db=self.meta)
 
-    def _pad(self) -> int | None:
-        """Give data.mdb its full length, and return how long it was, if that was less.
+    def _check_length(self) -> None:
+        """Raise `StoreFailed` if the end of data.mdb is missing: to read there would kill the process.
 
-        Where a map has no file behind it, reading kills the process. A file may be short without harm: pages at the end
-        that were never used are never written.
+        A file may be short without harm, as pages at its end that were never used are never written. So what is short
+        is judged by a copy, which is given its full length and read as a whole. The file itself is left alone: another
+        process may be writing to it.
         """
-        info, data = self._env.info(), self.path / "data.mdb"
+        info, size = self._env.info(), (self.path / "data.mdb").stat().st_size
         expected = (info["last_pgno"] + 1) * self._env.stat()["psize"]
-        size = data.stat().st_size
         if not info["last_txnid"] or size >= expected:
-            return None
-        os.truncate(data, expected)
-        return size
+            return
+        try:
+            with TemporaryDirectory() as place:
+                self._env.copy(place)
+                os.truncate(Path(place) / "data.mdb", expected)
+                copy = Environment(Path(place), max_bytes=self.max_bytes)
+                try:
+                    copy.walk()
+                finally:
+                    copy.close()
+        except (lmdb.Error, BufferCorrupt, StoreFailed, struct.error) as error:
+            raise StoreFailed(f"The store in {self.path} is cut short: data.mdb has {size} bytes ({error})") from None
 
-    def _walk(self) -> None:
+    def walk(self) -> None:
         """Read everything. Raises lmdb.Error, `BufferCorrupt` or struct.error where pages are missing."""
-        with suppress(lmdb.ReadonlyError), self._env.begin(write=True) as txn:
+        with self._env.begin(write=True) as txn:
             txn.put(b"trial", bytes(8 << 20), db=self.meta)  # makes LMDB read its list of free pages
             txn.abort()
         with self._env.begin(buffers=True) as txn:

@@ -331,14 +331,13 @@ class ValueWriter(ValueReader):
 
     def _may_wait(self, spec: Spec, entry: _Entry, rows: GatheredRows, overwrite: bool) -> bool:
         """Whether the rows are better written as they are: they are few, and the result need not be looked at."""
-        count, inner = rows.parts[1].shape
-        waiting = sum(one.nbytes for one in entry.waiting) + count * (16 + inner * rows.dtype.itemsize)
-        small = 2 * rows.parts[1].nbytes <= spec.nbytes
+        waiting = sum(one.nbytes for one in entry.waiting) + rows.grad.nbytes + 16 * len(rows.grad)
+        small = 2 * rows.grad.nbytes <= spec.nbytes
         return small and not overwrite and spec.nonfinite == "allow" and waiting <= MOST_WAITING * spec.nbytes
 
     def _store_rows(self, gradient: GatheredRows, weight: float) -> _Waiting:
-        index, rows = gradient.parts
-        ids = [self._store_bytes(array) for array in (index, rows)]
+        rows = gradient.grad
+        ids = [self._store_bytes(array) for array in (gradient.index, rows)]
         return _Waiting(ids[0], ids[1], len(rows), rows.shape[1], NAMES[rows.dtype], weight)
 
     def _store_bytes(self, array: Array) -> int:
@@ -369,19 +368,16 @@ class ValueWriter(ValueReader):
         for value, packed in self._entries.items():
             packed[-SEAL:] = xxhash.xxh3_64_digest(memoryview(packed)[:-SEAL], value)
             self._txn.put(_NUMBER.pack(value), packed, db=self._env.values)
-        for key, slots in ((_FREE_KEY.pack(self._txn.id(), 0), self._freed), (_FREE_KEY.pack(0, 0), self._spare)):
-            freed_by = _FREE_KEY.unpack(key)[0]
+        for freed_by, slots in ((self._txn.id(), self._freed), (0, self._spare)):
             for start in range(0, len(slots), _MOST_IN_FREE):
                 part = np.array(slots[start : start + _MOST_IN_FREE], "<i8").tobytes()
-                self._txn.put(_FREE_KEY.pack(freed_by, self._free_part(freed_by)), part, db=self._env.free)
+                self._txn.put(self._unused_key(freed_by), part, db=self._env.free)
         if self._fresh:
             self._env.file.sync()
 
-    def _free_part(self, freed_by: int) -> int:
-        for part in itertools.count():
-            if self._txn.get(_FREE_KEY.pack(freed_by, part), db=self._env.free) is None:
-                return part
-        raise AssertionError
+    def _unused_key(self, freed_by: int) -> bytes:
+        keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
+        return next(key for key in keys if self._txn.get(key, db=self._env.free) is None)
 
     def _put(self, value: int, entry: _Entry) -> None:
         self._entries[value] = entry.packed()

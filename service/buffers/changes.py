@@ -244,8 +244,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request did, now or, if `replayed`, when its key came first: by buffer the receipts, and the values asked
-    for; and the tags of the buffers that it left."""
+    """By buffer the receipts and the values asked for: of a request made now, or, if `replayed`, when its key came."""
 
     receipts: dict[str, Receipt]
     values: dict[str, Array] = field(default_factory=dict)
@@ -266,6 +265,8 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             )
         outcome = Outcome(known.receipts, replayed=True)
         for change in request.changes:
+            if change.name not in known.receipts:
+                continue  # of all with a prefix, one that was not there then
             record = _alive(txn, change.name, now)
             if record is not None and record.id != known.ids[change.name]:
                 record = None

@@ -10,6 +10,7 @@ The format is described in `_environment.py`.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -26,8 +27,10 @@ import numpy as np
 from service.buffers._environment import Environment, Reader, digest_of, microseconds, translated
 from service.buffers._transaction import LmdbTransaction
 from service.buffers.changes import Add, Create, Outcome, Request, Restore, perform
-from service.buffers.store import Allocate, Key, Known, Record, Snapshot, unknown
+from service.buffers.store import KEY_SECONDS, Allocate, Key, Known, Record, Snapshot, unknown
 from service.errors import GradserveError, StoreFailed, StoreFull
+
+logger = logging.getLogger(__name__)
 
 MOST_IN_BATCH = 1024
 """The most requests of one transaction."""
@@ -44,8 +47,6 @@ MOST_KNOWN = 1 << 14
 
 IDLE_SECONDS = 1.0
 """How long the writer waits for requests before it looks for what has expired."""
-
-KEY_SECONDS = 24 * 3600.0
 
 
 class _Job(NamedTuple):
@@ -244,6 +245,8 @@ class LmdbStore:
                 more = changes.writes > 0
         except (lmdb.Error, OSError, GradserveError):
             pass  # a full disk, say; whoever adds next is told
+        except Exception:  # the writer must live, whatever this was
+            logger.exception("gradserve cannot tidy up the store in %s", self._env.path)
 
 
 def reached(point: str) -> None:

@@ -12,12 +12,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from service.buffers.changes import Outcome, Request, perform
-from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Snapshot, Spec, add_piece, unknown
+from service.buffers.store import (
+    KEY_SECONDS,
+    Allocate,
+    Array,
+    Gradient,
+    Key,
+    Known,
+    Record,
+    Snapshot,
+    Spec,
+    add_piece,
+    unknown,
+)
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-KEY_SECONDS = 24 * 3600.0
 
 
 class MemoryStore:

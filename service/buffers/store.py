@@ -41,6 +41,9 @@ Receipt: TypeAlias = dict[str, Any]
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], DType], Array]
 
+KEY_SECONDS = 24 * 3600.0
+"""How long an idempotency key is remembered unless a store is told otherwise."""
+
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 """Names of buffers: PyTorch's parameter names are, as they stand."""
 

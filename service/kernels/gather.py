@@ -21,7 +21,7 @@ from service.limits import check_rank
 class GatheredRows:
     """GatherGrad's output, of which any piece can be had by itself: `shape`, `dtype`, and the numbers when asked for.
 
-    Takes what `gather_grad` takes, and raises the same.
+    `grad` is the gradient in rows, one for each index. Takes what `gather_grad` takes, and raises the same.
     """
 
     def __init__(self, shape: Array, indices: Array, grad: Array, /, *, axis: int = 0) -> None:
@@ -33,21 +33,20 @@ class GatheredRows:
         rows = (np.arange(outer)[:, None] * self.shape[axis] + targets).ravel()
         self._order = rows.argsort(kind="stable")
         self._rows = rows[self._order]
-        self._grad = np.ascontiguousarray(grad).reshape(rows.size, self._inner)
+        self.grad = np.ascontiguousarray(grad).reshape(rows.size, self._inner)
 
     @classmethod
     def of(cls, shape: tuple[int, ...], index: Array, grad: Array) -> GatheredRows:
-        """The same again from its `parts`."""
+        """The same again from its `index` and its `grad`."""
         made = cls.__new__(cls)
         made.shape, made.dtype, made._inner = shape, grad.dtype, grad.shape[1]
-        made._rows, made._order, made._grad = index[0], index[1], grad
+        made._rows, made._order, made.grad = index[0], index[1], grad
         return made
 
     @property
-    def parts(self) -> tuple[Array, Array]:
-        """What it consists of: the rows of the output, in order, and beneath which row of the gradient each gets; the
-        rows of the gradient."""
-        return np.stack([self._rows, self._order]), self._grad
+    def index(self) -> Array:
+        """The rows of the output that are added to, in order, and which row of `grad` goes to each."""
+        return np.stack([self._rows, self._order])
 
     def piece(self, start: int, stop: int) -> Array | None:
         """The elements from `start` to `stop` of the flat output; None if all are zero because no index leads there."""
@@ -57,7 +56,7 @@ class GatheredRows:
             return None
         count, dtype = high - low, compute_dtype(self.dtype)
         sums = np.zeros((last - first, self._inner), dtype)
-        grad = self._grad[self._order[low:high]].astype(dtype, copy=False)
+        grad = self.grad[self._order[low:high]].astype(dtype, copy=False)
         targets = self._rows[low:high] - first
         columns, ones = np.arange(count + 1), np.ones(count, dtype)
         csc_matvecs(last - first, count, self._inner, columns, targets, ones, grad.reshape(-1), sums.reshape(-1))

@@ -901,6 +901,17 @@ def test_a_take_that_is_repeated_knows_its_buffer_from_another_of_the_same_name(
         do(store, Take(name="a"), key=key())
 
 
+def test_a_request_for_all_of_a_prefix_is_repeated_for_those_of_then(store: Store) -> None:
+    """The buffers that a prefix means may have become more between the look and the transaction."""
+    create(store, "p.a", "p.b")
+    add(store, "p.a", [1, 2])
+    first = do(store, Take(name="p.a"), key=key())
+    again = do(store, Take(name="p.a"), Take(name="p.b"), key=key())
+    assert (again.receipts, again.replayed) == (first.receipts, True)
+    assert list(again.values) == ["p.a"]
+    assert store.record("p.b").epoch == 0
+
+
 def test_a_key_is_for_one_request(store: Store) -> None:
     create(store, "a")
     do(store, Add(name="a", gradient=ones(2)), key=key())

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from service.buffers import lmdb as module
+from service.buffers._environment import Environment
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.errors import (
@@ -185,6 +186,30 @@ def test_a_store_that_deleted_in_the_batch_that_created_opens_again(
         before = state(store)
         store = reopen()
         assert state(store) == before
+
+
+def test_a_file_that_is_short_without_harm_is_left_as_it_is(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    """Another process may be writing to it."""
+    path = tmp_path / "store"
+    store = reopen()
+    create(store, "a", shape=(LARGE,))
+    add(store, "a", ones(1))
+    store.close()
+    with lmdb.open(str(path), max_dbs=8, map_size=1 << 30) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.put(b"large", bytes(1 << 20), db=meta)
+            txn.put(b"small", b"1", db=meta)
+            txn.delete(b"large", db=meta)
+        pages = env.info()["last_pgno"] + 1
+    before = (path / "data.mdb").read_bytes()
+    assert len(before) < pages * 4096
+    for readonly in (True, False):
+        Environment(path, max_bytes=1 << 30, readonly=readonly).close()
+        assert (path / "data.mdb").read_bytes() == before
+    store = reopen()
+    assert add(store, "a", ones(1))["count"] == 2
+    assert value(store, "a").tolist() == [2] * LARGE
 
 
 # ----- processes -----
