@@ -221,7 +221,7 @@ import numpy as np
 from service.buffers.lmdb import LmdbStore
 from service.buffers.changes import Add, Request
 
-store = LmdbStore(Path(sys.argv[1]), max_bytes=64 << 20)
+store = LmdbStore(Path(sys.argv[1]), max_bytes=1 << 30)
 gradient = np.full(20_000, float(sys.argv[2]), np.float32)
 print("ready", flush=True)
 sys.stdin.readline()
