@@ -108,6 +108,9 @@ def answer(
     if media_type != JSON:
         tensors = dict(zip(["value"], values.values(), strict=False)) if one else values
         return Answer(safetensors.encode(tensors, receipts_text(receipts)), media_type, headers)
+    if not values:
+        (whole,) = receipts.values() if one else [{"buffers": receipts}]
+        return Answer([orjson.dumps(whole)], media_type, headers)
     pieces: list[bytes] = [] if one else [b'{"buffers":{']
     for number, (name, receipt) in enumerate(receipts.items()):
         if not one:

@@ -300,7 +300,7 @@ def seed_of(text: bytes) -> int:
 
 def packed(record: Record) -> bytes:
     fields = [
-        record.spec.as_json(),
+        orjson.Fragment(record.spec.text),
         record.id,
         record.created,
         record.updated,

@@ -14,6 +14,7 @@ changes again in another way, or when twice as many bytes wait as the value has;
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import math
@@ -56,6 +57,18 @@ _MOST_IN_FREE = 1000
 """Slots in an entry of the list of free ones: what a transaction does not take, it writes back."""
 
 
+_SYNC_FILE_RANGE_WRITE = 2
+"""Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
+
+try:
+    _begin_to_store = ctypes.CDLL(None).sync_file_range
+    _begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+except (OSError, AttributeError):  # not Linux
+
+    def _begin_to_store(*_: int) -> int:
+        return 0
+
+
 class Databases(Protocol):
     """What this needs of an environment."""
 
@@ -84,6 +97,7 @@ class SlotFile:
         done = 0
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
+        _begin_to_store(self._fd, slot * CHUNK, len(data), _SYNC_FILE_RANGE_WRITE)
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""
@@ -121,12 +135,14 @@ class _Entry:
     chunks: Array = field(default_factory=lambda: np.empty(0, _CHUNKS))
     waiting: list[_Waiting] = field(default_factory=list)
 
-    def packed(self) -> bytearray:
+    def packed(self) -> memoryview:
         """With room for a seal."""
         if self.inline is not None:
-            return bytearray().join([self.inline, b"i", bytes(SEAL)])
+            return memoryview(bytearray().join([self.inline, b"i", bytes(SEAL)]))
         waiting = orjson.dumps([tuple(one) for one in self.waiting])
-        return bytearray().join([self.chunks.tobytes(), waiting, _LENGTH.pack(len(waiting)), b"c", bytes(SEAL)])
+        return memoryview(
+            bytearray().join([self.chunks.tobytes(), waiting, _LENGTH.pack(len(waiting)), b"c", bytes(SEAL)])
+        )
 
     @classmethod
     def unpacked(cls, data: memoryview) -> _Entry:
@@ -200,6 +216,13 @@ class ValueReader:
     def _entry(self, value: int) -> _Entry:
         return _Entry.unpacked(self._packed(value))
 
+    def _inline(self, spec: Spec, value: int) -> Array:
+        """A small value, flat, where it lies."""
+        data = self._packed(value)
+        if len(data) != spec.nbytes + 1 or data[-1] != ord("i"):
+            raise _corrupt(value)
+        return np.frombuffer(data, spec.dtype, spec.size)
+
     def _packed(self, value: int) -> memoryview:
         sealed = self._txn.get(_NUMBER.pack(value), db=self._env.values)
         data = None if sealed is None else opened(sealed, value)
@@ -264,7 +287,6 @@ class ValueWriter(ValueReader):
         super().__init__(env, txn)
         self._written = written
         self._memory = np.empty(CHUNK, np.uint8)
-        self._entries: dict[int, bytearray] = {}  # what is to be put: if it changes again, only the last is
         self._spare: list[int] = []
         self._fresh: set[int] = set()
         self._freed: list[int] = []
@@ -273,7 +295,7 @@ class ValueWriter(ValueReader):
         """Add to the value `old`. Returns the id of the result, under which alone it is from now on."""
         value = self.new_id() if old is None else old
         if spec.nbytes <= INLINE:
-            self._entries[value] = self._small(spec, old, gradient, weight, overwrite)
+            self._add_small(spec, value, old, gradient, weight, overwrite)
             return value
         if old is None:
             entry = _Entry(None, np.full(math.ceil(spec.nbytes / CHUNK), -1, _CHUNKS))
@@ -283,26 +305,24 @@ class ValueWriter(ValueReader):
             entry.waiting.append(self._store_rows(gradient, weight))
         else:
             self._add_to_chunks(spec, value, entry, gradient, weight, overwrite)
-        self._put(value, entry)
+        self._put(value, entry.packed())
         return value
 
-    def _small(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> bytearray:
-        """The result of an add to a small value, packed."""
-        packed = bytearray(spec.nbytes + 1 + SEAL)
+    def _add_small(
+        self, spec: Spec, value: int, old: int | None, gradient: Gradient, weight: float, overwrite: bool
+    ) -> None:
+        packed = self._memory[: spec.nbytes + 1 + SEAL]
         packed[spec.nbytes] = ord("i")
-        result = np.frombuffer(packed, spec.dtype, spec.size)
+        result = packed[: spec.nbytes].view(spec.dtype)
         piece = gradient.piece(0, spec.size) if spec.size else np.empty(0, spec.dtype)
         total: Array | int = 0
         if old is not None and not overwrite:
-            inline = self._entry(old).inline
-            if inline is None or len(inline) != spec.nbytes:
-                raise _corrupt(old)
-            total = np.frombuffer(inline, spec.dtype)
+            total = self._inline(spec, old)
         if piece is None and not overwrite:
             result[...] = total
         else:
             add_piece(spec, result, total, piece, weight, overwrite)
-        return packed
+        self._put(value, packed.data)
 
     def _add_to_chunks(
         self, spec: Spec, value: int, entry: _Entry, gradient: Gradient, weight: float, overwrite: bool
@@ -343,12 +363,12 @@ class ValueWriter(ValueReader):
     def _store_bytes(self, array: Array) -> int:
         value, data = self.new_id(), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if data.size <= INLINE:
-            self._put(value, _Entry(data.data))
+            self._put(value, _Entry(data.data).packed())
             return value
         starts = range(0, data.size, CHUNK)
         pieces = [data[start : start + CHUNK].data for start in starts]
         written = [self._write(value, number, -1, piece) for number, piece in enumerate(pieces)]
-        self._put(value, _Entry(None, np.array(written, _CHUNKS)))
+        self._put(value, _Entry(None, np.array(written, _CHUNKS)).packed())
         return value
 
     def free(self, value: int | None) -> None:
@@ -360,14 +380,10 @@ class ValueWriter(ValueReader):
             self._forget_waiting(entry)
             for slot in entry.chunks["slot"].tolist():
                 self._leave(slot)
-        self._entries.pop(value, None)
         self._txn.delete(_NUMBER.pack(value), db=self._env.values)
 
     def finish(self) -> None:
         """Store what is to be put, and let the disk have all chunks: what is left to do before the commit."""
-        for value, packed in self._entries.items():
-            packed[-SEAL:] = xxhash.xxh3_64_digest(memoryview(packed)[:-SEAL], value)
-            self._txn.put(_NUMBER.pack(value), packed, db=self._env.values)
         for freed_by, slots in ((self._txn.id(), self._freed), (0, self._spare)):
             for start in range(0, len(slots), _MOST_IN_FREE):
                 part = np.array(slots[start : start + _MOST_IN_FREE], "<i8").tobytes()
@@ -379,11 +395,9 @@ class ValueWriter(ValueReader):
         keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
         return next(key for key in keys if self._txn.get(key, db=self._env.free) is None)
 
-    def _put(self, value: int, entry: _Entry) -> None:
-        self._entries[value] = entry.packed()
-
-    def _packed(self, value: int) -> memoryview:
-        return memoryview(self._entries[value])[:-SEAL] if value in self._entries else super()._packed(value)
+    def _put(self, value: int, packed: memoryview) -> None:
+        packed[-SEAL:] = xxhash.xxh3_64_digest(packed[:-SEAL], value)
+        self._txn.put(_NUMBER.pack(value), packed, db=self._env.values)
 
     def _forget_waiting(self, entry: _Entry) -> None:
         for one in entry.waiting:

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import orjson
 
 from service.dtypes import DTYPES, NAMES, DType
 from service.errors import (
@@ -99,6 +100,11 @@ class Spec:
             "keep": self.keep,
             "ttl_seconds": self.ttl_seconds,
         }
+
+    @cached_property
+    def text(self) -> bytes:
+        """`as_json` as it is stored."""
+        return orjson.dumps(self.as_json())
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,11 @@ def view(place: str, name: str, data: bytes | memoryview, dtype: DType, shape: S
         raise wrong_size(place, name, len(data), dtype, shape)
     if dtype == BOOL and np.frombuffer(data, np.uint8).max(initial=0) > 1:
         raise InvalidTensor(f"{place} has a byte that is neither 0 nor 1, which bool does not allow", tensor=name)
-    array = np.frombuffer(data, dtype)
+    array: Array = np.ndarray(shape, dtype, data)
     if not array.flags.aligned:
         array = array.copy()
-    if array.flags.writeable:
-        array.flags.writeable = False
-    return array.reshape(shape)
+    array.flags.writeable = False
+    return array
 
 
 def wrong_size(place: str, name: str, size: int, dtype: DType, shape: Sequence[int]) -> InvalidTensor:

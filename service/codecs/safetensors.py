@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
@@ -26,6 +27,9 @@ MOST_HEADER_BYTES = 100_000_000
 
 METADATA = "__metadata__"
 
+KNOWN_BYTES = 1 << 16
+"""Up to this length a header is remembered: that of about 800 tensors."""
+
 Described: TypeAlias = tuple[DType, tuple[int, ...]]
 """A tensor's dtype and shape."""
 
@@ -38,33 +42,44 @@ def decode(body: memoryview, limits: Limits) -> dict[str, Array]:
     Raises `MalformedBody` for a file that breaks the format's rules, `InvalidTensor`, `TensorTooLarge` and
     `TooManyDimensions`.
     """
-    header, length = _header(body)
-    _check_metadata(header.pop(METADATA, None))
-    data, end = body[8 + length :], 0
-    tensors = {}
-    entries = [(name, as_object(entry, shown(name))) for name, entry in header.items()]
-    for name, entry in sorted(entries, key=lambda pair: _offsets(*pair)):
-        start, stop = _offsets(name, entry)
-        if start != end or stop < start or stop > len(data):
-            raise MalformedBody(
-                f"{shown(name)} has data_offsets [{start}, {stop}], but must begin at {end}, where the tensor before it"
-                f" ends, and end by {len(data)}, the bytes after the header"
-            )
-        tensors[name], end = _tensor(name, entry, data[start:stop], limits), stop
-    if end != len(data):
-        raise MalformedBody(f"The bytes after the header are {len(data)}, but the tensors end at {end}")
-    return {name: tensors[name] for name in header}
+    text = _text(body)
+    header = _known_header(text, limits) if len(text) <= KNOWN_BYTES else _header(text, limits)
+    data = body[8 + len(text) :]
+    if header.end != len(data):
+        last = max(header.places, key=lambda place: place.stop, default=None)
+        ends = "the tensors end" if last is None else f"the last tensor, {shown(last.name)}, ends"
+        raise MalformedBody(f"The bytes after the header are {len(data)}, but {ends} at {header.end}")
+    return {
+        place.name: view(f"{place.name}.data_offsets", place.name, data[place.start : place.stop], *place.described)
+        for place in header.places
+    }
 
 
 def metadata_of(body: memoryview) -> dict[str, str]:
     """The texts under `__metadata__`. Raises `MalformedBody`."""
-    metadata = _header(body)[0].get(METADATA)
+    metadata = _loaded(_text(body)).get(METADATA)
     _check_metadata(metadata)
     return metadata or {}
 
 
-def _header(body: memoryview) -> tuple[dict[str, Any], int]:
-    """The header and its length."""
+class _Place(NamedTuple):
+    """A tensor, and where its bytes are among those that follow the header."""
+
+    name: str
+    described: Described
+    start: int
+    stop: int
+
+
+class _Header(NamedTuple):
+    """The tensors of a file, and where the last one ends. To be shared, so not to be changed."""
+
+    places: tuple[_Place, ...]
+    end: int
+
+
+def _text(body: memoryview) -> bytes:
+    """The header as it came."""
     if len(body) < 8:
         raise MalformedBody(
             f"The body has {len(body)} bytes, but a safetensors file begins with 8 of its header's length"
@@ -75,11 +90,35 @@ def _header(body: memoryview) -> tuple[dict[str, Any], int]:
             f"The safetensors header is said to have {length} bytes, but at most {len(body) - 8} follow,"
             f" and the limit is {MOST_HEADER_BYTES}"
         )
-    header = as_object(load(body[8 : 8 + length], "The safetensors header"), "The safetensors header")
-    return header, length
+    return bytes(body[8 : 8 + length])
 
 
-def _tensor(name: str, entry: Mapping[str, Any], data: memoryview, limits: Limits) -> Array:
+def _loaded(text: bytes) -> dict[str, Any]:
+    return as_object(load(text, "The safetensors header"), "The safetensors header")
+
+
+def _header(text: bytes, limits: Limits) -> _Header:
+    """The header, read and checked but for the number of bytes that follow it."""
+    document = _loaded(text)
+    _check_metadata(document.pop(METADATA, None))
+    places = [_place(name, as_object(entry, shown(name)), limits) for name, entry in document.items()]
+    end = 0
+    for place in sorted(places, key=lambda place: (place.start, place.stop)):
+        if place.start != end or place.stop < place.start:
+            raise MalformedBody(
+                f"{shown(place.name)} has data_offsets [{place.start}, {place.stop}], but must begin at {end}, where"
+                " the tensor before it ends, and not end before that"
+            )
+        end = place.stop
+    return _Header(tuple(places), end)
+
+
+_known_header = lru_cache(maxsize=64)(_header)
+"""The same for a header that is not long. A client's requests differ in their tensors, but hardly in that."""
+
+
+def _place(name: str, entry: Mapping[str, Any], limits: Limits) -> _Place:
+    start, stop = _offsets(name, entry)
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise MalformedBody(f"{shown(name)} has {shown(list(entry))}, but must have dtype, shape and data_offsets")
     text = entry["dtype"]
@@ -88,7 +127,7 @@ def _tensor(name: str, entry: Mapping[str, Any], data: memoryview, limits: Limit
         raise InvalidTensor(f"{name}.dtype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
     shape = check_shape(name, entry["shape"])
     limits.check(name, shape, dtype)
-    return view(f"{name}.data_offsets", name, data, dtype, shape)
+    return _Place(name, (dtype, tuple(shape)), start, stop)
 
 
 def _offsets(name: str, entry: Mapping[str, Any]) -> tuple[int, int]:

@@ -201,15 +201,15 @@ BROKEN: dict[str, tuple[bytes, tuple[str, ...]]] = {
         file({"a": entry(), "b": entry(shape=[0], offsets=[4, 0])}, FOUR),
         ("'b'", "[4, 0]", "begin at 4"),
     ),
-    "an end beyond the bytes": (file({"a": entry()}, bytes(3)), ("'a'", "[0, 4]", "end by 3")),
-    "an end far beyond the bytes": (file({"a": entry(offsets=[0, HUGE])}, FOUR), ("'a'", str(HUGE), "end by 4")),
+    "an end beyond the bytes": (file({"a": entry()}, bytes(3)), ("are 3", "'a'", "ends at 4")),
+    "an end far beyond the bytes": (file({"a": entry(offsets=[0, HUGE])}, FOUR), ("are 4", "'a'", str(HUGE))),
     "an end beyond 64 bits": (file({"a": entry(offsets=[0, 10**30])}, FOUR), ("'a'", "data_offsets")),
     "a hole at the start": (file({"a": entry(offsets=[4, 8])}, bytes(8)), ("'a'", "[4, 8]", "begin at 0")),
     "a hole between": (
         file({"a": entry(), "b": entry(offsets=[5, 9])}, bytes(9)),
         ("'b'", "[5, 9]", "begin at 4"),
     ),
-    "a hole at the end": (file({"a": entry()}, bytes(5)), ("are 5", "end at 4")),
+    "a hole at the end": (file({"a": entry()}, bytes(5)), ("are 5", "ends at 4")),
     "bytes of nobody": (file({}, FOUR), ("are 4", "end at 0")),
     "an overlap": (file({"a": entry(), "b": entry(offsets=[3, 7])}, bytes(7)), ("'b'", "[3, 7]", "begin at 4")),
     "the same bytes twice": (file({"a": entry(), "b": entry()}, FOUR), ("'b'", "[0, 4]", "begin at 4")),
@@ -230,6 +230,21 @@ def test_each_broken_rule_is_named(case: str) -> None:
     for word in words:
         assert word in raised.value.detail, raised.value.detail
     assert len(raised.value.detail) < 400
+
+
+def test_a_header_that_came_before_is_judged_by_the_bytes_that_follow_now() -> None:
+    whole = encode({"a": np.arange(4, dtype=np.float32), "b": np.ones(2, bool)})
+    assert decode(whole)["a"].tolist() == [0, 1, 2, 3]
+    for other in (whole[:-1], whole + b"\0"):
+        with pytest.raises(MalformedBody, match="The bytes after the header are"):
+            decode(other)
+    with pytest.raises(InvalidTensor, match="neither 0 nor 1"):
+        decode(whole[:-1] + b"\2")
+    with pytest.raises(TensorTooLarge):
+        decode(whole, Limits(8))
+    again = decode(whole[:-18] + bytes(18))
+    assert not again["a"].any()
+    assert not again["b"].any()
 
 
 INVALID: dict[str, tuple[bytes, tuple[str, ...]]] = {
