@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 BENCH := $(VENV)-bench
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-PIP := -m pip install --quiet --editable
+EDITABLE := --editable
+PIP := -m pip install --quiet $(EDITABLE)
 WHAT ?=
 SECONDS ?= 60
 
@@ -68,8 +69,8 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	$(BIN)/python $(PIP) .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python $(PIP) '.[dev]'
+$(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
+	$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
 	@touch $@
 
 $(BENCH)/.bench: pyproject.toml constraints.txt

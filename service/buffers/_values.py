@@ -60,13 +60,8 @@ _MOST_IN_FREE = 1000
 _SYNC_FILE_RANGE_WRITE = 2
 """Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
 
-try:
-    _begin_to_store = ctypes.CDLL(None).sync_file_range
-    _begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-except (OSError, AttributeError):  # not Linux
-
-    def _begin_to_store(*_: int) -> int:
-        return 0
+_begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
+_begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 class Databases(Protocol):

@@ -1,0 +1,53 @@
+"""The client of gradserve: gradient kernels as calls, and gradients that count exactly once."""
+
+from gradserve_client.buffers import Buffer, Buffers
+from gradserve_client.client import AsyncClient, Client
+from gradserve_client.errors import (
+    Busy,
+    Conflict,
+    ConnectionFailed,
+    EpochGone,
+    EpochOpen,
+    GradserveError,
+    InvalidInput,
+    KeyReused,
+    NotFound,
+    PreconditionFailed,
+    ServerFailed,
+    StaleEpoch,
+    StoreFull,
+    TimedOut,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+)
+from gradserve_client.models import BufferInfo, OperatorInfo, Receipt, Taken, TensorInfo
+
+__all__ = [
+    "AsyncClient",
+    "Buffer",
+    "BufferInfo",
+    "Buffers",
+    "Busy",
+    "Client",
+    "Conflict",
+    "ConnectionFailed",
+    "EpochGone",
+    "EpochOpen",
+    "GradserveError",
+    "InvalidInput",
+    "KeyReused",
+    "NotFound",
+    "OperatorInfo",
+    "PreconditionFailed",
+    "Receipt",
+    "ServerFailed",
+    "StaleEpoch",
+    "StoreFull",
+    "Taken",
+    "TensorInfo",
+    "TimedOut",
+    "TooLarge",
+    "Unauthorized",
+    "Unavailable",
+]

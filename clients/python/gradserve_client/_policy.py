@@ -1,0 +1,187 @@
+"""When a call is sent, sent again, and given up: written once, for both clients.
+
+`exchange` is a generator that does no input or output itself. It yields what is to be done next, and is sent what came
+of it. The clients run it, each in its own way.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import httpx
+
+from gradserve_client.errors import (
+    BY_CODE,
+    BY_STATUS,
+    ConnectionFailed,
+    EpochOpen,
+    GradserveError,
+    InvalidInput,
+    ServerFailed,
+    TimedOut,
+)
+
+T = TypeVar("T")
+
+FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
+"""Seconds before the second attempt, doubled for each one after that, and their bound. Each is shortened by up to a
+half at random, so that many clients do not come back at once."""
+
+LONGEST_POLL = 20.0
+"""Seconds for which one request asks the server to wait. Whoever waits longer asks again: proxies cut silent ones."""
+
+_AGAIN = frozenset({408, 429, 502, 503, 504})
+"""Statuses after which the same request may succeed."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a client tries. See `Client`."""
+
+    timeout: float
+    attempt_timeout: float
+    max_retries: int | None
+
+    def once(self) -> Patience:
+        """The same for a call that is not tried again."""
+        return replace(self, max_retries=0)
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """A request, and what its answer means."""
+
+    method: str
+    path: str
+    read: Callable[[Answer], T]
+    query: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: list[bytes | memoryview] = field(default_factory=list)
+    key: str | None = None
+    """The idempotency key, if the call changes anything. It stays the same through all attempts, as the body does."""
+    wait: float = 0.0
+    """Seconds that the server is to wait for what is not there yet."""
+
+    @property
+    def polls(self) -> int:
+        """In how many requests of equal length to wait: with equal queries, a key is good for all of them."""
+        return math.ceil(self.wait / LONGEST_POLL) or 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, read to its end."""
+
+    status: int
+    headers: httpx.Headers
+    body: bytearray
+
+
+@dataclass(frozen=True)
+class Send:
+    """To be done: send the request, and give the answer, or the `httpx.TransportError` that came instead."""
+
+    silence: float
+    """Seconds without a byte after which the attempt is given up."""
+    until: float
+    """The end of all attempts, by `time.monotonic`."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """To be done: nothing, for so many seconds."""
+
+    seconds: float
+
+
+def exchange(
+    call: Call[Any], patience: Patience, request_id: str
+) -> Generator[Send | Wait, Answer | httpx.TransportError | None, Answer]:
+    """The answer to the call, one of success. Raises `GradserveError`."""
+    start = time.monotonic()
+    enough, end = start + call.wait, start + call.wait + patience.timeout
+    attempts = failures = 0
+    while True:
+        attempts += 1
+        poll = call.wait / call.polls
+        outcome = yield Send(min(patience.attempt_timeout + poll, max(end - time.monotonic(), 0.001)), end)
+        if isinstance(outcome, Answer) and outcome.status < 300:
+            return outcome
+        assert outcome is not None
+        error = _error(outcome)
+        error.attempts, error.idempotency_key = attempts, call.key
+        error.request_id = error.request_id or request_id
+        cause = outcome if isinstance(outcome, httpx.TransportError) else None
+        if isinstance(error, EpochOpen) and time.monotonic() < enough:
+            continue
+        failures += 1
+        if patience.max_retries is not None and failures > patience.max_retries or not _is_worth_another(outcome):
+            raise error from cause
+        delay = min(FIRST_DELAY * 2 ** min(failures - 1, 16), LONGEST_DELAY) * random.uniform(0.5, 1)
+        delay = max(delay, error.retry_after or 0)
+        if time.monotonic() + delay >= end:
+            raise error from cause
+        yield Wait(delay)
+
+
+def _is_worth_another(outcome: Answer | httpx.TransportError) -> bool:
+    """Whether the same request may succeed later."""
+    if isinstance(outcome, Answer):
+        # Another request with this key is still running: the server says when to ask for what became of it.
+        return outcome.status in _AGAIN or (outcome.status == 409 and "retry-after" in outcome.headers)
+    refused = isinstance(outcome, (httpx.UnsupportedProtocol, httpx.LocalProtocolError))
+    return not refused and "CERTIFICATE_VERIFY_FAILED" not in str(outcome)
+
+
+def _error(outcome: Answer | httpx.TransportError) -> GradserveError:
+    """The outcome as the caller is to see it."""
+    if isinstance(outcome, Answer):
+        return _refusal(outcome)
+    detail = str(outcome) or type(outcome).__name__
+    if isinstance(outcome, httpx.TimeoutException):
+        return TimedOut(f"No answer in time: {detail}")
+    if isinstance(outcome, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)):
+        return InvalidInput(f"The request cannot be sent: {detail}")
+    return ConnectionFailed(f"The connection failed: {detail}")
+
+
+def _refusal(answer: Answer) -> GradserveError:
+    try:
+        problem = json.loads(answer.body)
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict) or not isinstance(problem.get("code"), str):  # of whatever stands between
+        text = answer.body[:200].decode(errors="replace").strip()
+        problem = {"detail": f"The answer has status {answer.status}: {text or 'nothing more'}"}
+    code = problem.get("code")
+    kind = BY_CODE.get(code or "") or BY_STATUS.get(answer.status, ServerFailed)
+    known = ("type", "title", "status", "detail", "code")
+    return kind(
+        str(problem.get("detail")),
+        status=answer.status,
+        code=code,
+        request_id=answer.headers.get("x-request-id"),
+        retry_after=_retry_after(answer.headers.get("retry-after")),
+        context={name: value for name, value in problem.items() if name not in known},
+    )
+
+
+def _retry_after(text: str | None) -> float | None:
+    """Seconds from now, of a number of seconds or a date."""
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(seconds, 0.0) if math.isfinite(seconds) else None
