@@ -11,7 +11,7 @@ PIP := -m pip install --quiet $(EDITABLE)
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run test test-faults fuzz lint format bench bench-service bench-buffers golden docs lock clean
+.PHONY: help run test test-faults fuzz lint format bench bench-service bench-buffers bench-client golden docs lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -48,6 +48,9 @@ bench-service: $(BENCH)/.bench  ## speed and memory of requests against NVIDIA's
 bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against stateless requests and Redis
 	$(BENCH)/bin/python -m benchmarks.buffers
 
+bench-client: $(BENCH)/.bench  ## speed and memory of the Python client's calls, against http.client
+	$(BENCH)/bin/python -m benchmarks.client
+
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden
 	$(BENCH)/bin/python -m tests.golden.make
 
@@ -73,10 +76,10 @@ $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 	$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
 	@touch $@
 
-$(BENCH)/.bench: pyproject.toml constraints.txt
+$(BENCH)/.bench: pyproject.toml constraints.txt clients/python/pyproject.toml
 	@$(MAKE) --no-print-directory venv-check
 	test -x $(BENCH)/bin/pip || $(PYTHON) -m venv --clear $(BENCH)
-	$(BENCH)/bin/python $(PIP) '.[bench]'
+	$(BENCH)/bin/python $(PIP) '.[bench]' $(EDITABLE) ./clients/python
 	@touch $@
 
 .PHONY: venv-check

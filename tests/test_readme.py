@@ -55,6 +55,7 @@ def test_every_kind_of_example_is_there() -> None:
         "bash",
         "bash",
         "python",
+        "python",
     ]
 
 

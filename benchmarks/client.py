@@ -1,0 +1,147 @@
+"""Calls of the Python client against the bare exchange of the same bytes by http.client: `python -m benchmarks.client`.
+
+Both speak to one server on loopback, by turns. The bare side sends bytes that were made before and reads the answer as
+bytes; the client makes the safetensors file, mints a key for what changes, and gives arrays.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from gradserve_client import Client
+from gradserve_client._tensors import MEDIA_TYPE, encode
+
+from benchmarks.servers import Server, gradserve, serving
+from benchmarks.timing import alternate, table, verdict, watched
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SIZES = {"1 KB": 1 << 8, "64 KB": 1 << 14, "4 MB": 1 << 20}
+TARGETS = {"1 KB": 2.0, "64 KB": None, "4 MB": 1.25}
+MODEL = 200
+_keys = itertools.count()
+
+
+def numbers(*shape: int) -> Array:
+    """Integers as float32."""
+    return np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
+
+
+class Bare:
+    """A connection, and nothing more."""
+
+    def __init__(self, server: Server) -> None:
+        self._connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=600)
+
+    def post(self, path: str, body: bytes, *, keyed: bool) -> bytes:
+        """Send these bytes and read the answer."""
+        headers = {"Content-Type": MEDIA_TYPE, "Accept": "application/json" if keyed else MEDIA_TYPE}
+        if keyed:
+            headers["Idempotency-Key"] = f"bare-{next(_keys)}"
+        self._connection.request("POST", path, body, headers)
+        response = self._connection.getresponse()
+        answer = response.read()
+        if response.status != 200:
+            sys.exit(f"{path} answers {response.status}: {answer[:300]!r}")
+        return answer
+
+
+def main() -> None:
+    """Print the table."""
+    print("Calls of the client, float32, medians by turns\n", flush=True)
+    rows: list[list[str]] = []
+
+    def row(
+        case: str, bare: bytes, path: str, call: Callable[[], object], *, keyed: bool, target: float | None
+    ) -> None:
+        times = alternate(
+            {"client": call, "bare": lambda: connection.post(path, bare, keyed=keyed)}, seconds=5.0, calls=5
+        )
+        ratio = times["client"] / times["bare"]
+        wanted = ["-", "-"] if target is None else [f"<= {target:g}", verdict(ratio <= target)]
+        rows.append([case, f"{times['client'] * 1e3:.3f}", f"{times['bare'] * 1e3:.3f}", f"{ratio:.2f}", *wanted])
+        print(f"  {case}: {ratio:.2f}", flush=True)
+
+    with watched(), ExitStack() as stack:
+        work = stack.enter_context(tempfile.TemporaryDirectory())
+        server = stack.enter_context(serving(gradserve(store=f"lmdb:{work}/data"), "/v2/health/ready"))
+        client, connection = stack.enter_context(Client(server.url)), Bare(server)
+        for name, size in SIZES.items():
+            g = numbers(size)
+            buffer = client.buffers[f"g.{size}"]
+            buffer.create(size)
+            row(
+                f"ReluGrad, tensors of {name}, ms",
+                b"".join(encode({"dY": g, "X": g})),
+                "/v1/ops/ReluGrad",
+                lambda g=g: client.ops.relu_grad(g, g),  # type: ignore[misc]
+                keyed=False,
+                target=TARGETS[name],
+            )
+            row(
+                f"accumulate, {name}, ms",
+                b"".join(encode({"gradient": g})),
+                f"/v1/buffers/{buffer.name}/accumulate",
+                lambda g=g, buffer=buffer: buffer.accumulate(g),  # type: ignore[misc]
+                keyed=True,
+                target=TARGETS[name],
+            )
+            if not np.array_equal(buffer.value(), g * np.float32(buffer.info().count)):
+                sys.exit(f"the sum in {buffer.name} is wrong")
+        model = {f"model.{number}": numbers(13107) for number in range(MODEL)}
+        for name, g in model.items():
+            client.buffers[name].create(g.shape)
+        row(
+            f"{MODEL} gradients, 10 MB, in one request, ms",
+            b"".join(encode(model)),
+            "/v1/buffers/accumulate",
+            lambda: client.buffers.accumulate(model),
+            keyed=True,
+            target=None,
+        )
+        sent, peak = (int(one) for one in measured(server.url).split())
+        ratio = peak / sent
+        rows.append(["peak memory of an add, MB", f"{peak / 1e6:.1f}", f"{sent / 1e6:.1f}", f"{ratio:.2f}", "<= 2", ""])
+        rows[-1][-1] = verdict(ratio <= 2)
+        print("\n" + table(["case", "client", "bare, bytes", "ratio", "target", "met"], rows))
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import numpy as np
+from gradserve_client import Client
+
+def memory(what):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1]) * 1024
+
+g = np.ones(1 << 24, np.float32)
+with Client(sys.argv[1]) as server:
+    server.buffers["small"].create(1)
+    server.buffers["small"].accumulate(g[:1])
+    server.buffers["memory"].create(g.size)
+    idle = memory("VmRSS")
+    server.buffers["memory"].accumulate(g)
+    print(g.nbytes, max(memory("VmHWM") - idle, 0))
+"""
+
+
+def measured(url: str) -> str:
+    """The bytes of an add, and by how much they made the memory of the process grow, which holds the gradient."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURE, url]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+
+if __name__ == "__main__":
+    main()
