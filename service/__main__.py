@@ -6,6 +6,8 @@ import argparse
 import ipaddress
 import signal
 import sys
+import time
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from service import transfer
 from service.api.app import server_config, store_at
 from service.arena import keep_freed_memory
 from service.buffers.url import path_of
-from service.errors import GradserveError, StoreFailed
+from service.errors import GradserveError, KeyFileInvalid, StoreFailed
 from service.kernels import OPERATORS
+from service.keys import SCOPES, add, load, remove
 from service.limits import Limits
 from service.settings import Settings
 
@@ -44,11 +47,25 @@ def main(arguments: list[str] | None = None) -> int:
     importing.add_argument("path", metavar="PATH", help="the file")
     for command in (doctor, export, importing):
         command.add_argument("--store", help="the store, before GRADSERVE_STORE")
+    keys = commands.add_parser("keys", help="the API keys of GRADSERVE_KEYS").add_subparsers(
+        dest="change", required=True, metavar="add|ls|rm"
+    )
+    adding = keys.add_parser("add", help="make a key, and print its secret, once")
+    adding.add_argument("name", metavar="NAME")
+    adding.add_argument("--scopes", default="ops,buffers:read,buffers:write", help=f"some of {','.join(SCOPES)}")
+    adding.add_argument("--namespace", default="", help="its buffers are apart from those of other namespaces")
+    adding.add_argument("--expires", metavar="WHEN", help="a date, 2027-01-31 or 2027-01-31T12:00+01:00, or days: 90d")
+    keys.add_parser("ls", help="list the keys")
+    keys.add_parser("rm", help="remove a key; it is good for nothing at once").add_argument("name", metavar="NAME")
+    for command in keys.choices.values():
+        command.add_argument("--keys", metavar="FILE", help="the file, before GRADSERVE_KEYS")
     commands.add_parser("settings", help="list the settings, their values and meanings")
     options = parser.parse_args(arguments)
     if options.command == "ops":
         return _ops()
-    given = {name: value for name in ("host", "port", "store") if (value := getattr(options, name, None)) is not None}
+    given = {
+        name: value for name in ("host", "port", "store", "keys") if (value := getattr(options, name, None)) is not None
+    }
     try:
         settings = Settings(**given)
     except ValidationError as invalid:
@@ -66,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return _export(settings, Path(options.path), options.prefix)
             case "import":
                 return _import(settings, Path(options.path))
+            case "keys":
+                return _keys(settings, options)
             case _:
                 return _serve(settings)
     except (GradserveError, OSError) as error:
@@ -110,6 +129,40 @@ def _import(settings: Settings, path: Path) -> int:
     return 0
 
 
+def _keys(settings: Settings, options: argparse.Namespace) -> int:
+    path = settings.keys
+    if path is None:
+        raise KeyFileInvalid("Say which file the keys are in: GRADSERVE_KEYS, or --keys FILE")
+    match options.change:
+        case "add":
+            scopes = [scope.strip() for scope in options.scopes.split(",")]
+            expires = None if options.expires is None else _moment(options.expires)
+            print(add(path, options.name, scopes, options.namespace, expires))
+            print("This is the secret; it is not kept anywhere.", file=sys.stderr)
+        case "rm":
+            remove(path, options.name)
+        case _:
+            print(f"{'name':<20} {'namespace':<12} {'created':<17} {'expires':<17} scopes")
+            for key in load(path):
+                ends = "never" if key.expires is None else _shown(key.expires)
+                print(f"{key.name:<20} {key.namespace:<12} {_shown(key.created):<17} {ends:<17} {','.join(key.scopes)}")
+    return 0
+
+
+def _moment(text: str) -> float:
+    """Seconds since 1970 of a date, or of so many days from now."""
+    try:
+        if text.endswith("d"):
+            return time.time() + float(text[:-1]) * 24 * 3600
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise KeyFileInvalid(f"--expires is {text!r}, but must be like 2027-01-31 or 90d") from None
+
+
+def _shown(moment: float) -> str:
+    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
+
+
 def _path(settings: Settings) -> Path:
     path = path_of(settings.store)
     if path is None:
@@ -118,12 +171,21 @@ def _path(settings: Settings) -> Path:
 
 
 def _serve(settings: Settings) -> int:
-    if not settings.allow_anonymous and not _is_loopback(settings.host):
+    if settings.keys is None and not settings.allow_anonymous and not _is_loopback(settings.host):
         print(
             f"gradserve: {settings.host} can be reached from other machines, and anyone there could use the service.\n"
-            "Listen on 127.0.0.1, or set GRADSERVE_ALLOW_ANONYMOUS=true if that is meant.",
+            "Set GRADSERVE_KEYS (see gradserve keys add --help), or listen on 127.0.0.1, or set"
+            " GRADSERVE_ALLOW_ANONYMOUS=true if that is meant.",
             file=sys.stderr,
         )
+        return 2
+    if settings.keys is not None:
+        if not settings.keys.exists():
+            print(f"gradserve: {settings.keys} is not there; gradserve keys add NAME makes it", file=sys.stderr)
+            return 2
+        load(settings.keys)
+    if (settings.tls_certificate is None) is not (settings.tls_key is None):
+        print("gradserve: GRADSERVE_TLS_CERTIFICATE and GRADSERVE_TLS_KEY go together", file=sys.stderr)
         return 2
     store_at(settings).close()  # what is wrong with it is better said here than in every worker
     keep_freed_memory(settings.reuse_bytes)

@@ -3,6 +3,8 @@
 * GradserveError                500 internal
   x BufferCorrupt               500 buffer_corrupt
   x MalformedBody               400 malformed_body
+  x Unauthorized                401 unauthorized
+  x Forbidden                   403 forbidden
   x NotFound                    404 not_found
     - UnknownOperator           404 unknown_operator
     - UnknownBuffer             404 unknown_buffer
@@ -36,6 +38,7 @@
   x NotReady                    503 not_ready
   x StoreFailed                 503 store_failed
   x StoreFull                   507 store_full
+  x KeyFileInvalid              500 internal, of commands only
 
 `status` and `code` are plain class attributes, so that no layer below the API needs to know the web. The first line of
 each docstring is the title of the answer and the text of the documentation.
@@ -76,6 +79,20 @@ class MalformedBody(GradserveError):
 
     status = 400
     code = "malformed_body"
+
+
+class Unauthorized(GradserveError):
+    """An API key is needed, and this is none that is good."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class Forbidden(GradserveError):
+    """The API key is not good for this."""
+
+    status = 403
+    code = "forbidden"
 
 
 class NotFound(GradserveError):
@@ -288,6 +305,10 @@ class StoreFull(GradserveError):
 
     status = 507
     code = "store_full"
+
+
+class KeyFileInvalid(GradserveError):
+    """The file of API keys cannot be read, or not be changed as asked."""
 
 
 def cut(text: str, longest: int = 80) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pydantic import Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings judges settings by pydantic's types
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -11,13 +12,18 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class Settings(BaseSettings):
     """The server's settings. An invalid value stops the start with a message that names the variable."""
 
-    model_config = SettingsConfigDict(env_prefix="GRADSERVE_", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="GRADSERVE_", env_ignore_empty=True, frozen=True)
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     allow_anonymous: bool = Field(
         False, description="Listen beyond loopback although whoever reaches the port may use the service."
     )
+    keys: Path | None = Field(
+        None, description="File of API keys (gradserve keys); where it is set, every request needs one, but for probes."
+    )
+    tls_certificate: Path | None = Field(None, description="File of the certificate, PEM, with which to speak HTTPS.")
+    tls_key: Path | None = Field(None, description="File of the certificate's key, PEM.")
     workers: PositiveInt = Field(1, description="Processes that share the port.")
     threads: PositiveInt = Field(
         default_factory=lambda given: max(1, len(os.sched_getaffinity(0)) // given.get("workers", 1)),

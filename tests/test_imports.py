@@ -17,13 +17,14 @@ ALLOWED: dict[str, set[str]] = {
     "limits": {"errors", "dtypes"},
     "arena": {"dtypes"},
     "settings": set(),
+    "keys": {"errors"},
     "kernels": BOTTOM,
     "codecs": BOTTOM,
     "buffers": {"kernels", *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
     "transfer": {"buffers", "codecs", *BOTTOM},
-    "api": {"arena", "buffers", "engine", "codecs", "kernels", "settings", *BOTTOM},
-    "__main__": {"api", "arena", "buffers", "transfer", "kernels", "settings", *BOTTOM},
+    "api": {"arena", "buffers", "engine", "codecs", "kernels", "settings", "keys", *BOTTOM},
+    "__main__": {"keys", "api", "arena", "buffers", "transfer", "kernels", "settings", *BOTTOM},
 }
 
 

@@ -13,14 +13,15 @@ from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api import buffers, health, open_inference, openapi, ops, problems
+from service.api.auth import admit
 from service.api.protocol import Protocol
-from service.api.statistics import Statistics
 from service.api.waiting import Waiting
 from service.arena import keep_freed_memory
 from service.buffers.store import Allocate, Store
 from service.buffers.url import open_store
 from service.engine import Engine
-from service.errors import StoreFailed
+from service.errors import GradserveError, StoreFailed
+from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
 
@@ -33,13 +34,19 @@ def in_worker() -> FastAPI:
 
 
 class Application(FastAPI):
-    """FastAPI, past which the two hottest kinds of requests go straight to their handlers."""
+    """FastAPI, behind the keys; past it the two hottest kinds of requests go straight to their handlers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                admit(scope, self.state.keys)
+            except GradserveError as error:
+                await problems.answer(scope["path"], error)(scope, receive, send)
+                return
+        scope["app"] = self
         if path := open_inference.wants_inference(scope):
             await open_inference.infer(self.state, scope, receive, send, path)
         elif path := buffers.wants_accumulate(scope):
-            scope["app"] = self
             await buffers.accumulate_directly(scope, receive, send, path)
         else:
             await super().__call__(scope, receive, send)
@@ -60,6 +67,8 @@ def server_config(settings: Settings) -> uvicorn.Config:
         access_log=settings.access_log,
         proxy_headers=False,
         server_header=False,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
     )
 
 
@@ -74,7 +83,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.engine = None
     app.state.store = None
-    app.state.statistics = Statistics()
+    app.state.statistics = {}
+    app.state.keys = None if settings.keys is None else KeyFile(settings.keys)
     app.include_router(ops.router)
     app.include_router(buffers.router)
     app.include_router(open_inference.router)

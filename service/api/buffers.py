@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.api import openapi, problems
+from service.api.auth import caller_of
 from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.buffer_models import (
     AccumulateQuery,
@@ -98,7 +99,7 @@ async def create(request: Request, name: str) -> Response:
 @router.get("", summary="Buffers", response_model=BufferList)
 async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
     check_given_once(request)
-    found = store_of(request.app.state).records(query.prefix, query.cursor, query.limit + 1)
+    found = store_of(request.scope).records(query.prefix, query.cursor, query.limit + 1)
     more = len(found) > query.limit
     found = found[: query.limit]
     return _json({"buffers": [one.as_json() for one in found], "next_cursor": found[-1].name if more else None})
@@ -107,7 +108,7 @@ async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -
 @router.get("/{name}", summary="A buffer's metadata", response_model=Metadata)
 async def get(request: Request, name: str) -> Response:
     _check_no_query(request)
-    record = store_of(request.app.state).record(check_name(name))
+    record = store_of(request.scope).record(check_name(name))
     if _is_known(request, record.etag):
         return Response(status_code=304, headers={"ETag": record.etag})
     return _json(record.as_json(), headers={"ETag": record.etag})
@@ -131,7 +132,7 @@ async def delete(request: Request, name: str) -> Response:
 async def value(request: Request, name: str, query: Annotated[ValueQuery, Query()]) -> Response:
     check_given_once(request)
     _, answers = media_types(request)
-    store, waiting = store_of(request.app.state), _waiting(request)
+    store, waiting = store_of(request.scope), _waiting(request)
 
     async def attempt() -> Record:
         record = store.record(check_name(name))
@@ -162,6 +163,7 @@ async def accumulate(request: Request, name: str, query: Annotated[AccumulateQue
 
 async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> Answer:
     check_name(name)
+    _check_may_read(request, query)
     asked = await _Asked.of(request)
     tensors = await asked.tensors({"gradient"})
     if "gradient" not in tensors:
@@ -238,6 +240,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
 async def accumulate_many(request: Request, query: Annotated[AccumulateQuery, Query()]) -> Response:
     check_given_once(request)
     refuse_match(request.scope)
+    _check_may_read(request, query)
     asked = await _Asked.of(request)
     tensors = await asked.tensors(None)
     if not tensors:
@@ -305,8 +308,7 @@ class _Asked:
 
     def __init__(self, request: Request, sent: str, answers: str, body: memoryview) -> None:
         self._request, self._sent, self.answers, self._body = request, sent, answers, body
-        state = request.app.state
-        self.engine, self.store = engine_of(state), store_of(state)
+        self.engine, self.store = engine_of(request.app.state), store_of(request.scope)
         self._key: Key | None = key_of(request.scope, body)
         self._form: json_codec.Form = "list"
 
@@ -436,6 +438,11 @@ def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json
     return tensors, "base64" if any(form.base64 is not None for form in forms.values()) else "list"
 
 
+def _check_may_read(request: Request, query: AccumulateQuery) -> None:
+    if query.answered is not None:
+        caller_of(request.scope).require("buffers:read")
+
+
 def _add(name: str, gradient: Array, query: AccumulateQuery, match: frozenset[str] | None) -> Add:
     return Add(
         name=name,
@@ -450,7 +457,7 @@ def _add(name: str, gradient: Array, query: AccumulateQuery, match: frozenset[st
 
 
 def _read(request: Request, names: Sequence[str], query: ValueQuery, answers: str, one: bool) -> Answer:
-    snapshots = store_of(request.app.state).read(names, query.epoch)
+    snapshots = store_of(request.scope).read(names, query.epoch)
     receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
     values = {
         snapshot.record.name: _reduced(snapshot.value, snapshot.weight, query.reduce, query.dtype, snapshot.record.name)

@@ -11,10 +11,12 @@ import xxhash
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from service.api.auth import caller_of
 from service.api.body import Answer
 from service.api.negotiation import JSON
 from service.buffers.changes import Change, Outcome
 from service.buffers.changes import Request as Asked
+from service.buffers.namespaced import Namespaced
 from service.buffers.store import Array, Key, Receipt, Store
 from service.codecs import json as json_codec
 from service.codecs import safetensors
@@ -23,12 +25,12 @@ from service.errors import InvalidParameter, KeyReused, NotReady, shown
 LONGEST_KEY = 255
 
 
-def store_of(state: Any) -> Store:
-    """The server's store. Raises `NotReady` before the start has finished and after the stop has begun."""
-    store: Store | None = getattr(state, "store", None)
+def store_of(scope: Scope) -> Store:
+    """The store as the caller sees it. Raises `NotReady` before the start has finished and after the stop has begun."""
+    store: Store | None = getattr(scope["app"].state, "store", None)
     if store is None:
         raise NotReady("The server is starting or stopping; try again soon")
-    return store
+    return Namespaced(store, caller_of(scope).namespace)
 
 
 def key_of(scope: Scope, body: memoryview | bytes = b"") -> Key | None:

@@ -19,8 +19,7 @@ from service.api.body import Answer
 from service.api.changes import receipts_text
 from service.api.ops import buffers_of, find
 from service.api.problems import invalid_parameter
-from service.api.statistics import Statistics
-from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job, engine_of, respond
+from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job, engine_of, respond, statistics_of
 from service.buffers.store import Receipt
 from service.codecs import open_inference as codec
 from service.dtypes import DTYPES, OPEN_INFERENCE
@@ -113,7 +112,7 @@ async def statistics(request: Request, op: str, number: str = VERSION) -> dict[s
 
 
 def _statistics(request: Request, *names: str) -> dict[str, Any]:
-    kept: Statistics = request.app.state.statistics
+    kept = statistics_of(request.scope)
 
     def one(name: str) -> dict[str, Any]:
         record = kept.of(name)

@@ -23,6 +23,7 @@ from service.errors import (
     MethodNotAllowed,
     NotFound,
     RequestTimeout,
+    Unauthorized,
     UnknownParameter,
     shown,
 )
@@ -34,6 +35,8 @@ def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None =
     """`error` as an answer, in the form of the API that `path` belongs to."""
     if isinstance(error, RequestTimeout):
         headers = {"Connection": "close"}  # the rest of the body may still come, and is no request
+    if isinstance(error, Unauthorized):
+        headers = {"WWW-Authenticate": "Bearer"}
     if path == "/v2" or path.startswith("/v2/"):
         # The Open Inference Protocol's form; with 400 for whatever is wrong with the request but its size.
         status = 400 if error.status in (406, 408, 415, 422) else error.status

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope
 
+from service.api.auth import caller_of
 from service.api.body import Answer, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
 from service.api.statistics import Statistics
@@ -68,6 +69,12 @@ def engine_of(state: Any) -> Engine:
     return engine
 
 
+def statistics_of(scope: Scope) -> Statistics:
+    """The statistics of the caller's namespace."""
+    kept: dict[str, Statistics] = scope["app"].state.statistics
+    return kept.setdefault(caller_of(scope).namespace, Statistics())
+
+
 async def respond(
     state: Any,
     scope: Scope,
@@ -83,7 +90,7 @@ async def respond(
     All but the reading happens in the pool, or, for a body of up to `inline` bytes, at once.
     """
     settings: Settings = state.settings
-    statistics: Statistics = state.statistics
+    statistics = statistics_of(scope)
     asked = time.monotonic_ns()
     try:
         engine, headers = engine_of(state), dict(scope["headers"])
@@ -98,7 +105,7 @@ async def respond(
         except _LargeError:
             done = await in_pool(receive, engine, partial(work, False))
         if isinstance(done, Adding):
-            outcome = await change(store_of(state), done.changes, done.key)
+            outcome = await change(store_of(scope), done.changes, done.key)
             done = done.finish(outcome) if small else await in_pool(receive, engine, partial(done.finish, outcome))
         return done
     except GradserveError as error:
@@ -133,12 +140,12 @@ def _perform(
             answer = Answer(deflate(answer.pieces, goes_out_in), answer.media_type, answer.headers)
         if headers:
             answer = answer._replace(headers={**answer.headers, **headers})
-        state.statistics.succeeded(operator.name, asked, started, decoded, computed, time.monotonic_ns())
+        statistics_of(scope).succeeded(operator.name, asked, started, decoded, computed, time.monotonic_ns())
         return answer
 
     if job.buffers is NO_BUFFERS:
         return finish(engine.run(operator, job.tensors, job.attributes, job.wanted, alone=alone), {})
-    return _perform_on_buffers(store_of(state), engine, scope, operator, body, job, alone, finish)
+    return _perform_on_buffers(store_of(scope), engine, scope, operator, body, job, alone, finish)
 
 
 def _perform_on_buffers(
@@ -152,6 +159,10 @@ def _perform_on_buffers(
     finish: Callable[[Mapping[str, Array | Receipt], Mapping[str, str]], Answer],
 ) -> Answer | Adding:
     sources, targets, weight, epoch = job.buffers
+    if sources:
+        caller_of(scope).require("buffers:read")
+    if targets:
+        caller_of(scope).require("buffers:write")
     if sources and alone:
         raise _LargeError
     key, match = key_of(scope, body), match_of(scope)

@@ -1,0 +1,72 @@
+"""Who asks, and what for: API keys, their scopes and namespaces."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from starlette.types import Scope
+
+from service.errors import Forbidden, Unauthorized
+from service.keys import SCOPES, KeyFile
+
+CALLER = "gradserve.caller"
+"""Where in a request's scope its caller is."""
+
+
+class Caller(NamedTuple):
+    """Whoever sent a request: the namespace that it sees, and what it may do there."""
+
+    namespace: str
+    scopes: frozenset[str]
+
+    def require(self, scope: str) -> None:
+        """Raise `Forbidden` unless the caller may do this."""
+        if scope not in self.scopes:
+            raise Forbidden(
+                f"This API key is good for {', '.join(sorted(self.scopes))}, but this needs {scope}", scope=scope
+            )
+
+
+ANYONE = Caller("", frozenset(SCOPES))
+"""The caller where no keys are asked for."""
+
+
+def caller_of(scope: Scope) -> Caller:
+    """The request's caller."""
+    return scope.get(CALLER, ANYONE)  # type: ignore[no-any-return]
+
+
+def admit(scope: Scope, keys: KeyFile | None) -> None:
+    """Find out who asks, and whether they may. Raises `Unauthorized` and `Forbidden`."""
+    if keys is None or _is_open(scope["path"]):
+        return
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not given:
+        raise Unauthorized("This server asks for an API key: Authorization: Bearer gs_...")
+    kind, _, secret = given[0].decode("latin-1").strip().partition(" ")
+    if kind.lower() != "bearer" or len(given) > 1:
+        raise Unauthorized("Authorization must be one API key: Bearer gs_...")
+    key = keys.find(secret.strip())
+    if key is None:
+        raise Unauthorized("This API key is unknown, was removed, or has expired")
+    scopes = frozenset(SCOPES if "admin" in key.scopes else key.scopes)
+    caller = scope[CALLER] = Caller(key.namespace, scopes)
+    for needed in _needed(scope):
+        caller.require(needed)
+
+
+def _is_open(path: str) -> bool:
+    """What a probe asks, and what is the same on every server."""
+    return path.startswith("/v2/health/") or path in ("/", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+
+
+def _needed(scope: Scope) -> list[str]:
+    """What a key must be good for. Where a request names buffers otherwise than by its path, that is asked later."""
+    path: str = scope["path"]
+    if path == "/v1/buffers" or path.startswith("/v1/buffers/"):
+        if scope["method"] in ("GET", "HEAD") or path == "/v1/buffers/value":
+            return ["buffers:read"]
+        return ["buffers:write", "buffers:read"] if path.endswith("/take") else ["buffers:write"]
+    if path == "/metrics":
+        return ["admin"]
+    return ["ops"] if path.startswith(("/v1/", "/v2")) else []

@@ -1,0 +1,336 @@
+"""API keys: who is let in, what each key is good for, and what each namespace sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from service.keys import add, load, remove
+from tests.serving import assert_problem, serving
+
+ADD = {"gradient": [1.0, 2.0]}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="module")
+def secrets(file: Path) -> dict[str, str]:
+    everything = ["ops", "buffers:read", "buffers:write"]
+    return {
+        "ann": add(file, "ann", everything, "ann"),
+        "anna": add(file, "anna", everything, "ann"),
+        "bob": add(file, "bob", everything),
+        "ops": add(file, "ops", ["ops"]),
+        "reader": add(file, "reader", ["buffers:read", "ops"]),
+        "writer": add(file, "writer", ["buffers:write", "ops"]),
+        "admin": add(file, "admin", ["admin"]),
+        "old": add(file, "old", everything, expires=1.0),
+    }
+
+
+@pytest.fixture(scope="module", params=["memory:", "lmdb:"])
+def locked(
+    request: pytest.FixtureRequest, file: Path, secrets: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    store = request.param + (str(tmp_path_factory.mktemp("store")) if request.param == "lmdb:" else "")
+    with serving(keys=file, store=store) as url:
+        yield url
+
+
+def client(url: str, secret: str | None) -> httpx.Client:
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    return httpx.Client(base_url=url, headers=headers, timeout=30)
+
+
+@pytest.fixture
+def people(locked: str, secrets: dict[str, str]) -> Iterator[dict[str, httpx.Client]]:
+    found = {name: client(locked, secret) for name, secret in secrets.items()}
+    yield found
+    for name in ("ann", "bob"):
+        for one in found[name].get("/v1/buffers").json()["buffers"]:
+            found[name].delete(f"/v1/buffers/{one['name']}")
+    for one in found.values():
+        one.close()
+
+
+PATHS = ["/v1/ops", "/v1/buffers", "/v1/buffers/a/value", "/v2", "/v2/models/ReluGrad", "/nothing", "/metrics"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer x", "Basic YTpi", "Bearer gs_000000000000_" + "A" * 43, "Bearer \xe9"],
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_good_key_there_is_nothing(locked: str, path: str, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    answer = httpx.get(f"{locked}{path}", headers=headers)
+    assert answer.headers["www-authenticate"] == "Bearer"
+    if path.startswith("/v2"):
+        assert answer.status_code == 401
+        assert "API key" in answer.json()["error"]
+    else:
+        assert_problem(answer, 401, "unauthorized", "API key")
+
+
+def test_two_keys_are_none(locked: str, secrets: dict[str, str]) -> None:
+    both = [("Authorization", f"Bearer {secrets[name]}") for name in ("ann", "bob")]
+    assert_problem(httpx.get(f"{locked}/v1/ops", headers=both), 401, "unauthorized")
+
+
+def test_a_large_body_is_refused_unread(locked: str) -> None:
+    """And the connection goes on, or ends, but nothing hangs."""
+    with httpx.Client(base_url=locked, timeout=30) as anyone:
+        for _ in range(2):
+            answer = anyone.post("/v1/buffers/a/accumulate", content=bytes(1 << 20))
+            assert_problem(answer, 401, "unauthorized")
+
+
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"])
+def test_probes_and_documentation_need_none(locked: str, path: str) -> None:
+    assert httpx.get(f"{locked}{path}").status_code == 200
+
+
+def test_an_expired_key_is_none(people: dict[str, httpx.Client]) -> None:
+    assert_problem(people["old"].get("/v1/ops"), 401, "unauthorized", "expired")
+
+
+RELU = {"dY": [1, 2], "X": [1, -1]}
+
+
+@pytest.mark.parametrize(
+    ("who", "method", "path", "body", "needed"),
+    [
+        ("ops", "GET", "/v1/buffers", None, "buffers:read"),
+        ("ops", "POST", "/v1/buffers/a/accumulate", ADD, "buffers:write"),
+        ("ops", "POST", "/v1/ops/ReluGrad?into=dX:a", RELU, "buffers:write"),
+        ("ops", "POST", "/v1/ops/ReluGrad?from=X:a", {"dY": [1, 2]}, "buffers:read"),
+        ("reader", "PUT", "/v1/buffers/b", {"shape": [2]}, "buffers:write"),
+        ("reader", "DELETE", "/v1/buffers/a", None, "buffers:write"),
+        ("reader", "POST", "/v1/buffers/a/zero", None, "buffers:write"),
+        ("reader", "POST", "/v1/buffers/accumulate", {"a": [1, 2]}, "buffers:write"),
+        ("reader", "POST", "/v1/ops/ReluGrad?into=dX:a", RELU, "buffers:write"),
+        ("writer", "GET", "/v1/buffers/a", None, "buffers:read"),
+        ("writer", "GET", "/v1/buffers/a/value", None, "buffers:read"),
+        ("writer", "POST", "/v1/buffers/value", {"names": ["a"]}, "buffers:read"),
+        ("writer", "POST", "/v1/buffers/a/take", None, "buffers:read"),
+        ("writer", "POST", "/v1/buffers/a/accumulate?return=value", ADD, "buffers:read"),
+        ("writer", "POST", "/v1/buffers/accumulate?return=value", {"a": [1, 2]}, "buffers:read"),
+        ("writer", "POST", "/v1/ops/ReluGrad?from=X:a", {"dY": [1, 2]}, "buffers:read"),
+        ("bob", "GET", "/metrics", None, "admin"),
+    ],
+)
+def test_a_key_is_good_for_its_scopes_only(
+    people: dict[str, httpx.Client], who: str, method: str, path: str, body: Any, needed: str
+) -> None:
+    assert people["bob"].put("/v1/buffers/a", json={"shape": [2]}).status_code == 201
+    answer = people[who].request(method, path, json=body)
+    assert assert_problem(answer, 403, "forbidden", needed)["scope"] == needed
+    assert people["admin"].request(method, path, json=body).status_code not in (401, 403)
+
+
+def test_on_v2_a_scope_that_is_missing_is_told_in_its_form(people: dict[str, httpx.Client]) -> None:
+    people["bob"].put("/v1/buffers/a", json={"shape": [2]})
+    inputs = [{"name": name, "shape": [2], "datatype": "FP32", "data": [1, 2]} for name in ("dY", "X")]
+    answer = people["ops"].post("/v2/models/ReluGrad/infer", json={"inputs": inputs, "parameters": {"into": "dX:a"}})
+    assert answer.status_code == 403
+    assert "buffers:write" in answer.json()["error"]
+    assert people["bob"].get("/v1/buffers/a").json()["count"] == 0
+
+
+# ----- namespaces -----
+
+
+def test_namespaces_see_their_own_buffers(people: dict[str, httpx.Client]) -> None:
+    ann, anna, bob = people["ann"], people["anna"], people["bob"]
+    for person, shape in ((ann, [2]), (bob, [3])):
+        assert person.put("/v1/buffers/w", json={"shape": shape}).json()["name"] == "w"
+    assert ann.put("/v1/buffers/only.ann", json={"shape": []}).status_code == 201
+    assert [one["name"] for one in anna.get("/v1/buffers").json()["buffers"]] == ["only.ann", "w"]
+    assert [one["name"] for one in anna.get("/v1/buffers?prefix=o").json()["buffers"]] == ["only.ann"]
+    page = ann.get("/v1/buffers?limit=1").json()
+    assert page["next_cursor"] == "only.ann"
+    assert [one["name"] for one in ann.get("/v1/buffers?cursor=only.ann").json()["buffers"]] == ["w"]
+    assert [(one["name"], one["shape"]) for one in bob.get("/v1/buffers").json()["buffers"]] == [("w", [3])]
+    problem = assert_problem(bob.get("/v1/buffers/only.ann"), 404, "unknown_buffer", "'only.ann'")
+    assert problem["buffer"] == "only.ann"
+    problem = assert_problem(ann.get("/v1/buffers/nothing"), 404, "unknown_buffer", "'nothing'")
+    assert problem["buffer"] == "nothing"
+    assert "~" not in json.dumps(problem)
+
+
+def test_changes_are_made_in_the_namespace(people: dict[str, httpx.Client]) -> None:
+    ann, anna, bob = people["ann"], people["anna"], people["bob"]
+    for person in (ann, bob):
+        person.put("/v1/buffers/w", json={"shape": [2], "quorum": 2})
+    receipt = ann.post("/v1/buffers/w/accumulate", json=ADD).json()
+    assert (receipt["name"], receipt["count"]) == ("w", 1)
+    many = anna.post("/v1/buffers/accumulate?return=value", json={"w": [1, 1]}).json()["buffers"]
+    assert (many["w"]["name"], many["w"]["closed"], many["w"]["value"]["data"]) == ("w", True, [2, 3])
+    assert ann.get("/v1/buffers/w/value?epoch=0").json()["value"]["data"] == [2, 3]
+    assert ann.post("/v1/buffers/value?prefix=w").json()["buffers"]["w"]["value"]["data"] == [0, 0]
+    receipt = ann.post("/v1/ops/ReluGrad?into=dX:w", json=RELU).json()["dX"]
+    assert (receipt["name"], receipt["count"]) == ("w", 1)
+    assert ann.post("/v1/ops/ReluGrad?from=X:w", json={"dY": [5, 6]}).json()["dX"]["data"] == [5, 0]
+    taken = ann.post("/v1/buffers/take?prefix=", json=None).json()["buffers"]
+    assert taken["w"]["value"]["data"] == [1, 0]
+    untouched = bob.get("/v1/buffers/w").json()
+    assert (untouched["version"], untouched["count"]) == (0, 0)
+    assert_problem(ann.post("/v1/buffers/w/accumulate?epoch=0", json=ADD), 409, "stale_epoch", "'w'")
+    assert_problem(ann.put("/v1/buffers/w", json={"shape": [5]}), 409, "buffer_exists", "'w'")
+    problem = assert_problem(ann.post("/v1/buffers/accumulate", json={"w": [1, 2, 3]}), 422, "shape_mismatch")
+    assert problem["buffer"] == "w"
+    answer = ann.get("/v1/buffers/w/value", headers={"Accept": "application/vnd.safetensors"})
+    assert list(safetensors.numpy.load(answer.content)) == ["value"]
+    assert b"~" not in answer.content.split(b"}}")[0]
+    assert ann.delete("/v1/buffers/w").status_code == 204
+    assert bob.get("/v1/buffers/w").status_code == 200
+
+
+def test_keys_of_requests_are_the_namespaces_own(people: dict[str, httpx.Client]) -> None:
+    ann, anna, bob = people["ann"], people["anna"], people["bob"]
+    for person in (ann, bob):
+        person.put("/v1/buffers/k", json={"shape": [2]})
+    key = {"Idempotency-Key": "the same"}
+    assert [one.post("/v1/buffers/k/accumulate", json=ADD, headers=key).json()["count"] for one in (ann, bob)] == [1, 1]
+    again = anna.post("/v1/buffers/k/accumulate", json=ADD, headers=key)
+    assert (again.json()["count"], again.headers["idempotency-replayed"]) == (1, "true")
+    assert again.json()["name"] == "k"
+    into = {"Idempotency-Key": "another"}
+    for replayed in (None, "true"):
+        answer = ann.post("/v1/ops/ReluGrad?into=dX:k", json=RELU, headers=into)
+        assert (answer.json()["dX"]["count"], answer.headers.get("idempotency-replayed")) == (2, replayed)
+    assert bob.get("/v1/buffers/k").json()["count"] == 1
+
+
+def test_statistics_are_the_namespaces_own(people: dict[str, httpx.Client]) -> None:
+    def runs(who: str) -> int:
+        stats = people[who].get("/v2/models/TanhGrad/stats").json()["model_stats"]
+        return int(stats[0]["inference_count"])
+
+    before = runs("ann"), runs("bob")
+    assert people["ann"].post("/v1/ops/TanhGrad", json={"dY": [1], "Y": [0]}).status_code == 200
+    assert (runs("ann"), runs("anna"), runs("bob")) == (before[0] + 1, before[0] + 1, before[1])
+
+
+def test_a_long_poll_in_a_namespace_is_woken(people: dict[str, httpx.Client]) -> None:
+    ann, anna = people["ann"], people["anna"]
+    ann.put("/v1/buffers/p", json={"shape": [2], "quorum": 1})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ann.get, "/v1/buffers/p/value?epoch=0&timeout=20")
+        anna.post("/v1/buffers/p/accumulate", json=ADD)
+        assert waiting.result().json()["value"]["data"] == [1, 2]
+
+
+# ----- the file -----
+
+
+def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    first = add(file, "first", ["ops"])
+    with serving(keys=file) as url:
+
+        def works(secret: str) -> bool:
+            with client(url, secret) as one:
+                return one.get("/v1/ops").status_code == 200
+
+        assert works(first)
+        second = add(file, "second", ["ops"])
+        assert works(second)
+        remove(file, "first")
+        assert (works(first), works(second)) == (False, True)
+        file.write_text("{")
+        assert works(second)
+        file.unlink()
+        assert not works(second)
+
+
+def test_the_file_holds_no_secret_and_is_its_owners(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    secret = add(file, "one", ["ops"])
+    assert secret.split("_", 2)[2] not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert load(file)[0].name == "one"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=30)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.json")
+    made = run("keys", "add", "ann", "--namespace", "team", "--expires", "90d", GRADSERVE_KEYS=file)
+    assert made.returncode == 0
+    assert made.stdout.startswith("gs_")
+    assert run("keys", "add", "bob", "--scopes", "ops", "--keys", file).returncode == 0
+    listed = run("keys", "ls", GRADSERVE_KEYS=file).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == ["name", "ann", "bob"]
+    assert made.stdout.strip() not in listed
+    assert "team" in listed
+    assert "never" in listed
+    assert run("keys", "rm", "ann", GRADSERVE_KEYS=file).returncode == 0
+    assert [key.name for key in load(Path(file))] == ["bob"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("add", "bob"), "already"),
+        (("add", "a b"), "a b"),
+        (("add", "x", "--scopes", "all"), "buffers:read"),
+        (("add", "x", "--namespace", "a/b"), "a/b"),
+        (("add", "x", "--expires", "soon"), "2027-01-31"),
+        (("rm", "nobody"), "nobody"),
+    ],
+)
+def test_the_commands_mistakes(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    file = tmp_path / "keys.json"
+    add(file, "bob", ["ops"])
+    before = file.read_text()
+    failed = run("keys", *arguments, GRADSERVE_KEYS=str(file))
+    assert failed.returncode == 1
+    assert words in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert file.read_text() == before
+
+
+def test_the_command_wants_a_file() -> None:
+    failed = run("keys", "ls", GRADSERVE_KEYS="")
+    assert failed.returncode != 0
+    assert "GRADSERVE_KEYS" in failed.stderr
+
+
+def test_a_server_does_not_start_with_keys_that_are_not_there(tmp_path: Path) -> None:
+    failed = run("serve", GRADSERVE_KEYS=str(tmp_path / "none.json"), GRADSERVE_STORE="memory:", GRADSERVE_PORT="0")
+    assert failed.returncode == 2
+    assert "gradserve keys add" in failed.stderr
+    (tmp_path / "bad.json").write_text("[]")
+    failed = run("serve", GRADSERVE_KEYS=str(tmp_path / "bad.json"), GRADSERVE_STORE="memory:", GRADSERVE_PORT="0")
+    assert failed.returncode == 1
+    assert "no file of API keys" in failed.stderr
+
+
+def test_gradients_through_a_namespace_are_exact(people: dict[str, httpx.Client]) -> None:
+    ann = people["ann"]
+    ann.put("/v1/buffers/big", json={"shape": [100_000]})
+    gradient = np.arange(100_000, dtype=np.float32)
+    body = safetensors.numpy.save({"gradient": gradient})
+    for _ in range(3):
+        headers = {"Content-Type": "application/vnd.safetensors"}
+        assert ann.post("/v1/buffers/big/accumulate", content=body, headers=headers).status_code == 200
+    answer = ann.get("/v1/buffers/big/value", headers={"Accept": "application/vnd.safetensors"})
+    assert (safetensors.numpy.load(answer.content)["value"] == 3 * gradient).all()
