@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import signal
 import sys
 import time
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-import uvicorn
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
-from uvicorn.supervisors import Multiprocess
 
 from service import transfer
-from service.api.app import server_config, store_at
+from service.api.app import store_at
+from service.api.server import run
 from service.arena import keep_freed_memory
 from service.buffers.url import path_of
 from service.errors import GradserveError, KeyFileInvalid, StoreFailed
@@ -189,14 +187,7 @@ def _serve(settings: Settings) -> int:
         return 2
     store_at(settings).close()  # what is wrong with it is better said here than in every worker
     keep_freed_memory(settings.reuse_bytes)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.
-        signal.signal(number, lambda *_: None)
-    config = server_config(settings)
-    if settings.workers == 1:
-        uvicorn.Server(config).run()
-    else:
-        Multiprocess(config, sockets=[config.bind_socket()]).run()
+    run(settings)
     return 0
 
 

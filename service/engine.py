@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -28,6 +29,9 @@ class Engine:
         # BLAS must not start threads of its own beside the pool's, and its bits must not depend on their number.
         threadpool_limits(1, user_api="blas")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
+        self._lock = threading.Lock()
+        self.waiting = 0
+        """How much was submitted that has neither started nor been cancelled."""
         self._arena = Arena(reuse_bytes)
         self._workspace = Workspace(self._pool, threads, self._allocate)
         self._alone = Workspace(allocate=self._allocate)
@@ -42,7 +46,19 @@ class Engine:
 
     def submit(self, work: Callable[[], R]) -> Future[R]:
         """Call `work` in the pool. A future that is cancelled before it starts is dropped."""
-        return self._pool.submit(work)
+
+        def start() -> R:
+            self._count_waiting(-1)
+            return work()
+
+        self._count_waiting(1)
+        future = self._pool.submit(start)
+        future.add_done_callback(lambda done: self._count_waiting(-1) if done.cancelled() else None)
+        return future
+
+    def _count_waiting(self, change: int) -> None:
+        with self._lock:
+            self.waiting += change
 
     def close(self) -> None:
         """Finish what runs, drop what waits, and end the threads."""

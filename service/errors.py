@@ -35,6 +35,7 @@
     - IndexOutOfRange           422 index_out_of_range
     - NonfiniteGradient         422 nonfinite_gradient
     - KeyReused                 422 idempotency_key_reused
+  x Busy                        429 busy
   x NotReady                    503 not_ready
   x StoreFailed                 503 store_failed
   x StoreFull                   507 store_full
@@ -284,6 +285,13 @@ class KeyReused(Invalid):
     """The Idempotency-Key was used before, for another request."""
 
     code = "idempotency_key_reused"
+
+
+class Busy(GradserveError):
+    """The server has as much to do as it takes on; try again soon."""
+
+    status = 429
+    code = "busy"
 
 
 class NotReady(GradserveError):

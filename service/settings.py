@@ -41,6 +41,12 @@ class Settings(BaseSettings):
     )
     max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")
+    max_bytes_in_flight: PositiveInt = Field(
+        1 << 30, description="Bytes of all requests in flight, beyond which large ones are told to come again."
+    )
+    max_waiting: PositiveInt = Field(
+        256, description="Requests that may wait for a thread, beyond which large ones are told to come again."
+    )
     request_timeout: PositiveFloat = Field(
         60, description="Seconds without a byte after which a request whose body is not complete is given up."
     )

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from service.api.app import server_config
+from service.api.server import server_config
 from service.settings import Settings
 
 

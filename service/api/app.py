@@ -7,20 +7,19 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 import numpy as np
-import uvicorn
 from fastapi import FastAPI
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api import buffers, health, open_inference, openapi, ops, problems
+from service.api.admission import Admission
 from service.api.auth import admit
-from service.api.protocol import Protocol
 from service.api.waiting import Waiting
 from service.arena import keep_freed_memory
 from service.buffers.store import Allocate, Store
 from service.buffers.url import open_store
 from service.engine import Engine
-from service.errors import GradserveError, StoreFailed
+from service.errors import Busy, Forbidden, StoreFailed, Unauthorized
 from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
@@ -40,9 +39,14 @@ class Application(FastAPI):
         if scope["type"] == "http":
             try:
                 admit(scope, self.state.keys)
-            except GradserveError as error:
+                with self.state.admission.admitted(scope, self.state.engine):
+                    await self._answer(scope, receive, send)
+            except (Unauthorized, Forbidden, Busy) as error:
                 await problems.answer(scope["path"], error)(scope, receive, send)
-                return
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
         if path := open_inference.wants_inference(scope):
             await open_inference.infer(self.state, scope, receive, send, path)
@@ -50,26 +54,6 @@ class Application(FastAPI):
             await buffers.accumulate_directly(scope, receive, send, path)
         else:
             await super().__call__(scope, receive, send)
-
-
-def server_config(settings: Settings) -> uvicorn.Config:
-    """The application and the server that it runs under."""
-    return uvicorn.Config(
-        create_app(settings) if settings.workers == 1 else "service.api.app:in_worker",
-        factory=settings.workers > 1,
-        workers=settings.workers,
-        host=settings.host,
-        port=settings.port,
-        timeout_graceful_shutdown=settings.drain_timeout,
-        timeout_keep_alive=settings.keep_alive,
-        http=Protocol,
-        ws="none",
-        access_log=settings.access_log,
-        proxy_headers=False,
-        server_header=False,
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
-    )
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -84,6 +68,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.engine = None
     app.state.store = None
     app.state.statistics = {}
+    app.state.admission = Admission(settings.max_bytes_in_flight, settings.max_waiting, settings.max_body_bytes)
     app.state.keys = None if settings.keys is None else KeyFile(settings.keys)
     app.include_router(ops.router)
     app.include_router(buffers.router)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.api import openapi, problems
+from service.api.admission import hold
 from service.api.auth import caller_of
 from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.buffer_models import (
@@ -144,6 +145,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
     tag = record.etag if query.epoch is None else f'"{query.epoch}-{record.kept(query.epoch).version}"'
     if _is_known(request, tag):
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
+    hold(request.scope, record.spec.nbytes)
     work = partial(_read, request, [name], query, answers, True)
     engine = engine_of(request.app.state)
     small = record.spec.nbytes <= (INLINE_TEXT if answers == JSON else INLINE_BYTES)
@@ -294,6 +296,7 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
         if query.epoch is not None:
             for name in names:
                 asked.store.record(name).kept(query.epoch)
+        hold(request.scope, sum(asked.store.record(name).spec.nbytes for name in names))
         work = partial(_read, request, names, query, asked.answers, False)
         return await in_pool(request.receive, asked.engine, work)
 

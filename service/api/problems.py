@@ -16,12 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.body import Answer
 from service.errors import (
+    Busy,
     GradserveError,
     Invalid,
     InvalidParameter,
     MalformedBody,
     MethodNotAllowed,
     NotFound,
+    NotReady,
     RequestTimeout,
     Unauthorized,
     UnknownParameter,
@@ -35,6 +37,8 @@ def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None =
     """`error` as an answer, in the form of the API that `path` belongs to."""
     if isinstance(error, RequestTimeout):
         headers = {"Connection": "close"}  # the rest of the body may still come, and is no request
+    if isinstance(error, (Busy, NotReady)):
+        headers = {"Retry-After": "1"}
     if isinstance(error, Unauthorized):
         headers = {"WWW-Authenticate": "Bearer"}
     if path == "/v2" or path.startswith("/v2/"):

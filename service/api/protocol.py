@@ -57,6 +57,12 @@ class Protocol(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
+    def shutdown(self) -> None:
+        """The server stops: whoever waits for an epoch is told."""
+        waiting = self.config.loaded_app.state.waiting
+        waiting.stop()
+        super().shutdown()
+
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         cycle = self.cycle

@@ -11,7 +11,7 @@ from starlette.types import Receive
 
 from service.buffers.store import Store
 from service.engine import Engine
-from service.errors import EpochOpen, TooFewGradients
+from service.errors import EpochOpen, NotReady, TooFewGradients
 
 R = TypeVar("R")
 
@@ -54,7 +54,13 @@ class Waiting:
         self._store = store
         self._changed = asyncio.Event()
         self._waiters = 0
+        self._stopping = False
         self._poller: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """Let nobody wait any longer: the server stops."""
+        self._stopping = True
+        self._wake()
 
     async def until(self, receive: Receive, seconds: float, attempt: Callable[[], Coroutine[Any, Any, R]]) -> R:
         """What `attempt` returns, called again after each change while it raises `EpochOpen` or `TooFewGradients`.
@@ -83,6 +89,8 @@ class Waiting:
                 self._poller = asyncio.create_task(self._poll(seen))
             async with asyncio.timeout_at(end):
                 while self._store.generation() == seen:
+                    if self._stopping:
+                        raise NotReady("The server is stopping; ask again for what was waited for")
                     await self._changed.wait()
             return True
         except TimeoutError:

@@ -76,7 +76,7 @@ PATHS = ["/v1/ops", "/v1/buffers", "/v1/buffers/a/value", "/v2", "/v2/models/Rel
 )
 @pytest.mark.parametrize("path", PATHS)
 def test_without_a_good_key_there_is_nothing(locked: str, path: str, header: str | None) -> None:
-    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    headers = [] if header is None else [(b"Authorization", header.encode("latin-1"))]
     answer = httpx.get(f"{locked}{path}", headers=headers)
     assert answer.headers["www-authenticate"] == "Bearer"
     if path.startswith("/v2"):

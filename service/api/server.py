@@ -1,0 +1,75 @@
+"""The server: uvicorn with one process or several, which stop when they are told to, and at once when told again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+import uvicorn
+from uvicorn.supervisors import Multiprocess
+
+from service.api.app import create_app
+from service.api.protocol import Protocol
+from service.settings import Settings
+
+
+def server_config(settings: Settings) -> uvicorn.Config:
+    """The application and the server that it runs under."""
+    return uvicorn.Config(
+        create_app(settings) if settings.workers == 1 else "service.api.app:in_worker",
+        factory=settings.workers > 1,
+        workers=settings.workers,
+        host=settings.host,
+        port=settings.port,
+        timeout_graceful_shutdown=settings.drain_timeout,
+        timeout_keep_alive=settings.keep_alive,
+        http=Protocol,
+        ws="none",
+        access_log=settings.access_log,
+        proxy_headers=False,
+        server_header=False,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+    )
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.
+        signal.signal(number, lambda *_: None)
+    config = server_config(settings)
+    if settings.workers == 1:
+        _Server(config).run()
+    else:
+        _Workers(config, sockets=[config.bind_socket()]).run()
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(1)  # what was acknowledged is on the disk, and nothing else is worth waiting for
+        super().handle_exit(sig, frame)
+
+
+class _Workers(Multiprocess):
+    """Those that die are replaced."""
+
+    def handle_int(self) -> None:
+        self._stop()
+
+    def handle_term(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self.should_exit.set()
+        for one in self.sockets:
+            one.close()  # or else connections would queue up that no worker accepts any more
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop_at_once)
+
+    def _stop_at_once(self, number: int, frame: FrameType | None) -> None:
+        for process in self.processes:
+            process.kill()
+        os._exit(1)

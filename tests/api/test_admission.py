@@ -1,0 +1,160 @@
+"""A server that has enough to do says so at once, and goes on with what it has and with what is small."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.serving import assert_problem, serving
+
+SAFETENSORS = "application/vnd.safetensors"
+
+
+def relu(size: int) -> bytes:
+    return safetensors.numpy.save({name: np.ones(size, np.float32) for name in ("dY", "X")})
+
+
+def post(url: str, body: bytes, **headers: str) -> httpx.Response:
+    return httpx.post(
+        f"{url}/v1/ops/ReluGrad", content=body, headers={"Content-Type": SAFETENSORS, **headers}, timeout=30
+    )
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving(max_bytes_in_flight=1 << 20, max_body_bytes=1 << 22, threads=1) as url:
+        yield url
+
+
+@contextmanager
+def half_sent(url: str, body: bytes, *, chunked: bool = False) -> Iterator[socket.socket]:
+    """A connection on which half a request was sent."""
+    host, port = url.removeprefix("http://").split(":")
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+    head = f"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n{length}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode() + (b"1\r\nx\r\n" if chunked else body[: len(body) // 2]))
+        yield connection
+
+
+def is_refused(url: str, body: bytes) -> bool:
+    answer = post(url, body)
+    if answer.status_code == 200:
+        return False
+    assert_problem(answer, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT", str(len(body)))
+    assert answer.headers["retry-after"] == "1"
+    return True
+
+
+def wait_until_held(url: str) -> None:
+    """Until the server has taken the half-sent request up."""
+    for _ in range(1000):
+        if is_refused(url, relu(40_000)):
+            return
+    raise AssertionError("everything is let in")
+
+
+def test_beyond_the_bytes_in_flight_large_requests_wait_outside(url: str) -> None:
+    large, small = relu(100_000), relu(1000)
+    with half_sent(url, large) as connection:
+        wait_until_held(url)
+        with socket.create_connection(connection.getpeername(), timeout=30) as other:  # answered before its body comes
+            head = f"POST /v1/buffers/a/accumulate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n"
+            other.sendall(head.encode())
+            assert other.recv(1000).startswith(b"HTTP/1.1 429 ")
+        assert post(url, small).status_code == 200
+        assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+        connection.sendall(large[len(large) // 2 :])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert not is_refused(url, large)
+
+
+def test_on_v2_it_is_told_in_its_form(url: str) -> None:
+    with half_sent(url, relu(100_000)):
+        wait_until_held(url)
+        answer = httpx.post(f"{url}/v2/models/ReluGrad/infer", content=relu(100_000))
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert "GRADSERVE_MAX_BYTES_IN_FLIGHT" in answer.json()["error"]
+
+
+def test_a_client_that_leaves_holds_nothing(url: str) -> None:
+    for _ in range(3):
+        with half_sent(url, relu(100_000)):
+            wait_until_held(url)
+    for _ in range(1000):
+        if not is_refused(url, relu(100_000)):
+            return
+    raise AssertionError("what a client held that has left stays held")
+
+
+def test_a_body_in_chunks_counts_as_the_largest(url: str) -> None:
+    with half_sent(url, b"", chunked=True):
+        wait_until_held(url)
+        assert is_refused(url, relu(20_000))
+
+
+def test_one_request_alone_may_be_larger(url: str) -> None:
+    assert post(url, relu(400_000)).status_code == 200
+
+
+def test_a_refused_request_can_be_sent_again_on_its_connection(url: str) -> None:
+    large = relu(100_000)
+    with httpx.Client(base_url=url, timeout=30) as client, half_sent(url, large):
+        wait_until_held(url)
+        for _ in range(3):
+            answer = client.post("/v1/ops/ReluGrad", content=large, headers={"Content-Type": SAFETENSORS})
+            assert answer.status_code == 429
+        assert client.get("/v1/ops").status_code == 200
+
+
+def test_values_that_are_read_count_too(url: str) -> None:
+    httpx.put(f"{url}/v1/buffers/v", json={"shape": [200_000]})
+    with half_sent(url, relu(100_000)):
+        wait_until_held(url)
+        assert_problem(httpx.get(f"{url}/v1/buffers/v/value"), 429, "busy")
+        assert_problem(httpx.post(f"{url}/v1/buffers/value", json={"names": ["v"]}), 429, "busy")
+        assert httpx.get(f"{url}/v1/buffers/v").status_code == 200
+    answer = httpx.get(f"{url}/v1/buffers/v/value", headers={"Accept": SAFETENSORS})
+    assert answer.status_code in (200, 429)  # the server may be a moment behind
+
+
+def test_beyond_the_queue_large_requests_wait_outside() -> None:
+    steps, hidden = 3000, 96
+    gru: dict[str, np.ndarray[Any, Any]] = {
+        "X": np.ones((steps, 8, hidden), np.float32),
+        "W": np.ones((1, 3 * hidden, hidden), np.float32) / hidden,
+        "R": np.ones((1, 3 * hidden, hidden), np.float32) / hidden,
+    }
+    body = safetensors.numpy.save(gru)
+    refused = threading.Event()
+    with serving(threads=1, max_waiting=1) as url, ThreadPoolExecutor(6) as pool:
+
+        def ask(_: int) -> int:
+            answer = httpx.post(
+                f"{url}/v1/ops/GRUTraining?outputs=HFinal",
+                content=body,
+                headers={"Content-Type": SAFETENSORS},
+                timeout=60,
+            )
+            if answer.status_code == 429:
+                assert_problem(answer, 429, "busy", "GRADSERVE_MAX_WAITING")
+                refused.set()
+            return answer.status_code
+
+        for _ in range(5):
+            statuses = list(pool.map(ask, range(6)))
+            assert set(statuses) <= {200, 429}
+            assert 200 in statuses
+            if refused.is_set():
+                break
+        assert refused.is_set()
+        assert ask(0) == 200

@@ -1,0 +1,91 @@
+"""A server that is told to stop finishes what it has, lets nobody wait in vain, and stops at once when told twice."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.faults.servers import Server
+from tests.serving import assert_problem
+
+SAFETENSORS = "application/vnd.safetensors"
+
+
+@pytest.fixture(params=[1, 2])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path / "store", workers=request.param) as server:
+        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
+        yield server
+
+
+def body() -> bytes:
+    return safetensors.numpy.save({"gradient": np.ones(100_000, np.float32)})
+
+
+def half_sent(server: Server) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    head = f"POST /v1/buffers/a/accumulate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body())}\r\n"
+    head += f"Content-Type: {SAFETENSORS}\r\nAccept: application/json\r\nExpect: 100-continue\r\n\r\n"
+    connection.sendall(head.encode())
+    assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # the request is in flight
+    connection.sendall(body()[:1000])
+    return connection
+
+
+def wait_until_nothing_is_taken(server: Server) -> None:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            httpx.get(f"{server.url}/v2/health/ready", timeout=30)
+        except httpx.TransportError:
+            return
+    raise AssertionError("the server goes on")
+
+
+def test_what_is_in_flight_is_finished(server: Server) -> None:
+    with half_sent(server) as connection:
+        server.process.send_signal(signal.SIGTERM)
+        wait_until_nothing_is_taken(server)
+        connection.sendall(body()[1000:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert server.process.wait(30) == 0
+    server.start()
+    assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == 1
+
+
+def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server) -> None:
+    paths = ["/v1/buffers/a/value?epoch=0&timeout=300", "/v1/buffers/a/value?epoch=5&timeout=300"]
+    with ThreadPoolExecutor(4) as pool, httpx.Client(base_url=server.url, timeout=60) as client:
+        waiting = [pool.submit(client.get, path) for path in paths]
+        waiting.append(pool.submit(client.post, "/v1/buffers/a/take?min_count=3&timeout=300"))
+        for _ in range(50):  # once these are answered, those are being waited for
+            httpx.get(f"{server.url}/v1/buffers/a")
+        server.process.send_signal(signal.SIGTERM)
+        for one in waiting:
+            answer = one.result(60)
+            assert_problem(answer, 503, "not_ready", "stopping")
+            assert answer.headers["retry-after"] == "1"
+    assert server.process.wait(30) == 0
+
+
+def test_told_twice_it_stops_at_once_and_loses_nothing(server: Server) -> None:
+    headers = {"Content-Type": SAFETENSORS, "Accept": "application/json"}
+    for count in range(1, 4):
+        answer = httpx.post(f"{server.url}/v1/buffers/a/accumulate", content=body(), headers=headers)
+        assert answer.json()["count"] == count
+    with half_sent(server):  # which would be waited for
+        server.process.send_signal(signal.SIGTERM)
+        wait_until_nothing_is_taken(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 1
+    server.start()
+    assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == 3
