@@ -31,8 +31,8 @@ class Admission:
     def admitted(self, scope: Scope, engine: Engine | None) -> Iterator[None]:
         """Let the request in for the time of the block. Raises `Busy`."""
         ticket = scope[_TICKET] = Ticket(self)
-        size = _announced(scope, self._largest)
-        if size > SMALL_BYTES:
+        size = _announced(scope)
+        if SMALL_BYTES < size <= self._largest:  # what is larger is refused for that
             if engine is not None and engine.waiting >= self._max_waiting:
                 self.refused += 1
                 raise Busy(
@@ -71,16 +71,14 @@ class Ticket:
 
 
 def hold(scope: Scope, size: int) -> None:
-    """Let the request hold `size` bytes for its answer. Raises `Busy`."""
+    """Let the request hold `size` bytes more, of its answer, or of a body that comes in chunks. Raises `Busy`."""
     if size > SMALL_BYTES and _TICKET in scope:
         scope[_TICKET].take(size)
 
 
-def _announced(scope: Scope, largest: int) -> int:
-    """The bytes that the body will have: if it comes in chunks, as many as there may be."""
+def _announced(scope: Scope) -> int:
+    """The bytes that the body will have, as far as that is known."""
     for name, value in scope["headers"]:
         if name == b"content-length":
-            return min(int(value), largest)
-        if name == b"transfer-encoding":
-            return largest
+            return int(value)
     return 0

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.api.admission import SMALL_BYTES, hold
 from service.api.protocol import BODY_AT_HAND, RECEIVE_INTO, SEND_AT_ONCE
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
@@ -55,7 +56,7 @@ async def read_body(
                 raise _too_large(f"The body has {len(body)} bytes", limit)
             return memoryview(body)
         if announced is None or announced <= DIRECT_BYTES or RECEIVE_INTO not in extensions:
-            return await _grown(receive, limit, patience)
+            return await _grown(scope, receive, limit, patience)
         shift = -head % ALIGNMENT
         whole = allocate(announced + shift)[shift:]
         if not await extensions[RECEIVE_INTO](whole, patience):
@@ -67,9 +68,10 @@ async def read_body(
         ) from None
 
 
-async def _grown(receive: Receive, limit: int, patience: float) -> memoryview:
+async def _grown(scope: Scope, receive: Receive, limit: int, patience: float) -> memoryview:
     """A body that is small, of unknown length, or comes under another server."""
-    body, more = bytearray(), True
+    body, more, held = bytearray(), True, 0
+    chunked = not any(name == b"content-length" for name, _ in scope["headers"])
     async with asyncio.timeout(patience) as timeout:
         while more:
             message = await receive()
@@ -79,6 +81,9 @@ async def _grown(receive: Receive, limit: int, patience: float) -> memoryview:
             if len(body) + len(chunk) > limit:
                 raise _too_large(f"The body has more than {len(body)} bytes", limit)
             body += chunk
+            if chunked and len(body) - held > SMALL_BYTES:
+                hold(scope, len(body) - held)
+                held = len(body)
             if more:
                 timeout.reschedule(asyncio.get_running_loop().time() + patience)
     return memoryview(body)
