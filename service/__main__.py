@@ -17,9 +17,9 @@ from service.api.app import store_at
 from service.api.server import run
 from service.arena import keep_freed_memory
 from service.buffers.url import path_of
-from service.errors import GradserveError, KeyFileInvalid, StoreFailed
+from service.errors import GradserveError, StoreFailed
 from service.kernels import OPERATORS
-from service.keys import SCOPES, add, load, remove
+from service.keys import SCOPES, KeyFileInvalid, add, load, remove
 from service.limits import Limits
 from service.settings import Settings
 
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return _keys(settings, options)
             case _:
                 return _serve(settings)
-    except (GradserveError, OSError) as error:
+    except (GradserveError, KeyFileInvalid, OSError) as error:
         print(f"gradserve: {error}", file=sys.stderr)
         return 1
 

@@ -39,7 +39,6 @@
   x NotReady                    503 not_ready
   x StoreFailed                 503 store_failed
   x StoreFull                   507 store_full
-  x KeyFileInvalid              500 internal, of commands only
 
 `status` and `code` are plain class attributes, so that no layer below the API needs to know the web. The first line of
 each docstring is the title of the answer and the text of the documentation.
@@ -313,10 +312,6 @@ class StoreFull(GradserveError):
 
     status = 507
     code = "store_full"
-
-
-class KeyFileInvalid(GradserveError):
-    """The file of API keys cannot be read, or not be changed as asked."""
 
 
 def cut(text: str, longest: int = 80) -> str:

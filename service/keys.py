@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from service.errors import KeyFileInvalid, shown
+from service.errors import shown
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ PREFIX = "gs"
 _SECRET = re.compile(rf"{PREFIX}_([0-9a-f]{{12}})_[A-Za-z0-9_-]{{43}}")
 _NAME = re.compile(r"[A-Za-z0-9._:@-]{1,100}")
 _FORMAT = 1
+
+
+class KeyFileInvalid(ValueError):
+    """The file of API keys cannot be read, or not be changed as asked."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ def load(path: Path) -> list[ApiKey]:
         return [ApiKey(**{**one, "scopes": tuple(one["scopes"])}) for one in document["keys"]]
     except FileNotFoundError:
         return []
+    except KeyFileInvalid:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise KeyFileInvalid(f"{path} is no file of API keys: {error}") from None
 
