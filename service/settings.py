@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings judges settings by pydantic's types
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -21,6 +22,9 @@ class Settings(BaseSettings):
     )
     keys: Path | None = Field(
         None, description="File of API keys (gradserve keys); where it is set, every request needs one, but for probes."
+    )
+    metrics_open: Literal["loopback", "always", "never"] = Field(
+        "loopback", description="Who may read /metrics without an API key with the scope admin, where keys are needed."
     )
     tls_certificate: Path | None = Field(None, description="File of the certificate, PEM, with which to speak HTTPS.")
     tls_key: Path | None = Field(None, description="File of the certificate's key, PEM.")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
 from starlette.responses import RedirectResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from service.api import buffers, health, open_inference, openapi, ops, problems
 from service.api.admission import Admission
 from service.api.auth import admit
+from service.api.metrics import METRICS_DIRECTORY, STATUS, Metrics, route_of
 from service.api.waiting import Waiting
 from service.arena import keep_freed_memory
-from service.buffers.store import Allocate, Store
+from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
 from service.engine import Engine
 from service.errors import Busy, Forbidden, StoreFailed, Unauthorized
@@ -33,21 +38,42 @@ def in_worker() -> FastAPI:
 
 
 class Application(FastAPI):
-    """FastAPI, behind the keys; past it the two hottest kinds of requests go straight to their handlers."""
+    """FastAPI, behind the keys and counted; past it the two hottest kinds of requests go straight to their handlers."""
+
+    def __init__(self, settings: Settings, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.settings = settings
+        self.keys = None if settings.keys is None else KeyFile(settings.keys)
+        self.admission = Admission(settings.max_bytes_in_flight, settings.max_waiting, settings.max_body_bytes)
+        shared = os.environ.get(METRICS_DIRECTORY)
+        self.metrics = Metrics(None if shared is None or settings.workers == 1 else Path(shared))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                admit(scope, self.state.keys)
-                with self.state.admission.admitted(scope, self.state.engine):
-                    await self._answer(scope, receive, send)
-            except (Unauthorized, Forbidden, Busy) as error:
-                await problems.answer(scope["path"], error)(scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await super().__call__(scope, receive, send)
+            return
+        scope["app"], metrics, start = self, self.metrics, time.perf_counter()
+        metrics.count("gradserve_in_flight", 1)
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                scope[STATUS] = message["status"]
+            await send(message)
+
+        try:
+            admit(scope, self.keys, self.settings.metrics_open)
+            with self.admission.admitted(scope, self.state.engine):
+                await self._answer(scope, receive, sending)
+        except (Unauthorized, Forbidden, Busy) as error:
+            metrics.count("gradserve_refused", isinstance(error, Busy))
+            await problems.answer(scope["path"], error)(scope, receive, sending)
+        finally:
+            metrics.count("gradserve_in_flight", -1)
+            metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
+            route = route_of(scope["path"], scope["method"])
+            metrics.answered(route, scope.get(STATUS, 0), time.perf_counter() - start)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self
         if path := open_inference.wants_inference(scope):
             await open_inference.infer(self.state, scope, receive, send, path)
         elif path := buffers.wants_accumulate(scope):
@@ -59,6 +85,7 @@ class Application(FastAPI):
 def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application. Its engine lives from the application's startup to its shutdown."""
     app = Application(
+        settings,
         title="gradserve",
         version=version("gradserve"),
         description="The gradient kernels of ONNX Runtime over HTTP, and buffers in which every gradient counts once.",
@@ -68,8 +95,6 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.engine = None
     app.state.store = None
     app.state.statistics = {}
-    app.state.admission = Admission(settings.max_bytes_in_flight, settings.max_waiting, settings.max_body_bytes)
-    app.state.keys = None if settings.keys is None else KeyFile(settings.keys)
     app.include_router(ops.router)
     app.include_router(buffers.router)
     app.include_router(open_inference.router)
@@ -81,12 +106,12 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 @asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(app: Application) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
     engine = Engine(
         threads=settings.threads, limits=Limits(settings.max_tensor_bytes), reuse_bytes=settings.reuse_bytes
     )
-    store = store_at(settings, engine.empty)
+    store = store_at(settings, engine.empty, app.metrics.committed)
     app.state.waiting = Waiting(store)
     app.state.engine, app.state.store = engine, store
     try:
@@ -97,7 +122,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.close()
 
 
-def store_at(settings: Settings, allocate: Allocate = np.empty) -> Store:
+def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Committed = uncounted) -> Store:
     """The store of the settings. Raises `StoreFailed`."""
     if settings.workers > 1 and settings.store == "memory:":
         raise StoreFailed(
@@ -105,7 +130,11 @@ def store_at(settings: Settings, allocate: Allocate = np.empty) -> Store:
             " which workers share"
         )
     return open_store(
-        settings.store, max_bytes=settings.store_bytes, key_seconds=settings.idempotency_seconds, allocate=allocate
+        settings.store,
+        max_bytes=settings.store_bytes,
+        key_seconds=settings.idempotency_seconds,
+        allocate=allocate,
+        committed=committed,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import NamedTuple
 
 from starlette.types import Scope
@@ -36,9 +37,11 @@ def caller_of(scope: Scope) -> Caller:
     return scope.get(CALLER, ANYONE)  # type: ignore[no-any-return]
 
 
-def admit(scope: Scope, keys: KeyFile | None) -> None:
+def admit(scope: Scope, keys: KeyFile | None, metrics_open: str) -> None:
     """Find out who asks, and whether they may. Raises `Unauthorized` and `Forbidden`."""
     if keys is None or _is_open(scope["path"]):
+        return
+    if scope["path"] == "/metrics" and (metrics_open == "always" or metrics_open == "loopback" and _is_near(scope)):
         return
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     if not given:
@@ -58,6 +61,13 @@ def admit(scope: Scope, keys: KeyFile | None) -> None:
 def _is_open(path: str) -> bool:
     """What a probe asks, and what is the same on every server."""
     return path.startswith("/v2/health/") or path in ("/", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+
+
+def _is_near(scope: Scope) -> bool:
+    """Whether the request comes from this machine, and not through a proxy on it."""
+    client = scope.get("client")
+    forwarded = any(name in (b"x-forwarded-for", b"forwarded") for name, _ in scope["headers"])
+    return client is not None and ipaddress.ip_address(client[0]).is_loopback and not forwarded
 
 
 def _needed(scope: Scope) -> list[str]:

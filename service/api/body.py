@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.api.admission import SMALL_BYTES, hold
+from service.api.metrics import STATUS, Metrics
 from service.api.protocol import BODY_AT_HAND, RECEIVE_INTO, SEND_AT_ONCE
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
@@ -144,19 +146,22 @@ class Answer(NamedTuple):
 
     async def send(self, scope: Scope, send: Send) -> None:
         """Send it, as the answer to the request of this scope."""
-        size = sum(map(len, self.pieces))
+        size, started = sum(map(len, self.pieces)), time.perf_counter_ns()
         pieces = self.pieces if size > JOINED_BYTES else [b"".join(self.pieces)]
         headers = {"content-type": self.media_type, "content-length": str(size), **self.headers}
         head = [(name.encode(), value.encode()) for name, value in headers.items()]
         send_at_once = scope.get("extensions", {}).get(SEND_AT_ONCE)
         if send_at_once is not None:
+            scope[STATUS] = 200
             await send_at_once(head, pieces)
-            return
-        # Under another server.
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        for piece in pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:  # under another server
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        metrics: Metrics = scope["app"].metrics
+        metrics.count("gradserve_sent_bytes", size)
+        metrics.spent("write", time.perf_counter_ns() - started)
 
 
 class AnswerResponse(Response):

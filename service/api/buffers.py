@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -47,7 +48,7 @@ from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.problems import invalid_parameter
 from service.api.tensors import judge
 from service.api.waiting import Waiting, in_pool
-from service.api.work import INLINE_BYTES, INLINE_TEXT, engine_of
+from service.api.work import INLINE_BYTES, INLINE_TEXT, engine_of, metrics_of
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Take, Zero
 from service.buffers.store import Array, Key, Receipt, Record, Spec, check_name
 from service.codecs import json as json_codec
@@ -323,7 +324,9 @@ class _Asked:
         coding = coding_of(headers)
         limit, patience = settings.max_body_bytes, settings.request_timeout
         engine = engine_of(request.app.state)
+        began = time.monotonic_ns()
         body = await read_body(request.scope, request.receive, headers, limit, patience, engine.buffer)
+        metrics_of(request.scope).received(len(body), time.monotonic_ns() - began)
         if coding is not None:
             body = await in_pool(request.receive, engine, partial(inflate, body, coding, limit))
         return cls(request, sent, answers, body)
@@ -381,7 +384,11 @@ class _Asked:
         return tensors
 
     async def change(self, changes: Sequence[Change]) -> Outcome:
-        return await change(self.store, changes, self._key)
+        began = time.monotonic_ns()
+        try:
+            return await change(self.store, changes, self._key)
+        finally:
+            metrics_of(self._request.scope).spent("store", time.monotonic_ns() - began)
 
     async def take(self, changes: Sequence[Take], timeout: float) -> Outcome:
         tried = False

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
 from service.api.app import create_app
+from service.api.metrics import METRICS_DIRECTORY
 from service.api.protocol import Protocol
 from service.settings import Settings
 
@@ -43,7 +45,9 @@ def run(settings: Settings) -> None:
     if settings.workers == 1:
         _Server(config).run()
     else:
-        _Workers(config, sockets=[config.bind_socket()]).run()
+        with TemporaryDirectory(prefix="gradserve-") as directory:
+            os.environ[METRICS_DIRECTORY] = directory
+            _Workers(config, sockets=[config.bind_socket()]).run()
 
 
 class _Server(uvicorn.Server):

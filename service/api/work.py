@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope
 from service.api.auth import caller_of
 from service.api.body import Answer, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
+from service.api.metrics import Metrics
 from service.api.statistics import Statistics
 from service.api.waiting import in_pool
 from service.buffers.changes import Add, Outcome
@@ -75,6 +76,12 @@ def statistics_of(scope: Scope) -> Statistics:
     return kept.setdefault(caller_of(scope).namespace, Statistics())
 
 
+def metrics_of(scope: Scope) -> Metrics:
+    """The server's metrics."""
+    metrics: Metrics = scope["app"].metrics
+    return metrics
+
+
 async def respond(
     state: Any,
     scope: Scope,
@@ -90,14 +97,16 @@ async def respond(
     All but the reading happens in the pool, or, for a body of up to `inline` bytes, at once.
     """
     settings: Settings = state.settings
-    statistics = statistics_of(scope)
+    statistics, metrics = statistics_of(scope), metrics_of(scope)
     asked = time.monotonic_ns()
     try:
         engine, headers = engine_of(state), dict(scope["headers"])
         codings = coding_of(headers), wanted_coding(headers)
         limit, patience = settings.max_body_bytes, settings.request_timeout
         body = await read_body(scope, receive, headers, limit, patience, engine.buffer, head)
-        asked = time.monotonic_ns()
+        received = time.monotonic_ns()
+        metrics.received(len(body), received - asked)
+        asked = received
         small = len(body) <= inline and operator.linear and codings == (None, None)
         work = partial(_perform, state, scope, operator, body, codings, decode, asked)
         try:
@@ -105,7 +114,9 @@ async def respond(
         except _LargeError:
             done = await in_pool(receive, engine, partial(work, False))
         if isinstance(done, Adding):
+            began = time.monotonic_ns()
             outcome = await change(store_of(scope), done.changes, done.key)
+            metrics.spent("store", time.monotonic_ns() - began)
             done = done.finish(outcome) if small else await in_pool(receive, engine, partial(done.finish, outcome))
         return done
     except GradserveError as error:
@@ -140,7 +151,9 @@ def _perform(
             answer = Answer(deflate(answer.pieces, goes_out_in), answer.media_type, answer.headers)
         if headers:
             answer = answer._replace(headers={**answer.headers, **headers})
-        statistics_of(scope).succeeded(operator.name, asked, started, decoded, computed, time.monotonic_ns())
+        encoded = time.monotonic_ns()
+        statistics_of(scope).succeeded(operator.name, asked, started, decoded, computed, encoded)
+        metrics_of(scope).computed(started - asked, decoded - started, computed - decoded, encoded - computed)
         return answer
 
     if job.buffers is NO_BUFFERS:

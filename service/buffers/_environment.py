@@ -35,7 +35,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from service.buffers._values import SlotFile, ValueReader, opened, seal
+from service.buffers._values import CHUNK, SlotFile, ValueReader, opened, seal
 from service.buffers.store import Closed, Key, Known, Record, spec_of
 from service.errors import BufferCorrupt, StoreFailed, StoreFull
 
@@ -254,6 +254,18 @@ class Reader:
         """The slots that nothing refers to."""
         with self._txn.cursor(db=self._env.free) as cursor:
             return [slot for found in cursor.iternext(keys=False) for slot in np.frombuffer(found, "<i8").tolist()]
+
+    def taken(self) -> int:
+        """Bytes of the pages in use and of all slots."""
+        pages = 0
+        for name in DATABASES:
+            stat = self._txn.stat(getattr(self._env, name))
+            pages += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
+        return pages + self.values.slots() * CHUNK
+
+    def used(self) -> int:
+        """Bytes of the pages and slots in use."""
+        return self.taken() - len(self.free_slots()) * CHUNK
 
     def entries(self) -> dict[str, int]:
         """How many entries the databases have."""

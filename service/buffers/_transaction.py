@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 
 from service.buffers._environment import (
-    DATABASES,
     DIGEST_SIZE,
     KEY_HEAD,
     TIME,
@@ -20,7 +19,7 @@ from service.buffers._environment import (
     packed,
     seed_of,
 )
-from service.buffers._values import CHUNK, ValueWriter, seal
+from service.buffers._values import ValueWriter, seal
 from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Spec
 from service.errors import BufferCorrupt
 
@@ -94,14 +93,9 @@ class LmdbTransaction(Reader):
         self._txn.put(digest, seal(data, seed_of(digest)), db=self._env.keys)
         self._digests.append(digest)
 
-    def used(self) -> int:
-        """Bytes of the pages and slots in use, this transaction's included."""
-        pages = 0
-        for name in DATABASES:
-            stat = self._txn.stat(getattr(self._env, name))
-            pages += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
-        total: int = pages + self._writer.slots() * CHUNK
-        return total if total <= self._env.max_bytes else total - len(self.free_slots()) * CHUNK
+    def fits(self) -> bool:
+        """Whether the store is within its size, this transaction included."""
+        return self.taken() <= self._env.max_bytes or self.used() <= self._env.max_bytes
 
     def finish(self, now: float) -> None:
         """Store what is stored once for all requests, and bring large values to the disk."""

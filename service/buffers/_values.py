@@ -200,6 +200,11 @@ class ValueReader:
 
             yield start, stop, fill
 
+    def slots(self) -> int:
+        """How many slots there are, free ones included."""
+        found = self._txn.get(b"slots", db=self._env.meta)
+        return 0 if found is None else int(_NUMBER.unpack(found)[0])
+
     def parts_of(self, value: int) -> dict[int, list[int]]:
         """The ids of a value and of what waits to be added to it, each with its slots."""
         entry = self._entry(value)
@@ -442,11 +447,6 @@ class ValueWriter(ValueReader):
             slots = np.frombuffer(cursor.value(), "<i8").tolist()
             cursor.delete()
         return sorted(slots, reverse=True)
-
-    def slots(self) -> int:
-        """How many slots there are, free ones included."""
-        found = self._txn.get(b"slots", db=self._env.meta)
-        return 0 if found is None else int(_NUMBER.unpack(found)[0])
 
     def _beyond(self) -> list[int]:
         """A slot behind all others. Raises `StoreFull`."""

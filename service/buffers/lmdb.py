@@ -27,7 +27,7 @@ import numpy as np
 from service.buffers._environment import Environment, Reader, digest_of, microseconds, translated
 from service.buffers._transaction import LmdbTransaction
 from service.buffers.changes import Add, Create, Outcome, Request, Restore, perform
-from service.buffers.store import KEY_SECONDS, Allocate, Key, Known, Record, Snapshot, unknown
+from service.buffers.store import KEY_SECONDS, Allocate, Committed, Key, Known, Record, Snapshot, uncounted, unknown
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,9 @@ class LmdbStore:
         allocate: Allocate = np.empty,
         key_seconds: float = KEY_SECONDS,
         clock: Callable[[], float] = time.time,
+        committed: Committed = uncounted,
     ) -> None:
+        self._committed = committed
         self._env = Environment(path, max_bytes=max_bytes)
         self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
@@ -128,6 +130,11 @@ class LmdbStore:
     def generation(self) -> int:
         return self._env.generation()
 
+    def size(self) -> tuple[int, int]:
+        with self._env.reading() as txn:
+            reader = Reader(self._env, txn)
+            return reader.entries()["buffers"], reader.used()
+
     def close(self) -> None:
         with self._lock:
             if self._closed:
@@ -166,6 +173,7 @@ class LmdbStore:
         """Make the requests, as many as possible in one transaction, and answer them."""
         while jobs:
             try:
+                start = time.perf_counter()
                 answers = self._transact(jobs)
             except _UndoneError as undone:
                 undone.job.done.set_exception(undone.error)
@@ -181,6 +189,7 @@ class LmdbStore:
                 return
             else:
                 reached("committed")
+                self._committed(len(jobs), time.perf_counter() - start)
                 for job, answer in zip(jobs, answers, strict=True):
                     if isinstance(answer, Outcome):
                         job.done.set_result(answer)
@@ -208,7 +217,7 @@ class LmdbStore:
                 self._env.check_readers()
             changes.finish(now)
             grows = any(isinstance(change, (Create, Add, Restore)) for job in jobs for change in job.request.changes)
-            if grows and changes.used() > self._env.max_bytes:
+            if grows and not changes.fits():
                 raise StoreFull(f"The store in {self._env.path} has reached GRADSERVE_STORE_BYTES; nothing was changed")
             reached("before commit")
         return answers

@@ -16,6 +16,7 @@ from service.buffers.store import (
     KEY_SECONDS,
     Allocate,
     Array,
+    Committed,
     Gradient,
     Key,
     Known,
@@ -23,6 +24,7 @@ from service.buffers.store import (
     Snapshot,
     Spec,
     add_piece,
+    uncounted,
     unknown,
 )
 
@@ -39,7 +41,9 @@ class MemoryStore:
         allocate: Allocate = np.empty,
         key_seconds: float = KEY_SECONDS,
         clock: Callable[[], float] = time.time,
+        committed: Committed = uncounted,
     ) -> None:
+        self._committed = committed
         self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
         self._lock = threading.Lock()
         self._state = _State()
@@ -49,6 +53,7 @@ class MemoryStore:
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
         with self._lock, np.errstate(all="ignore"):
+            start = time.perf_counter()
             try:
                 now = self._clock()
                 self._expire(now)
@@ -59,8 +64,14 @@ class MemoryStore:
             except Exception as error:
                 done.set_exception(error)
             else:
+                self._committed(1, time.perf_counter() - start)
                 done.set_result(outcome)
         return done
+
+    def size(self) -> tuple[int, int]:
+        with self._lock:
+            records = self._state.records.values()
+            return len(records), sum(one.spec.nbytes * len(one.values) for one in records)
 
     def record(self, name: str) -> Record:
         with self._lock:

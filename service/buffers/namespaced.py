@@ -69,6 +69,9 @@ class Namespaced:
     def generation(self) -> int:
         return self._store.generation()
 
+    def size(self) -> tuple[int, int]:
+        return self._store.size()
+
     def close(self) -> None:
         self._store.close()
 

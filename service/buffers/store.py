@@ -42,6 +42,14 @@ Receipt: TypeAlias = dict[str, Any]
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], DType], Array]
 
+Committed: TypeAlias = Callable[[int, float], None]
+"""Told after each commit how many requests it made, and how many seconds it took."""
+
+
+def uncounted(requests: int, seconds: float) -> None:
+    """Nobody wants to know of commits."""
+
+
 KEY_SECONDS = 24 * 3600.0
 """How long an idempotency key is remembered unless a store is told otherwise."""
 
@@ -361,6 +369,9 @@ class Store(Protocol):
 
     def generation(self) -> int:
         """A number that is another one after every change, whoever made it."""
+
+    def size(self) -> tuple[int, int]:
+        """How many buffers there are, and the bytes that everything takes."""
 
     def close(self) -> None:
         """Finish what was submitted, and let go of everything."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
-from service.buffers.store import Allocate, Store
+from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.errors import StoreFailed, shown
 
 
@@ -22,9 +22,11 @@ def path_of(url: str) -> Path | None:
     raise StoreFailed(f"GRADSERVE_STORE is {shown(url)}, but must be lmdb:PATH or memory:")
 
 
-def open_store(url: str, *, max_bytes: int, key_seconds: float, allocate: Allocate = np.empty) -> Store:
+def open_store(
+    url: str, *, max_bytes: int, key_seconds: float, allocate: Allocate = np.empty, committed: Committed = uncounted
+) -> Store:
     """The store at `url`. Raises `StoreFailed` if there is none and none can be made."""
     path = path_of(url)
     if path is None:
-        return MemoryStore(allocate=allocate, key_seconds=key_seconds)
-    return LmdbStore(path, max_bytes=max_bytes, allocate=allocate, key_seconds=key_seconds)
+        return MemoryStore(allocate=allocate, key_seconds=key_seconds, committed=committed)
+    return LmdbStore(path, max_bytes=max_bytes, allocate=allocate, key_seconds=key_seconds, committed=committed)

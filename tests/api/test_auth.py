@@ -47,7 +47,7 @@ def locked(
     request: pytest.FixtureRequest, file: Path, secrets: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     store = request.param + (str(tmp_path_factory.mktemp("store")) if request.param == "lmdb:" else "")
-    with serving(keys=file, store=store) as url:
+    with serving(keys=file, store=store, metrics_open="never") as url:
         yield url
 
 

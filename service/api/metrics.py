@@ -1,0 +1,214 @@
+"""What the server does, in numbers: counted in every process, told by any of them in Prometheus' text format.
+
+Each process counts in a table of doubles, which several processes keep in files of one directory, so that whoever is
+asked can add them up. What a process counted stays when it ends; what it holds at the moment does not.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
+"""The environment variable that tells worker processes where they share their numbers."""
+
+STATUS = "gradserve.status"
+"""Where in a request's scope the status of its answer is, once it has one."""
+
+ROUTES = ("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "health", "metrics", "other")
+"""What requests ask for, in a few words: names of operators and buffers are too many to count by."""
+
+STATUSES = (200, 201, 204, 304, 400, 401, 403, 404, 405, 406, 408, 409, 410, 412, 413, 415, 422, 429, 500, 503, 507)
+
+PHASES = ("read", "queue", "decode", "kernel", "encode", "store", "write")
+"""Where a request's time goes: to receive the body, to wait for a thread, to read tensors out of it, to compute, to
+write the answer's bytes, to make it durable, and to send the answer."""
+
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Family(NamedTuple):
+    """A metric: its kind, what it means, its labels' names and all their values, and its buckets if it has some."""
+
+    kind: str
+    name: str
+    help: str
+    labels: dict[str, tuple[object, ...]] = {}
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Numbers for one set of labels: a histogram has one for each bucket, one beyond them, and the sum."""
+        return len(self.buckets) + 2 if self.buckets else 1
+
+    @property
+    def sets(self) -> list[tuple[str, ...]]:
+        """Every set of labels."""
+        return [tuple(map(str, one)) for one in product(*self.labels.values())]
+
+
+FAMILIES = (
+    Family("counter", "gradserve_requests", "Requests answered.", {"route": ROUTES, "status": (*STATUSES, "other")}),
+    Family("histogram", "gradserve_request_seconds", "From head to answer.", {"route": ROUTES}, SECONDS),
+    Family("histogram", "gradserve_phase_seconds", "A phase of requests.", {"phase": PHASES}, SECONDS),
+    Family("counter", "gradserve_received_bytes", "Bytes of requests' bodies."),
+    Family("counter", "gradserve_sent_bytes", "Bytes of answers' bodies."),
+    Family("counter", "gradserve_refused", "Requests told to come again."),
+    Family("histogram", "gradserve_commit_requests", "Requests made durable together.", {}, SIZES),
+    Family("histogram", "gradserve_commit_seconds", "A commit of the store.", {}, SECONDS),
+    Family("gauge", "gradserve_in_flight", "Requests that have no answer yet."),
+    Family("gauge", "gradserve_in_flight_bytes", "Bytes that large requests in flight hold."),
+    Family("gauge", "gradserve_waiting", "Requests that wait for a thread."),
+)
+
+NAMES = [*(family.name for family in FAMILIES), "gradserve_buffers", "gradserve_store_bytes", "gradserve_workers"]
+"""All metrics."""
+
+
+def _placed() -> tuple[dict[str, int], int]:
+    places, end = {}, 0
+    for family in FAMILIES:
+        places[family.name] = end
+        end += family.width * len(family.sets)
+    return places, end
+
+
+_PLACES, _SIZE = _placed()
+_ROUTES = {route: number for number, route in enumerate(ROUTES)}
+_STATUSES = {status: number for number, status in enumerate(STATUSES)}
+_PHASES = {phase: number for number, phase in enumerate(PHASES)}
+
+
+class Metrics(Collector):
+    """The numbers of this process, and of all that share `directory`."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        if directory is None:
+            memory = mmap.mmap(-1, _SIZE * 8)
+        else:
+            with open(directory / f"{os.getpid()}.metrics", "w+b") as file:
+                file.truncate(_SIZE * 8)
+                memory = mmap.mmap(file.fileno(), _SIZE * 8)
+        self._numbers = memoryview(memory).cast("d")
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self.store: tuple[int, int] = (0, 0)
+        """Buffers, and bytes of the store, when they were asked for last."""
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to a counter or gauge that has no labels."""
+        self._numbers[_PLACES[name]] += amount
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        self._numbers[_PLACES[name]] = value
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """Count a request."""
+        number = _ROUTES[route]
+        place = _PLACES["gradserve_requests"] + number * (len(STATUSES) + 1)
+        self._numbers[place + _STATUSES.get(status, len(STATUSES))] += 1
+        self._observe("gradserve_request_seconds", number, SECONDS, seconds)
+
+    def spent(self, phase: str, nanoseconds: int) -> None:
+        """Count a phase of a request."""
+        self._observe("gradserve_phase_seconds", _PHASES[phase], SECONDS, nanoseconds / 1e9)
+
+    def received(self, size: int, nanoseconds: int) -> None:
+        """Count a body."""
+        self.count("gradserve_received_bytes", size)
+        self.spent("read", nanoseconds)
+
+    def computed(self, queue: int, decode: int, kernel: int, encode: int) -> None:
+        """Count the phases of an operator's request, in nanoseconds."""
+        self.spent("queue", queue)
+        self.spent("decode", decode)
+        self.spent("kernel", kernel)
+        self.spent("encode", encode)
+
+    def committed(self, requests: int, seconds: float) -> None:
+        """Count a commit of the store."""
+        self._observe("gradserve_commit_requests", 0, SIZES, requests)
+        self._observe("gradserve_commit_seconds", 0, SECONDS, seconds)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of all processes, added up."""
+        tables = list(self._tables())
+        for family in FAMILIES:
+            yield _metric(family, [numbers for numbers, alive in tables if alive or family.kind != "gauge"])
+        buffers, size = self.store
+        yield GaugeMetricFamily("gradserve_buffers", "Buffers in the store.", buffers)
+        yield GaugeMetricFamily("gradserve_store_bytes", "Bytes of the store in use.", size)
+        yield GaugeMetricFamily("gradserve_workers", "Processes that serve.", sum(alive for _, alive in tables))
+
+    def _observe(self, name: str, number: int, buckets: Sequence[float], value: float) -> None:
+        place = _PLACES[name] + number * (len(buckets) + 2)
+        self._numbers[place + bisect_left(buckets, value)] += 1
+        self._numbers[place + len(buckets) + 1] += value
+
+    def _tables(self) -> Iterator[tuple[Sequence[float], bool]]:
+        """The numbers of each process, and whether it is still there."""
+        if self._directory is None:
+            yield self._numbers, True
+            return
+        for file in self._directory.glob("*.metrics"):
+            data = file.read_bytes()
+            if len(data) == _SIZE * 8:
+                yield memoryview(data).cast("d"), _lives(int(file.stem))
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _metric(family: Family, tables: Iterable[Sequence[float]]) -> Metric:
+    start, width = _PLACES[family.name], family.width
+    names = list(family.labels)
+    count = len(family.sets) * width
+    totals = [sum(numbers[start + k] for numbers in tables) for k in range(count)]
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(family.name, family.help, labels=names)
+        for number, labels in enumerate(family.sets):
+            *counts, total = totals[number * width : (number + 1) * width]
+            cumulated = [sum(counts[: k + 1]) for k in range(len(counts))]
+            bounds = [*(str(float(bound)) for bound in family.buckets), "+Inf"]
+            histogram.add_metric(labels, list(zip(bounds, cumulated, strict=True)), total)
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=names)
+    for labels, value in zip(family.sets, totals, strict=True):
+        if value or not names:
+            metric.add_metric(labels, value)
+    return metric
+
+
+def route_of(path: str, method: str) -> str:
+    """The route that a path is counted by."""
+    if path.startswith("/v1/buffers"):
+        last = path.rpartition("/")[2]
+        return last if last in ("accumulate", "take", "value", "zero") else "buffers"
+    if path.startswith("/v2/"):
+        return "infer" if path.endswith("/infer") else "health" if path.startswith("/v2/health") else "other"
+    if path.startswith("/v1/ops"):
+        return "ops" if method == "POST" else "other"
+    return "metrics" if path == "/metrics" else "other"

@@ -1,0 +1,146 @@
+"""Metrics: what was done is counted, in one process or several, by few labels, and told to whom it may be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.api.metrics import NAMES, PHASES, ROUTES, STATUSES
+from service.keys import add
+from tests.faults.servers import Server
+from tests.serving import serving
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scraped(url: str, **headers: str) -> Samples:
+    answer = httpx.get(f"{url}/metrics", headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    families = list(text_string_to_metric_families(answer.text))
+    assert sorted(family.name for family in families) == sorted(NAMES)
+    assert all(family.documentation for family in families)
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def of(samples: Samples, name: str, **labels: str) -> float:
+    return samples.get((name, frozenset(labels.items())), 0.0)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving() as url:
+        yield url
+
+
+def test_requests_are_counted_by_route_and_status(url: str) -> None:
+    with httpx.Client(base_url=url) as client:
+        client.put("/v1/buffers/a", json={"shape": [2]})
+        for _ in range(3):
+            client.post("/v1/buffers/a/accumulate", json={"gradient": [1, 2]})
+        client.post("/v1/buffers/accumulate", json={"a": [1, 2]})
+        client.post("/v1/buffers/a/take")
+        client.get("/v1/buffers/a/value")
+        client.get("/v1/buffers/none")
+        client.post("/v1/ops/ReluGrad", json={"dY": [1], "X": [1]})
+        client.post("/v1/ops/ReluGrad", json={"dY": [1], "X": [1, 2]})
+        inputs = [{"name": name, "shape": [2], "datatype": "FP32", "data": [1, 2]} for name in ("dY", "X")]
+        client.post("/v2/models/ReluGrad/infer", json={"inputs": inputs})
+        client.post("/v2/models/ReluGrad/infer", json={"inputs": []})
+        for number in range(20):
+            client.get(f"/nothing/{number}")
+        client.get("/v2/health/live")
+    samples = scraped(url)
+    counts = {
+        ("buffers", "201"): 1,
+        ("accumulate", "200"): 4,
+        ("take", "200"): 1,
+        ("value", "200"): 1,
+        ("buffers", "404"): 1,
+        ("ops", "200"): 1,
+        ("ops", "422"): 1,
+        ("infer", "200"): 1,
+        ("infer", "400"): 1,
+        ("other", "404"): 20,
+        ("health", "200"): 1,
+    }
+    found = {key: value for key, value in samples.items() if key[0] == "gradserve_requests_total" and value}
+    expected = {
+        ("gradserve_requests_total", frozenset({("route", route), ("status", status)})): count
+        for (route, status), count in counts.items()
+    }
+    assert found == expected
+    for route in {route for route, _ in counts}:
+        answered = sum(count for (one, _), count in counts.items() if one == route)
+        assert of(samples, "gradserve_request_seconds_count", route=route) == answered
+        assert of(samples, "gradserve_request_seconds_bucket", route=route, le="+Inf") == answered
+        assert of(samples, "gradserve_request_seconds_sum", route=route) > 0
+    assert of(samples, "gradserve_commit_requests_count") == 6
+    assert of(samples, "gradserve_commit_requests_sum") == 6
+    assert of(samples, "gradserve_in_flight") == 1  # the one that asks
+    assert of(samples, "gradserve_buffers") == 1
+    assert of(samples, "gradserve_store_bytes") > 0
+    assert of(samples, "gradserve_workers") == 1
+
+
+def test_phases_and_bytes_are_counted(url: str) -> None:
+    body = b'{"dY": [1, 2, 3], "X": [1, 2, 3]}'
+    answer = httpx.post(f"{url}/v1/ops/ReluGrad", content=body, headers={"Content-Type": "application/json"})
+    httpx.put(f"{url}/v1/buffers/a", json={"shape": []})
+    samples = scraped(url)
+    assert of(samples, "gradserve_received_bytes_total") == len(body) + len(b'{"shape":[]}')
+    assert of(samples, "gradserve_sent_bytes_total") == len(answer.content)
+    for phase in PHASES:
+        assert of(samples, "gradserve_phase_seconds_count", phase=phase) == {"read": 2}.get(phase, 1), phase
+
+
+def test_buckets_only_grow(url: str) -> None:
+    for _ in range(20):
+        httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1], "X": [1]})
+    samples = scraped(url)
+    buckets = sorted(
+        (float(dict(labels)["le"]), value)
+        for (name, labels), value in samples.items()
+        if name == "gradserve_request_seconds_bucket" and ("route", "ops") in labels
+    )
+    assert [value for _, value in buckets] == sorted(value for _, value in buckets)
+    assert buckets[-1] == (float("inf"), 20)
+
+
+def test_labels_are_few(url: str) -> None:
+    before = len(scraped(url))
+    for path in ("/v1/ops/x", "/v2/models/y/infer", "/v1/buffers/z/value", "/v1/buffers/a/b/c", "/%00", "//"):
+        for method in ("GET", "POST", "PATCH"):
+            httpx.request(method, url + path)
+    assert len(scraped(url)) - before <= len(ROUTES) * len(STATUSES)
+
+
+def test_several_processes_count_together(tmp_path: Path) -> None:
+    with Server(tmp_path / "store", workers=2) as server:
+        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [2]})
+        for _ in range(40):  # each on a connection of its own, which either process may take
+            httpx.post(f"{server.url}/v1/buffers/a/accumulate", json={"gradient": [1, 2]})
+        for _ in range(3):
+            samples = scraped(server.url)
+            assert of(samples, "gradserve_requests_total", route="accumulate", status="200") == 40
+            assert of(samples, "gradserve_commit_requests_sum") == 41
+            assert of(samples, "gradserve_workers") == 2
+            assert of(samples, "gradserve_buffers") == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "near", "forwarded"), [("loopback", 200, 401), ("always", 200, 200), ("never", 401, 401)]
+)
+def test_who_may_read_them(tmp_path: Path, rule: str, near: int, forwarded: int) -> None:
+    admin, other = (add(tmp_path / "keys", name, [name]) for name in ("admin", "ops"))
+    with serving(keys=tmp_path / "keys", metrics_open=rule) as url:
+        assert httpx.get(f"{url}/metrics").status_code == near
+        assert httpx.get(f"{url}/metrics", headers={"X-Forwarded-For": "203.0.113.9"}).status_code == forwarded
+        asked = {"X-Forwarded-For": "203.0.113.9", "Authorization": f"Bearer {admin}"}
+        assert httpx.get(f"{url}/metrics", headers=asked).status_code == 200
+        asked["Authorization"] = f"Bearer {other}"
+        assert httpx.get(f"{url}/metrics", headers=asked).status_code == (200 if rule == "always" else 403)
