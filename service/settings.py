@@ -61,6 +61,8 @@ class Settings(BaseSettings):
         256 << 20, ge=0, description="Memory of past requests, in bytes, that is kept for later ones."
     )
     access_log: bool = Field(False, description="Log a line for each request.")
+    log_format: Literal["text", "json"] = Field("text", description="How the log, on stderr, is written.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged at least.")
     drain_timeout: PositiveInt = Field(
         30, description="Seconds that requests in flight may take to finish once the server is told to stop."
     )

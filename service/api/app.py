@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.responses import RedirectResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from service.api import buffers, health, open_inference, openapi, ops, problems
+from service.api import buffers, health, logs, open_inference, openapi, ops, problems
 from service.api.admission import Admission
 from service.api.auth import admit
 from service.api.metrics import METRICS_DIRECTORY, STATUS, Metrics, route_of
@@ -58,8 +58,12 @@ class Application(FastAPI):
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 scope[STATUS] = message["status"]
+                logs.identify(scope, always=message["status"] >= 400)
+                if logs.REQUEST_ID in scope:
+                    message["headers"] = [*message["headers"], (b"x-request-id", scope[logs.REQUEST_ID].encode())]
             await send(message)
 
+        logs.identify(scope, always=self.settings.access_log)
         try:
             admit(scope, self.keys, self.settings.metrics_open)
             with self.admission.admitted(scope, self.state.engine):
@@ -71,7 +75,10 @@ class Application(FastAPI):
             metrics.count("gradserve_in_flight", -1)
             metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
             route = route_of(scope["path"], scope["method"])
-            metrics.answered(route, scope.get(STATUS, 0), time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            metrics.answered(route, scope.get(STATUS, 0), seconds)
+            if self.settings.access_log:
+                logs.log_request(scope, scope.get(STATUS, 0), seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if path := open_inference.wants_inference(scope):

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.api.admission import SMALL_BYTES, hold
+from service.api.logs import REQUEST_ID
 from service.api.metrics import STATUS, Metrics
 from service.api.protocol import BODY_AT_HAND, RECEIVE_INTO, SEND_AT_ONCE
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
@@ -149,6 +150,8 @@ class Answer(NamedTuple):
         size, started = sum(map(len, self.pieces)), time.perf_counter_ns()
         pieces = self.pieces if size > JOINED_BYTES else [b"".join(self.pieces)]
         headers = {"content-type": self.media_type, "content-length": str(size), **self.headers}
+        if REQUEST_ID in scope and SEND_AT_ONCE in scope["extensions"]:  # under another server it is added later
+            headers["x-request-id"] = scope[REQUEST_ID]
         head = [(name.encode(), value.encode()) for name, value in headers.items()]
         send_at_once = scope.get("extensions", {}).get(SEND_AT_ONCE)
         if send_at_once is not None:

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
 RECEIVE_INTO = "gradserve.receive_into"
 """The name, among the scope's extensions, of what receives a body: `async (memory, patience) -> bool`."""
@@ -82,10 +81,6 @@ class Protocol(HttpToolsProtocol):
             await self.flow.drain()
         if cycle.disconnected:
             return
-        if cycle.access_log:
-            path = get_path_with_query_string(cycle.scope)
-            version, client = cycle.scope["http_version"], get_client_addr(cycle.scope)
-            self.access_logger.info('%s - "%s %s HTTP/%s" %d', client, cycle.scope["method"], path, version, 200)
         lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *head)]
         if not cycle.keep_alive:
             lines.append(b"connection: close\r\n")

@@ -10,6 +10,7 @@ from types import FrameType
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
+from service.api import logs
 from service.api.app import create_app
 from service.api.metrics import METRICS_DIRECTORY
 from service.api.protocol import Protocol
@@ -28,7 +29,8 @@ def server_config(settings: Settings) -> uvicorn.Config:
         timeout_keep_alive=settings.keep_alive,
         http=Protocol,
         ws="none",
-        access_log=settings.access_log,
+        access_log=False,  # `logs` writes one
+        log_config=logs.config(settings),
         proxy_headers=False,
         server_header=False,
         ssl_certfile=settings.tls_certificate,

@@ -1,0 +1,81 @@
+"""The log: a line for each request, with its id, for people or machines, and nothing in it that must not be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.keys import add
+from tests.faults.servers import Server
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def lines(server: Server) -> list[dict[str, Any]]:
+    """The requests in the log of a server that has ended; every line must be JSON."""
+    server.process.terminate()
+    assert server.process.wait(30) == 0
+    records = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert all({"time", "level", "logger"} <= record.keys() for record in records)
+    return [record for record in records if record["logger"] == "gradserve.access"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
+    with Server(tmp_path / "store", workers=workers, access_log=True, log_format="json") as server:
+        given = {"X-Request-ID": "mine-1", "traceparent": TRACE}
+        answer = httpx.post(f"{server.url}/v1/ops/ReluGrad", json={"dY": [1.5], "X": [2]}, headers=given)
+        assert answer.headers["x-request-id"] == "mine-1"
+        made = httpx.get(f"{server.url}/v1/nothing").headers["x-request-id"]
+        found = [record for record in lines(server) if not record["path"].startswith("/v2/health")]
+    first, second = found
+    assert (first["method"], first["path"], first["status"]) == ("POST", "/v1/ops/ReluGrad", 200)
+    assert (first["request_id"], first["trace_id"]) == ("mine-1", "0af7651916cd43dd8448eb211c80319c")
+    assert (first["bytes"], first["client"]) == (len(b'{"dY":[1.5],"X":[2]}'), "127.0.0.1")
+    assert first["milliseconds"] > 0
+    assert (second["status"], second["request_id"]) == (404, made)
+    assert len(made) == 32
+
+
+def test_no_secret_no_tensor_and_no_second_line(tmp_path: Path) -> None:
+    secret = add(tmp_path / "keys", "ann", ["ops", "buffers:write"], "team")
+    with Server(tmp_path / "store", access_log=True, keys=tmp_path / "keys") as server:
+        head = {"Authorization": f"Bearer {secret}"}
+        httpx.put(f"{server.url}/v1/buffers/w", json={"shape": [2]}, headers=head).raise_for_status()
+        body = {"gradient": [1234.5, 6789.25]}
+        httpx.post(f"{server.url}/v1/buffers/w/accumulate", json=body, headers=head).raise_for_status()
+        for path in ("/v1/x%0aINFO: forged", "/v1/ops/%1b[31m", "/v1/%ff"):
+            assert httpx.get(server.url + path, headers=head).status_code == 404
+        server.process.terminate()
+        server.process.wait(30)
+        text = server.log.read_text()
+    assert secret not in text
+    assert secret.split("_")[2] not in text
+    assert "1234" not in text
+    assert "accumulate 200" in text
+    assert not [line for line in text.splitlines() if line.startswith("INFO: forged")]
+    assert "\x1b[31m" not in text
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "a\tb", "\xe9"])
+def test_an_id_that_is_none_is_not_taken(url: str, given: str) -> None:
+    answer = httpx.get(f"{url}/v1/nothing", headers=[(b"X-Request-ID", given.encode("latin-1"))])
+    assert answer.headers["x-request-id"] != given
+    assert len(answer.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize("path", ["/v1/ops", "/v2/health/live", "/v1/buffers", "/v1/nothing", "/metrics"])
+def test_every_answer_has_the_id_that_came(url: str, path: str) -> None:
+    assert httpx.get(url + path, headers={"X-Request-ID": "an id"}).headers.get_list("x-request-id") == ["an id"]
+
+
+def test_only_what_is_asked_for_is_logged(tmp_path: Path) -> None:
+    with Server(tmp_path / "store", access_log=True, log_level="warning") as server:
+        assert httpx.get(f"{server.url}/v1/ops").status_code == 200
+        server.process.terminate()
+        server.process.wait(30)
+        assert server.log.read_text() == ""
