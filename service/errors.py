@@ -21,6 +21,7 @@
   x PreconditionFailed          412 precondition_failed
   x BodyTooLarge                413 body_too_large
   x TensorTooLarge              413 tensor_too_large
+  x TooManyTensors              413 too_many_tensors
   x UnsupportedMediaType        415 unsupported_media_type
   x Invalid                     422 invalid_request
     - InvalidParameter          422 invalid_parameter
@@ -198,6 +199,13 @@ class TensorTooLarge(GradserveError):
 
     status = 413
     code = "tensor_too_large"
+
+
+class TooManyTensors(GradserveError):
+    """A request has more tensors than the server takes."""
+
+    status = 413
+    code = "too_many_tensors"
 
 
 class UnsupportedMediaType(GradserveError):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.dtypes import DType
-from service.errors import TensorTooLarge, TooManyDimensions
+from service.errors import TensorTooLarge, TooManyDimensions, TooManyTensors
 
 MAX_RANK = 64
 """The most dimensions that a tensor can have: NumPy's own bound."""
@@ -15,9 +15,18 @@ MAX_RANK = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_tensor_bytes` bounds every input and output."""
+    """`max_tensor_bytes` bounds every input and output, `max_tensors` their number in a request."""
 
     max_tensor_bytes: int
+    max_tensors: int = 1 << 14
+
+    def check_count(self, count: int) -> None:
+        """Raise `TooManyTensors` for a request with so many."""
+        if count > self.max_tensors:
+            raise TooManyTensors(
+                f"The request has {count} tensors; the limit is {self.max_tensors} (GRADSERVE_MAX_TENSORS)",
+                limit=self.max_tensors,
+            )
 
     def check(self, tensor: str, shape: Sequence[int], dtype: DType) -> None:
         """Raise `TooManyDimensions` or `TensorTooLarge` for a tensor of this shape, whatever its numbers."""

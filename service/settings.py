@@ -45,6 +45,10 @@ class Settings(BaseSettings):
     )
     max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")
+    max_inflated_bytes: PositiveInt = Field(
+        256 << 20, description="Largest size, in bytes, of a compressed request body once it is inflated."
+    )
+    max_tensors: PositiveInt = Field(1 << 14, description="Most tensors in a request.")
     max_bytes_in_flight: PositiveInt = Field(
         1 << 30, description="Bytes of all requests in flight, beyond which large ones are told to come again."
     )

@@ -115,9 +115,8 @@ def create_app(settings: Settings) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: Application) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
-    engine = Engine(
-        threads=settings.threads, limits=Limits(settings.max_tensor_bytes), reuse_bytes=settings.reuse_bytes
-    )
+    limits = Limits(settings.max_tensor_bytes, settings.max_tensors)
+    engine = Engine(threads=settings.threads, limits=limits, reuse_bytes=settings.reuse_bytes)
     store = store_at(settings, engine.empty, app.metrics.committed)
     app.state.waiting = Waiting(store)
     app.state.engine, app.state.store = engine, store

@@ -126,7 +126,11 @@ def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
     except zlib.error as error:
         raise MalformedBody(f"The body is not what its Content-Encoding, {coding}, says: {error}") from None
     if len(whole) > limit:
-        raise _too_large(f"The body has more than {limit} bytes once it is inflated", limit)
+        raise BodyTooLarge(
+            f"The body has more than {limit} bytes once it is inflated; that is the limit"
+            " (GRADSERVE_MAX_INFLATED_BYTES)",
+            limit=limit,
+        )
     if not stream.eof or stream.unused_data:
         raise MalformedBody(f"The body's {coding} stream {'goes on after its end' if stream.eof else 'ends too early'}")
     return memoryview(whole)

@@ -328,7 +328,7 @@ class _Asked:
         body = await read_body(request.scope, request.receive, headers, limit, patience, engine.buffer)
         metrics_of(request.scope).received(len(body), time.monotonic_ns() - began)
         if coding is not None:
-            body = await in_pool(request.receive, engine, partial(inflate, body, coding, limit))
+            body = await in_pool(request.receive, engine, partial(inflate, body, coding, settings.max_inflated_bytes))
         return cls(request, sent, answers, body)
 
     def model(self, model: type[M]) -> M:

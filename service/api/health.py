@@ -7,8 +7,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.api.changes import store_of
+from service.api.buffer_models import LONGEST_WAIT, MOST_LISTED
+from service.api.changes import LONGEST_KEY, store_of
 from service.api.work import engine_of, metrics_of
+from service.buffers.store import LONGEST_NAME
+from service.limits import MAX_RANK
+from service.settings import Settings
 
 router = APIRouter(tags=["health"])
 
@@ -23,6 +27,33 @@ async def ready(request: Request) -> dict[str, bool]:
     """503 while the server starts or stops."""
     engine_of(request.app.state)
     return {"ready": True}
+
+
+@router.get("/v1/limits", summary="What a request may be at most")
+async def limits(request: Request) -> dict[str, int | float]:
+    """Each by the name of its setting, or, where there is none, of what it bounds."""
+    settings: Settings = request.app.state.settings
+    return {
+        **{name: getattr(settings, name) for name in _LIMITS},
+        "max_dimensions": MAX_RANK,
+        "max_name_length": LONGEST_NAME,
+        "max_idempotency_key_length": LONGEST_KEY,
+        "max_wait_seconds": LONGEST_WAIT,
+        "max_listed": MOST_LISTED,
+    }
+
+
+_LIMITS = (
+    "max_body_bytes",
+    "max_inflated_bytes",
+    "max_tensor_bytes",
+    "max_tensors",
+    "max_bytes_in_flight",
+    "max_waiting",
+    "store_bytes",
+    "request_timeout",
+    "idempotency_seconds",
+)
 
 
 @router.get("/metrics", summary="What the server does, in Prometheus' format", response_class=Response)

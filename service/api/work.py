@@ -139,7 +139,7 @@ def _perform(
     engine = engine_of(state)
     started = time.monotonic_ns()
     came_in, goes_out_in = codings
-    plain = body if came_in is None else inflate(body, came_in, settings.max_body_bytes)
+    plain = body if came_in is None else inflate(body, came_in, settings.max_inflated_bytes)
     job = decode(engine, plain)
     decoded = time.monotonic_ns()
 

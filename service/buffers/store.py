@@ -53,7 +53,8 @@ def uncounted(requests: int, seconds: float) -> None:
 KEY_SECONDS = 24 * 3600.0
 """How long an idempotency key is remembered unless a store is told otherwise."""
 
-NAME = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+LONGEST_NAME = 200
+NAME = re.compile(rf"[A-Za-z0-9._:-]{{1,{LONGEST_NAME}}}")
 """Names of buffers: PyTorch's parameter names are, as they stand."""
 
 

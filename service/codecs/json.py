@@ -62,6 +62,7 @@ class Document:
         self._lists = 0  # of which what was read so far consists
         self._unproven: list[tuple[str, simdjson.Array, Shape]] = []
         self.members = {name: _plain(name, value) for name, value in members_of(parse(body), "The body")}
+        limits.check_count(len(self.members))
 
     def tensor(self, name: str, data: Any, dtype: DType, shape: Sequence[int] | None = None) -> Array:
         """The tensor `name` from nested lists or a scalar, to be trusted after `finish`.

@@ -142,6 +142,7 @@ class _Inputs:
         self._unproven: list[tuple[str, Any, tuple[int, ...]]] = []
 
     def read(self, head: _Head) -> dict[str, Array]:
+        self._limits.check_count(len(head.inputs))
         tensors: dict[str, Array] = {}
         for entry in head.inputs:
             name, dtype, shape, size, data = entry

@@ -101,6 +101,7 @@ def _header(text: bytes, limits: Limits) -> _Header:
     """The header, read and checked but for the number of bytes that follow it."""
     document = _loaded(text)
     _check_metadata(document.pop(METADATA, None))
+    limits.check_count(len(document))
     places = [_place(name, as_object(entry, shown(name)), limits) for name, entry in document.items()]
     end = 0
     for place in sorted(places, key=lambda place: (place.start, place.stop)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 import threading
 from collections.abc import Iterator
@@ -160,3 +161,25 @@ def test_beyond_the_queue_large_requests_wait_outside() -> None:
                 break
         assert refused.is_set()
         assert ask(0) == 200
+
+
+def test_limits_are_told_and_kept() -> None:
+    with serving(max_tensors=3, max_inflated_bytes=1000, max_body_bytes=5000) as url:
+        limits = httpx.get(f"{url}/v1/limits").json()
+        assert (limits["max_tensors"], limits["max_inflated_bytes"], limits["max_body_bytes"]) == (3, 1000, 5000)
+        assert (limits["max_dimensions"], limits["max_name_length"]) == (64, 200)
+        many = {f"b{number}": np.ones(1, np.float32) for number in range(4)}
+        headers = {"Content-Type": SAFETENSORS}
+        answer = httpx.post(f"{url}/v1/buffers/accumulate", content=safetensors.numpy.save(many), headers=headers)
+        assert_problem(answer, 413, "too_many_tensors", "4 tensors", "GRADSERVE_MAX_TENSORS")
+        answer = httpx.post(f"{url}/v1/buffers/accumulate", json=dict.fromkeys(many, [1]))
+        assert_problem(answer, 413, "too_many_tensors", "4 tensors")
+        inputs = [{"name": name, "shape": [1], "datatype": "FP32", "data": [1]} for name in many]
+        answer = httpx.post(f"{url}/v2/models/ReluGrad/infer", json={"inputs": inputs})
+        assert answer.status_code == 413
+        assert "GRADSERVE_MAX_TENSORS" in answer.json()["error"]
+        body = gzip.compress(b'{"dY": [' + b" " * 2000 + b'1], "X": [1]}')
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        answer = httpx.post(f"{url}/v1/ops/ReluGrad", content=body, headers=headers)
+        assert_problem(answer, 413, "body_too_large", "GRADSERVE_MAX_INFLATED_BYTES")
+        assert httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1], "X": [1]}).status_code == 200
