@@ -201,6 +201,22 @@ _INFER: dict[str, Any] = {
 """The endpoint that FastAPI does not know."""
 
 
+def _tell_errors(made: dict[str, Any]) -> None:
+    """Every operation may be refused, in the form of its API, which is not FastAPI's own."""
+    problem = {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}
+    error = {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}}
+    for path, operations in made["paths"].items():
+        content = error if path.startswith("/v2") else problem
+        for operation in operations.values():
+            responses = operation["responses"]
+            if "HTTPValidationError" in str(responses.get("422")):
+                del responses["422"]
+            responses.setdefault("4XX", {"description": "What is wrong with the request", "content": content})
+            responses.setdefault("5XX", {"description": "What is wrong with the server", "content": content})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        made["components"]["schemas"].pop(unused, None)
+
+
 def install(app: FastAPI) -> None:
     """Serve a schema whose components hold the operators' models."""
 
@@ -213,6 +229,7 @@ def install(app: FastAPI) -> None:
             _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
             made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
             made["paths"]["/v2/models/{op}/infer"] = {"post": _INFER}
+            _tell_errors(made)
             app.openapi_schema = made
         return app.openapi_schema
 
