@@ -38,6 +38,7 @@
     - KeyReused                 422 idempotency_key_reused
   x Busy                        429 busy
   x NotReady                    503 not_ready
+  x Expired                     503 expired
   x StoreFailed                 503 store_failed
   x StoreFull                   507 store_full
 
@@ -306,6 +307,13 @@ class NotReady(GradserveError):
 
     status = 503
     code = "not_ready"
+
+
+class Expired(GradserveError):
+    """The request waited for a thread as long as its sender waits, and was not begun."""
+
+    status = 503
+    code = "expired"
 
 
 class StoreFailed(GradserveError):

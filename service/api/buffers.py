@@ -150,7 +150,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
     work = partial(_read, request, [name], query, answers, True)
     engine = engine_of(request.app.state)
     small = record.spec.nbytes <= (INLINE_TEXT if answers == JSON else INLINE_BYTES)
-    return AnswerResponse(work() if small else await in_pool(request.receive, engine, work))
+    return AnswerResponse(work() if small else await in_pool(request.scope, request.receive, engine, work))
 
 
 @router.post(
@@ -299,7 +299,7 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
                 asked.store.record(name).kept(query.epoch)
         hold(request.scope, sum(asked.store.record(name).spec.nbytes for name in names))
         work = partial(_read, request, names, query, asked.answers, False)
-        return await in_pool(request.receive, asked.engine, work)
+        return await in_pool(request.scope, request.receive, asked.engine, work)
 
     return AnswerResponse(await _waiting(request).until(request.receive, query.timeout, attempt))
 
@@ -328,7 +328,9 @@ class _Asked:
         body = await read_body(request.scope, request.receive, headers, limit, patience, engine.buffer)
         metrics_of(request.scope).received(len(body), time.monotonic_ns() - began)
         if coding is not None:
-            body = await in_pool(request.receive, engine, partial(inflate, body, coding, settings.max_inflated_bytes))
+            body = await in_pool(
+                request.scope, request.receive, engine, partial(inflate, body, coding, settings.max_inflated_bytes)
+            )
         return cls(request, sent, answers, body)
 
     def model(self, model: type[M]) -> M:
@@ -367,7 +369,7 @@ class _Asked:
         """The tensors in the body, whose names must be `known`, if it is given."""
         work = partial(self._tensors, known)
         small = len(self._body) <= INLINE_TEXT or self._sent != JSON
-        return work() if small else await in_pool(self._request.receive, self.engine, work)
+        return work() if small else await in_pool(self._request.scope, self._request.receive, self.engine, work)
 
     def _tensors(self, known: set[str] | None) -> dict[str, Array]:
         if self._sent == JSON:
@@ -431,7 +433,7 @@ class _Asked:
             return _coded(self._request, answer(outcome.receipts, values, self.answers, form, headers, one=one))
 
         small = sum(value.nbytes for value in outcome.values.values()) <= INLINE_TEXT
-        return work() if small else await in_pool(self._request.receive, self.engine, work)
+        return work() if small else await in_pool(self._request.scope, self._request.receive, self.engine, work)
 
 
 def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json_codec.Form]:

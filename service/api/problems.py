@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from service.api.body import Answer
 from service.errors import (
     Busy,
+    Expired,
     GradserveError,
     Invalid,
     InvalidParameter,
@@ -37,7 +38,7 @@ def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None =
     """`error` as an answer, in the form of the API that `path` belongs to."""
     if isinstance(error, RequestTimeout):
         headers = {"Connection": "close"}  # the rest of the body may still come, and is no request
-    if isinstance(error, (Busy, NotReady)):
+    if isinstance(error, (Busy, Expired, NotReady)):
         headers = {"Retry-After": "1"}
     if isinstance(error, Unauthorized):
         headers = {"WWW-Authenticate": "Bearer"}

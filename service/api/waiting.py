@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from service.buffers.store import Store
 from service.engine import Engine
-from service.errors import EpochOpen, NotReady, TooFewGradients
+from service.errors import EpochOpen, Expired, InvalidParameter, NotReady, TooFewGradients, shown
+from service.settings import Settings
 
 R = TypeVar("R")
 
@@ -19,12 +21,47 @@ POLL_SECONDS = 0.002
 """How often a process with requests that wait looks whether another process has changed anything."""
 
 
-async def in_pool(receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
+async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
     """What `work` returns, called in the engine's pool. The body must have been read.
 
-    If the client goes before the work starts, the work is dropped. Raises `ClientDisconnect` if the client goes.
+    If the client goes before the work starts, or its patience ends, the work is dropped. Raises `ClientDisconnect` and
+    `Expired`.
     """
-    return await while_connected(receive, asyncio.wrap_future(engine.submit(work)))
+    seconds, expired = _patience(scope), False
+    future = engine.submit(work)
+
+    def expire() -> None:
+        nonlocal expired
+        expired = future.cancel()
+
+    timer = asyncio.get_running_loop().call_later(seconds, expire)
+    try:
+        return await while_connected(receive, asyncio.wrap_future(future))
+    except asyncio.CancelledError:
+        if expired:
+            raise Expired(f"No thread was free for {seconds:g} seconds, and the request was not begun") from None
+        raise
+    finally:
+        timer.cancel()
+
+
+def _patience(scope: Scope) -> float:
+    """How many seconds the client waits, by its Request-Timeout, but not longer than the server. Raises
+    `InvalidParameter`."""
+    settings: Settings = scope["app"].state.settings
+    for name, value in scope["headers"]:
+        if name == b"request-timeout":
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = math.nan
+            if not 0 < seconds < math.inf:
+                text = shown(value.decode("latin-1"))
+                raise InvalidParameter(
+                    f"Request-Timeout is {text}, but must be a number of seconds", parameter="Request-Timeout"
+                )
+            return min(seconds, settings.request_timeout)
+    return settings.request_timeout
 
 
 async def while_connected(receive: Receive, work: Awaitable[R]) -> R:

@@ -110,14 +110,16 @@ async def respond(
         small = len(body) <= inline and operator.linear and codings == (None, None)
         work = partial(_perform, state, scope, operator, body, codings, decode, asked)
         try:
-            done = work(small) if small else await in_pool(receive, engine, partial(work, False))
+            done = work(small) if small else await in_pool(scope, receive, engine, partial(work, False))
         except _LargeError:
-            done = await in_pool(receive, engine, partial(work, False))
+            done = await in_pool(scope, receive, engine, partial(work, False))
         if isinstance(done, Adding):
             began = time.monotonic_ns()
             outcome = await change(store_of(scope), done.changes, done.key)
             metrics.spent("store", time.monotonic_ns() - began)
-            done = done.finish(outcome) if small else await in_pool(receive, engine, partial(done.finish, outcome))
+            done = (
+                done.finish(outcome) if small else await in_pool(scope, receive, engine, partial(done.finish, outcome))
+            )
         return done
     except GradserveError as error:
         error.context["op"] = operator.name

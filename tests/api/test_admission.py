@@ -130,14 +130,39 @@ def test_values_that_are_read_count_too(url: str) -> None:
     assert answer.status_code in (200, 429)  # the server may be a moment behind
 
 
-def test_beyond_the_queue_large_requests_wait_outside() -> None:
+def gru() -> bytes:
+    """A request that takes long."""
     steps, hidden = 3000, 96
-    gru: dict[str, np.ndarray[Any, Any]] = {
+    tensors: dict[str, np.ndarray[Any, Any]] = {
         "X": np.ones((steps, 8, hidden), np.float32),
         "W": np.ones((1, 3 * hidden, hidden), np.float32) / hidden,
         "R": np.ones((1, 3 * hidden, hidden), np.float32) / hidden,
     }
-    body = safetensors.numpy.save(gru)
+    return safetensors.numpy.save(tensors)
+
+
+def test_what_nobody_waits_for_is_not_begun() -> None:
+    body, path = gru(), "/v1/ops/GRUTraining?outputs=HFinal"
+    with serving(threads=1) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
+
+        def ask(**headers: str) -> httpx.Response:
+            return client.post(path, content=body, headers={"Content-Type": SAFETENSORS, **headers})
+
+        long = [pool.submit(ask) for _ in range(3)]
+        while "gradserve_waiting 2.0" not in client.get("/metrics").text:
+            assert not all(one.done() for one in long), "they were over before they were seen"
+        expired = ask(**{"Request-Timeout": "0.001"})
+        assert_problem(expired, 503, "expired", "0.001 seconds", "not begun")
+        assert expired.headers["retry-after"] == "1"
+        assert [one.result().status_code for one in long] == [200, 200, 200]
+        begun = client.get("/v2/models/GRUTraining/stats").json()["model_stats"][0]["inference_count"]
+        assert begun == 3
+        for given in ("soon", "0", "-1", "nan", "inf"):
+            assert_problem(ask(**{"Request-Timeout": given}), 422, "invalid_parameter", "Request-Timeout")
+
+
+def test_beyond_the_queue_large_requests_wait_outside() -> None:
+    body = gru()
     refused = threading.Event()
     with serving(threads=1, max_waiting=1) as url, ThreadPoolExecutor(6) as pool:
 

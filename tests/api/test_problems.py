@@ -271,6 +271,7 @@ def test_every_code_is_met_somewhere() -> None:
         "unauthorized": "test_auth.py",
         "forbidden": "test_auth.py",
         "busy": "test_admission.py",
+        "expired": "test_admission.py",
         "nonfinite_gradient": "test_buffers.py",
         "store_full": "test_buffers.py",
         "invalid_request": "test_buffers.py",

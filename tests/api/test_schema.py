@@ -20,7 +20,7 @@ MANY = os.environ.get("GRADSERVE_FUZZ", "2")
 
 def run(schema: str, work: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Make requests from the schema."""
-    command = [TOOL, "--no-color", "run", schema, "--checks", CHECKS, "--suppress-health-check=all", f"-n{MANY}"]
+    command: list[str | Path] = [TOOL, "--no-color", "run", schema, "--checks", CHECKS, "--suppress-health-check=all", f"-n{MANY}"]
     return subprocess.run([*command, *options], capture_output=True, text=True, cwd=work)
 
 
