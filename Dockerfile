@@ -1,0 +1,31 @@
+# gradserve in a container: docker build -t gradserve . (compose.yaml puts nginx in front of it)
+FROM python:3.11-slim-bookworm AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md ./
+COPY service service
+ENV PIP_CONSTRAINT=/src/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+# The environment gets neither pip nor setuptools; the packages' own tests stay behind too.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python -m venv --without-pip /venv && \
+    pip --python /venv/bin/python install --quiet . && \
+    find /venv -type d -name tests -path '*/scipy/*' -prune -exec rm -r {} + && \
+    mkdir /data
+
+FROM python:3.11-slim-bookworm
+LABEL org.opencontainers.image.title="gradserve" \
+      org.opencontainers.image.description="Gradient kernels and gradient accumulation as an HTTP service"
+COPY --from=build /venv /venv
+COPY --from=build --chown=10001:10001 /data /data
+ENV PATH=/venv/bin:$PATH \
+    GRADSERVE_HOST=0.0.0.0 \
+    GRADSERVE_PORT=8000 \
+    GRADSERVE_STORE=lmdb:/data \
+    GRADSERVE_KEYS=/run/secrets/gradserve_keys
+USER 10001:10001
+WORKDIR /data
+VOLUME /data
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
+    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['GRADSERVE_PORT']), timeout=4); c.request('GET', '/v2/health/ready'); sys.exit(c.getresponse().status != 200)"]
+ENTRYPOINT ["gradserve"]
+CMD ["serve"]

@@ -1,0 +1,117 @@
+"""The containers that compose.yaml describes, as a project of their own beside those of `make up`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "deploy/containers/engine"
+PROJECT = "gradserve-test"
+NETWORK = "10.203.78"
+ADDRESS, MAC = f"{NETWORK}.2", "02:42:0a:cb:4d:02"
+"""Where nginx expects the service."""
+
+
+class Stack:
+    """The service and nginx, on a port of 127.0.0.1."""
+
+    def __init__(self, port: int, key_file: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.secret = ""
+        self._environment = {
+            **os.environ,
+            "COMPOSE_PROJECT_NAME": PROJECT,
+            "GRADSERVE_LISTEN": f"127.0.0.1:{port}",
+            "GRADSERVE_KEY_FILE": str(key_file),
+            "GRADSERVE_NETWORK": NETWORK,
+        }
+
+    def engine(self, *arguments: str, status: int = 0, seconds: float = 120) -> str:
+        """What docker or podman prints, once it has ended with this status."""
+        return self._run(str(ENGINE), *arguments, status=status, seconds=seconds)
+
+    def keys(self, *arguments: str) -> str:
+        """What deploy/keys prints."""
+        return self._run(str(ROOT / "deploy/keys"), *arguments).strip()
+
+    def build(self) -> None:
+        """Build the image."""
+        self.engine("compose", "build", "gradserve", seconds=600)
+
+    def up(self) -> None:
+        """Start both containers, until the service answers."""
+        self.engine("compose", "up", "--detach")
+        self.wait()
+
+    def serve_https(self, port: int, certificate: Path, key: Path) -> None:
+        """Start both again, with HTTPS on this port too, and a certificate made for it."""
+        subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
+        files = ("-keyout", str(key), "-out", str(certificate))
+        self._run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files)
+        key.chmod(0o644)
+        self._environment |= {
+            "GRADSERVE_LISTEN_TLS": f"127.0.0.1:{port}",
+            "GRADSERVE_TLS_CERTIFICATE_FILE": str(certificate),
+            "GRADSERVE_TLS_KEY_FILE": str(key),
+        }
+        self.engine("compose", "down")
+        self.engine("compose", "-f", "compose.yaml", "-f", "deploy/compose.tls.yaml", "up", "--detach")
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the service answers through nginx."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            try:
+                if httpx.get(f"{self.url}/v2/health/ready", timeout=5, trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(f"it does not get ready:\n{self.logs('gradserve')}\n{self.logs('nginx')}")
+
+    def container(self, service: str) -> str:
+        """The id of the service's container."""
+        labels = (f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}")
+        filters = [f"--filter=label={label}" for label in labels]
+        (found,) = self.engine("ps", "--all", "--quiet", *filters).split()
+        return found
+
+    def exec(self, service: str, *command: str, status: int = 0) -> str:
+        """What a command in the service's container prints."""
+        return self.engine("exec", self.container(service), *command, status=status)
+
+    def inspect(self, service: str, what: str) -> Any:
+        """A part of what the engine knows of the service's container, such as State.ExitCode."""
+        return json.loads(self.engine("inspect", "--format", f"{{{{json .{what}}}}}", self.container(service)))
+
+    def health(self) -> int:
+        """The exit status of the service's health check, run now and in its container."""
+        kind, *command = self.inspect("gradserve", "Config.Healthcheck.Test")
+        assert kind == "CMD"
+        run = [str(ENGINE), "exec", self.container("gradserve"), *command]
+        return subprocess.run(run, env=self._environment, capture_output=True, timeout=30).returncode
+
+    def logs(self, service: str) -> str:
+        """Everything that the service's container has said."""
+        return self.engine("logs", self.container(service))
+
+    def _run(self, *command: str, status: int = 0, seconds: float = 120) -> str:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+        assert done.returncode == status, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout + (done.stderr if "logs" in command else "")

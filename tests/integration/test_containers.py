@@ -1,0 +1,246 @@
+"""What an operator of the containers relies on: how they are shut in, stop, come back, and what is left then."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from uuid import uuid4
+
+import httpx
+import numpy as np
+import pytest
+from gradserve_client import Buffer, Client
+
+from tests.integration.conftest import client
+from tests.integration.stack import ADDRESS, MAC, PROJECT, Stack
+from tests.serving import assert_problem
+
+WEIGHTS = (1, 2, 3, 4)
+
+ANSWERS_ONCE = """
+import socket
+
+def read_request(connection):
+    text = b""
+    while b"\\r\\n\\r\\n" not in text:
+        text += connection.recv(4096)
+    print("request", flush=True)
+
+with socket.create_server(("0.0.0.0", 8000)) as listener:
+    while True:
+        connection = listener.accept()[0]
+        read_request(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\n\\r\\nok")
+        read_request(connection)
+        connection.close()
+"""
+"""A server that answers the first request on each connection, and to the second one closes it."""
+
+
+@pytest.fixture(autouse=True)
+def _runs(stack: Stack) -> Iterator[None]:
+    yield
+    stack.engine("start", stack.container("gradserve"))
+    stack.wait()
+
+
+def keyed(stack: Stack) -> Client:
+    return Client(stack.url, api_key=stack.secret, timeout=90)
+
+
+def test_the_service_has_no_rights_and_writes_only_its_data(stack: Stack) -> None:
+    assert stack.exec("gradserve", "id", "-u").strip() == "10001"
+    status = dict(line.split(":\t", 1) for line in stack.exec("gradserve", "cat", "/proc/1/status").splitlines())
+    assert int(status["CapBnd"], 16) == 0
+    assert status["NoNewPrivs"] == "1"
+    for path in ("/data", "/tmp"):
+        stack.exec("gradserve", "touch", f"{path}/here")
+        stack.exec("gradserve", "rm", f"{path}/here")
+    for path in ("/", "/venv", "/etc", "/home", "/run/secrets"):
+        stack.exec("gradserve", "touch", f"{path}/here", status=1)
+    assert stack.inspect("gradserve", "HostConfig.ReadonlyRootfs")
+    assert stack.inspect("nginx", "HostConfig.ReadonlyRootfs")
+    assert stack.exec("nginx", "id", "-u").strip() != "0"
+
+
+def test_nothing_to_build_with_is_in_the_image(stack: Stack) -> None:
+    for tool in ("gcc", "cc", "ld", "make", "git", "curl"):
+        stack.exec("gradserve", "sh", "-c", f"command -v {tool}", status=127)
+    found = stack.exec("gradserve", "ls", "/venv/lib/python3.11/site-packages")
+    assert "numpy\n" in found
+    assert not {"pip", "setuptools", "pytest", "torch"} & set(found.split())
+
+
+def test_the_health_check_tells_a_server_that_does_not_answer(stack: Stack) -> None:
+    assert stack.health() == 0
+    stack.engine("kill", "--signal", "STOP", stack.container("gradserve"))
+    try:
+        assert stack.health() == 1
+    finally:
+        stack.engine("kill", "--signal", "CONT", stack.container("gradserve"))
+    assert stack.health() == 0
+
+
+def test_a_key_is_good_until_it_is_removed_and_sees_its_namespace(stack: Stack) -> None:
+    name = uuid4().hex
+    secrets = [stack.keys("add", f"{name}.{who}", "--namespace", who) for who in ("ann", "bob")]
+    assert [line for line in stack.keys("ls").splitlines() if line.startswith(f"{name}.ann")]
+    with client(stack.url, secrets[0]) as ann, client(stack.url, secrets[1]) as bob:
+        ann.put(f"/v1/buffers/{name}", json={"shape": [1]}).raise_for_status()
+        ann.post(f"/v1/buffers/{name}/accumulate", json={"gradient": [7]}).raise_for_status()
+        assert_problem(bob.get(f"/v1/buffers/{name}/value"), 404, "unknown_buffer")
+        assert bob.get("/v1/buffers").raise_for_status().json()["buffers"] == []
+        assert ann.get(f"/v1/buffers/{name}/value").raise_for_status().json()["value"]["data"] == [7.0]
+        stack.keys("rm", f"{name}.ann")
+        assert_problem(ann.get("/v1/buffers"), 401, "unauthorized")
+        bob.get("/v1/buffers").raise_for_status()
+        stack.keys("rm", f"{name}.bob")
+
+
+def test_sums_are_exact_although_the_service_restarts_and_is_killed_under_load(stack: Stack) -> None:
+    name, over = uuid4().hex, threading.Event()
+    gradient = np.arange(50_000, dtype=np.float32)
+
+    def work(weight: int) -> int:
+        count = 0
+        with keyed(stack) as server:
+            while not over.wait(0.02):
+                server.buffers[name].accumulate(gradient, weight=weight)
+                count += 1
+        return count
+
+    with keyed(stack) as server, ThreadPoolExecutor(len(WEIGHTS)) as pool:
+        buffer = server.buffers[name]
+        buffer.create(gradient.shape, dtype="float64")
+        workers = [pool.submit(work, weight) for weight in WEIGHTS]
+        try:
+            container = stack.container("gradserve")
+            for trouble in (("restart", "--time", "40"), ("kill", "--signal", "KILL"), ("restart", "--time", "40")):
+                count = reached(buffer, buffer.info().count + 20)
+                stack.engine(*trouble, container)
+                stack.engine("start", container)
+                stack.wait()
+                assert buffer.info().count >= count
+            reached(buffer, count + 20)
+        finally:
+            over.set()
+        counts = [one.result(timeout=90) for one in workers]
+        taken = buffer.take()
+    assert taken.count == sum(counts)
+    assert np.array_equal(taken.value, np.dot(counts, WEIGHTS) * gradient.astype(np.float64))
+
+
+def reached(buffer: Buffer, count: int) -> int:
+    """The count of a buffer, once it is this or more."""
+    for _ in range(600):
+        if (now := buffer.info().count) >= count:
+            return now
+        time.sleep(0.05)
+    raise AssertionError(f"{now} gradients are in, not {count}")
+
+
+def test_https_by_the_second_file(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = tmp_path_factory.mktemp("tls")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stack.serve_https(port, files / "certificate.pem", files / "key.pem")
+    trust = ssl.create_default_context(cafile=files / "certificate.pem")
+    try:
+        with httpx.Client(verify=trust, trust_env=False, headers={"Authorization": f"Bearer {stack.secret}"}) as server:
+            answer = server.post(f"https://127.0.0.1:{port}/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, -1]})
+            assert answer.raise_for_status().json()["dX"]["data"] == [1.0, 0.0]
+    finally:
+        stack.engine("compose", "down")
+        stack.up()
+
+
+def test_buffers_outlive_down_and_up(stack: Stack) -> None:
+    name = uuid4().hex
+    with keyed(stack) as server:
+        server.buffers[name].create((3,))
+        server.buffers[name].accumulate([1, 2, 3])
+    before = stack.container("gradserve")
+    stack.engine("compose", "down")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(stack.url, trust_env=False)
+    stack.up()
+    assert stack.container("gradserve") != before
+    with keyed(stack) as server:
+        assert server.buffers[name].value().tolist() == [1, 2, 3]
+
+
+def test_what_is_in_flight_is_finished_before_the_service_stops(stack: Stack) -> None:
+    name = uuid4().hex
+    body = b'{"gradient": [5]}'
+    with client(stack.url, stack.secret) as server, ThreadPoolExecutor(2) as pool:
+        server.put(f"/v1/buffers/{name}", json={"shape": [1], "quorum": 2}).raise_for_status()
+        wanted = {"epoch": 0, "timeout": 600}
+        poll = pool.submit(server.get, f"/v1/buffers/{name}/value", params=wanted)
+        upload = http.client.HTTPConnection("127.0.0.1", httpx.URL(stack.url).port, timeout=60)
+        upload.putrequest("POST", f"/v1/buffers/{name}/accumulate")
+        for header in (("Content-Type", "application/json"), ("Content-Length", len(body))):
+            upload.putheader(header[0], str(header[1]))
+        upload.putheader("Authorization", f"Bearer {stack.secret}")
+        upload.endheaders(body[:5])
+        time.sleep(0.5)  # until it has come
+        stop = pool.submit(stack.engine, "stop", "--time", "40", stack.container("gradserve"))
+        assert poll.result(timeout=40).status_code == 503
+        upload.send(body[5:])
+        answer = upload.getresponse()
+        assert answer.status == 200, answer.read()
+        stop.result(timeout=40)
+        upload.close()
+    assert stack.inspect("gradserve", "State.ExitCode") == 0
+    with client(stack.url, stack.secret) as server:
+        assert server.get(f"/v1/buffers/{name}").status_code in (502, 504)
+        stack.engine("start", stack.container("gradserve"))
+        stack.wait()
+        assert server.get(f"/v1/buffers/{name}/value").raise_for_status().json()["value"]["data"] == [5.0]
+
+
+def test_nginx_sends_nothing_twice(stack: Stack) -> None:
+    stack.engine("stop", "--time", "40", stack.container("gradserve"))
+    network = ("--network", f"{PROJECT}_default", "--ip", ADDRESS, "--mac-address", MAC)
+    command = ("--entrypoint", "python", "gradserve", "-c", ANSWERS_ONCE)
+    stub = stack.engine("run", "--detach", *network, *command).strip()
+    try:
+        with client(stack.url, None) as server:
+            for _ in range(100):
+                if server.post("/v1/buffers/b/take").status_code == 200:
+                    break
+                time.sleep(0.1)  # the stub does not listen yet
+            methods = ("POST", "POST", "POST", "GET", "GET", "GET")
+            answers = [server.request(method, "/v1/buffers/b/take") for method in methods]
+        assert [one.status_code for one in answers] == [502, 200, 502, 200, 502, 200]
+        assert stack.engine("logs", stub).count("request") == 1 + len(methods)
+    finally:
+        stack.engine("kill", stub)
+        stack.engine("rm", "--force", "--volumes", stub)
+
+
+def test_nginx_passes_bodies_on_without_keeping_them(stack: Stack) -> None:
+    gradient = np.ones((25, 1_000_000), np.float32)
+    with keyed(stack) as server:
+        dX = server.ops.relu_grad(gradient, gradient)
+        assert np.array_equal(dX, gradient)
+    assert stack.exec("nginx", "find", "/tmp", "-type", "f").split() == ["/tmp/nginx.pid"]
+    assert "buffered to a temporary file" not in stack.logs("nginx")
+
+
+def test_the_log_of_nginx_holds_no_secrets(stack: Stack) -> None:
+    logs = stack.logs("nginx")
+    assert '"GET /v2/health/ready HTTP/1.1" 200' in logs
+    assert stack.secret not in logs + stack.logs("gradserve")
+
+
+def test_the_first_byte_of_a_body_goes_on_before_the_last_one_comes(stack: Stack) -> None:
+    with socket.create_connection(("127.0.0.1", httpx.URL(stack.url).port or 80), timeout=30) as connection:
+        head = "POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n{"
+        connection.sendall(head.encode())
+        assert connection.recv(12) == b"HTTP/1.1 401"  # said by the service, which has not seen the rest
