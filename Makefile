@@ -11,7 +11,7 @@ PIP := -m pip install --quiet $(EDITABLE)
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run test test-faults fuzz lint format bench bench-service bench-buffers bench-client golden docs lock clean
+.PHONY: help run test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client golden docs lock up down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -25,8 +25,24 @@ test: $(VENV)/.dev  ## run every test, or WHAT="tests/test_json.py -k name"
 test-faults: $(VENV)/.dev  ## the long form of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
 
-fuzz: $(VENV)/.dev  ## damaged frames for the binary decoders, for SECONDS=60
+fuzz: $(VENV)/.dev  ## damaged frames for the binary decoders, for SECONDS=60, and requests made from the schema
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
+	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py
+
+examples: $(VENV)/.dev  ## train through the service: digits in four processes, a GRU, PyTorch behind a bad network
+	$(BIN)/python examples/digits_data_parallel.py
+	$(BIN)/python examples/gru_rows.py
+	$(BIN)/python examples/torch_micro_batches.py
+
+up:  ## build and start the containers: gradserve behind nginx on 127.0.0.1:8080 (GRADSERVE_LISTEN)
+	@deploy/up
+
+down:  ## stop the containers; the buffers are kept
+	@deploy/containers/engine compose down
+
+test-compose: $(VENV)/.dev  ## test containers of their own, or the server at GRADSERVE_URL with GRADSERVE_API_KEY
+	@test -n "$$GRADSERVE_URL" || deploy/containers/prepare
+	GRADSERVE_INTEGRATION=1 $(BIN)/python -m pytest tests/integration $(WHAT)
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -63,3 +63,13 @@ def test_packages_only_re_export() -> None:
     for path in SERVICE.rglob("__init__.py"):
         body = ast.parse(path.read_text()).body
         assert all(isinstance(node, (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign)) for node in body), path
+
+
+CLIENT = ROOT / "clients" / "python"
+
+
+@pytest.mark.parametrize("path", sorted(CLIENT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_client_knows_nothing_of_the_server(path: Path) -> None:
+    if path.name != "generate.py":  # which writes the client from the server's registry
+        roots = {name.split(".")[0] for name in imported(path)}
+        assert not roots & {"service", "clients", "fastapi", "starlette", "pydantic", "uvicorn"}

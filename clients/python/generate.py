@@ -199,7 +199,8 @@ def _example(op: Operator) -> str:
     if len(line) > WIDTH - 4:
         inner = [f"...     {one}," for one in arguments]
         lines = [f">>> server.ops.{op.kernel.__name__}(", *inner, f"... {ending}"]
-    return "\n".join([*lines, repr(results[first])])
+    answer = re.sub("^$", "<BLANKLINE>", repr(results[first]), flags=re.MULTILINE)
+    return "\n".join([*lines, answer])
 
 
 def _array(value: Any, tensor: Tensor) -> Array:

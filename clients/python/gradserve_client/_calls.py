@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,10 +14,13 @@ import numpy.typing as npt
 
 from gradserve_client._policy import Answer, Call
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, decode, encode
-from gradserve_client.errors import InvalidInput
+from gradserve_client.errors import InvalidInput, NotFound
 from gradserve_client.models import BufferInfo, BufferName, OperatorInfo, Receipt, Taken, TensorInfo
 
 JSON = "application/json"
+
+PAGE = 1000
+"""Buffers that one request lists."""
 
 Reduce: TypeAlias = Literal["sum", "mean"]
 Into: TypeAlias = "str | BufferName"
@@ -74,6 +78,8 @@ def run(
     idempotency_key: str | None = None,
 ) -> Call[dict[str, Array | Receipt]]:
     """Run the operator. `defaults` are the dtypes of inputs that are lists."""
+    if not re.fullmatch(r"[A-Za-z0-9_]+", op):
+        raise NotFound(f"There is no operator {op!r}", code="unknown_operator")
     given = {name: value for name, value in tensors.items() if value is not None}
     sources = {name: value.name for name, value in given.items() if isinstance(value, BufferName)}
     arrays = {
@@ -90,11 +96,17 @@ def run(
 
     return Call(
         "POST",
-        f"/v1/ops/{op}" if re.fullmatch(r"\w+", op) else "/v1/ops/-",
+        f"/v1/ops/{op}",
         read,
         query={
             **_query(attributes),
-            **_query({"outputs": None if outputs is None else ",".join(outputs), "weight": weight, "epoch": epoch}),
+            **_query(
+                {
+                    "outputs": None if outputs is None else ",".join(outputs),
+                    "weight": None if weight is None else float(weight),
+                    "epoch": epoch,
+                }
+            ),
             "from": [f"{name}:{buffer}" for name, buffer in sources.items()],
             "into": [f"{name}:{buffer}" for name, buffer in targets.items()],
         },
@@ -120,10 +132,10 @@ def create(
 ) -> Call[BufferInfo]:
     """Create the buffer."""
     spec = {
-        "shape": [shape] if isinstance(shape, int) else [int(dim) for dim in shape],
+        "shape": [operator.index(dim) for dim in (shape if isinstance(shape, Iterable) else [shape])],
         "dtype": _dtype(dtype),
-        "quorum": quorum,
-        "keep": keep,
+        "quorum": None if quorum is None else operator.index(quorum),
+        "keep": operator.index(keep),
         "nonfinite": nonfinite,
         "ttl_seconds": None if ttl_seconds is None else float(ttl_seconds),
     }
@@ -250,7 +262,7 @@ def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
         page = json.loads(answer.body)
         return [BufferInfo.of(one) for one in page["buffers"]], page["next_cursor"]
 
-    query = {"prefix": prefix, "cursor": cursor, "limit": 1000}
+    query = {"prefix": prefix, "cursor": cursor, "limit": PAGE}
     return Call("GET", "/v1/buffers", read, query=query, headers={"Accept": JSON})
 
 
@@ -346,9 +358,10 @@ def _key(given: str | None) -> str:
 
 def _name(buffer: str | BufferName) -> str:
     name = buffer.name if isinstance(buffer, BufferName) else buffer
-    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,200}", name):
+    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,200}", name) or name in (".", ".."):  # which mean others in a URL
         raise InvalidInput(
-            f"{name!r} is no name of a buffer: 1 to 200 of the characters A-Z a-z 0-9 . _ : -", code="invalid_parameter"
+            f"{name!r} is no name of a buffer: 1 to 200 of the characters A-Z a-z 0-9 . _ : -, but neither . nor ..",
+            code="invalid_parameter",
         )
     return name
 

@@ -69,10 +69,14 @@ class Call(Generic[T]):
     wait: float = 0.0
     """Seconds that the server is to wait for what is not there yet."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.wait < math.inf:
+            raise InvalidInput(f"timeout is {self.wait!r}, but must be a number of seconds", code="invalid_parameter")
+
     @property
-    def polls(self) -> int:
-        """In how many requests of equal length to wait: with equal queries, a key is good for all of them."""
-        return math.ceil(self.wait / LONGEST_POLL) or 1
+    def poll(self) -> float:
+        """Seconds that each request asks the server to wait: with equal queries, a key is good for all of them."""
+        return self.wait / (math.ceil(self.wait / LONGEST_POLL) or 1)
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,7 @@ def exchange(
     attempts = failures = 0
     while True:
         attempts += 1
-        poll = call.wait / call.polls
-        outcome = yield Send(min(patience.attempt_timeout + poll, max(end - time.monotonic(), 0.001)), end)
+        outcome = yield Send(min(patience.attempt_timeout + call.poll, max(end - time.monotonic(), 0.001)), end)
         if isinstance(outcome, Answer) and outcome.status < 300:
             return outcome
         assert outcome is not None
@@ -120,14 +123,18 @@ def exchange(
         error.request_id = error.request_id or request_id
         cause = outcome if isinstance(outcome, httpx.TransportError) else None
         if isinstance(error, EpochOpen) and time.monotonic() < enough:
+            failures = 0
+            yield Wait(FIRST_DELAY)  # or whatever answers without waiting would be asked without end
             continue
         failures += 1
-        if patience.max_retries is not None and failures > patience.max_retries or not _is_worth_another(outcome):
-            raise error from cause
+        spent = patience.max_retries is not None and failures > patience.max_retries
         delay = min(FIRST_DELAY * 2 ** min(failures - 1, 16), LONGEST_DELAY) * random.uniform(0.5, 1)
         delay = max(delay, error.retry_after or 0)
-        if time.monotonic() + delay >= end:
-            raise error from cause
+        if spent or not _is_worth_another(outcome) or time.monotonic() + delay >= end:
+            try:
+                raise error from cause
+            finally:  # or the error and this frame would keep each other alive, and with them the call's arrays
+                del error, outcome, cause
         yield Wait(delay)
 
 
@@ -155,9 +162,10 @@ def _error(outcome: Answer | httpx.TransportError) -> GradserveError:
 def _refusal(answer: Answer) -> GradserveError:
     try:
         problem = json.loads(answer.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         problem = None
-    if not isinstance(problem, dict) or not isinstance(problem.get("code"), str):  # of whatever stands between
+    is_ours = isinstance(problem, dict) and isinstance(problem.get("code"), str) and "detail" in problem
+    if not is_ours:  # but of whatever stands between
         text = answer.body[:200].decode(errors="replace").strip()
         problem = {"detail": f"The answer has status {answer.status}: {text or 'nothing more'}"}
     code = problem.get("code")
@@ -182,6 +190,6 @@ def _retry_after(text: str | None) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
     return max(seconds, 0.0) if math.isfinite(seconds) else None

@@ -57,26 +57,36 @@ def as_array(value: Any, name: str, default: str = "float32") -> Array:
     """
     try:
         array = _array(value, default)
-    except (TypeError, ValueError, RuntimeError, BufferError, OverflowError) as error:
+    except (TypeError, ValueError, RuntimeError, BufferError, ArithmeticError) as error:
         raise InvalidInput(f"{name} cannot be read as an array: {error}", code="invalid_tensor") from error
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise InvalidInput(f"{name} has masked elements, which have no value to send", code="invalid_tensor")
-    if array.dtype.newbyteorder("<") not in _NAMES:
+    dtype = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    if dtype not in _NAMES:
         known = ", ".join(dtype.name for dtype in DTYPES.values())
         raise InvalidInput(f"{name} is {array.dtype}, but must be one of {known}", code="dtype_mismatch")
-    return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+    return np.asarray(array, dtype.newbyteorder("<"), order="C")
 
 
 def _array(value: Any, default: str) -> Array:
     if isinstance(value, np.ndarray):
         return value
-    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+    if hasattr(value, "detach") and any(kind.__module__ == "torch" for kind in type(value).__mro__):
         return _of_torch(value)
     if hasattr(value, "__array__"):
         return np.asarray(value)
     if isinstance(value, SupportsDLPack):
         return np.from_dlpack(value)
-    return np.asarray(value, DTYPES["BF16"] if default == "bfloat16" else np.dtype(default))
+    return _of_numbers(value, np.dtype(default))
+
+
+def _of_numbers(value: Any, dtype: np.dtype[Any]) -> Array:
+    """Nested lists and numbers. NumPy alone would make NaN of None, 1 of 1.5 and infinity of what is too large."""
+    found = np.asarray(value)
+    if found.size and not np.can_cast(found.dtype, dtype, "same_kind"):
+        raise ValueError(f"it holds {'None or others' if found.dtype == object else found.dtype}, not {dtype}")
+    with np.errstate(over="raise"):
+        return np.asarray(value, dtype)
 
 
 def _of_torch(tensor: Any) -> Array:
@@ -109,13 +119,15 @@ def decode(body: bytearray) -> tuple[dict[str, Array], dict[str, str]]:
     """The tensors in a file, which are writable views of `body`, and its metadata. Raises `ValueError`."""
     length = int.from_bytes(body[:8], "little")
     header = json.loads(body[8 : 8 + length])
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
     metadata = header.pop("__metadata__", {})
     tensors = {}
     for name, entry in header.items():
         dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
         count = math.prod(entry["shape"])
-        if stop - start != count * dtype.itemsize:
-            raise ValueError(f"{name} has {stop - start} bytes for {count} elements of {dtype}")
+        if not 0 <= start <= stop <= len(body) - 8 - length or stop - start != count * dtype.itemsize:
+            raise ValueError(f"{name} has bytes {start} to {stop} for {count} elements of {dtype}")
         array = np.frombuffer(body, dtype, count, 8 + length + start) if count else np.empty(0, dtype)
         tensors[name] = (array if array.flags.aligned else array.copy()).reshape(entry["shape"])
     return tensors, metadata

@@ -8,17 +8,23 @@ have.
 from __future__ import annotations
 
 import http.client
+import io
 import os
 import select
+import socket
 import ssl
 import threading
-from collections.abc import Iterator
-from typing import NoReturn
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import httpx
 
 JOINED = 1 << 16
 """A body up to this size goes out together with the head."""
+
+PIECE = 1 << 20
+"""Bytes that are received between two reports of how many have come."""
 
 MOST_IDLE = 16
 """Connections that are kept open for later."""
@@ -37,6 +43,9 @@ class Body(httpx.SyncByteStream):
 class Transport(httpx.BaseTransport):
     """HTTP/1.1 over connections that are kept. Several threads may use it; after a fork, both processes may."""
 
+    received: Callable[[int, int], None] | None = None
+    """If given, it is told while an answer comes how many of its bytes have come, and how many it has."""
+
     def __init__(self, verify: ssl.SSLContext | None = None) -> None:
         self._context = verify
         self._idle: list[http.client.HTTPConnection] = []
@@ -48,14 +57,16 @@ class Transport(httpx.BaseTransport):
         timeout = request.extensions.get("timeout", {})
         connection = self._connection(request.url, timeout.get("connect"))
         try:
-            assert connection.sock is not None
-            connection.sock.settimeout(timeout.get("read"))
-            _send(connection, request)
+            limits = _Limits(timeout.get("read"), request.extensions.get("until"))
+            connection.response_class = limits.response  # type: ignore[assignment]
+            _send(connection, request, limits)
             response = connection.getresponse()
+            if limits.ended:  # which http.client takes for the end of the head
+                raise http.client.RemoteDisconnected("the answer ends within its head")
             body = bytearray() if response.length is None else bytearray(response.length)
             if response.length is None:
                 body += response.read()
-            elif body and response.readinto(body) < len(body):
+            elif body and _fill(body, response, self.received) < len(body):
                 raise http.client.IncompleteRead(b"")
             response.close()
         except BaseException as error:
@@ -65,7 +76,8 @@ class Transport(httpx.BaseTransport):
             connection.close()
         else:
             self._keep(connection)
-        return httpx.Response(response.status, headers=response.getheaders(), stream=Body(body))
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.getheaders()]
+        return httpx.Response(response.status, headers=headers, stream=Body(body))
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -77,7 +89,7 @@ class Transport(httpx.BaseTransport):
     def _connection(self, url: httpx.URL, patience: float | None) -> http.client.HTTPConnection:
         if self._process != os.getpid():  # the parent's connections are still the parent's
             self._process, self._idle, self._lock = os.getpid(), [], threading.Lock()
-        port = url.port or {"http": 80, "https": 443}.get(url.scheme)
+        port = {"http": 80, "https": 443}.get(url.scheme) if url.port is None else url.port
         while True:
             with self._lock:
                 found = [one for one in self._idle if (one.host, one.port) == (url.host, port)]
@@ -110,12 +122,59 @@ class Transport(httpx.BaseTransport):
         connection.close()
 
 
-def _send(connection: http.client.HTTPConnection, request: httpx.Request) -> None:
+class _Limits:
+    """How long the socket is waited for: each time, and in all, by `time.monotonic`."""
+
+    def __init__(self, silence: float | None, until: float | None) -> None:
+        self._silence, self._until = silence, until
+        self.ended = False
+        """Whether all has been read that comes."""
+
+    def set(self, sock: socket.socket) -> None:
+        """Bound the socket's next operation."""
+        if self._until is None:
+            sock.settimeout(self._silence)
+            return
+        rest = self._until - time.monotonic()
+        if rest <= 0:
+            raise TimeoutError
+        sock.settimeout(rest if self._silence is None else min(rest, self._silence))
+
+    def response(self, sock: socket.socket, method: str | None = None) -> http.client.HTTPResponse:
+        """An answer that is read within the limits, however slowly it comes."""
+        response = http.client.HTTPResponse(sock, method=method)
+        response.fp = io.BufferedReader(_Reader(sock, response.fp.detach(), self))
+        return response
+
+
+class _Reader(io.RawIOBase):
+    """A socket's file, each of whose reads is bounded."""
+
+    def __init__(self, sock: socket.socket, file: io.RawIOBase, limits: _Limits) -> None:
+        self._sock, self._file, self._limits = sock, file, limits
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, memory: Any) -> int | None:
+        self._limits.set(self._sock)
+        count = self._file.readinto(memory)
+        self._limits.ended = count == 0
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _send(connection: http.client.HTTPConnection, request: httpx.Request, limits: _Limits) -> None:
     target = request.url.raw_path.decode("ascii")
     connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
     for name, value in request.headers.raw:
         connection.putheader(name.decode("ascii"), value)
     assert isinstance(request.stream, httpx.SyncByteStream)
+    assert connection.sock is not None
+    limits.set(connection.sock)
     size = int(request.headers.get("content-length", 0))
     if size <= JOINED:
         connection.endheaders(b"".join(request.stream))
@@ -123,9 +182,23 @@ def _send(connection: http.client.HTTPConnection, request: httpx.Request) -> Non
     connection.endheaders()
     try:
         for piece in request.stream:
-            connection.send(piece)
+            rest = memoryview(piece)
+            while rest:  # sendall would count the seconds of all of it
+                limits.set(connection.sock)
+                rest = rest[connection.sock.send(rest) :]
     except (BrokenPipeError, ConnectionResetError):
         pass  # the server did not want all of it; perhaps it said why before it closed
+
+
+def _fill(body: bytearray, response: http.client.HTTPResponse, received: Callable[[int, int], None] | None) -> int:
+    """Receive the body, or as much as comes: so many bytes."""
+    if received is None:
+        return response.readinto(body)
+    view, filled = memoryview(body), 0
+    while filled < len(body) and (count := response.readinto(view[filled : filled + PIECE])):
+        filled += count
+        received(filled, len(body))
+    return filled
 
 
 def _has_ended(connection: http.client.HTTPConnection) -> bool:

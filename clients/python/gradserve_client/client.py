@@ -21,7 +21,7 @@ from gradserve_client._async_ops import AsyncOps
 from gradserve_client._calls import Input, Into
 from gradserve_client._policy import Answer, Call, Patience, Send, Wait, exchange
 from gradserve_client._tensors import Array
-from gradserve_client._transport import Transport
+from gradserve_client._transport import MOST_IDLE, Transport
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import GradserveError, InvalidInput, ServerFailed
 from gradserve_client.models import OperatorInfo, Receipt
@@ -33,6 +33,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 _PIECE = 1 << 20
 """Bytes that the asynchronous client hands over at once."""
+
+_UNLIMITED = httpx.Limits(max_keepalive_connections=MOST_IDLE)
+"""Many calls may wait for an epoch at once; one that would close it must not wait until they are through."""
 
 
 class _Settings:
@@ -47,7 +50,10 @@ class _Settings:
         max_retries: int | None,
     ) -> None:
         url = url or os.environ.get("GRADSERVE_URL") or DEFAULT_URL
-        self.url = httpx.URL(url.rstrip("/"))
+        try:
+            self.url = httpx.URL(url.rstrip("/"))
+        except httpx.InvalidURL as error:
+            raise InvalidInput(f"The URL is {url!r}: {error}") from error
         if self.url.scheme not in ("http", "https") or not self.url.host:
             raise InvalidInput(f"The URL is {url!r}, but must begin with http:// or https:// and a host")
         for name, seconds in {"timeout": timeout, "attempt_timeout": attempt_timeout}.items():
@@ -69,14 +75,18 @@ class _Settings:
         size = sum(len(piece) for piece in call.body)
         if size or call.method in ("POST", "PUT"):
             headers["Content-Length"] = str(size)
-        query = {**call.query, "timeout": call.wait / call.polls} if call.wait else call.query
-        target = urlencode(query, doseq=True)
-        url = self.url.copy_with(raw_path=f"{self.url.path.rstrip('/')}{call.path}?{target}".rstrip("?").encode())
+        query = {**call.query, "timeout": call.poll} if call.wait else call.query
+        target = f"{call.path}?{urlencode(query, doseq=True)}".rstrip("?")
+        url = self.url.copy_with(raw_path=self.url.raw_path.partition(b"?")[0].rstrip(b"/") + target.encode())
         seconds = min(send.silence, self.patience.attempt_timeout)
         timeouts = {"connect": seconds, "write": seconds, "pool": seconds, "read": send.silence}
         try:
             return httpx.Request(
-                call.method, url, headers=headers, stream=_Pieces(call.body), extensions={"timeout": timeouts}
+                call.method,
+                url,
+                headers=headers,
+                stream=_Pieces(call.body),
+                extensions={"timeout": timeouts, "until": send.until},
             )
         except (UnicodeEncodeError, httpx.InvalidURL) as error:
             raise InvalidInput(f"The request cannot be sent: {error}") from error
@@ -85,7 +95,8 @@ class _Settings:
         """The proxy that the environment names for the server."""
         if urllib.request.proxy_bypass(self.url.host):
             return None
-        return urllib.request.getproxies().get(self.url.scheme)
+        proxy = urllib.request.getproxies().get(self.url.scheme)
+        return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
 
 
 class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
@@ -104,13 +115,15 @@ class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
                 yield view[start : start + _PIECE]  # type: ignore[misc]
 
 
-def _read(call: Call[T], answer: Answer) -> T:
+def _read(call: Call[T], answer: Answer, request_id: str) -> T:
     try:
         return call.read(answer)
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ServerFailed(
             f"The answer cannot be read; is this a gradserve server? {type(error).__name__}: {error}",
             status=answer.status,
+            request_id=answer.headers.get("x-request-id", request_id),
+            idempotency_key=call.key,
         ) from error
 
 
@@ -146,7 +159,7 @@ class Client:
         self._settings = _Settings(url, api_key, timeout, attempt_timeout, max_retries)
         if transport is None:
             proxy = self._settings.proxy()
-            transport = Transport() if proxy is None else httpx.HTTPTransport(proxy=proxy)
+            transport = Transport() if proxy is None else httpx.HTTPTransport(proxy=proxy, limits=_UNLIMITED)
         self._transport = transport
         self.ops = Ops(self)
         """The operators, a method each."""
@@ -195,7 +208,7 @@ class Client:
         """What the server can run.
 
         >>> next(one.formula for one in server.operators() if one.name == "TanhGrad")
-        'dX = dY * (1 - Y * Y)'
+        'dX = dY * (1 - Y * Y).'
         """
         return self._run(_calls.operators())
 
@@ -231,14 +244,15 @@ class Client:
             try:
                 step = steps.send(done)
             except StopIteration as end:
-                return _read(call, end.value)
+                return _read(call, end.value, request_id)
+            finally:
+                done = None  # or an error and this frame would keep each other alive, and with them the call's arrays
             if isinstance(step, Wait):
                 time.sleep(step.seconds)
-                done = None
             else:
-                done = self._send(self._settings.request(call, request_id, step))
+                done = self._send(self._settings.request(call, request_id, step), step.until)
 
-    def _send(self, request: httpx.Request) -> Answer | httpx.TransportError:
+    def _send(self, request: httpx.Request, until: float) -> Answer | httpx.TransportError:
         body: bytearray | None = None
         try:
             response = self._transport.handle_request(request)
@@ -246,6 +260,8 @@ class Client:
             try:
                 for piece in response.stream:
                     body = _joined(body, piece)
+                    if time.monotonic() > until:
+                        return httpx.ReadTimeout("the answer took too long")
             finally:
                 response.stream.close()
         except httpx.TransportError as error:
@@ -270,7 +286,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._settings = _Settings(url, api_key, timeout, attempt_timeout, max_retries)
-        self._transport = transport or httpx.AsyncHTTPTransport(proxy=self._settings.proxy())
+        self._transport = transport or httpx.AsyncHTTPTransport(proxy=self._settings.proxy(), limits=_UNLIMITED)
         self.ops = AsyncOps(self)
         """The operators, a method each."""
         self.buffers = AsyncBuffers(self)
@@ -339,7 +355,7 @@ class AsyncClient:
             try:
                 step = steps.send(done)
             except StopIteration as end:
-                return _read(call, end.value)
+                return _read(call, end.value, request_id)
             if isinstance(step, Wait):
                 await anyio.sleep(step.seconds)
                 done = None

@@ -692,8 +692,8 @@ class Ops:
         ...     H0=[[[0.5]]],
         ... ).HAll
         array([[[[ 0.48463798]]],
-
-
+        <BLANKLINE>
+        <BLANKLINE>
                [[[-0.03472763]]]], dtype=float32)
         """
         results = self._client._run(
@@ -839,7 +839,7 @@ class Ops:
         ...     grad_Ht=[[[1.0]]],
         ... ).dX
         array([[[0.29532623]],
-
+        <BLANKLINE>
                [[0.7675781 ]]], dtype=float32)
         """
         results = self._client._run(

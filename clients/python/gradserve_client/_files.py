@@ -1,0 +1,101 @@
+"""Tensors in files: safetensors, or .npy by the suffix."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from gradserve_client._tensors import DTYPES, Array, as_array, decode, encode
+from gradserve_client.errors import InvalidInput
+
+Write: TypeAlias = Callable[[Mapping[str, Array]], None]
+
+
+def read_all(path: Path) -> dict[str, Array]:
+    """The tensors of a safetensors file. Raises `InvalidInput` and `OSError`."""
+    with path.open("rb") as file:
+        body = bytearray(file.read())
+    try:
+        return decode(body)[0]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        detail = f"{path} cannot be read as a safetensors file: {type(error).__name__}: {error}"
+        raise InvalidInput(detail, code="invalid_file") from error
+
+
+def read_one(path: Path, tensor: str | None) -> Array:
+    """The tensor of the file, or the one of this name. Raises `InvalidInput` and `OSError`."""
+    if is_npy(path):
+        if tensor is not None:
+            raise InvalidInput(f"{path} has one tensor, without a name: leave out --tensor", code="unknown_tensor")
+        return _read_npy(path)
+    tensors = read_all(path)
+    if tensor is None and len(tensors) == 1:
+        return next(iter(tensors.values()))
+    if tensor in tensors:
+        return tensors[tensor]
+    names = ", ".join(tensors) or "none"
+    if tensor is None:
+        raise InvalidInput(f"Which tensor of {path} is it? Say --tensor; there are: {names}", code="unknown_tensor")
+    raise InvalidInput(f"{path} has no tensor {tensor}; there are: {names}", code="unknown_tensor")
+
+
+def is_npy(path: Path) -> bool:
+    """Whether the file has one array, in NumPy's own format."""
+    return path.suffix == ".npy"
+
+
+@contextmanager
+def writing(path: Path | None) -> Iterator[Write]:
+    """How to write the tensors to the file, if there is to be one.
+
+    What hinders that is raised at once, not when the tensors have come. The file is replaced only by one that is whole.
+    """
+    if path is None:
+        yield lambda tensors: None
+    elif path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe
+        yield lambda tensors: _write(path, path, tensors)
+    else:
+        part = path.with_name(path.name + ".part")
+        with _called(path):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "Is a directory")
+            part.touch()
+        try:
+            yield lambda tensors: _write(path, part, tensors)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _write(path: Path, part: Path, tensors: Mapping[str, Array]) -> None:
+    with _called(path):
+        with part.open("wb") as file:
+            if is_npy(path):
+                (array,) = tensors.values()
+                # The format has no bfloat16; each is a float32 too.
+                np.save(file, array.astype(np.float32) if array.dtype == DTYPES["BF16"] else array)
+            else:
+                file.writelines(encode({name: as_array(array, name) for name, array in tensors.items()}))
+        if part != path:
+            part.replace(path)
+
+
+@contextmanager
+def _called(path: Path) -> Iterator[None]:
+    """What goes wrong is said of this file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def _read_npy(path: Path) -> Array:
+    with path.open("rb") as file:
+        try:
+            return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
+        except ValueError as error:
+            raise InvalidInput(f"{path} cannot be read as an .npy file: {error}", code="invalid_file") from error

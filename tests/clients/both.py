@@ -1,0 +1,52 @@
+"""Both clients behind one face, so that every case runs through each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from gradserve_client import AsyncClient, Client
+
+KINDS = ("sync", "async")
+
+
+class _Blocking:
+    """Something of an `AsyncClient`, whose coroutines are run to their end."""
+
+    def __init__(self, inner: Any, portal: BlockingPortal) -> None:
+        self._inner, self._portal = inner, portal
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if inspect.iscoroutinefunction(found):
+            return lambda *args, **named: self._portal.call(partial(found, *map(_bare, args), **_bare(named)))
+        return _Blocking(found, self._portal) if type(found).__name__ in ("AsyncOps", "AsyncBuffers") else found
+
+    def __getitem__(self, name: str) -> Any:
+        return _Blocking(self._inner[name], self._portal)
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, _Blocking):
+        return value._inner
+    return {name: _bare(one) for name, one in value.items()} if type(value) is dict else value
+
+
+@contextmanager
+def connected(kind: str, url: str, **settings: Any) -> Iterator[Any]:
+    """A `Client`, or an `AsyncClient` that is used like one."""
+    if kind == "sync":
+        with Client(url, **settings) as server:
+            yield server
+        return
+    with start_blocking_portal() as portal:
+        inner = portal.call(partial(AsyncClient, url, **settings))
+        assert portal.call(inner.__aenter__) is inner
+        try:
+            yield _Blocking(inner, portal)
+        finally:
+            portal.call(inner.__aexit__, None, None, None)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.clients.both import KINDS, connected
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which of the two clients."""
+    return str(request.param)
+
+
+@pytest.fixture
+def key() -> str:
+    """What no idempotency key has begun with yet."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture(scope="session")
+def one_server(url: str, kind: str) -> Iterator[Any]:
+    with connected(kind, url, timeout=20) as server:
+        yield server
+
+
+@pytest.fixture
+def server(one_server: Any) -> Iterator[Any]:
+    """A client of the server with small limits, on which no buffers are left of other tests, nor of this one."""
+    delete_all(one_server)
+    yield one_server
+    delete_all(one_server)
+
+
+def delete_all(server: Any) -> None:
+    for one in server.buffers.list():
+        server.buffers[one.name].delete()

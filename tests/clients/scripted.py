@@ -1,0 +1,139 @@
+"""A transport with a script, and a clock that only waiting moves, so that patience is tested without any."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from gradserve_client import _policy
+from gradserve_client import client as clients
+from gradserve_client._transport import Transport
+
+from tests.clients.both import connected
+
+
+class Clock:
+    """Stands for the module `time`; it goes on only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.waits = time.monotonic(), list[float]()
+        self._start = self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        """Seconds since 1970, which is 1000 seconds ago."""
+        return 1000 + self.now - self._start
+
+    def sleep(self, seconds: float) -> None:
+        assert len(self.waits) < 1000, "this goes on forever"
+        self.waits.append(seconds)
+        self.now += seconds
+
+    async def sleep_async(self, seconds: float) -> None:
+        self.sleep(seconds)
+
+
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock, by which both clients go."""
+    clock = Clock()
+    monkeypatch.setattr(_policy, "time", clock)
+    monkeypatch.setattr(clients, "time", clock)
+    monkeypatch.setattr(clients, "anyio", SimpleNamespace(sleep=clock.sleep_async, fail_after=anyio.fail_after))
+    return clock
+
+
+Answering = Callable[[], httpx.Response]
+Step = Callable[[Answering], httpx.Response]
+
+
+def never_sent(send: Answering) -> httpx.Response:
+    raise httpx.ConnectError("refused")
+
+
+def answer_lost(send: Answering) -> httpx.Response:
+    send()
+    raise httpx.ReadError("reset")
+
+
+def answer_cut(send: Answering) -> httpx.Response:
+    send()
+    raise httpx.RemoteProtocolError("peer closed connection without sending complete message body")
+
+
+def silent(send: Answering) -> httpx.Response:
+    raise httpx.ReadTimeout("silent")
+
+
+def late(send: Answering) -> httpx.Response:
+    send()
+    raise httpx.ReadTimeout("silent")
+
+
+def unreachable(send: Answering) -> httpx.Response:
+    raise httpx.ConnectTimeout("no route")
+
+
+def says(status: int, *, code: str | None = None, body: str = "<html>Bad Gateway</html>", **headers: str) -> Step:
+    """An answer of whatever stands before the server, or, with a code, of the server."""
+    problem = {"code": code, "detail": f"it is {code}", "status": status}
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def step(send: Answering) -> httpx.Response:
+        if code is None:
+            return httpx.Response(status, headers=names, text=body)
+        return httpx.Response(status, headers=names, json=problem)
+
+    return step
+
+
+class Scripted(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Goes through the script, a step for each request, and then lets the server answer. `seen` is what it was sent."""
+
+    def __init__(self, *script: Step, forever: Step | None = None) -> None:
+        self._script, self._forever = list(script), forever
+        self._inner = Transport()
+        self.seen: list[httpx.Request] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, httpx.SyncByteStream)
+        body = b"".join(request.stream)
+        copy = httpx.Request(request.method, request.url, headers=request.headers, content=body)
+        copy.extensions = {"timeout": request.extensions["timeout"]}
+        self.seen.append(copy)
+        assert len(self.seen) < 1000, "this goes on forever"
+
+        def send() -> httpx.Response:
+            answer = self._inner.handle_request(copy)
+            return httpx.Response(answer.status_code, headers=answer.headers, content=answer.read())
+
+        step = self._script.pop(0) if self._script else self._forever
+        return send() if step is None else step(send)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return self.handle_request(request)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    async def aclose(self) -> None:
+        self._inner.close()
+
+
+@contextmanager
+def through(kind: str, url: str, transport: Scripted, **settings: Any) -> Iterator[Any]:
+    """A client with this transport, and an empty buffer `scripted` of shape (2,)."""
+    with connected("sync", url) as plain:
+        plain.buffers["scripted"].create((2,))
+        try:
+            with connected(kind, url, transport=transport, **settings) as server:
+                yield server
+        finally:
+            plain.buffers["scripted"].delete()

@@ -1,0 +1,524 @@
+"""The command line against a server: in processes of its own, on terminals and not, and, quicker, in this one."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gradserve_client import Client
+from gradserve_client._tensors import decode, encode
+from gradserve_client.cli import main
+from safetensors.numpy import load_file, save_file
+
+from service.kernels import OPERATORS
+from tests.serving import serving
+
+COMMAND = str(Path(sys.executable).parent / "gradserve-client")
+README = Path(__file__).parent.parent.parent / "clients" / "python" / "README.md"
+
+BF16 = ml_dtypes.bfloat16
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        (line,) = self.out.splitlines()
+        return json.loads(line)
+
+
+Call: TypeAlias = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving(threads=2) as url:
+        yield url
+
+
+@pytest.fixture
+def server(address: str) -> Iterator[Client]:
+    with Client(address) as client:
+        for one in client.buffers.list():
+            client.buffers[one.name].delete()
+        yield client
+
+
+def environment(url: str, **more: str) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVE_")}
+    return {**ours, "GRADSERVE_URL": url, "TERM": "xterm", "COLUMNS": "80", **more}
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """What the command does where there is no terminal."""
+
+    def called(server: Client | str, *arguments: str | Path, **more: str) -> Done:
+        for name, value in environment(server if isinstance(server, str) else server.url, **more).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", [COMMAND, *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        code = end.value.code
+        assert isinstance(code, int)
+        return Done(code, *capsys.readouterr())
+
+    return called
+
+
+def called_alone(server: Client, *arguments: str | Path) -> Done:
+    """The same in a process of its own."""
+    done = subprocess.run(
+        [COMMAND, *arguments], env=environment(server.url), capture_output=True, text=True, timeout=60
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def on_terminal(server: Client, *arguments: str | Path, types: str = "") -> Done:
+    """What the command does on a terminal of 80 columns: the output has all that the terminal was sent."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, 80))
+    variables = environment(server.url)
+    del variables["COLUMNS"]
+    with subprocess.Popen([COMMAND, *arguments], stdin=its, stdout=its, stderr=its, env=variables) as process:
+        os.close(its)
+        os.write(ours, types.encode())
+        seen = b""
+        while select.select([ours], [], [], 60)[0]:
+            try:
+                came = os.read(ours, 1 << 16)
+            except OSError:  # the other side is closed
+                break
+            seen += came
+            if not came:
+                break
+        else:
+            process.kill()
+    os.close(ours)
+    return Done(process.returncode, seen.decode(), "")
+
+
+def plain(text: str) -> str:
+    """The text without colours and movements of the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+# ----- operators -----
+
+
+def test_ops_lists_and_shows(call: Call, server: Client) -> None:
+    lines = call(server, "ops").out.splitlines()
+    assert [line.split()[0] for line in lines] == ["operator", *OPERATORS]
+    shown = call(server, "ops", "GRUGrad").out
+    operator = OPERATORS["GRUGrad"]
+    for word in [operator.formula, "SL?", "int32, int64", "default forward", "hidden_size"]:
+        assert word in shown
+    assert [one["name"] for one in call(server, "ops", "--json").json] == list(OPERATORS)
+    described = call(server, "--json", "ops", "SoftmaxGrad_13").json
+    assert (described["inputs"][0]["name"], described["attributes"]) == ("dY", {"axis": -1})
+
+
+def test_ops_fits_a_terminal(server: Client) -> None:
+    for arguments in ["ops"], ["ops", "GRUGrad"], ["run", "--help"]:
+        done = on_terminal(server, *arguments)
+        assert done.code == 0
+        assert max(len(line) for line in plain(done.out).splitlines()) <= 80
+
+
+def test_run_prints_or_writes(call: Call, server: Client, tmp_path: Path) -> None:
+    given, made = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file({"dY": np.array([[1, 2, 3]], np.float32), "Y": np.array([[0.25, 0.25, 0.5]], np.float32)}, given)
+    printed = call(server, "run", "SoftmaxGrad_13", given, "-a", "axis=-1")
+    assert printed.out == "dX: float32 [1, 3]\n[[-0.3125 -0.0625  0.375 ]]\n"
+    assert call(server, "run", "SoftmaxGrad_13", given, "--set", "axis=0", "--json").json == {
+        "outputs": {"dX": {"dtype": "float32", "shape": [1, 3], "data": [[0.1875, 0.375, 0.75]]}},
+        "receipts": {},
+    }
+    assert call(server, "run", "SoftmaxGrad_13", given, "-o", made).out == f"{made}: dX float32 [1, 3]\n"
+    np.testing.assert_array_equal(load_file(made)["dX"], np.array([[-0.3125, -0.0625, 0.375]], np.float32))
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_run_with_buffers_and_outputs(call: Call, server: Client, tmp_path: Path) -> None:
+    server.buffers["acts"].create(2)
+    server.buffers["acts"].accumulate([1, -1])
+    server.buffers["sum"].create(2)
+    save_file({"dY": np.ones(2, np.float32)}, tmp_path / "in.safetensors")
+    run: list[str | Path]
+    run = ["run", "ReluGrad", tmp_path / "in.safetensors", "--from", "X:acts", "--into", "dX:sum", "--weight", "2"]
+    assert call(server, *run, "--epoch", "0", "--key", "k").out == "dX -> sum: epoch 0, count 1, weight 2\n"
+    again = call(server, *run, "--epoch", "0", "--key", "k", "--json").json
+    assert again["outputs"] == {}
+    assert (again["receipts"]["dX"]["count"], again["receipts"]["dX"]["replayed"]) == (1, True)
+    assert call(server, *run, "--epoch", "5").code == 4
+    assert server.buffers["sum"].value().tolist() == [2, 0]
+    both = call(server, "run", "ReluGrad", "--from", "X:acts", "--from", "dY:sum")
+    assert both.out == "dX: float32 [2]\n[2. 0.]\n"
+
+
+def test_a_list_is_an_attribute_given_several_times(call: Call, server: Client, tmp_path: Path) -> None:
+    shapes = {"X": (1, 1, 1), "W": (1, 3, 1), "R": (1, 3, 1)}
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "in.safetensors")
+    run: list[str | Path]
+    run = ["run", "GRUTraining", tmp_path / "in.safetensors", "--outputs", "HFinal", "-a", "activations=sigmoid"]
+    assert call(server, *run, "-a", "activations=tanh").code == 0
+    assert call(server, *run).code == 5
+
+
+# ----- buffers -----
+
+
+def test_the_life_of_a_buffer(call: Call, server: Client, tmp_path: Path) -> None:
+    np.save(tmp_path / "g.npy", np.array([1.5, 2.5]))
+    file = tmp_path / "g.npy"
+    made = call(server, "buffers", "create", "b:heart:", "[2]", "--quorum", "3", "--keep", "2", "--ttl", "1000")
+    assert made.out == "b:heart:: float32 [2], epoch 0, count 0 of 3\n"
+    assert call(server, "buffers", "add", "b:heart:", file, "--weight", "-2").out.endswith("count 1, weight -2\n")
+    assert call(server, "buffers", "put", "b:heart:", file, "--epoch", "0").out.endswith("count 1, weight 1\n")
+    listed = call(server, "buffers", "ls", "b").out.splitlines()
+    assert listed[0].split() == ["name", "shape", "dtype", "epoch", "count", "weight", "size"]
+    assert listed[1].split() == "b:heart: [2] float32 0 1 of 3 1 8 B".split()
+    assert call(server, "buffers", "ls", "nothing.", "--json").json == []
+    shown = call(server, "buffers", "show", "b:heart:", "--json").json
+    assert (shown["quorum"], shown["keep"], shown["ttl_seconds"], shown["shape"]) == (3, 2, 1000, [2])
+    assert "closed epochs  none" in call(server, "buffers", "show", "b:heart:").out
+    assert call(server, "buffers", "get", "b:heart:").out == "b:heart:: float32 [2]\n[1.5 2.5]\n"
+    taken = call(server, "buffers", "take", "b:heart:", "--min-count", "1", "--reduce", "mean", "--json").json
+    assert (taken["epoch"], taken["closed"], taken["value"]["data"]) == (0, True, [1.5, 2.5])
+    assert call(server, "buffers", "zero", "b:heart:").out == "b:heart:: epoch 2, count 0, weight 0\n"
+    old = call(server, "buffers", "get", "b:heart:", "--epoch", "0", "--dtype", "float64", "--json").json
+    assert old == {"name": "b:heart:", "dtype": "float64", "shape": [2], "data": [1.5, 2.5]}
+    assert call(server, "buffers", "rm", "b:heart:").code == 0
+    assert server.buffers.list() == []
+
+
+def test_an_add_with_a_key_counts_once(call: Call, server: Client, tmp_path: Path) -> None:
+    server.buffers["b"].create(())
+    np.save(tmp_path / "g.npy", np.array(1.0))
+    for _ in range(2):
+        last = call(server, "buffers", "add", "b", tmp_path / "g.npy", "--key", "mine")
+    assert last.out == "b: epoch 0, count 1, weight 1, done before\n"
+
+
+def test_bfloat16_in_files(call: Call, server: Client, tmp_path: Path) -> None:
+    values = np.array([1.5, -np.inf, 3e38], BF16)
+    given, got, array = (tmp_path / name for name in ("in.safetensors", "out.safetensors", "out.npy"))
+    given.write_bytes(b"".join(encode({"g": values, "other": np.ones(1, np.float32)})))
+    assert call(server, "buffers", "put", "b", given, "--tensor", "g").code == 3
+    assert call(server, "buffers", "put", "b", given, "--tensor", "g", "--create").code == 0
+    assert server.buffers["b"].info().dtype == "bfloat16"
+    assert call(server, "buffers", "get", "b", "-o", got).code == 0
+    assert call(server, "buffers", "take", "b", "-o", array).code == 0
+    (read,) = decode(bytearray(got.read_bytes()))[0].values()
+    assert read.dtype == BF16
+    np.testing.assert_array_equal(read, values)
+    np.testing.assert_array_equal(np.load(array), values.astype(np.float32), strict=True)
+    printed = call(server, "buffers", "get", "b", "--epoch", "0", "--json").json
+    assert printed["data"] == [1.5, "-Infinity", float(values[2])]
+
+
+def test_rm_asks_on_a_terminal(server: Client) -> None:
+    server.buffers["b"].create(2)
+    asked = on_terminal(server, "buffers", "rm", "b", types="n\n")
+    assert asked.code == 1
+    assert "Remove b, float32 [2], epoch 0, count 0?" in plain(asked.out)
+    assert len(server.buffers.list()) == 1
+    assert on_terminal(server, "buffers", "rm", "b", types="y\n").code == 0
+    assert server.buffers.list() == []
+    server.buffers["b"].create(2)
+    sure = on_terminal(server, "buffers", "rm", "b", "--yes")
+    assert (sure.code, sure.out) == (0, "")
+
+
+def test_bars_for_large_bodies_on_a_terminal(call: Call, server: Client, tmp_path: Path) -> None:
+    file = tmp_path / "g.npy"
+    np.save(file, np.ones(1 << 20, np.float32))
+    sent = on_terminal(server, "buffers", "put", "b", file, "--create")
+    assert re.search(r"sending .*4\.2/4\.2 MB", plain(sent.out))
+    assert plain(sent.out).splitlines()[-1] == "b: epoch 0, count 1, weight 1"
+    assert re.search(r"receiving .*4\.2/4\.2 MB", plain(on_terminal(server, "buffers", "get", "b", "-o", file).out))
+    np.testing.assert_array_equal(np.load(file), np.ones(1 << 20, np.float32))
+    assert call(server, "buffers", "get", "b", "-o", file).err == ""
+    server.buffers["small"].create(10)
+    assert "receiving" not in on_terminal(server, "buffers", "get", "small").out
+
+
+# ----- watch -----
+
+
+def test_watch_counts_adds(server: Client) -> None:
+    server.buffers["w.1"].create(2, quorum=8)
+    server.buffers["other"].create(2)
+    arguments = [COMMAND, "watch", "w.", "--json", "--interval", "0.05", "--count", "200"]
+    with subprocess.Popen(arguments, env=environment(server.url), stdout=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        (first,) = json.loads(watch.stdout.readline())["buffers"]
+        server.buffers["w.1"].accumulate([3, 4])
+        for line in watch.stdout:
+            (then,) = json.loads(line)["buffers"]
+            if then["count"]:
+                break
+        for line in watch.stdout:
+            (after,) = json.loads(line)["buffers"]
+            break
+        watch.send_signal(signal.SIGINT)
+    assert watch.returncode == 130
+    assert (first["name"], first["count"], first["norm"], first["adds_per_second"]) == ("w.1", 0, 0, None)
+    assert (then["count"], then["quorum"], then["norm"]) == (1, 8, 5)
+    assert 0 < then["adds_per_second"] < 1 / 0.05
+    assert (after["norm"], after["adds_per_second"]) == (5, 0)
+
+
+def test_watch_prints_lines_or_a_table(call: Call, server: Client) -> None:
+    server.buffers["w"].create(2, quorum=8)
+    server.buffers["w"].accumulate([3, 4])
+    head, *lines = call(server, "watch", "--count", "2", "--interval", "0.05").out.splitlines()
+    assert head.split("\t") == ["time", "name", "shape", "dtype", "epoch", "count", "weight", "norm", "adds/s"]
+    assert [line.split("\t")[1:] for line in lines] == [
+        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", ""],
+        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "0"],
+    ]
+    live = on_terminal(server, "watch", "--count", "2", "--interval", "0.05", "--no-norm")
+    assert live.code == 0
+    assert "w     [2]    float32      0  1 of 8       1             0" in plain(live.out).splitlines()[-1]
+    assert "\x1b[1A" in live.out  # it is drawn anew in its place
+
+
+# ----- what goes wrong -----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "code"),
+    [
+        ("ops ReluGrat", 3, "unknown_operator"),
+        ("run Nonsense", 3, "unknown_operator"),
+        ("buffers show missing", 3, "unknown_buffer"),
+        ("buffers create there 3", 4, "buffer_exists"),
+        ("buffers take there --min-count 5", 4, "too_few_gradients"),
+        ("buffers get there --epoch 0", 4, "epoch_open"),
+        ("buffers get ? -o out.npy", 5, "invalid_parameter"),
+        ("buffers get there --dtype float8", 5, "invalid_parameter"),
+        ("buffers add there two.safetensors", 5, "unknown_tensor"),
+        ("buffers add there two.safetensors --tensor c", 5, "unknown_tensor"),
+        ("run ReluGrad junk.npy", 5, "invalid_file"),
+        ("buffers add there junk.npy", 5, "invalid_file"),
+        ("--url ftp://nowhere ops", 5, "invalid_input"),
+        ("buffers add there missing.npy", 1, "file_error"),
+        ("buffers get there -o nowhere/x.npy", 1, "file_error"),
+        ("--timeout 0.2 --url http://127.0.0.1:9 ops", 6, "connection_failed"),
+    ],
+)
+def test_errors_are_told_apart(
+    call: Call, server: Client, tmp_path: Path, arguments: str, exit_code: int, code: str
+) -> None:
+    server.buffers["there"].create(2)
+    save_file({"a": np.ones(1, np.float32), "b": np.ones(2, np.float32)}, tmp_path / "two.safetensors")
+    (tmp_path / "junk.npy").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    files = {path.name: path for path in tmp_path.iterdir()}
+    given: list[str | Path] = [files.get(word, word) for word in arguments.split()]
+    done = call(server, *given)
+    assert (done.code, done.out) == (exit_code, "")
+    assert re.fullmatch(rf"error: [^\n]+ \({code}\)\n", done.err), done.err
+
+
+def test_errors_as_json(server: Client) -> None:
+    done = called_alone(server, "buffers", "show", "missing", "--json")
+    assert (done.code, done.out) == (3, "")
+    error = json.loads(done.err)["error"]
+    assert (error["code"], error["status"], error["context"]) == ("unknown_buffer", 404, {"buffer": "missing"})
+    assert "'missing'" in error["detail"]
+    assert error["request_id"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["--url"],
+        ["buffers", "create", "b", "2,q"],
+        ["buffers", "get", "b", "--reduce", "max"],
+        ["run", "ReluGrad", "-a", "axis"],
+        ["run", "ReluGrad", "-o", "x.npy"],
+    ],
+)
+def test_usage_errors(call: Call, arguments: list[str]) -> None:
+    done = call("http://127.0.0.1:9", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert "Error" in done.err
+
+
+class Stub(http.server.BaseHTTPRequestHandler):
+    """A server that wants a key to list operators, is slow to give values, and not ready for changes."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/v1/buffers/slow/value"):
+            body = b"".join(encode({"value": np.arange(8, dtype=np.float32)}))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            for start in range(0, len(body), 16):
+                self.wfile.write(body[start : start + 16])
+                time.sleep(0.3)
+        elif self.headers["Authorization"] == "Bearer good":
+            self.answer(200, {"operators": []})
+        else:
+            self.answer(401, {"code": "unauthorized", "detail": "No\x1b[31m such\nkey"})
+
+    def do_POST(self) -> None:
+        self.answer(503, {"code": "not_ready", "detail": "Not yet"})
+
+    def answer(self, status: int, document: object) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def stub() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_key_and_options_anywhere(call: Call, stub: str) -> None:
+    refused = call(stub, "ops")
+    assert (refused.code, refused.err) == (5, "error: No [31m such key (unauthorized)\n")
+    assert call(stub, "ops", GRADSERVE_API_KEY="good").code == 0
+    assert call("http://127.0.0.1:9", "ops", "--api-key", "good", f"--url={stub}", "--json").json == []
+
+
+def test_what_moves_is_waited_for_longer_than_the_timeout(call: Call, stub: str) -> None:
+    assert call(stub, "--timeout", "1.2", "buffers", "get", "slow", "--json").json["data"] == list(range(8))
+
+
+def test_a_change_that_is_in_doubt_can_be_repeated(call: Call, stub: str) -> None:
+    done = call(stub, "--timeout", "0.2", "buffers", "zero", "b", "--key", "mine")
+    assert done.code == 6
+    assert done.err == "error: Not yet (not_ready); in case it was done, repeat it with --key mine\n"
+
+
+def test_a_file_that_cannot_be_written(call: Call, server: Client, tmp_path: Path) -> None:
+    server.buffers["b"].create(2)
+    server.buffers["b"].accumulate([1, 2])
+    old = tmp_path / "old.npy"
+    old.write_text("precious")
+    assert call(server, "buffers", "take", "missing", "-o", old).code == 3
+    assert call(server, "buffers", "take", "b", "-o", tmp_path).code == 1
+    assert (old.read_text(), os.listdir(tmp_path)) == ("precious", ["old.npy"])
+    assert server.buffers["b"].info().epoch == 0
+    if Path("/dev/full").exists():
+        lost = call(server, "buffers", "take", "b", "-o", "/dev/full")
+        assert lost.code == 1
+        assert "gradserve-client buffers get b --epoch 0" in lost.err
+
+
+@pytest.mark.parametrize("arguments", [["watch", "--interval", "0.05"], ["ops"], ["ops", "--json"], ["--help"]])
+def test_a_reader_that_goes_away_is_no_error(server: Client, arguments: list[str]) -> None:
+    ours, its = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        [COMMAND, *arguments], env=environment(server.url), stdout=its, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(its)
+    assert done.stderr == b""
+
+
+def test_an_interrupt_while_waiting(server: Client) -> None:
+    server.buffers["b"].create(2, quorum=2)
+    arguments = [COMMAND, "buffers", "get", "b", "--epoch", "0", "--timeout", "50"]
+    with Watched() as seen:
+        process = subprocess.Popen(arguments, env=environment(seen.url), stderr=subprocess.PIPE)
+        assert seen.asked.wait(30)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (130, b"")
+
+
+class Watched:
+    """A server that tells when it is asked, and does not answer."""
+
+    def __init__(self) -> None:
+        self.asked, self._done = threading.Event(), threading.Event()
+        outer = self
+
+        class Silent(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.asked.set()
+                outer._done.wait(60)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Watched:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules['{missing}'] = None; from gradserve_client.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "ops"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: the command line needs {missing}: pip install 'gradserve-client[cli]'\n"
+
+
+def test_the_version_and_the_exit_codes_are_told(call: Call) -> None:
+    assert call("", "--version").out == f"gradserve-client {version('gradserve-client')}\n"
+    told = " ".join(call("", "--help").out.split())
+    written = README.read_text()
+    for number in (0, 1, 2, 3, 4, 5, 6, 130):
+        assert re.search(rf"[:,] {number} \w", told)
+        assert f"\n| {number} |" in written
+
+
+def test_the_readme_is_true(server: Client, tmp_path: Path) -> None:
+    section = README.read_text().split("\n## Command line\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
+    assert [language for language, _ in blocks] == ["bash", "text"]
+    script = blocks[0][1].replace("http://127.0.0.1:8000", server.url)
+    assert server.url in script
+    path = f"{Path(COMMAND).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=tmp_path, env=environment(server.url, PATH=path), capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == (blocks[1][1], "")
+    assert load_file(tmp_path / "sum.safetensors")["w1"].tolist() == [[64, 128], [192, 256]]

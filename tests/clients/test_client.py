@@ -1,0 +1,243 @@
+"""What both clients do, case by case, with a real server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gradserve_client import (
+    Conflict,
+    EpochGone,
+    EpochOpen,
+    GradserveError,
+    InvalidInput,
+    KeyReused,
+    NotFound,
+    PreconditionFailed,
+    Receipt,
+    StaleEpoch,
+    Taken,
+    TooLarge,
+    Unauthorized,
+)
+
+from service.dtypes import DTYPES
+from service.kernels import OPERATORS, Operator
+from tests.clients.both import connected
+
+SEVERAL = [op for op in OPERATORS.values() if len(op.outputs) > 1]
+
+
+def example(op: Operator) -> dict[str, Any]:
+    """The arrays of the operator's example."""
+    given = {}
+    for one in op.inputs:
+        if one.name in op.example:
+            value = op.example[one.name]
+            fields = value if isinstance(value, dict) else {"data": value}
+            given[one.name] = np.array(fields["data"], DTYPES[fields.get("dtype", one.kind.default)])
+    return given
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert isinstance(found, np.ndarray)
+    assert found.flags.writeable
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.tobytes() == expected.tobytes()
+
+
+# ----- operators -----
+
+
+@pytest.mark.parametrize("op", OPERATORS.values(), ids=OPERATORS)
+def test_every_operator_by_its_method_and_by_its_name(server: Any, op: Operator) -> None:
+    arrays = example(op)
+    expected = op(arrays, {})
+    method = getattr(server.ops, op.kernel.__name__)
+    for given in (arrays, {name: one.tolist() for name, one in arrays.items()}):
+        found = method(**given)
+        for name, one in zip(op.output_names, [found] if len(op.outputs) == 1 else found, strict=True):
+            assert_same(one, expected[name])
+    named = server.run(op.name, arrays, {one.name: one.default for one in op.attributes})
+    assert named.keys() == expected.keys()
+    for name, one in named.items():
+        assert_same(one, expected[name])
+
+
+@pytest.mark.parametrize("op", SEVERAL, ids=[op.name for op in SEVERAL])
+def test_outputs_are_those_that_were_asked_for(server: Any, op: Operator) -> None:
+    wanted = op.output_names[-1:]
+    found = getattr(server.ops, op.kernel.__name__)(**example(op), outputs=wanted)
+    assert found.keys() == set(wanted)
+    assert_same(found[wanted[0]], op(example(op), {})[wanted[0]])
+    assert server.run(op.name, example(op), outputs=wanted).keys() == set(wanted)
+
+
+def test_attributes_reach_the_kernel(server: Any) -> None:
+    Y = np.array([[0.25, 0.75], [0.5, 0.5]], np.float32)
+    dY = np.array([[1, 2], [3, 4]], np.float32)
+    for axis in (0, 1, -1, np.int64(0)):
+        expected = OPERATORS["SoftmaxGrad_13"]({"dY": dY, "Y": Y}, {"axis": int(axis)})["dX"]
+        assert_same(server.ops.softmax_grad_13(dY, Y, axis=axis), expected)
+    expected = OPERATORS["LeakyReluGrad"]({"dY": dY, "Y": -Y}, {"alpha": 1e-7})["dX"]
+    assert_same(server.ops.leaky_relu_grad(dY, -Y, alpha=1e-7), expected)
+    gru = example(OPERATORS["GRUTraining"])
+    attributes: dict[str, Any] = {"activations": ["SIGMOID", "tanh"], "direction": "reverse", "linear_before_reset": 1}
+    for name, one in OPERATORS["GRUTraining"](gru, attributes).items():
+        assert_same(getattr(server.ops.gru_training(**gru, **attributes), name), one)
+
+
+def test_into_adds_and_gives_a_receipt(server: Any, key: str) -> None:
+    server.buffers["w"].create((2,))
+    for count, into in enumerate(["w", server.buffers["w"]], 1):
+        receipt = server.ops.relu_grad([1, 2], [1, -1], into=into, weight=3, epoch=0)
+        assert isinstance(receipt, Receipt)
+        assert (receipt.name, receipt.count, receipt.weight) == ("w", count, 3.0 * count)
+    assert server.buffers["w"].value().tolist() == [6.0, 0.0]
+    with pytest.raises(StaleEpoch):
+        server.ops.relu_grad([1, 2], [1, -1], into="w", epoch=7)
+    server.ops.relu_grad([1, 2], [1, 1], into="w", idempotency_key=f"{key} mine")
+    assert server.ops.relu_grad([1, 2], [1, 1], into="w", idempotency_key=f"{key} mine").replayed
+    assert server.buffers["w"].value().tolist() == [7.0, 2.0]
+
+
+def test_into_for_one_of_several_outputs(server: Any) -> None:
+    gru = OPERATORS["GRUGrad"]
+    arrays, expected = example(gru), gru(example(gru), {})
+    server.buffers["gru.W"].create(expected["dW"].shape)
+    found = server.ops.gru_grad(**arrays, into={"dW": "gru.W"}, weight=2)
+    assert found["dW"].count == 1
+    assert_same(found["dX"], expected["dX"])
+    assert_same(server.buffers["gru.W"].value(), 2 * expected["dW"])
+    found = server.run("GRUGrad", arrays, outputs=["dW", "dX"], into={"dW": server.buffers["gru.W"]})
+    assert found.keys() == {"dW", "dX"}
+    assert found["dW"].count == 2
+
+
+def test_a_buffer_as_an_input_is_read_on_the_server(server: Any) -> None:
+    acts = server.buffers["acts"]
+    acts.create((2,))
+    acts.accumulate([1, -1])
+    assert server.ops.relu_grad([5, 6], acts).tolist() == [5.0, 0.0]
+    assert server.run("ReluGrad", {"dY": acts, "X": acts})["dX"].tolist() == [1.0, 0.0]
+    with pytest.raises(NotFound) as caught:
+        server.ops.relu_grad([5, 6], server.buffers["none"])
+    assert caught.value.code == "unknown_buffer"
+
+
+def test_the_operators_are_described(server: Any) -> None:
+    found = {one.name: one for one in server.operators()}
+    assert found.keys() == OPERATORS.keys()
+    gather = found["GatherGrad"]
+    assert [one.default_dtype for one in gather.inputs] == ["int64", "int64", "float32"]
+    assert gather.attributes == {"axis": 0}
+    assert server.is_ready()
+
+
+# ----- errors -----
+
+
+def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
+    """What fails, how, and with which status and code. The buffer w has shape (2,), and is in its epoch 1."""
+    return {
+        "shape": (lambda s: s.ops.relu_grad([1, 2], [1]), InvalidInput, 422, "shape_mismatch"),
+        "operator": (lambda s: s.run("NoSuchGrad", {"dY": [1]}), NotFound, 404, "unknown_operator"),
+        "tensor": (lambda s: s.run("ReluGrad", {"dY": [1], "Z": [1]}), InvalidInput, 422, "unknown_tensor"),
+        "attribute": (lambda s: s.run("ReluGrad", {"dY": [1], "X": [1]}, {"b": 1}), InvalidInput, 422, ""),
+        "buffer": (lambda s: s.buffers["none"].accumulate([1, 2]), NotFound, 404, "unknown_buffer"),
+        "differs": (lambda s: s.buffers["w"].create((3,)), Conflict, 409, "buffer_exists"),
+        "stale": (lambda s: s.buffers["w"].accumulate([1, 2], epoch=0), StaleEpoch, 409, "stale_epoch"),
+        "open": (lambda s: s.buffers["w"].value(epoch=1), EpochOpen, 409, "epoch_open"),
+        "few": (lambda s: s.buffers["w"].take(min_count=9), EpochOpen, 409, "too_few_gradients"),
+        "mean": (lambda s: s.buffers["w"].value(reduce="mean"), Conflict, 409, "nothing_to_average"),
+        "gone": (lambda s: s.buffers["gone"].value(epoch=0), EpochGone, 410, "epoch_gone"),
+        "match": (lambda s: s.buffers["w"].zero(if_match='"8-8"'), PreconditionFailed, 412, "precondition_failed"),
+        "body": (lambda s: s.buffers["w"].accumulate(np.zeros(1 << 19)), TooLarge, 413, "body_too_large"),
+        "large": (lambda s: s.buffers["l"].create((1 << 30,)), TooLarge, 413, "tensor_too_large"),
+        "key": (lambda s: s.buffers["w"].accumulate([1], idempotency_key=""), InvalidInput, 422, "invalid_parameter"),
+    }
+
+
+@pytest.mark.parametrize("case", failing())
+def test_errors_by_what_they_mean(server: Any, case: str) -> None:
+    server.buffers["w"].create((2,))
+    server.buffers["w"].zero()
+    server.buffers["gone"].create((1,))
+    for _ in range(2):
+        server.buffers["gone"].accumulate([1])
+        server.buffers["gone"].take()
+    call, kind, status, code = failing()[case]
+    with pytest.raises(kind) as caught:
+        call(server)
+    error = caught.value
+    assert type(error) is kind
+    assert (error.status, error.attempts) == (status, 1)
+    assert error.code == code or not code
+    assert error.request_id
+    assert error.detail == str(error) != ""
+    assert (error.idempotency_key is None) is (
+        case in {"shape", "operator", "tensor", "attribute", "open", "mean", "gone"}
+    )
+
+
+def test_a_key_is_good_for_one_request(server: Any, key: str) -> None:
+    server.buffers["w"].create((2,))
+    server.buffers["w"].accumulate([1, 2], idempotency_key=f"{key} once")
+    with pytest.raises(KeyReused) as caught:
+        server.buffers["w"].accumulate([1, 3], idempotency_key=f"{key} once")
+    assert (caught.value.status, caught.value.idempotency_key) == (422, f"{key} once")
+    assert server.buffers["w"].info().count == 1
+
+
+def test_errors_are_those_of_python_too(server: Any) -> None:
+    with pytest.raises(LookupError):
+        server.buffers["none"].info()
+    with pytest.raises(ValueError, match="shape"):
+        server.ops.relu_grad([1, 2], [1])
+    with pytest.raises(NotFound) as caught:
+        server.buffers["none"].info()
+    assert caught.value.context["buffer"] == "none"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ä", "a\n", "x" * 201, "a?b", "%2e"])
+def test_what_is_no_name_reaches_no_other_path(server: Any, name: str) -> None:
+    server.buffers["gradient"].create((2,))
+    calls: list[Callable[[], Any]] = [
+        lambda: server.buffers[name].accumulate([1, 2]),
+        lambda: server.buffers[name].delete(),
+        lambda: server.ops.relu_grad([1, 2], [1, 1], into=name),
+        lambda: server.buffers.zero([name]),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInput):
+            call()
+    with pytest.raises(NotFound):
+        server.run(f"../buffers/{name}", {"gradient": [1, 2]})
+    assert server.buffers["gradient"].info().version == 0
+
+
+@pytest.mark.parametrize("timeout", [math.inf, math.nan, -1])
+def test_one_waits_for_a_number_of_seconds(server: Any, timeout: float) -> None:
+    server.buffers["w"].create((2,))
+    with pytest.raises(InvalidInput, match="timeout"):
+        server.buffers["w"].take(min_count=1, timeout=timeout)
+
+
+def test_taken_is_a_receipt_with_a_value(server: Any) -> None:
+    server.buffers["w"].create((2,))
+    taken = server.buffers["w"].take()
+    assert isinstance(taken, Taken)
+    assert_same(taken.value, np.zeros(2, np.float32))
+
+
+def test_the_api_key_is_sent(kind: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(kind, url, api_key="schlüssel") as server, pytest.raises((InvalidInput, Unauthorized)):
+        server.operators()
+    monkeypatch.setenv("GRADSERVE_URL", url)
+    monkeypatch.delenv("GRADSERVE_API_KEY", raising=False)
+    with connected(kind, "") as server:
+        assert server.url == url
+        assert server.is_ready()

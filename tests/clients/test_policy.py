@@ -1,0 +1,235 @@
+"""When a call is sent again, and when not."""
+
+from __future__ import annotations
+
+import random
+import time
+from email.utils import formatdate
+from typing import Any
+
+import httpx
+import pytest
+from gradserve_client import (
+    Busy,
+    ConnectionFailed,
+    GradserveError,
+    InvalidInput,
+    NotFound,
+    ServerFailed,
+    StoreFull,
+    TimedOut,
+    TooLarge,
+    Unavailable,
+    _policy,
+)
+from gradserve_client import client as clients
+
+from tests.clients.both import connected
+from tests.clients.scripted import (
+    Answering,
+    Clock,
+    Scripted,
+    Step,
+    answer_cut,
+    answer_lost,
+    late,
+    never_sent,
+    says,
+    silent,
+    stopped,
+    through,
+    unreachable,
+)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return stopped(monkeypatch)
+
+
+AGAIN: dict[str, list[Step]] = {
+    "never sent": [never_sent, never_sent],
+    "the answer is lost": [answer_lost],
+    "the answer is cut": [answer_cut, answer_lost],
+    "silence": [silent],
+    "late": [late, late],
+    "unreachable": [unreachable],
+    "busy": [says(429, code="busy", Retry_After="7")],
+    "starting": [says(503, code="not_ready")],
+    "away, says a proxy": [says(502), says(503), says(504), says(408)],
+    "the key is in progress": [answer_lost, says(409, code="conflict", Retry_After="2")],
+    "all at once": [never_sent, late, says(502), answer_lost, says(429), unreachable],
+}
+
+
+@pytest.mark.parametrize("fault", AGAIN)
+def test_sent_again_until_answered_and_counted_once(kind: str, url: str, clock: Clock, fault: str) -> None:
+    transport = Scripted(*AGAIN[fault])
+    with through(kind, url, transport) as server:
+        receipt = server.buffers["scripted"].accumulate([1, 2], weight=3)
+        first, *others = transport.seen
+        assert len(others) == len(clock.waits) == len(AGAIN[fault])
+        for other in others:
+            assert (other.content, other.url) == (first.content, first.url)
+            assert other.headers == first.headers
+        assert (receipt.count, receipt.weight) == (1, 3.0)
+        assert receipt.replayed is any(step in (answer_lost, answer_cut, late) for step in AGAIN[fault])
+        assert server.buffers["scripted"].value().tolist() == [3.0, 6.0]
+
+
+NEVER = {
+    "conflict": (says(409, code="conflict"), GradserveError),
+    "proxy's conflict": (says(409), GradserveError),
+    "input": (says(422, code="invalid_tensor"), InvalidInput),
+    "malformed": (says(400, code="malformed_body"), InvalidInput),
+    "not found": (says(404), NotFound),
+    "bug": (says(500, code="internal"), ServerFailed),
+    "full": (says(507, code="store_full"), StoreFull),
+    "large": (says(413), TooLarge),
+    "redirect": (says(301, Location="https://elsewhere"), ServerFailed),
+    "page": (says(200), ServerFailed),
+    "empty page": (says(200, body=""), ServerFailed),
+    "odd": (says(451), ServerFailed),
+    "scheme": (lambda send: (_ for _ in ()).throw(httpx.UnsupportedProtocol("what?")), InvalidInput),
+    "header": (lambda send: (_ for _ in ()).throw(httpx.LocalProtocolError("what?")), InvalidInput),
+    "certificate": (
+        lambda send: (_ for _ in ()).throw(httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed")),
+        ConnectionFailed,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEVER)
+def test_never_sent_again(kind: str, url: str, clock: Clock, case: str) -> None:
+    step, error = NEVER[case]
+    transport = Scripted(step)
+    with through(kind, url, transport) as server:
+        with pytest.raises(error) as caught:
+            server.buffers["scripted"].accumulate([1, 2])
+        (sent,) = transport.seen
+        assert clock.waits == []
+        assert caught.value.idempotency_key == sent.headers["idempotency-key"]
+        assert caught.value.request_id == sent.headers["x-request-id"]
+        assert server.buffers["scripted"].info().count == 0
+
+
+def test_a_key_for_each_call_and_ones_own(kind: str, url: str, clock: Clock) -> None:
+    transport = Scripted(never_sent, answer_lost)
+    with through(kind, url, transport) as server:
+        server.buffers["scripted"].accumulate([1, 2], idempotency_key="my own; key")
+        assert {one.headers["idempotency-key"] for one in transport.seen} == {"my own; key"}
+        del transport.seen[:]
+        for _ in range(20):
+            server.buffers["scripted"].accumulate([1, 2])
+        assert len({one.headers["idempotency-key"] for one in transport.seen}) == 20
+        del transport.seen[:]
+        server.ops.relu_grad([1], [1])
+        server.buffers["scripted"].value()
+        assert not any("idempotency-key" in one.headers for one in transport.seen)
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(never_sent, ConnectionFailed), (silent, TimedOut), (says(503), Unavailable), (says(429), Busy)],
+)
+def test_patience_ends(kind: str, url: str, clock: Clock, step: Step, error: type[GradserveError]) -> None:
+    def slow(send: Answering) -> httpx.Response:
+        clock.now += transport.seen[-1].extensions["timeout"]["read"]  # as long as it may take
+        return step(send)
+
+    transport = Scripted(forever=slow)
+    start = clock.now
+    with through(kind, url, transport, timeout=30, attempt_timeout=4) as server, pytest.raises(error) as caught:
+        server.buffers["scripted"].accumulate([1, 2])
+    assert caught.value.attempts == len(transport.seen) > 3
+    assert clock.now <= start + 30 + 1e-6
+    assert all(0 < limit <= 4 for one in transport.seen for limit in one.extensions["timeout"].values())
+    assert caught.value.idempotency_key == transport.seen[0].headers["idempotency-key"]
+
+
+def test_the_bound_of_retries(kind: str, url: str, clock: Clock) -> None:
+    for most in (0, 2):
+        transport = Scripted(forever=never_sent)
+        with through(kind, url, transport, max_retries=most) as server, pytest.raises(ConnectionFailed) as caught:
+            server.operators()
+        assert caught.value.attempts == len(transport.seen) == most + 1
+    transport = Scripted(says(503))
+    with through(kind, url, transport) as server:
+        assert not server.is_ready()  # which asks once
+        assert server.is_ready()
+    assert clock.waits[2:] == []
+
+
+def test_delays_grow_and_are_not_those_of_others(kind: str, url: str, clock: Clock) -> None:
+    random.seed(0)
+    runs = []
+    for _ in range(2):
+        with through(kind, url, Scripted(forever=never_sent)) as server, pytest.raises(ConnectionFailed):
+            server.operators()
+        runs.append(clock.waits)
+        clock.waits = []
+    for waits in runs:
+        assert len(waits) > 10
+        for number, wait in enumerate(waits):
+            longest = min(0.1 * 2**number, 5.0)
+            assert longest / 2 <= wait <= longest
+    assert all(one != other for one, other in zip(*runs, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("7", 7.0), ("1.5", 1.5), ("soon", None), ("", None), ("-5", 0.0), ("nan", None), ("1e400", None)]
+    + [(formatdate(1030, usegmt=True), 30.0), (formatdate(900), 0.0), ("Mon, 01 Jan 99999 00:00:00 GMT", None)]
+    + [("Mon, 01 Jan 99999999999999999999 00:00:00 GMT", None)],
+)
+def test_the_server_says_when(kind: str, url: str, clock: Clock, text: str, seconds: float | None) -> None:
+    with through(kind, url, Scripted(says(503, Retry_After=text)), max_retries=0) as server:
+        with pytest.raises(Unavailable) as caught:
+            server.operators()
+        assert caught.value.retry_after == (None if seconds is None else pytest.approx(seconds, abs=2))
+    with through(kind, url, Scripted(says(503, Retry_After=text))) as server:
+        server.operators()
+    (wait,) = clock.waits
+    if seconds:
+        assert wait == pytest.approx(seconds)
+    else:
+        assert 0.05 <= wait <= 0.1
+
+
+def test_who_must_wait_too_long_is_told_at_once(kind: str, url: str, clock: Clock) -> None:
+    with through(kind, url, Scripted(says(429, Retry_After="61"))) as server, pytest.raises(Busy) as caught:
+        server.operators()
+    assert (clock.waits, caught.value.retry_after, caught.value.attempts) == ([], 61.0, 1)
+
+
+def test_a_proxys_page_is_quoted(kind: str, url: str, clock: Clock) -> None:
+    for body in ("<html>Bad Gateway</html>", '{"error": "Bad Gateway"}', '{"code": [7], "detail": "Bad Gateway"}'):
+        transport = Scripted(forever=says(502, body=body))
+        with through(kind, url, transport, max_retries=0) as server, pytest.raises(Unavailable) as caught:
+            server.operators()
+        assert "Bad Gateway" in caught.value.detail
+        assert caught.value.status == 502
+
+
+def test_what_comes_back_nested_without_end_is_no_crash(kind: str, url: str, clock: Clock) -> None:
+    for status in (200, 404):
+        transport = Scripted(says(status, body="[" * 100_000))
+        with through(kind, url, transport) as server, pytest.raises((ServerFailed, NotFound)):
+            server.operators()
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://here", "http://", "http://[::1", "http://a:b", "http://a\0"])
+def test_a_bad_url_is_told_at_once(kind: str, url: str) -> None:
+    with pytest.raises(InvalidInput, match="URL"), connected(kind, url):
+        pass
+
+
+@pytest.mark.parametrize("settings", [{"timeout": 0}, {"attempt_timeout": -1}, {"timeout": float("nan")}])
+def test_patience_is_a_number_of_seconds(kind: str, url: str, settings: Any) -> None:
+    with pytest.raises(InvalidInput, match="timeout"), connected(kind, url, **settings):
+        pass
+
+
+def test_the_clock_of_these_tests_is_the_one_that_is_used(clock: Clock) -> None:
+    assert vars(clients)["time"] is vars(_policy)["time"] is clock
+    assert time.monotonic() != clock.monotonic()

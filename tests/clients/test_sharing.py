@@ -1,0 +1,181 @@
+"""One client for many threads, after a fork, after an interruption; and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gradserve_client import AsyncClient, Client, GradserveError
+
+from tests.clients.both import connected
+from tests.clients.proxy import Proxy
+from tests.faults.servers import Server
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as a process, whose sockets are not ours."""
+    with Server(tmp_path_factory.mktemp("sharing") / "store") as server:
+        yield server
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_threads_share_a_client(process: Server) -> None:
+    with Client(process.url) as server:
+        server.buffers["shared"].create((1,), dtype="float64")
+
+        def work(number: int) -> None:
+            tensor = np.arange(number + 1, dtype=np.float64)
+            for _ in range(10):
+                assert (server.ops.relu_grad(tensor, np.ones_like(tensor)) == tensor).all()
+            server.buffers["shared"].accumulate([number])
+
+        with ThreadPoolExecutor(24) as threads:
+            list(threads.map(work, range(48)))
+        assert server.buffers["shared"].value().tolist() == [float(sum(range(48)))]
+
+
+def test_a_fork_shares_a_client(process: Server) -> None:
+    program = f"""
+        import os
+        from gradserve_client import Client
+
+        with Client({process.url!r}, max_retries=0) as server:
+            buffer = server.buffers["forked"]
+            buffer.create((1,), dtype="float64")
+            children = []
+            for number in range(3):
+                pid = os.fork()
+                if pid == 0:
+                    for _ in range(5):
+                        buffer.accumulate([10.0 ** number])
+                    server.close()
+                    os._exit(0)
+                children.append(pid)
+                for _ in range(5):
+                    buffer.accumulate([0.5])
+            assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
+            assert buffer.value().tolist() == [562.5], buffer.value()
+            assert buffer.info().count == 30
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_left_open(process: Server, kind: str) -> None:
+    def call(server: Client, number: int) -> None:
+        try:
+            server.ops.relu_grad([1, 2], [1, 2] if number % 3 else [1])
+        except GradserveError:
+            pass
+
+    before = open_files()
+    with connected(kind, process.url) as server:
+        call(server, 0)
+        during = open_files()
+        for number in range(200):
+            call(server, number)
+        assert open_files() <= during
+    with Proxy(process.port, faults=("refused", "lost answer", "cut answer"), one_in=2) as proxy:
+        with connected(kind, proxy.url, max_retries=0) as server:
+            call(server, 0)
+            for number in range(60):
+                call(server, number)
+    with connected(kind, "http://127.0.0.1:1", max_retries=0) as server:
+        for number in range(50):
+            call(server, number)
+    gc.collect()
+    assert open_files() <= before + 1
+
+
+def test_memory_is_given_back(process: Server, kind: str) -> None:
+    tensor = np.ones(100_000)
+
+    def call(server: Client) -> None:
+        server.ops.relu_grad(tensor, tensor)
+        with pytest.raises(GradserveError):
+            server.ops.relu_grad(tensor, tensor[1:])
+
+    with connected(kind, process.url) as server:
+        for _ in range(10):
+            call(server)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            call(server)
+            gc.collect()
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(40):
+                call(server)
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert after - before < tensor.nbytes // 2
+
+
+def test_an_interrupted_call_leaves_the_client_usable(process: Server) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGALRM, interrupt)
+    before = open_files()
+    try:
+        with Client(process.url, max_retries=0) as server:
+            buffer = server.buffers["interrupted"]
+            buffer.create((1,))
+            for count in range(1, 4):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                with pytest.raises(KeyboardInterrupt):
+                    buffer.take(min_count=100, timeout=20)
+                assert server.ops.relu_grad([count], [1]).tolist() == [count]
+                assert buffer.accumulate([1]).count == count
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    assert open_files() <= before
+
+
+def test_a_cancelled_call_leaves_the_client_usable(process: Server) -> None:
+    async def run() -> None:
+        async with AsyncClient(process.url, max_retries=0) as server:
+            buffer = server.buffers["cancelled"]
+            await buffer.create((1,))
+            before = open_files()
+            for count in range(1, 11):
+                waiting = [asyncio.create_task(buffer.take(min_count=100, timeout=20)) for _ in range(5)]
+                await asyncio.sleep(0.02)
+                for one in waiting:
+                    one.cancel()
+                assert await asyncio.gather(*waiting, return_exceptions=True) != []
+                assert all(one.cancelled() for one in waiting)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(buffer.take(min_count=100, timeout=20), 0.01)
+                assert (await server.ops.relu_grad([count], [1])).tolist() == [count]
+                assert (await buffer.accumulate([1])).count == count
+            assert open_files() <= before + 2
+
+    asyncio.run(run())
+
+
+def test_a_clients_end_is_its_connections_end(process: Server, kind: str) -> None:
+    before = open_files()
+    for _ in range(20):
+        with connected(kind, process.url) as server:
+            assert server.is_ready()
+    assert open_files() <= before
+    assert Path("/proc/self/fd").is_dir()

@@ -1,0 +1,591 @@
+"""GradientAccumulator, against PyTorch's own accumulation, on real servers."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gradserve_client.torch
+import httpx
+import pytest
+import torch
+from gradserve_client import (
+    Client,
+    Conflict,
+    ConnectionFailed,
+    EpochGone,
+    EpochOpen,
+    InvalidInput,
+    KeyReused,
+    NotFound,
+    StaleEpoch,
+)
+from gradserve_client.torch import GradientAccumulator
+from torch.nn import functional
+
+from tests.faults.servers import Server
+
+
+@pytest.fixture(scope="module")
+def server(url: str) -> Iterator[Client]:
+    with Client(url) as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{uuid.uuid4().hex}."
+
+
+def net(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+
+
+def batch(size: int, seed: int) -> tuple[Any, Any]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 5, generator=random), torch.randint(3, (size,), generator=random)
+
+
+def backward(model: Any, size: int, seed: int) -> None:
+    samples, labels = batch(size, seed)
+    functional.cross_entropy(model(samples), labels).backward()
+
+
+def own(model: Any, batches: list[tuple[int, int]]) -> list[Any]:
+    """The gradients that PyTorch accumulates by itself over batches of these sizes and seeds: their weighted mean."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    for size, seed in batches:
+        samples, labels = batch(size, seed)
+        (functional.cross_entropy(model(samples), labels) * size / sum(size for size, _ in batches)).backward()
+    return grads(model)
+
+
+def grads(model: Any) -> list[Any]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_close(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+class Watched(httpx.HTTPTransport):
+    """Counts requests by their paths, and loses the answers to those after `lose` was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+        self.losing = False
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.paths.append(request.url.path)
+        response = super().handle_request(request)
+        if self.losing:
+            response.read()
+            raise httpx.ReadError("the answer is lost")
+        return response
+
+
+# ----- one worker -----
+
+
+def test_micro_batches_of_any_size_are_as_pytorch_accumulates_them(server: Client, prefix: str) -> None:
+    model, steps = net(), [[(8, 1), (3, 2), (5, 3)], [(1, 4), (6, 5)]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    for epoch, batches in enumerate(steps):
+        expected = own(model, batches)
+        for number, (size, seed) in enumerate(batches):
+            backward(model, size, seed)
+            pushed = gradients.push(weight=size)
+            assert grads(model) == [None] * 4
+            assert (pushed.epoch, pushed.count, pushed.closed, pushed.replayed) == (epoch, number + 1, False, False)
+        assert pushed.weight == sum(size for size, _ in batches)
+        gradients.pull()
+        assert_close(grads(model), expected)
+        assert gradients.epoch == epoch + 1
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {one.name for one in server.buffers.list(prefix)} == {prefix + name for name, _ in model.named_parameters()}
+
+
+def test_a_push_is_one_request_and_so_is_a_pull(url: str, prefix: str) -> None:
+    transport = Watched()
+    with Client(url, transport=transport) as server:
+        model = net()
+        gradients = GradientAccumulator(model, server, prefix=prefix)
+        transport.paths.clear()
+        backward(model, 4, 1)
+        gradients.push()
+        gradients.pull()
+    assert transport.paths == ["/v1/buffers/accumulate", "/v1/buffers/take"]
+
+
+class Mixed(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
+    """Parameters of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(10, 4, sparse=True)
+        self.same_words = self.words
+        self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.left_out = torch.nn.Parameter(torch.ones(2, 3))
+        self.empty = torch.nn.Parameter(torch.ones(0, 3))
+        self.bf16 = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.f16 = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+        self.f64 = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.across = torch.nn.Parameter(torch.randn(4, 6).T)
+
+    def forward(self, words: Any) -> Any:
+        rows = (self.words(words) + self.same_words(words + 1)) * self.frozen
+        rows = (rows * self.bf16 + rows * self.f16) * self.f64
+        return (rows.float() @ self.across.T * self.scale).square().mean()
+
+
+WORDS = (torch.tensor([1, 1, 4]), torch.tensor([7]))
+
+
+def test_parameters_of_every_kind(server: Client, prefix: str) -> None:
+    model, reference = Mixed(), Mixed()
+    for words in WORDS:
+        (reference(words) * len(words) / 4).backward()
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    for words in WORDS:
+        model(words).backward()
+        gradients.push(weight=len(words))
+    gradients.pull()
+    expected = dict(reference.named_parameters())
+    assert expected["words.weight"].grad.coalesce().indices().tolist() == [[1, 2, 4, 5, 7, 8]]
+    for name, parameter in model.named_parameters():
+        if name == "frozen":
+            assert parameter.grad is None
+        elif name in ("left_out", "empty"):
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+        else:
+            wanted = expected[name].grad.coalesce() if name == "words.weight" else expected[name].grad
+            tolerance = {"bf16": 1e-2, "f16": 1e-3}.get(name, 1e-6)
+            found = parameter.grad.coalesce() if name == "words.weight" else parameter.grad
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-6)
+    counts = {one.name.removeprefix(prefix): (one.count, one.dtype) for one in server.buffers.list(prefix)}
+    assert "frozen" not in counts
+    assert "same_words.weight" not in counts
+    assert {dtype for name, (_, dtype) in counts.items() if name != "f64"} == {"float32"}
+    assert counts["f64"] == (0, "float64")
+    assert model.scale.grad.shape == ()
+
+
+def test_sparse_gradients_stay_so_for_sparse_adam(server: Client, prefix: str) -> None:
+    """Of a worker too that has not seen one, since its words were those of the others."""
+    models = [torch.nn.Embedding(6, 2, sparse=True) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SparseAdam(model.parameters()) for model in models]
+    workers = [GradientAccumulator(model, server, prefix=prefix, quorum=2) for model in models]
+    before = models[0].weight.detach().clone()
+    models[0](torch.tensor([3, 5, 3])).sum().backward()
+    workers[0].push(weight=3)
+    workers[1].push(weight=0)
+    for worker, model, optimizer in zip(workers, models, optimizers, strict=True):
+        worker.pull()
+        assert model.weight.grad.layout == torch.sparse_coo
+        assert model.weight.grad.coalesce().indices().tolist() == [[3, 5]]
+        optimizer.step()
+    assert torch.equal(models[0].weight, models[1].weight)
+    assert (models[0].weight != before).any(dim=1).tolist() == [False, False, False, True, False, True]
+
+
+def test_gradients_are_as_sparse_as_they_were_pushed(server: Client, prefix: str) -> None:
+    model, words = torch.nn.Module(), torch.tensor([1])
+    model.functional = torch.nn.Parameter(torch.ones(3, 2))
+    model.tied = torch.nn.Embedding(3, 2, sparse=True)
+    rows = model.tied(words) @ model.tied.weight.T  # of which the second use makes its gradient dense
+    (rows.sum() + functional.embedding(words, model.functional, sparse=True).sum()).backward()
+    layouts = [torch.sparse_coo, torch.strided]
+    assert [one.layout for one in grads(model)] == layouts
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients.push()
+    gradients.pull()
+    assert [one.layout for one in grads(model)] == layouts
+
+
+def test_a_layer_that_is_not_used_in_a_step_counts_nevertheless(server: Client, prefix: str) -> None:
+    used, unused = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    gradients = GradientAccumulator(torch.nn.ModuleList([used, unused]), server, prefix=prefix, quorum=2)
+    ones = torch.ones(1, 1)
+    used(ones).sum().backward()
+    assert not gradients.push().closed
+    (used(ones) + unused(ones)).sum().backward()
+    assert gradients.push().closed
+    gradients.pull()
+    assert (used.weight.grad.item(), unused.weight.grad.item()) == (1.0, 0.5)
+
+
+def test_small_gradients_do_not_vanish_in_half_precision(server: Client, prefix: str) -> None:
+    model = torch.nn.Module()
+    model.x = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    for one in [1024.0] + [1.0] * 8:
+        model.x.grad = torch.full_like(model.x, one)
+        gradients.push()
+    gradients.pull()
+    assert server.buffers[f"{prefix}x"].value(epoch=0).item() == 1032
+    assert model.x.grad.dtype == torch.bfloat16
+
+
+def test_infinity_and_nan_come_back(server: Client, prefix: str) -> None:
+    model = torch.nn.Embedding(3, 1, sparse=True)
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    (model(torch.tensor([0, 2])) * torch.tensor([[torch.inf], [torch.nan]])).sum().backward()
+    gradients.push()
+    gradients.pull()
+    assert torch.equal(model.weight.grad.to_dense().isnan(), torch.tensor([[False], [False], [True]]))
+    assert model.weight.grad.to_dense()[0, 0] == torch.inf
+
+
+# ----- several workers -----
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_workers_get_the_same_bits_and_they_are_right(url: str, prefix: str, count: int) -> None:
+    steps, micro_batches = 3, 2
+    models = [net() for _ in range(count)]  # not in the threads, which share PyTorch's seed
+
+    def batches(worker: int, step: int) -> list[tuple[int, int]]:
+        return [(1 + worker + number, 100 * worker + 10 * step + number) for number in range(micro_batches)]
+
+    def work(worker: int, model: Any) -> tuple[list[list[Any]], list[list[Any]], int, Any]:
+        found, expected, closed = [], [], 0
+        optimizer = torch.optim.Adam(model.parameters())
+        with Client(url) as server:
+            quorum = count * micro_batches
+            gradients = GradientAccumulator(model, server, prefix=prefix, quorum=quorum, timeout=20)
+            for step in range(steps):
+                expected.append(own(model, [one for other in range(count) for one in batches(other, step)]))
+                for size, seed in batches(worker, step):
+                    backward(model, size, seed)
+                    closed += gradients.push(weight=size).closed
+                gradients.pull()
+                found.append(grads(model))
+                optimizer.step()
+                optimizer.zero_grad()
+        return found, expected, closed, model
+
+    with ThreadPoolExecutor(count) as threads:
+        results = list(threads.map(work, range(count), models))
+    for found, _, _, model in results:
+        for step in range(steps):
+            assert_close(found[step], results[0][1][step])
+            assert all(torch.equal(one, other) for one, other in zip(found[step], results[0][0][step], strict=True))
+        first = results[0][3].parameters()
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), first, strict=True))
+    assert sum(closed for _, _, closed, _ in results) == steps
+
+
+def test_a_pull_waits_for_all_and_can_be_made_again(server: Client, prefix: str) -> None:
+    models = [net(), net()]
+    first, second = [GradientAccumulator(one, server, prefix=prefix, quorum=2, timeout=0.05) for one in models]
+    backward(models[0], 4, 1)
+    assert not first.push().closed
+    with pytest.raises(EpochOpen, match="count is 1 of 2") as caught:
+        first.pull()
+    assert caught.value.context["count"] == 1
+    backward(models[1], 4, 2)
+    assert second.push().closed
+    for worker in (first, second):
+        worker.pull()
+        assert worker.epoch == 1
+    assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
+
+
+def test_a_straggler_is_refused_and_told_how_to_catch_up(server: Client, prefix: str) -> None:
+    models = [net(), net()]
+    fast, slow = [GradientAccumulator(one, server, prefix=prefix, quorum=1) for one in models]
+    backward(models[1], 4, 2)
+    backward(models[0], 4, 1)
+    fast.push()
+    fast.pull()
+    late = grads(models[1])
+    with pytest.raises(StaleEpoch, match=r"has passed.*pull\(\) brings its mean"):
+        slow.push()
+    assert grads(models[1]) == late
+    slow.pull()
+    assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
+    for seed in (3, 4):
+        backward(models[0], 4, seed)
+        fast.push()
+        fast.pull()
+    with pytest.raises(EpochGone, match="too far behind"):
+        slow.pull()
+    assert slow.epoch == 1
+
+
+def test_keep_says_how_far_behind_a_worker_may_be(server: Client, prefix: str) -> None:
+    models = [net(), net()]
+    fast, slow = [GradientAccumulator(one, server, prefix=prefix, quorum=1, keep=2) for one in models]
+    for seed in (1, 2):
+        models[0].zero_grad()
+        backward(models[0], 4, seed)
+        fast.push()
+        fast.pull()
+    slow.pull()
+    slow.pull()
+    assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
+
+
+# ----- failures and restarts -----
+
+
+@pytest.mark.parametrize("worker", [None, "rank3"])
+def test_a_push_whose_answer_was_lost_counts_once_when_made_again(url: str, prefix: str, worker: str | None) -> None:
+    transport = Watched()
+    with Client(url, transport=transport, max_retries=0) as server:
+        model = net()
+        expected = own(model, [(4, 1), (2, 2)])
+        gradients = GradientAccumulator(model, server, prefix=prefix, worker=worker)
+        backward(model, 4, 1)
+        transport.losing = True
+        with pytest.raises(ConnectionFailed):
+            gradients.push(weight=4)
+        transport.losing = False
+        again = gradients.push(weight=4)
+        assert (again.replayed, again.count) == (True, 1)
+        backward(model, 2, 2)
+        assert gradients.push(weight=2).count == 2
+        transport.losing = True
+        with pytest.raises(ConnectionFailed):
+            gradients.pull()
+        transport.losing = False
+        gradients.pull()
+        assert_close(grads(model), expected)
+        assert server.buffers[f"{prefix}0.weight"].info().epoch == gradients.epoch == 1
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[Server]:
+    """A server in a process of its own, whose store is on the disk."""
+    with Server(tmp_path / "store") as running:
+        yield running
+
+
+def test_the_server_is_killed_between_push_and_pull(durable: Server, prefix: str) -> None:
+    model, other = net(), net()
+    expected = own(model, [(4, 1), (2, 2)])
+    with Client(durable.url) as server, ThreadPoolExecutor(1) as threads:
+        first = GradientAccumulator(model, server, prefix=prefix, quorum=2, worker="0", timeout=30)
+        backward(model, 4, 1)
+        first.push(weight=4)
+        durable.kill()
+        waiting = threads.submit(first.pull)  # nobody answers yet
+        durable.start()
+        second = GradientAccumulator(other, server, prefix=prefix, quorum=2, worker="1", timeout=30)
+        backward(other, 2, 2)
+        assert second.push(weight=2).closed
+        durable.kill()
+        durable.start()
+        second.pull()
+        waiting.result(30)
+    assert_close(grads(model), expected)
+    assert all(torch.equal(one, other) for one, other in zip(grads(model), grads(other), strict=True))
+
+
+def trainer(server: Client, prefix: str, **options: Any) -> tuple[Any, GradientAccumulator]:
+    model = net()
+    return model, GradientAccumulator(model, server, prefix=prefix, worker="rank3", **options)
+
+
+def test_a_trainer_that_starts_again_counts_once(server: Client, prefix: str) -> None:
+    model, gradients = trainer(server, prefix)
+    expected = own(model, [(4, 1), (2, 2), (3, 3)])
+    for size, seed in [(4, 1), (2, 2)]:
+        backward(model, size, seed)
+        gradients.push(weight=size)
+
+    model, gradients = trainer(server, prefix)
+    found = []
+    for size, seed in [(4, 1), (2, 2), (3, 3)]:
+        backward(model, size, seed)
+        found.append(gradients.push(weight=size))
+    assert [(one.count, one.replayed) for one in found] == [(1, True), (2, True), (3, False)]
+    gradients.pull()
+    assert_close(grads(model), expected)
+
+    for replayed in (False, True):
+        model.zero_grad()
+        backward(model, 4, 1)  # as in the first epoch, whose keys are others
+        pushed = gradients.push(weight=4)
+        assert (pushed.epoch, pushed.count, pushed.replayed) == (1, 1, replayed)
+        model, gradients = trainer(server, prefix)
+
+
+def test_a_trainer_that_starts_again_with_other_gradients_is_told_that_it_counted(server: Client, prefix: str) -> None:
+    model, gradients = trainer(server, prefix)
+    expected = own(model, [(4, 1), (2, 2)])
+    backward(model, 4, 1)
+    gradients.push(weight=4)
+
+    model, gradients = trainer(server, prefix)
+    backward(model, 4, 7)
+    with pytest.raises(KeyReused, match="push 0 of epoch 0 before.*which is counted"):
+        gradients.push(weight=4)
+    backward(model, 2, 2)
+    assert gradients.push(weight=2).count == 2
+    gradients.pull()
+    assert_close(grads(model), expected)
+
+
+def test_a_trainer_goes_on_from_its_checkpoint_though_the_epoch_has_closed(server: Client, prefix: str) -> None:
+    model, gradients = trainer(server, prefix, quorum=2)
+    expected = own(model, [(4, 1), (2, 2)])
+    backward(model, 4, 1)
+    gradients.push(weight=4)
+    checkpoint = gradients.state_dict()
+    backward(model, 2, 2)
+    assert gradients.push(weight=2).closed
+
+    model, gradients = trainer(server, prefix, quorum=2)
+    assert gradients.epoch == 1
+    gradients.load_state_dict(checkpoint)
+    assert gradients.epoch == 0
+    backward(model, 2, 2)
+    pushed = gradients.push(weight=2)
+    assert (pushed.replayed, pushed.closed, pushed.count) == (True, True, 2)
+    gradients.pull()
+    assert_close(grads(model), expected)
+    assert server.buffers[f"{prefix}0.weight"].info().count == 0
+
+
+def test_a_trainer_goes_back_to_an_older_checkpoint_in_a_new_epoch(server: Client, prefix: str) -> None:
+    model, gradients = trainer(server, prefix)
+    for seed in (1, 2):
+        backward(model, 4, seed)
+        gradients.push()
+    server.buffers.zero(prefix=prefix)
+    model, gradients = trainer(server, prefix)
+    expected = own(model, [(4, 3)])
+    backward(model, 4, 3)
+    assert gradients.push().count == 1
+    gradients.pull()
+    assert_close(grads(model), expected)
+
+
+def test_a_new_run_under_old_names_counts_anew(server: Client, prefix: str) -> None:
+    for _ in range(2):
+        model, gradients = trainer(server, prefix)
+        backward(model, 4, 1)
+        pushed = gradients.push(weight=4)
+        assert (pushed.count, pushed.replayed) == (1, False)
+        for one in server.buffers.list(prefix):
+            server.buffers[one.name].delete()
+    backward(model, 4, 1)
+    with pytest.raises(NotFound):
+        gradients.push(weight=4)
+
+
+def test_workers_without_names_are_told_apart(server: Client, prefix: str) -> None:
+    for count in (1, 2):
+        model = net()
+        backward(model, 4, 1)
+        assert GradientAccumulator(model, server, prefix=prefix).push().count == count
+
+
+# ----- mistakes -----
+
+
+def freeze(model: Any) -> Any:
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (torch.nn.Sequential(), "no parameter that requires a gradient"),
+        (freeze(net()), "no parameter that requires a gradient"),
+        (torch.nn.Linear(2, 1, dtype=torch.complex64), "weight' is torch.complex64, but must be one of float16"),
+        (torch.nn.ParameterDict({"a b": torch.ones(1)}), "'a b' is no name of a buffer"),
+    ],
+    ids=["empty", "frozen", "complex", "name"],
+)
+def test_models_that_cannot_be_accumulated(server: Client, model: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        GradientAccumulator(model, server, prefix="")
+
+
+def test_buffers_that_differ(server: Client, prefix: str) -> None:
+    GradientAccumulator(net(), server, prefix=prefix, quorum=2)
+    with pytest.raises(Conflict, match="quorum 2, not 3"):
+        GradientAccumulator(net(), server, prefix=prefix, quorum=3)
+    server.buffers[f"{prefix}0.bias"].zero()
+    with pytest.raises(Conflict, match=r"0\.bias' is in epoch 1|0\.bias' in 1"):
+        GradientAccumulator(net(), server, prefix=prefix, quorum=2)
+
+
+def unfreeze(model: Any) -> None:
+    model[2].requires_grad_(True)
+    backward(model, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("happens", "words"),
+    [
+        (lambda model: None, "push comes after backward"),
+        (lambda model: unfreeze(model), r"2\.(weight|bias)' requires a gradient now"),
+    ],
+    ids=["no backward", "unfrozen"],
+)
+def test_pushes_that_cannot_be_meant(server: Client, prefix: str, happens: Callable[[Any], None], words: str) -> None:
+    model = net()
+    model[2].requires_grad_(False)
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    happens(model)
+    with pytest.raises(InvalidInput, match=words):
+        gradients.push()
+    assert server.buffers[f"{prefix}0.weight"].info().count == 0
+
+
+def test_a_layer_that_is_frozen_later_is_left_alone(server: Client, prefix: str) -> None:
+    model = net()
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    model[2].requires_grad_(False)
+    backward(model, 2, 1)
+    gradients.push()
+    gradients.pull()
+    assert [one is None for one in grads(model)] == [False, False, True, True]
+
+
+def test_a_pull_of_nothing_says_so_at_once(server: Client, prefix: str) -> None:
+    with pytest.raises(EpochOpen, match="count .*is 0"):
+        GradientAccumulator(net(), server, prefix=prefix).pull()
+
+
+def test_one_worker_whose_epoch_was_taken_by_another_is_told(server: Client, prefix: str) -> None:
+    model = net()
+    first = GradientAccumulator(model, server, prefix=prefix)
+    server.buffers.zero(prefix=prefix)
+    backward(model, 2, 1)
+    GradientAccumulator(model, server, prefix=prefix).push()
+    with pytest.raises(StaleEpoch, match="without a quorum one worker pulls"):
+        first.pull()
+
+
+def test_without_pytorch_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['torch'] = None; import gradserve_client.torch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'gradserve-client[torch]'" in done.stderr
+
+
+def test_the_example_in_its_docstring(server: Client) -> None:
+    server.buffers.zero(prefix="linear.")
+    found = doctest.testmod(gradserve_client.torch, extraglobs={"server": server})
+    assert found.attempted > 3
+    assert not found.failed

@@ -1,0 +1,250 @@
+"""What goes over the wire, and what comes: slow, odd and cut answers, HTTPS, proxies, URLs with a path."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen, ServerFailed, TimedOut, TooLarge
+from gradserve_client._transport import JOINED, Transport
+
+from tests.clients.both import connected
+from tests.clients.proxy import Talker
+from tests.serving import serving
+
+READY = b'HTTP/1.1 200 OK\r\nContent-Length: 17\r\nContent-Type: application/json\r\n\r\n{"operators": []}'
+
+
+def trickling(head: bytes, drop: bytes, tail: bytes = b"") -> Callable[[socket.socket, bytes], None]:
+    """Sends the head at once, and then drops for five seconds, never silent, and the tail."""
+
+    def talk(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(head)
+        for _ in range(100):
+            time.sleep(0.05)
+            connection.sendall(drop)
+        connection.sendall(tail)
+
+    return talk
+
+
+@pytest.mark.parametrize(
+    ("head", "drop"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n", b" "),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b" "),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        (b"HTTP/1.1 200 OK\r\nX-Head: ", b"."),
+        (b"", b"H"),
+    ],
+    ids=["body", "body to the end", "chunks", "head", "status"],
+)
+def test_an_answer_that_trickles_is_given_up(kind: str, head: bytes, drop: bytes) -> None:
+    ways: list[Any] = [None]
+    if head.endswith(b"\r\n\r\n"):  # before that it is a transport's own affair
+        ways.append(httpx.HTTPTransport() if kind == "sync" else httpx.AsyncHTTPTransport())
+    for way in ways:
+        settings = {"timeout": 0.5, "attempt_timeout": 0.4, "transport": way}
+        with Talker(trickling(head, drop)) as talker, connected(kind, talker.url, **settings) as server:
+            with pytest.raises(TimedOut):
+                server.operators()
+
+
+def test_a_slow_upload_is_not_silence(kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        size = 20 << 20
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                got = 0
+                while got < size:
+                    more = len(connection.recv(1 << 18))
+                    time.sleep(more / 10e6)
+                    got += more
+                body = b'{"name":"w","updated":true,"closed":false,"epoch":0,"version":1,"count":1,"weight":1.0}'
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with connected(kind, url, timeout=20, attempt_timeout=1.2, max_retries=0) as server:
+            assert server.buffers["w"].accumulate(np.zeros(size, np.bool_)).count == 1
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        READY.replace(b"Content-Type", b"Server: caf\xe9\r\nContent-Type"),
+        READY.replace(b"Content-Length: 17\r\n", b"Connection: close\r\n"),
+        READY.replace(b"HTTP/1.1", b"HTTP/1.0"),
+        b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"ope\r\nc\r\nrators": []}\r\n0\r\n\r\n',
+        b"HTTP/1.1 100 Continue\r\n\r\n" + READY,
+    ],
+    ids=["not ASCII", "to the end", "HTTP/1.0", "chunked", "after 100"],
+)
+def test_answers_in_every_form(kind: str, answer: bytes) -> None:
+    def talk(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(answer)
+        if b"Content-Length" not in answer and b"chunked" not in answer or b"1.0" in answer:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    with Talker(talk) as talker, connected(kind, talker.url, max_retries=0) as server:
+        for _ in range(3):
+            assert server.operators() == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        READY[:-4],
+        READY[:20],
+        b"",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"\x15\x03\x01\x00\x02\x02\x46",
+        b"HTTP/1.1 999999 x\r\n\r\n",
+    ],
+)
+def test_answers_that_are_none_are_asked_for_again(kind: str, answer: bytes) -> None:
+    def talk(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(answer if len(talker.requests) == 1 else READY)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with Talker(talk) as talker, connected(kind, talker.url) as server:
+        assert server.operators() == []
+        assert len(talker.requests) == 2
+
+
+def test_an_answer_of_another_server_is_told(kind: str) -> None:
+    page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
+    with Talker(lambda connection, request: connection.sendall(page)) as talker:
+        with connected(kind, talker.url) as server, pytest.raises(ServerFailed, match="gradserve server"):
+            server.operators()
+
+
+@pytest.mark.parametrize("size", [JOINED // 8 - 40, JOINED // 8, 1 << 18])
+def test_bodies_of_every_size_arrive(kind: str, size: int) -> None:
+    with serving() as url, connected(kind, url) as server:
+        for _ in range(2):
+            tensor = np.arange(size, dtype=np.float64)
+            assert (server.ops.relu_grad(tensor, np.ones(size)) == tensor).all()
+
+
+def test_what_is_too_large_is_refused_and_not_sent_again(kind: str, url: str) -> None:
+    with connected(kind, url) as server:
+        for size in (3 << 18, 1 << 21, 1 << 23):
+            with pytest.raises(TooLarge) as caught:
+                server.ops.relu_grad(np.zeros(size), np.zeros(1))
+            assert caught.value.attempts == 1
+        assert server.ops.relu_grad([1], [1]).tolist() == [1.0]
+
+
+def test_many_waiting_calls_do_not_keep_others_from_the_server(url: str) -> None:
+    async def run() -> list[float]:
+        async with AsyncClient(url, attempt_timeout=5) as server:
+            awaited = server.buffers["awaited"]
+            await awaited.create((1,), quorum=1)
+            waiting = [asyncio.create_task(awaited.value(epoch=0, timeout=10)) for _ in range(150)]
+            await asyncio.sleep(0.5)
+            try:
+                await asyncio.wait_for(awaited.accumulate([7]), 4)
+                return [float((await one)[0]) for one in waiting]
+            finally:
+                await awaited.delete()
+
+    assert asyncio.run(run()) == [7.0] * 150
+
+
+# ----- the way there -----
+
+
+@pytest.mark.parametrize("path", ["", "/", "/base", "/base/", "/with%20space"])
+def test_a_url_may_have_a_path(kind: str, path: str) -> None:
+    with Talker(lambda connection, request: connection.sendall(READY)) as talker:
+        with connected(kind, f"{talker.url}{path}", api_key="secret") as server:
+            server.operators()
+    (request,) = talker.requests
+    assert request.startswith(f"GET {path.rstrip('/')}/v1/ops HTTP/1.1\r\n".encode())
+    host = talker.url.removeprefix("http://").encode()
+    assert (b"\r\nHost: " + host).lower() in request.lower()
+    assert b"authorization: bearer secret\r\n" in request.lower()
+    assert request.lower().count(b"\r\nhost:") == 1
+    assert b"accept-encoding" not in request.lower()
+
+
+@pytest.mark.parametrize("scheme", ["", "http://"])
+def test_the_proxy_of_the_environment_is_used(kind: str, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY", "all_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with Talker(lambda connection, request: connection.sendall(READY)) as talker:
+        monkeypatch.setenv("http_proxy", scheme + talker.url.removeprefix("http://"))
+        monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+        with connected(kind, "http://gradserve.example") as server:
+            assert server.operators() == []
+        with Talker(lambda connection, request: connection.sendall(READY)) as near:
+            with connected(kind, near.url) as server:
+                assert server.operators() == []
+            assert near.requests[0].startswith(b"GET /v1/ops HTTP/1.1\r\n")
+    (request,) = talker.requests
+    assert request.startswith(b"GET http://gradserve.example/v1/ops HTTP/1.1\r\n")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    place = tmp_path_factory.mktemp("tls")
+    key, made = place / "key.pem", place / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    named = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", made, *named], check=True, capture_output=True)
+    return made, key
+
+
+def test_https(kind: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, key = certificate
+    with serving(tls_certificate=made, tls_key=key) as url:
+        url = url.replace("http://", "https://")
+        with connected(kind, url) as server, pytest.raises(ConnectionFailed, match="CERTIFICATE_VERIFY") as caught:
+            server.operators()
+        assert caught.value.attempts == 1
+        context = ssl.create_default_context(cafile=str(made))
+        own = Transport(context) if kind == "sync" else httpx.AsyncHTTPTransport(verify=context)
+        with connected(kind, url, transport=own) as server:
+            tensor = np.arange(1 << 20, dtype=np.float32)
+            for _ in range(3):
+                assert (server.ops.relu_grad(tensor, np.ones_like(tensor)) == tensor).all()
+            server.buffers["w"].create((1,))
+            with pytest.raises(EpochOpen):
+                server.buffers["w"].take(min_count=1, timeout=0.2)
+        monkeypatch.setenv("SSL_CERT_FILE", str(made))
+        with connected(kind, url, max_retries=0) as server:
+            assert server.is_ready()
+
+
+def test_connections_are_kept(certificate: tuple[Path, Path]) -> None:
+    made, key = certificate
+    for tls in ({}, {"tls_certificate": made, "tls_key": key}):
+        with serving(**tls) as url:
+            url = url.replace("http://", "https://") if tls else url
+            transport = Transport(ssl.create_default_context(cafile=str(made)))
+            with Client(url, transport=transport) as server:
+                server.operators()
+                (kept,) = transport._idle
+                for _ in range(3):
+                    server.ops.relu_grad([1], [1])
+                assert transport._idle == [kept]
+            assert transport._idle == []

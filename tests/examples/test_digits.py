@@ -1,0 +1,57 @@
+"""The example that trains in four processes through the service, run as a user runs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gradserve_client import Client
+
+from service.kernels import OPERATORS
+from tests.serving import serving
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "examples/digits_data_parallel.py", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_it_learns_the_digits_as_one_process_does() -> None:
+    done = run("--epochs", "4")
+    assert done.returncode == 0, done.stderr
+    losses = [float(one) for one in re.findall(r"epoch +\d+  loss (\S+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    (accuracy,) = re.findall(r"held-out accuracy (.*)%", done.stdout)
+    assert float(accuracy) > 95
+    (difference,) = re.findall(r"largest difference .*: (\S+)", done.stdout)
+    assert float(difference) <= 1e-5
+
+
+def test_it_fails_if_an_operator_of_the_server_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(dY: np.ndarray[Any, Any], X: np.ndarray[Any, Any], **_: Any) -> np.ndarray[Any, Any]:
+        return np.where(X > 0, dY, 0.01 * dY)
+
+    monkeypatch.setitem(vars(OPERATORS["ReluGrad"]), "kernel", wrong)
+    with serving() as url:
+        done = run("--epochs", "1", "--url", url)
+    assert done.returncode == 1
+    assert "The losses are not those of one process" in done.stderr
+
+
+def test_it_adds_every_gradient_once_and_leaves_others_buffers_alone() -> None:
+    with serving() as url, Client(url) as server:
+        server.buffers["W1"].create(3)
+        done = run("--epochs", "1", "--url", url)
+        assert done.returncode == 0, done.stderr
+        theirs, *ours = sorted(server.buffers.list(), key=lambda one: one.name != "W1")
+    assert (theirs.version, theirs.shape) == (0, (3,))
+    assert [one.name.split(".")[1] for one in ours] == ["W1", "W2", "b1", "b2", "loss"]
+    assert {(one.epoch, one.version, one.count) for one in ours} == {(16, 64, 0)}  # 16 batches, 4 workers

@@ -1,0 +1,54 @@
+"""The example that accumulates a PyTorch model's gradients through a bad network, run as a user runs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradserve_client import Client
+
+import service.api.buffers
+from tests.serving import serving
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "examples/torch_micro_batches.py", "--short", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_it_equals_pytorch_whatever_the_network_does() -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    (requests, harmed) = map(int, re.findall(r"saw (\d+) requests, and did harm to (\d+)", done.stdout)[0])
+    assert requests // 5 <= harmed <= requests // 5 + 1
+    kinds = {kind: int(count) for count, kind in re.findall(r"^ +(\d+) (.+) \(", done.stdout, re.MULTILINE)}
+    assert len(kinds) == 5
+    assert sum(kinds.values()) == harmed
+    assert min(kinds.values()) >= 1
+    (difference,) = re.findall(r"largest difference .*: (\S+)", done.stdout)
+    assert float(difference) <= 1e-6
+
+
+def test_it_leaves_nothing_behind_on_the_server_that_it_is_told() -> None:
+    with serving() as url, Client(url) as server:
+        server.buffers["0.weight"].create(3)
+        done = run("--url", url)
+        assert done.returncode == 0, done.stderr
+        assert [(one.name, one.version) for one in server.buffers.list()] == [("0.weight", 0)]
+
+
+def test_it_fails_if_the_server_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgotten(*_: Any, **__: Any) -> None:
+        return None
+
+    monkeypatch.setattr(service.api.buffers, "key_of", forgotten)
+    with serving() as url:
+        done = run("--url", url)
+    assert done.returncode == 1
+    assert "The difference is beyond 1e-06" in done.stderr or "EpochOpen" in done.stderr
