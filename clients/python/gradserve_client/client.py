@@ -69,7 +69,7 @@ class _Settings:
 
     def request(self, call: Call[Any], request_id: str, send: Send) -> httpx.Request:
         """What is sent for the call."""
-        headers = {**self.headers, **call.headers, "X-Request-ID": request_id}
+        headers = {**self.headers, **call.headers, "X-Request-ID": request_id, "Request-Timeout": f"{send.silence:.3f}"}
         if call.key is not None:
             headers["Idempotency-Key"] = call.key
         size = sum(len(piece) for piece in call.body)
