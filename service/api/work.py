@@ -73,7 +73,10 @@ def engine_of(state: Any) -> Engine:
 def statistics_of(scope: Scope) -> Statistics:
     """The statistics of the caller's namespace."""
     kept: dict[str, Statistics] = scope["app"].state.statistics
-    return kept.setdefault(caller_of(scope).namespace, Statistics())
+    namespace = caller_of(scope).namespace
+    if namespace not in kept:
+        kept[namespace] = Statistics()
+    return kept[namespace]
 
 
 def metrics_of(scope: Scope) -> Metrics:
