@@ -1,4 +1,4 @@
-"""The generated tables of the README. `python -m tests.readme` writes them anew."""
+"""The generated tables of the README and of docs/operations.md. `python -m tests.readme` writes them anew."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from service.api.metrics import FAMILIES, GAUGES
 from service.errors import tree
 from service.kernels import OPERATORS, Tensor
 from service.settings import Settings
 
 README = Path(__file__).parent.parent / "README.md"
+OPERATIONS = README.parent / "docs" / "operations.md"
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -57,9 +59,18 @@ def settings() -> str:
     )
 
 
+def metrics() -> str:
+    families = [(one.name, one.kind, ", ".join(one.labels), one.help) for one in FAMILIES]
+    gauges = [(name, "gauge", "", meaning) for name, meaning in GAUGES.items()]
+    rows = ((f"`{name}`", *rest) for name, *rest in families + gauges)
+    return table(("metric", "kind", "labels", "meaning"), rows)
+
+
 def rendered(text: str) -> str:
-    """`text` with every generated table as it should be."""
-    for make in (operators, errors, settings):
+    """`text` with every generated table as it should be: those that it has marks for."""
+    for make in (operators, errors, settings, metrics):
+        if f"<!-- {make.__name__}: make docs -->" not in text:
+            continue
         block = f"(<!-- {make.__name__}: make docs -->\n).*?(<!-- end -->)"
         text, count = re.subn(block, lambda match, make=make: match[1] + make() + match[2], text, flags=re.DOTALL)  # type: ignore[misc]
         assert count == 1, make.__name__
@@ -67,4 +78,5 @@ def rendered(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(rendered(README.read_text()))
+    for file in (README, OPERATIONS):
+        file.write_text(rendered(file.read_text()))

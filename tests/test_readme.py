@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.settings import Settings
-from tests.readme import README, rendered
+from tests.readme import OPERATIONS, README, rendered
 
 ROOT = README.parent
 TEXT = README.read_text()
@@ -26,6 +26,13 @@ EXAMPLES = [
 
 def test_its_tables_are_fresh() -> None:
     assert rendered(TEXT) == TEXT, "run `make docs`"
+    assert len(re.findall("make docs -->", TEXT)) == 3
+
+
+def test_the_tables_of_operations_are_fresh() -> None:
+    text = OPERATIONS.read_text()
+    assert rendered(text) == text, "run `make docs`"
+    assert "<!-- metrics: make docs -->" in text
 
 
 @pytest.mark.parametrize(("language", "code", "output"), EXAMPLES, ids=range(len(EXAMPLES)))

@@ -61,5 +61,6 @@ async def metrics(request: Request) -> Response:
     """With API keys, only for a key with the scope admin, and for whom `GRADSERVE_METRICS_OPEN` says."""
     kept = metrics_of(request.scope)
     kept.set("gradserve_waiting", engine_of(request.app.state).waiting)
-    kept.store = store_of(request.scope).size()
+    settings: Settings = request.app.state.settings
+    kept.store = (*store_of(request.scope).size(), settings.store_bytes)
     return Response(kept.text(), media_type=CONTENT_TYPE_LATEST)

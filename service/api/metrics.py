@@ -72,8 +72,13 @@ FAMILIES = (
     Family("gauge", "gradserve_waiting", "Requests that wait for a thread."),
 )
 
-NAMES = [*(family.name for family in FAMILIES), "gradserve_buffers", "gradserve_store_bytes", "gradserve_workers"]
-"""All metrics."""
+GAUGES = {
+    "gradserve_buffers": "Buffers in the store.",
+    "gradserve_store_bytes": "Bytes of the store in use.",
+    "gradserve_store_limit_bytes": "Bytes that the store may take.",
+    "gradserve_workers": "Processes that serve.",
+}
+"""What is looked up when someone asks."""
 
 
 def _placed() -> tuple[dict[str, int], int]:
@@ -104,8 +109,8 @@ class Metrics(Collector):
         self._numbers = memoryview(memory).cast("d")
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        self.store: tuple[int, int] = (0, 0)
-        """Buffers, and bytes of the store, when they were asked for last."""
+        self.store: tuple[int, int, int] = (0, 0, 0)
+        """Buffers, bytes of the store, and their limit, when they were asked for last."""
 
     def count(self, name: str, amount: float = 1.0) -> None:
         """Add to a counter or gauge that has no labels."""
@@ -152,10 +157,9 @@ class Metrics(Collector):
         tables = list(self._tables())
         for family in FAMILIES:
             yield _metric(family, [numbers for numbers, alive in tables if alive or family.kind != "gauge"])
-        buffers, size = self.store
-        yield GaugeMetricFamily("gradserve_buffers", "Buffers in the store.", buffers)
-        yield GaugeMetricFamily("gradserve_store_bytes", "Bytes of the store in use.", size)
-        yield GaugeMetricFamily("gradserve_workers", "Processes that serve.", sum(alive for _, alive in tables))
+        values = (*self.store, sum(alive for _, alive in tables))
+        for (name, meaning), value in zip(GAUGES.items(), values, strict=True):
+            yield GaugeMetricFamily(name, meaning, value)
 
     def _observe(self, name: str, number: int, buckets: Sequence[float], value: float) -> None:
         place = _PLACES[name] + number * (len(buckets) + 2)

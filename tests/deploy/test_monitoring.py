@@ -1,0 +1,50 @@
+"""The alerts and the dashboard ask for metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from service.api.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+ALERTS = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
+PANELS = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+EXPRESSIONS = [rule["expr"] for rule in ALERTS] + [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+SERIES = set(GAUGES)
+LABELS: dict[str, set[str]] = {name: set() for name in GAUGES}
+for family in FAMILIES:
+    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}[family.kind]
+    for ending in endings:
+        SERIES.add(family.name + ending)
+        LABELS[family.name + ending] = {*family.labels, *(["le"] if ending == "_bucket" else [])}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_series_is_one_of_ours(expression: str) -> None:
+    named = re.findall(r"gradserve_\w+", expression)
+    assert named
+    assert set(named) <= SERIES
+    labels = {label for grouped in re.findall(r"by \(([^)]*)\)", expression) for label in grouped.split(", ")}
+    labels |= set(re.findall(r"[{,](\w+)=", expression))
+    assert labels <= set().union(*(LABELS[name] for name in named))
+    for pattern in re.findall(r'status=~?"([^"]*)"', expression):
+        assert any(re.fullmatch(pattern, str(status)) for status in STATUSES)
+
+
+def test_everything_can_be_seen() -> None:
+    seen = {name for expression in EXPRESSIONS for name in re.findall(r"gradserve_\w+", expression)}
+    for name in [*GAUGES, *(family.name for family in FAMILIES)]:
+        assert any(one.startswith(name) for one in seen), name
+    assert all({"alert", "expr", "for", "labels", "annotations"} == rule.keys() for rule in ALERTS)
+
+
+def test_the_documentation_explains_the_labels() -> None:
+    text = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    assert all(f"`{phase}`" in text for phase in PHASES)
+    assert len(ROUTES) * len(STATUSES) < 500
