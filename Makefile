@@ -11,7 +11,7 @@ PIP := -m pip install --quiet $(EDITABLE)
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client golden docs lock up down test-compose clean
+.PHONY: help run test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client soak golden docs lock up down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -67,11 +67,15 @@ bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against sta
 bench-client: $(BENCH)/.bench  ## speed and memory of the Python client's calls, against http.client
 	$(BENCH)/bin/python -m benchmarks.client
 
+soak: $(BENCH)/.bench  ## more than the server can take, for three minutes, and clients that give up or are slow
+	$(BENCH)/bin/python -m benchmarks.soak --seconds 180
+
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden
 	$(BENCH)/bin/python -m tests.golden.make
 
-docs: $(VENV)/.dev  ## write the generated tables of the README anew
+docs: $(VENV)/.dev  ## write the generated tables, and the generated modules of the client, anew
 	$(BIN)/python -m tests.readme
+	$(BIN)/python -m clients.python.generate
 
 lock:  ## renew constraints.txt: the newest versions that fit, of everything
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
