@@ -79,8 +79,8 @@ docs: $(VENV)/.dev  ## write the generated tables, and the generated modules of 
 
 lock:  ## renew constraints.txt: the newest versions that fit, of everything
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench]'
-	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve)==' | sed 's/+.*//' > constraints.txt
+	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench]' './clients/python[cli]'
+	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock
 
 clean:  ## remove what the other targets made
