@@ -286,7 +286,7 @@ class ValueWriter(ValueReader):
     def __init__(self, env: Databases, txn: Any, written: Callable[[], None]) -> None:
         super().__init__(env, txn)
         self._written = written
-        self._memory = np.empty(CHUNK, np.uint8)
+        self._memory = np.empty(max(CHUNK, INLINE + 1 + SEAL), np.uint8)
         self._spare: list[int] = []
         self._fresh: set[int] = set()
         self._freed: list[int] = []
