@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import itertools
-import os
+import multiprocessing
 import random
 import statistics
 import sys
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,9 @@ SIZES = {256: 0.6, 1 << 14: 0.25, 1 << 18: 0.12, 1 << 22: 0.03}
 
 AT_CAPACITY, OVERLOADED = 8, 200
 """Connections."""
+
+EXPECTED = 1 << 16
+"""A body beyond this size is sent once the server wants it: one that it refuses would have been sent in vain."""
 
 ABANDONED, SLOW = 10_000, 500
 _keys = itertools.count()
@@ -61,9 +66,11 @@ class Bodies:
         self.relu = {size: b"".join(encode({"dY": g, "X": g})) for size, g in self.gradients.items()}
 
 
-def head(path: str, body: bytes, key: str | None = None) -> bytes:
-    """The head of a POST."""
+def head(path: str, body: bytes, key: str | None = None, *, expect: bool = False) -> bytes:
+    """The head of a POST; with `expect`, the body waits until the server wants it."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Type: {MEDIA_TYPE}", f"Content-Length: {len(body)}"]
+    if expect:
+        lines.append("Expect: 100-continue")
     if key is not None:
         lines += [f"Idempotency-Key: {key}", "Accept: application/json"]
     return "\r\n".join([*lines, "", ""]).encode()
@@ -88,14 +95,20 @@ async def worker(port: int, bodies: Bodies, load: Load, end: float, seed: int) -
         adds = rng.random() < 0.5
         path = f"/v1/buffers/soak.{size}/accumulate" if adds else "/v1/ops/ReluGrad"
         body, key = (bodies.add if adds else bodies.relu)[size], f"soak-{next(_keys)}" if adds else None
+        expect = len(body) > EXPECTED
         while True:
-            writer.write(head(path, body, key))
-            writer.write(body)
-            await writer.drain()
-            status, length = await answer(reader)
+            writer.write(head(path, body, key, expect=expect))
+            status, length = await answer(reader) if expect else (100, 0)
+            if status == 100:
+                writer.write(body)
+                await writer.drain()
+                status, length = await answer(reader)
             load.statuses[status] += 1
             if status != 429:
                 break
+            if expect:  # then the connection ends with the answer
+                writer.close()
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
             await asyncio.sleep(rng.uniform(1, 1.5))
         if status == 200:
             load.bytes += len(body) + length
@@ -104,26 +117,27 @@ async def worker(port: int, bodies: Bodies, load: Load, end: float, seed: int) -
     await writer.wait_closed()
 
 
-async def probe(port: int, pid: int, load: Load, end: float) -> None:
-    """Ask whether the server lives, ten times a second, and how much memory it has, once."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+def probe(port: int, pid: int, seconds: float, results: Connection) -> None:
+    """Ask whether the server lives, ten times a second, and how much memory it has, once. A process of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    times, held, end = [], [], time.monotonic() + seconds
     for number in itertools.count():
         if time.monotonic() > end:
             break
         start = time.perf_counter()
-        writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        status, _ = await answer(reader)
-        load.probes.append(time.perf_counter() - start)
-        load.statuses[status] += 0
+        connection.request("GET", "/v2/health/live")
+        connection.getresponse().read()
+        times.append(time.perf_counter() - start)
         if number % 10 == 0:
-            load.memory.append(memory(pid))
-        await asyncio.sleep(0.1)
-    writer.close()
+            held.append(memory(pid))
+        time.sleep(0.1)
+    results.send((times, held))
 
 
 def memory(pid: int) -> int:
-    """Resident bytes of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    """Bytes of a process that are its own: those of mapped files are the system's to take back."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
 def state(pid: int) -> tuple[int, int]:
@@ -134,8 +148,12 @@ def state(pid: int) -> tuple[int, int]:
 async def run(port: int, pid: int, bodies: Bodies, connections: int, seconds: float) -> Load:
     """Load of so many connections."""
     load, end = Load(), time.monotonic() + seconds
-    workers = [worker(port, bodies, load, end, seed) for seed in range(connections)]
-    await asyncio.gather(probe(port, pid, load, end), *workers)
+    results, theirs = multiprocessing.Pipe()
+    other = multiprocessing.get_context("spawn").Process(target=probe, args=(port, pid, seconds, theirs))
+    other.start()
+    await asyncio.gather(*(worker(port, bodies, load, end, seed) for seed in range(connections)))
+    load.probes, load.memory = results.recv()
+    other.join()
     return load
 
 

@@ -19,6 +19,7 @@ from service.api import buffers, health, logs, open_inference, openapi, ops, pro
 from service.api.admission import Admission
 from service.api.auth import admit
 from service.api.metrics import METRICS_DIRECTORY, STATUS, Metrics, route_of
+from service.api.protocol import UNASKED
 from service.api.waiting import Waiting
 from service.arena import keep_freed_memory
 from service.buffers.store import Allocate, Committed, Store, uncounted
@@ -59,8 +60,11 @@ class Application(FastAPI):
             if message["type"] == "http.response.start":
                 scope[STATUS] = message["status"]
                 logs.identify(scope, always=message["status"] >= 400)
-                if logs.REQUEST_ID in scope:
-                    message["headers"] = [*message["headers"], (b"x-request-id", scope[logs.REQUEST_ID].encode())]
+                more = [(b"x-request-id", scope[logs.REQUEST_ID].encode())] if logs.REQUEST_ID in scope else []
+                unasked = scope.get("extensions", {}).get(UNASKED)
+                if unasked is not None and unasked():
+                    more.append((b"connection", b"close"))  # whether the body comes all the same, nobody can know
+                message["headers"] = [*message["headers"], *more]
             await send(message)
 
         logs.identify(scope, always=self.settings.access_log)

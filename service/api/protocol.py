@@ -21,6 +21,9 @@ RECEIVE_INTO = "gradserve.receive_into"
 BODY_AT_HAND = "gradserve.body_at_hand"
 """The name of what returns the whole body, if all of it has come and none was received: `() -> bytes | None`."""
 
+UNASKED = "gradserve.unasked"
+"""The name of what tells whether the client still waits to be asked for the body: `() -> bool`."""
+
 SEND_AT_ONCE = "gradserve.send_at_once"
 """The name, among the scope's extensions, of what sends a whole answer: `async (head, pieces) -> None`."""
 
@@ -35,7 +38,7 @@ Pieces: TypeAlias = Sequence[bytes | memoryview]
 
 
 class Protocol(HttpToolsProtocol):
-    """Adds the three extensions to each request's scope, and closes connections on which a request is long in coming.
+    """Adds the extensions to each request's scope, and closes connections on which a request is long in coming.
 
     uvicorn closes those that are idle after an answer; here, also those on which nothing came yet, half a head, or a
     part of a body that was refused.
@@ -69,6 +72,7 @@ class Protocol(HttpToolsProtocol):
             BODY_AT_HAND: partial(_body_at_hand, cycle),
             RECEIVE_INTO: partial(self._receive_into, cycle),
             SEND_AT_ONCE: partial(self._send_at_once, cycle),
+            UNASKED: lambda: cycle.waiting_for_100_continue,
         }
         self.scope["extensions"] = extensions
 

@@ -81,6 +81,21 @@ def test_beyond_the_bytes_in_flight_large_requests_wait_outside(url: str) -> Non
     assert not is_refused(url, large)
 
 
+def test_who_waits_to_be_asked_for_a_body_is_told_and_the_connection_closed(url: str) -> None:
+    """What it would send next on it, the body or another request, nobody could know."""
+    large = relu(100_000)
+    with half_sent(url, large) as connection:
+        wait_until_held(url)
+        for length, status in ((len(large), b"429"), (1 << 30, b"413")):
+            with socket.create_connection(connection.getpeername(), timeout=30) as other:
+                head = f"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n"
+                other.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+                answer = b"".join(iter(lambda: other.recv(10_000), b""))
+                assert answer.startswith(b"HTTP/1.1 " + status)
+                assert b"\r\nconnection: close\r\n" in answer
+                assert b"100 Continue" not in answer
+
+
 def test_on_v2_it_is_told_in_its_form(url: str) -> None:
     with half_sent(url, relu(100_000)):
         wait_until_held(url)
