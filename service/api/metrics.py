@@ -180,7 +180,7 @@ class Metrics(Collector):
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # PermissionError: the number is another's process' by now
         return False
     return True
 
