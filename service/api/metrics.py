@@ -162,9 +162,10 @@ class Metrics(Collector):
             yield GaugeMetricFamily(name, meaning, value)
 
     def _observe(self, name: str, number: int, buckets: Sequence[float], value: float) -> None:
-        place = _PLACES[name] + number * (len(buckets) + 2)
-        self._numbers[place + bisect_left(buckets, value)] += 1
-        self._numbers[place + len(buckets) + 1] += value
+        numbers, width = self._numbers, len(buckets) + 2
+        place = _PLACES[name] + number * width
+        numbers[place + bisect_left(buckets, value)] += 1
+        numbers[place + width - 1] += value
 
     def _tables(self) -> Iterator[tuple[Sequence[float], bool]]:
         """The numbers of each process, and whether it is still there."""
