@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from starlette.types import Scope
 
 from service.engine import Engine
@@ -13,11 +10,12 @@ from service.errors import Busy
 SMALL_BYTES = 1 << 16
 """A body up to this size is always taken: it costs less than to refuse it."""
 
-_TICKET = "gradserve.ticket"
+_HELD = "gradserve.held"
+"""Where in a request's scope the bytes are that it holds."""
 
 
 class Admission:
-    """Counts the bytes of the requests in flight, of which there may be `max_bytes` altogether.
+    """Counts the bytes that requests in flight hold, of which there may be `max_bytes` altogether.
 
     One request may always have as much as it is allowed otherwise, if it is alone. Used by the event loop only.
     """
@@ -25,55 +23,40 @@ class Admission:
     def __init__(self, max_bytes: int, max_waiting: int, largest: int) -> None:
         self._max_bytes, self._max_waiting, self._largest = max_bytes, max_waiting, largest
         self.bytes = 0
-        self.refused = 0
 
-    @contextmanager
-    def admitted(self, scope: Scope, engine: Engine | None) -> Iterator[None]:
-        """Let the request in for the time of the block. Raises `Busy`."""
-        ticket = scope[_TICKET] = Ticket(self)
+    def admit(self, scope: Scope, engine: Engine | None) -> None:
+        """Let the request in, until it is released. Raises `Busy`."""
         size = _announced(scope)
-        if SMALL_BYTES < size <= self._largest:  # what is larger is refused for that
-            if engine is not None and engine.waiting >= self._max_waiting:
-                self.refused += 1
-                raise Busy(
-                    f"{engine.waiting} requests wait to be computed already; the limit is {self._max_waiting}"
-                    " (GRADSERVE_MAX_WAITING)",
-                    limit=self._max_waiting,
-                )
-            ticket.take(size)
-        try:
-            yield
-        finally:
-            self.bytes -= ticket.size
+        if not SMALL_BYTES < size <= self._largest:  # what is larger is refused for that
+            return
+        if engine is not None and engine.waiting >= self._max_waiting:
+            raise Busy(
+                f"{engine.waiting} requests wait to be computed already; the limit is {self._max_waiting}"
+                " (GRADSERVE_MAX_WAITING)",
+                limit=self._max_waiting,
+            )
+        self.hold(scope, size)
 
-    def take(self, size: int) -> None:
-        """Raise `Busy` if so many bytes more are too many."""
+    def hold(self, scope: Scope, size: int) -> None:
+        """Let the request hold `size` bytes more, until it is released. Raises `Busy`."""
         if self.bytes and self.bytes + size > self._max_bytes:
-            self.refused += 1
             raise Busy(
                 f"The requests in flight hold {self.bytes} bytes, and this one needs {size} more; the limit is"
                 f" {self._max_bytes} (GRADSERVE_MAX_BYTES_IN_FLIGHT)",
                 limit=self._max_bytes,
             )
         self.bytes += size
+        scope[_HELD] = scope.get(_HELD, 0) + size
 
-
-class Ticket:
-    """What a request in flight holds."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission, self.size = admission, 0
-
-    def take(self, size: int) -> None:
-        """Hold so many bytes more, until the request has its answer. Raises `Busy`."""
-        self._admission.take(size)
-        self.size += size
+    def release(self, scope: Scope) -> None:
+        """The request has its answer, and holds nothing more."""
+        self.bytes -= scope.get(_HELD, 0)
 
 
 def hold(scope: Scope, size: int) -> None:
     """Let the request hold `size` bytes more, of its answer, or of a body that comes in chunks. Raises `Busy`."""
-    if size > SMALL_BYTES and _TICKET in scope:
-        scope[_TICKET].take(size)
+    if size > SMALL_BYTES:
+        scope["app"].admission.hold(scope, size)
 
 
 def _announced(scope: Scope) -> int:

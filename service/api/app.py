@@ -70,19 +70,20 @@ class Application(FastAPI):
         logs.identify(scope, always=self.settings.access_log)
         try:
             admit(scope, self.keys, self.settings.metrics_open)
-            with self.admission.admitted(scope, self.state.engine):
-                await self._answer(scope, receive, sending)
+            self.admission.admit(scope, self.state.engine)
+            await self._answer(scope, receive, sending)
         except (Unauthorized, Forbidden, Busy) as error:
-            metrics.count("gradserve_refused", isinstance(error, Busy))
             await problems.answer(scope["path"], error)(scope, receive, sending)
         finally:
+            scope.get("extensions", {}).clear()  # they lead back to the scope, and only the collector could free both
+            self.admission.release(scope)
             metrics.count("gradserve_in_flight", -1)
             metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
-            route = route_of(scope["path"], scope["method"])
-            seconds = time.perf_counter() - start
-            metrics.answered(route, scope.get(STATUS, 0), seconds)
+            status, seconds = scope.get(STATUS, 0), time.perf_counter() - start
+            metrics.count("gradserve_refused", status == Busy.status)
+            metrics.answered(route_of(scope["path"], scope["method"]), status, seconds)
             if self.settings.access_log:
-                logs.log_request(scope, scope.get(STATUS, 0), seconds)
+                logs.log_request(scope, status, seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if path := open_inference.wants_inference(scope):

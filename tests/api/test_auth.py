@@ -130,6 +130,9 @@ RELU = {"dY": [1, 2], "X": [1, -1]}
         ("writer", "POST", "/v1/buffers/a/accumulate?return=value", ADD, "buffers:read"),
         ("writer", "POST", "/v1/buffers/accumulate?return=value", {"a": [1, 2]}, "buffers:read"),
         ("writer", "POST", "/v1/ops/ReluGrad?from=X:a", {"dY": [1, 2]}, "buffers:read"),
+        ("reader", "PUT", "/v1/buffers/value", {"shape": [2]}, "buffers:write"),
+        ("reader", "DELETE", "/v1/buffers/value", None, "buffers:write"),
+        ("reader", "DELETE", "/v1/buffers/take", None, "buffers:write"),
         ("bob", "GET", "/metrics", None, "admin"),
     ],
 )
@@ -140,6 +143,11 @@ def test_a_key_is_good_for_its_scopes_only(
     answer = people[who].request(method, path, json=body)
     assert assert_problem(answer, 403, "forbidden", needed)["scope"] == needed
     assert people["admin"].request(method, path, json=body).status_code not in (401, 403)
+
+
+def test_every_key_may_read_the_limits(people: dict[str, httpx.Client]) -> None:
+    for who in ("ops", "reader", "writer", "ann"):
+        assert people[who].get("/v1/limits").status_code == 200
 
 
 def test_on_v2_a_scope_that_is_missing_is_told_in_its_form(people: dict[str, httpx.Client]) -> None:
