@@ -11,13 +11,22 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import numpy as np
 import pytest
-from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen, ServerFailed, TimedOut, TooLarge
-from gradserve_client._transport import JOINED, Transport
+from gradserve_client import (
+    AsyncClient,
+    Client,
+    ConnectionFailed,
+    EpochOpen,
+    ServerFailed,
+    TimedOut,
+    TooLarge,
+    _transport,
+)
+from gradserve_client._transport import ASKED, JOINED, Transport
 
 from tests.clients.both import connected
 from tests.clients.proxy import Talker
@@ -150,6 +159,78 @@ def test_what_is_too_large_is_refused_and_not_sent_again(kind: str, url: str) ->
                 server.ops.relu_grad(np.zeros(size), np.zeros(1))
             assert caught.value.attempts == 1
         assert server.ops.relu_grad([1], [1]).tolist() == [1.0]
+
+
+class Asked:
+    """A server that answers a request whose head announces a body as `words` say, one after the other.
+
+    b"" waits for the body without a word. `heads` and `bodies` are what came, until the client went or had its answer.
+    """
+
+    def __init__(self, *words: bytes) -> None:
+        self._words = words
+        self.heads, self.bodies = list[bytes](), list[int]()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def __enter__(self) -> Asked:
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        self._listening.close()
+
+    def _serve(self) -> None:
+        self._listening.settimeout(10)
+        words = list(self._words)
+        while words:
+            connection, _ = self._listening.accept()
+            connection.settimeout(10)
+            with connection, connection.makefile("rb") as file:
+                while words and self._answered(connection, file, words.pop(0)):
+                    pass
+
+    def _answered(self, connection: socket.socket, file: BinaryIO, word: bytes) -> bool:
+        """Take a request; whether the connection is good for another."""
+        head = b"".join(iter(file.readline, b"\r\n")).lower()
+        self.heads.append(head)
+        for part in word[:9], word[9:]:  # the status comes after a while
+            connection.sendall(part)
+            time.sleep(0.01)
+        if b"HTTP" in word and word != ASK:
+            self.bodies.append(len(file.read()))
+            return False
+        self.bodies.append(len(file.read(int(head.partition(b"content-length: ")[2].split()[0]))))
+        connection.sendall(READY)
+        return True
+
+
+ASK = b"HTTP/1.1 100 Continue\r\n\r\n"
+BUSY = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\n{}"
+
+
+def test_a_large_body_is_sent_when_the_server_wants_it() -> None:
+    with Asked(BUSY, ASK, ASK) as server, httpx.Client(base_url=server.url, transport=Transport()) as client:
+        assert [client.post("/", content=bytes(ASKED)).status_code for _ in range(3)] == [429, 200, 200]
+        assert server.bodies == [0, ASKED, ASKED]
+        assert all(b"\nexpect: 100-continue\r" in head for head in server.heads)
+
+
+def test_a_server_that_is_silent_gets_the_body_and_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_transport, "ASK_SECONDS", 0.1)
+    with Asked(b"", b"") as server, httpx.Client(base_url=server.url, transport=Transport()) as client:
+        assert [client.post("/", content=bytes(ASKED)).status_code for _ in range(2)] == [200, 200]
+        assert server.bodies == [ASKED, ASKED]
+        assert [b"expect" in head for head in server.heads] == [True, False]
+
+
+def test_a_small_body_is_sent_at_once() -> None:
+    with Asked(b"") as server, httpx.Client(base_url=server.url, transport=Transport()) as client:
+        assert client.post("/", content=bytes(ASKED - 1)).status_code == 200
+        assert server.bodies == [ASKED - 1]
+        assert b"expect" not in server.heads[0]
 
 
 def test_many_waiting_calls_do_not_keep_others_from_the_server(url: str) -> None:

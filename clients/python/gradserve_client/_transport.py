@@ -23,8 +23,17 @@ import httpx
 JOINED = 1 << 16
 """A body up to this size goes out together with the head."""
 
+ASKED = 1 << 20
+"""From this size of a body on the server is asked first whether it wants it: a busy one says no in a few bytes."""
+
+ASK_SECONDS = 1.0
+"""How long its word is waited for. Whoever says nothing does not know the question, and is not asked again."""
+
 PIECE = 1 << 20
 """Bytes that are received between two reports of how many have come."""
+
+STATUS = slice(9, 12)
+"""Where the status stands in an answer."""
 
 MOST_IDLE = 16
 """Connections that are kept open for later."""
@@ -51,6 +60,7 @@ class Transport(httpx.BaseTransport):
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self._asks = True
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request, and read the whole answer. Raises `httpx.TransportError`."""
@@ -59,7 +69,7 @@ class Transport(httpx.BaseTransport):
         try:
             limits = _Limits(timeout.get("read"), request.extensions.get("until"))
             connection.response_class = limits.response  # type: ignore[assignment]
-            _send(connection, request, limits)
+            sent = self._send(connection, request, limits)
             response = connection.getresponse()
             if limits.ended:  # which http.client takes for the end of the head
                 raise http.client.RemoteDisconnected("the answer ends within its head")
@@ -72,7 +82,7 @@ class Transport(httpx.BaseTransport):
         except BaseException as error:
             connection.close()
             _translate(error)
-        if response.will_close:
+        if response.will_close or not sent:
             connection.close()
         else:
             self._keep(connection)
@@ -114,6 +124,37 @@ class Transport(httpx.BaseTransport):
             _translate(error, connecting=f"{url.host}:{port}")
         return connection
 
+    def _send(self, connection: http.client.HTTPConnection, request: httpx.Request, limits: _Limits) -> bool:
+        """Send the request; False if the server has answered without its body."""
+        target = request.url.raw_path.decode("ascii")
+        connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
+        for name, value in request.headers.raw:
+            connection.putheader(name.decode("ascii"), value)
+        assert isinstance(request.stream, httpx.SyncByteStream)
+        sock = connection.sock
+        assert sock is not None
+        limits.set(sock)
+        size = int(request.headers.get("content-length", 0))
+        if size <= JOINED:
+            connection.endheaders(b"".join(request.stream))
+            return True
+        if asked := self._asks and size >= ASKED:
+            connection.putheader("Expect", "100-continue")
+        connection.endheaders()
+        if asked and (answer := limits.answer(sock, ASK_SECONDS)) != b"100":
+            self._asks = answer is not None
+            if self._asks:
+                return False
+        try:
+            for piece in request.stream:
+                rest = memoryview(piece)
+                while rest:  # sendall would count the seconds of all of it
+                    limits.set(sock)
+                    rest = rest[sock.send(rest) :]
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server did not want all of it; perhaps it said why before it closed
+        return True
+
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             if len(self._idle) < MOST_IDLE:
@@ -129,6 +170,8 @@ class _Limits:
         self._silence, self._until = silence, until
         self.ended = False
         """Whether all has been read that comes."""
+        self.early = b""
+        """What was read of the answer before the request was sent."""
 
     def set(self, sock: socket.socket) -> None:
         """Bound the socket's next operation."""
@@ -139,6 +182,19 @@ class _Limits:
         if rest <= 0:
             raise TimeoutError
         sock.settimeout(rest if self._silence is None else min(rest, self._silence))
+
+    def answer(self, sock: socket.socket, seconds: float) -> bytes | None:
+        """The status of what the server says before it has the body; None if it says nothing for so long."""
+        try:
+            while len(self.early) < STATUS.stop:
+                self.set(sock)
+                sock.settimeout(min(seconds, sock.gettimeout() or seconds))
+                if not (piece := sock.recv(STATUS.stop - len(self.early))):
+                    break
+                self.early += piece
+        except TimeoutError:
+            return None
+        return self.early[STATUS]
 
     def response(self, sock: socket.socket, method: str | None = None) -> http.client.HTTPResponse:
         """An answer that is read within the limits, however slowly it comes."""
@@ -157,6 +213,10 @@ class _Reader(io.RawIOBase):
         return True
 
     def readinto(self, memory: Any) -> int | None:
+        if early := self._limits.early[: len(memory)]:
+            memory[: len(early)] = early
+            self._limits.early = self._limits.early[len(early) :]
+            return len(early)
         self._limits.set(self._sock)
         count = self._file.readinto(memory)
         self._limits.ended = count == 0
@@ -165,29 +225,6 @@ class _Reader(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def _send(connection: http.client.HTTPConnection, request: httpx.Request, limits: _Limits) -> None:
-    target = request.url.raw_path.decode("ascii")
-    connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
-    for name, value in request.headers.raw:
-        connection.putheader(name.decode("ascii"), value)
-    assert isinstance(request.stream, httpx.SyncByteStream)
-    assert connection.sock is not None
-    limits.set(connection.sock)
-    size = int(request.headers.get("content-length", 0))
-    if size <= JOINED:
-        connection.endheaders(b"".join(request.stream))
-        return
-    connection.endheaders()
-    try:
-        for piece in request.stream:
-            rest = memoryview(piece)
-            while rest:  # sendall would count the seconds of all of it
-                limits.set(connection.sock)
-                rest = rest[connection.sock.send(rest) :]
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the server did not want all of it; perhaps it said why before it closed
 
 
 def _fill(body: bytearray, response: http.client.HTTPResponse, received: Callable[[int, int], None] | None) -> int:
