@@ -54,8 +54,9 @@ class Layout:
         return np.arange(self.S)[:, None] >= self.lengths
 
     def blocks(self) -> list[slice]:
-        """The sequences in blocks, which go through time each by itself."""
-        count = min(max(self.N // SEQUENCES, 1 + (self.N > SEQUENCES // 2)), BLOCKS) if self.N else 0
+        """The sequences in blocks, which go through time each by itself, as each direction does."""
+        in_halves = self.D == 1 and self.N > SEQUENCES // 2
+        count = min(max(self.N // SEQUENCES, 1 + in_halves), BLOCKS) if self.N else 0
         return [slice(self.N * k // count, self.N * (k + 1) // count) for k in range(count)]
 
     def chunks(self, direction: int) -> list[slice]:
