@@ -1,13 +1,15 @@
 # gradserve in a container: docker build -t gradserve . (compose.yaml puts nginx in front of it)
+# With OpenTelemetry: docker build -t gradserve --build-arg EXTRAS=[otel] .
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md ./
 COPY service service
+ARG EXTRAS=
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # The environment gets neither pip nor setuptools; the packages' own tests stay behind too.
 RUN --mount=type=cache,target=/root/.cache/pip \
     python -m venv --without-pip /venv && \
-    pip --python /venv/bin/python install --quiet . && \
+    pip --python /venv/bin/python install --quiet ".$EXTRAS" && \
     find /venv -type d -name tests -path '*/scipy/*' -prune -exec rm -r {} + && \
     mkdir /data
 

@@ -41,7 +41,7 @@ down:  ## stop the containers; the buffers are kept
 	@deploy/containers/engine compose down
 
 test-compose: $(VENV)/.dev  ## test containers of their own, or the server at GRADSERVE_URL with GRADSERVE_API_KEY
-	@test -n "$$GRADSERVE_URL" || deploy/containers/prepare
+	@test -n "$$GRADSERVE_URL" || deploy/containers/prepare metrics
 	GRADSERVE_INTEGRATION=1 $(BIN)/python -m pytest tests/integration $(WHAT)
 
 lint: $(VENV)/.dev  ## ruff and mypy

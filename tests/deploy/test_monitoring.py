@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,13 @@ def test_every_series_is_one_of_ours(expression: str) -> None:
     assert labels <= set().union(*(LABELS[name] for name in named))
     for pattern in re.findall(r'status=~?"([^"]*)"', expression):
         assert any(re.fullmatch(pattern, str(status)) for status in STATUSES)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here; make test-compose has it")
+def test_prometheus_can_read_the_alerts() -> None:
+    done = subprocess.run(["promtool", "check", "rules", DEPLOY / "alerts.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(ALERTS)} rules found" in done.stdout
 
 
 def test_everything_can_be_seen() -> None:

@@ -65,6 +65,16 @@ class Stack:
         self.engine("compose", "-f", "compose.yaml", "-f", "deploy/compose.tls.yaml", "up", "--detach")
         self.wait()
 
+    def watch(self, port: int, key_file: Path) -> None:
+        """Start Prometheus beside both, on this port, with an API key made for it."""
+        key_file.write_text(self.keys("add", "prometheus", "--scopes", "admin"))
+        key_file.chmod(0o644)
+        self._environment |= {
+            "GRADSERVE_LISTEN_PROMETHEUS": f"127.0.0.1:{port}",
+            "GRADSERVE_METRICS_KEY_FILE": str(key_file),
+        }
+        self.engine("compose", "--profile", "metrics", "up", "--detach", "prometheus")
+
     def wait(self) -> None:
         """Wait until the service answers through nginx."""
         end = time.monotonic() + 60

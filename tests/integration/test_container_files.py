@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from service.api.buffer_models import LONGEST_WAIT
+from service.errors import tree
 from service.settings import Settings
 from tests.integration.stack import ROOT
 
@@ -21,6 +22,26 @@ def number(pattern: str, text: str) -> int:
 def test_the_largest_body_is_the_same_everywhere() -> None:
     allowed = number(r'GRADSERVE_MAX_BODY_BYTES: "(\d+)"', COMPOSE)
     assert number(r"client_max_body_size (\d+)m;", NGINX) << 20 == allowed == Settings().max_body_bytes
+
+
+def test_nginx_words_its_errors_as_the_service_does() -> None:
+    errors = {error.code: error for error in tree()}
+    codes, titles, details = (by_status(name) for name in ("code", "title", "detail"))
+    assert codes.keys() == titles.keys()
+    handled = re.findall(r"\d+", re.findall(r"error_page (.*) /", NGINX)[0])
+    assert set(handled) >= codes.keys() - {"default"}
+    for status in handled:
+        code = codes.get(status, codes["default"])
+        assert titles.get(status, titles["default"]) == errors[code].title()
+        assert errors[code].status == (503 if status in ("502", "504") else int(status))
+        assert details.get(status, details["default"])
+    assert f" {Settings().max_body_bytes} bytes" in details["413"]
+
+
+def by_status(name: str) -> dict[str, str]:
+    """A map of nginx.conf from an answer's status."""
+    (found,) = re.findall(rf"map \$status \${name} {{\n(.*?\n)    }}", NGINX, re.DOTALL)
+    return dict(re.findall(r'(\w+) "?(.*?)"?;\n', found))
 
 
 def test_whoever_waits_waits_long_enough() -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from gradserve_client import Buffer, Client
 
+from tests.deploy.test_monitoring import ALERTS
 from tests.integration.conftest import client
 from tests.integration.stack import ADDRESS, MAC, PROJECT, Stack
 from tests.serving import assert_problem
@@ -160,6 +162,42 @@ def test_https_by_the_second_file(stack: Stack, tmp_path_factory: pytest.TempPat
         stack.up()
 
 
+def test_prometheus_reads_the_metrics_and_the_alerts(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stack.watch(port, tmp_path_factory.mktemp("metrics") / "gradserve_metrics_key")
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", trust_env=False) as prometheus:
+            target = scraped(prometheus)
+            assert (target["labels"]["job"], target["lastError"], target["health"]) == ("gradserve", "", "up")
+            (found,) = asked(prometheus, "/query", query="gradserve_workers")["result"]
+            assert found["value"][1] == "1"
+            (group,) = asked(prometheus, "/rules")["groups"]
+        assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in ALERTS]
+        stack.exec("prometheus", "promtool", "check", "rules", "/etc/prometheus/alerts.yml")
+    finally:
+        stack.engine("rm", "--force", "--volumes", stack.container("prometheus"))
+        stack.keys("rm", "prometheus")
+
+
+def asked(prometheus: httpx.Client, path: str, **query: str) -> Any:
+    return prometheus.get(path, params=query).raise_for_status().json()["data"]
+
+
+def scraped(prometheus: httpx.Client) -> Any:
+    """What Prometheus says of its target, once it has asked it."""
+    for _ in range(600):
+        try:
+            targets = asked(prometheus, "/targets")["activeTargets"]
+            if targets and targets[0]["health"] != "unknown":
+                return targets[0]
+        except httpx.HTTPError:
+            pass  # it is starting
+        time.sleep(0.1)
+    raise AssertionError("Prometheus does not ask")
+
+
 def test_buffers_outlive_down_and_up(stack: Stack) -> None:
     name = uuid4().hex
     with keyed(stack) as server:
@@ -190,7 +228,9 @@ def test_what_is_in_flight_is_finished_before_the_service_stops(stack: Stack) ->
         upload.endheaders(body[:5])
         time.sleep(0.5)  # until it has come
         stop = pool.submit(stack.engine, "stop", "--time", "40", stack.container("gradserve"))
-        assert poll.result(timeout=40).status_code == 503
+        polled = poll.result(timeout=40)
+        assert_problem(polled, 503, "not_ready", "stopping; ask again")  # in the service's words, not in those of nginx
+        assert polled.headers["retry-after"] == "1"
         upload.send(body[5:])
         answer = upload.getresponse()
         assert answer.status == 200, answer.read()
@@ -198,7 +238,10 @@ def test_what_is_in_flight_is_finished_before_the_service_stops(stack: Stack) ->
         upload.close()
     assert stack.inspect("gradserve", "State.ExitCode") == 0
     with client(stack.url, stack.secret) as server:
-        assert server.get(f"/v1/buffers/{name}").status_code in (502, 504)
+        refused = server.get(f"/v1/buffers/{name}")
+        assert refused.status_code in (502, 504)
+        assert_problem(refused, refused.status_code, "not_ready", "Try again soon")
+        assert refused.headers["retry-after"] == "1"
         stack.engine("start", stack.container("gradserve"))
         stack.wait()
         assert server.get(f"/v1/buffers/{name}/value").raise_for_status().json()["value"]["data"] == [5.0]
@@ -216,8 +259,14 @@ def test_nginx_sends_nothing_twice(stack: Stack) -> None:
                     break
                 time.sleep(0.1)  # the stub does not listen yet
             methods = ("POST", "POST", "POST", "GET", "GET", "GET")
-            answers = [server.request(method, "/v1/buffers/b/take") for method in methods]
+            paths = {"POST": "/v1/buffers/b/take", "GET": "/v2/models/b"}
+            answers = [server.request(method, paths[method]) for method in methods]
         assert [one.status_code for one in answers] == [502, 200, 502, 200, 502, 200]
+        for answer in answers[:3:2]:
+            assert_problem(answer, 502, "not_ready", "broke off")
+        assert answers[4].headers["content-type"] == "application/json"
+        assert "broke off" in answers[4].json()["error"]
+        assert {answer.headers["retry-after"] for answer in answers[::2]} == {"1"}
         assert stack.engine("logs", stub).count("request") == 1 + len(methods)
     finally:
         stack.engine("kill", stub)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,14 +95,22 @@ def test_probes_need_no_key(url: str) -> None:
             assert stranger.get(f"/v2/health/{probe}").raise_for_status().json() == {probe: True}
 
 
-def test_a_body_over_the_limit_is_refused_before_it_comes(url: str, secret: str | None) -> None:
+@pytest.mark.parametrize("path", ["/v1/ops/ReluGrad", "/v2/models/ReluGrad/infer"])
+def test_a_body_over_the_limit_is_refused_before_it_comes(url: str, secret: str | None, path: str) -> None:
     connection = http.client.HTTPConnection(httpx.URL(url).host, httpx.URL(url).port, timeout=30)
-    connection.putrequest("POST", "/v1/ops/ReluGrad")
+    connection.putrequest("POST", path)
     connection.putheader("Content-Length", str(Settings().max_body_bytes + 1))
     connection.putheader("Authorization", f"Bearer {secret}")
     connection.endheaders()
-    assert connection.getresponse().status == 413
+    answer = connection.getresponse()
+    said, kind = json.loads(answer.read()), answer.headers["content-type"]
     connection.close()
+    assert answer.status == 413
+    if path.startswith("/v2"):
+        assert (kind, list(said)) == ("application/json", ["error"])
+    else:
+        assert (kind, said["code"], said["status"]) == ("application/problem+json", "body_too_large", 413)
+    assert str(Settings().max_body_bytes) in said.get("detail", said.get("error"))
 
 
 def test_a_poll_waits_for_the_quorum(server: httpx.Client, name: str) -> None:
