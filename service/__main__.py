@@ -7,6 +7,7 @@ import ipaddress
 import sys
 import time
 from datetime import datetime
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -120,7 +121,8 @@ def _export(settings: Settings, path: Path, prefix: str) -> int:
 def _import(settings: Settings, path: Path) -> int:
     store = store_at(settings)
     try:
-        names = transfer.restore(store, path, Limits(settings.max_tensor_bytes))
+        limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
+        names = transfer.restore(store, path, limits, settings.max_name_length)
     finally:
         store.close()
     print(f"{len(names)} buffers")
@@ -185,6 +187,12 @@ def _serve(settings: Settings) -> int:
     if (settings.tls_certificate is None) is not (settings.tls_key is None):
         print("gradserve: GRADSERVE_TLS_CERTIFICATE and GRADSERVE_TLS_KEY go together", file=sys.stderr)
         return 2
+    if settings.tracing:
+        try:
+            import_module("service.api.tracing")
+        except ModuleNotFoundError as missing:
+            print(f"gradserve: GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'", file=sys.stderr)
+            return 2
     store_at(settings).close()  # what is wrong with it is better said here than in every worker
     keep_freed_memory(settings.reuse_bytes)
     run(settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -87,8 +88,7 @@ class Engine:
         return operator.in_pieces(tensors, attributes)
 
     def _check(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
-        self.check_names(operator, tensors.keys())
-        self._check_dtypes(operator, tensors)
+        _check_types(operator, tuple([(name, tensor.dtype) for name, tensor in tensors.items()]))
         for name, tensor in tensors.items():
             self.limits.check(name, tensor.shape, tensor.dtype)
 
@@ -96,32 +96,36 @@ class Engine:
         self.limits.check("The output", shape, dtype)
         return self._arena.allocate(shape, dtype)
 
-    def check_names(self, operator: Operator, names: Collection[str]) -> None:
-        """Raise unless `names` are inputs of `operator`, and hold all that it needs."""
-        for name in names:
-            if name not in operator.input_names:
-                known = ", ".join(tensor.name for tensor in operator.inputs)
-                raise UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {known}", tensor=name)
-        for name in operator.needed_names:
-            if name not in names:
-                raise MissingTensor(f"{operator.name} needs the input {name!r}", tensor=name)
 
-    def _check_dtypes(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
-        bound: dict[str, tuple[str, DType]] = {}
-        for expected in operator.inputs:
-            if expected.name not in tensors:
-                continue
-            name, dtype = expected.name, tensors[expected.name].dtype
-            if NAMES.get(dtype) not in expected.kind.dtypes:
-                raise DtypeMismatch(
-                    f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name
-                )
-            if expected.variable is None:
-                continue
-            first, common = bound.setdefault(expected.variable, (name, dtype))
-            if dtype != common:
-                raise DtypeMismatch(
-                    f"{name} is {dtype} and {first} is {common}, but they must share a dtype"
-                    f" (a JSON list without one is {expected.kind.default})",
-                    tensor=name,
-                )
+def check_names(operator: Operator, names: Collection[str]) -> None:
+    """Raise unless `names` are inputs of `operator`, and hold all that it needs."""
+    for name in names:
+        if name not in operator.input_names:
+            known = ", ".join(tensor.name for tensor in operator.inputs)
+            raise UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {known}", tensor=name)
+    for name in operator.needed_names:
+        if name not in names:
+            raise MissingTensor(f"{operator.name} needs the input {name!r}", tensor=name)
+
+
+@lru_cache(maxsize=1024)
+def _check_types(operator: Operator, given: Sequence[tuple[str, DType]]) -> None:
+    """Raise unless the tensors given, by name and dtype, are fit to be the operator's inputs."""
+    dtypes = dict(given)
+    check_names(operator, dtypes)
+    bound: dict[str, tuple[str, DType]] = {}
+    for expected in operator.inputs:
+        if expected.name not in dtypes:
+            continue
+        name, dtype = expected.name, dtypes[expected.name]
+        if NAMES.get(dtype) not in expected.kind.dtypes:
+            raise DtypeMismatch(f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name)
+        if expected.variable is None:
+            continue
+        first, common = bound.setdefault(expected.variable, (name, dtype))
+        if dtype != common:
+            raise DtypeMismatch(
+                f"{name} is {dtype} and {first} is {common}, but they must share a dtype"
+                f" (a JSON list without one is {expected.kind.default})",
+                tensor=name,
+            )

@@ -17,6 +17,7 @@
     - EpochOpen                 409 epoch_open
     - TooFewGradients           409 too_few_gradients
     - NothingToAverage          409 nothing_to_average
+  x TooManyBuffers              409 too_many_buffers
   x EpochGone                   410 epoch_gone
   x PreconditionFailed          412 precondition_failed
   x BodyTooLarge                413 body_too_large
@@ -172,6 +173,13 @@ class NothingToAverage(Conflict):
     """The weights of the gradients sum to zero."""
 
     code = "nothing_to_average"
+
+
+class TooManyBuffers(GradserveError):
+    """The namespace has as many buffers as it may; nothing was changed."""
+
+    status = 409
+    code = "too_many_buffers"
 
 
 class EpochGone(GradserveError):

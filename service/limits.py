@@ -15,10 +15,11 @@ MAX_RANK = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_tensor_bytes` bounds every input and output, `max_tensors` their number in a request."""
+    """`max_tensor_bytes` and `max_dimensions` bound every input and output, `max_tensors` their number in a request."""
 
     max_tensor_bytes: int
     max_tensors: int = 1 << 14
+    max_dimensions: int = MAX_RANK
 
     def check_count(self, count: int) -> None:
         """Raise `TooManyTensors` for a request with so many."""
@@ -30,10 +31,11 @@ class Limits:
 
     def check(self, tensor: str, shape: Sequence[int], dtype: DType) -> None:
         """Raise `TooManyDimensions` or `TensorTooLarge` for a tensor of this shape, whatever its numbers."""
+        if len(shape) > self.max_dimensions:
+            self.check_rank(tensor, len(shape))
         size = math.prod(shape) * dtype.itemsize
-        if 0 < size <= self.max_tensor_bytes and len(shape) <= MAX_RANK:
+        if 0 < size <= self.max_tensor_bytes:
             return
-        check_rank(tensor, len(shape))
         if size > self.max_tensor_bytes:
             raise TensorTooLarge(
                 f"{tensor}, {dtype} of shape {list(shape)}, takes {size} bytes;"
@@ -44,8 +46,10 @@ class Limits:
         if math.prod(max(dim, 1) for dim in shape) * dtype.itemsize >= 1 << 63:
             raise TensorTooLarge(f"{tensor} has shape {list(shape)}, which is empty but too large to index")
 
-
-def check_rank(tensor: str, rank: int) -> None:
-    """Raise `TooManyDimensions` for more than `MAX_RANK` dimensions."""
-    if rank > MAX_RANK:
-        raise TooManyDimensions(f"{tensor} has {rank} dimensions; the limit is {MAX_RANK}", limit=MAX_RANK)
+    def check_rank(self, tensor: str, rank: int) -> None:
+        """Raise `TooManyDimensions` for so many."""
+        if rank > self.max_dimensions:
+            raise TooManyDimensions(
+                f"{tensor} has {rank} dimensions; the limit is {self.max_dimensions} (GRADSERVE_MAX_DIMENSIONS)",
+                limit=self.max_dimensions,
+            )

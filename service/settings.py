@@ -49,6 +49,9 @@ class Settings(BaseSettings):
         256 << 20, description="Largest size, in bytes, of a compressed request body once it is inflated."
     )
     max_tensors: PositiveInt = Field(1 << 14, description="Most tensors in a request.")
+    max_dimensions: int = Field(64, ge=1, le=64, description="Most dimensions of a tensor, and of a new buffer.")
+    max_name_length: int = Field(200, ge=1, le=200, description="Most characters in the name of a new buffer.")
+    max_buffers: PositiveInt = Field(100_000, description="Most buffers in a namespace.")
     max_bytes_in_flight: PositiveInt = Field(
         1 << 30, description="Bytes of all requests in flight, beyond which large ones are told to come again."
     )
@@ -67,6 +70,9 @@ class Settings(BaseSettings):
     access_log: bool = Field(False, description="Log a line for each request.")
     log_format: Literal["text", "json"] = Field("text", description="How the log, on stderr, is written.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged at least.")
+    tracing: bool = Field(
+        False, description="Send a span of each request by OpenTelemetry, which OTEL_ variables tell where to."
+    )
     drain_timeout: PositiveInt = Field(
         30, description="Seconds that requests in flight may take to finish once the server is told to stop."
     )

@@ -20,7 +20,7 @@ import orjson
 from service.buffers._environment import Environment, Reader
 from service.buffers._values import CHUNK
 from service.buffers.changes import Delete, Request, Restore
-from service.buffers.store import Record, Spec, Store, check_name, spec_of
+from service.buffers.store import Record, Spec, Store, bare_name, check_length, check_name, spec_of
 from service.codecs import safetensors
 from service.errors import BufferCorrupt, BufferExists, MalformedBody
 from service.limits import Limits
@@ -75,20 +75,21 @@ def _described(record: Record) -> dict[str, Any]:
     }
 
 
-def restore(store: Store, path: Path, limits: Limits) -> list[str]:
+def restore(store: Store, path: Path, limits: Limits, longest_name: int) -> list[str]:
     """Create the buffers of a file that `export` wrote: their names. All of them, or, on an error, none.
 
-    Raises `MalformedBody`, `BufferExists`, `StoreFull`, and OSError for the file.
+    Raises `MalformedBody`, `BufferExists`, `StoreFull`, `TooManyBuffers`, what else `limits` and names raise, and
+    OSError for the file.
     """
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise MalformedBody(f"{path} is empty")
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     tensors = safetensors.decode(body, limits)
-    about = safetensors.metadata_of(body).get("buffers")
+    about = safetensors.metadata_of(body, limits).get("buffers")
     if about is None:
         raise MalformedBody(f"{path} was not written by gradserve export: its metadata lacks buffers")
-    records = {name: _record(name, one) for name, one in orjson.loads(about).items()}
+    records = {name: _record(name, one, longest_name) for name, one in orjson.loads(about).items()}
     for name, record in records.items():
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
@@ -96,24 +97,25 @@ def restore(store: Store, path: Path, limits: Limits) -> list[str]:
     there = {one.name for one in store.records()} & records.keys()
     if there:
         raise BufferExists(f"There are buffers of the same names already: {', '.join(sorted(there)[:5])}")
-    made: list[str] = []
+    asked = {
+        name: store.submit(Request([Restore(name=name, record=record, value=tensors[name])]))
+        for name, record in records.items()
+    }
     try:
-        for name, record in records.items():
-            store.submit(Request([Restore(name=name, record=record, value=tensors[name])])).result()
-            made.append(name)
+        for one in asked.values():
+            one.result()
     except BaseException:
-        for name in made:
+        for name in [name for name, one in asked.items() if one.exception() is None]:
             store.submit(Request([Delete(name=name)])).result()
         raise
-    return made
+    return [*asked]
 
 
-def _record(name: str, about: dict[str, Any]) -> Record:
-    spec = spec_of(about["spec"])
-    created = about["created"]
-    return Record(
-        check_name(name), spec, 0, created, created, about["epoch"], about["version"], about["count"], about["weight"]
-    )
+def _record(name: str, about: dict[str, Any], longest_name: int) -> Record:
+    bare = check_name(bare_name(name))
+    check_length(bare, longest_name)
+    spec, created = spec_of(about["spec"]), about["created"]
+    return Record(name, spec, 0, created, created, about["epoch"], about["version"], about["count"], about["weight"])
 
 
 def examine(store: Path, max_bytes: int) -> Iterator[str]:
@@ -145,8 +147,17 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
             slots = Counter(slot for each in parts.values() for slot in each)
             free = reader.free_slots()
             keys = reader.entries()["keys"]
+            counts, counted = reader.counts(), reader.counted_anew()
+            wrong = [one for one in sorted(counts | counted) if counts.get(one, 0) != counted.get(one, 0)]
+            if not reader.is_counted():
+                wrong = []  # an older version wrote last; the next to write counts anew
         yield f"{records} buffers, {len(parts)} values, {len(slots)} slots in use, {len(free)} free"
         yield f"{keys} idempotency keys"
+        for one in wrong:
+            yield (
+                f"{WRONG}the namespace {one!r} has {counted.get(one, 0)} buffers, not {counts.get(one, 0)}, as counted"
+                " for GRADSERVE_MAX_BUFFERS; start the server again, which then counts anew"
+            )
         for value in sorted(stray):
             yield f"{WRONG}value {value} belongs to no buffer"
         for slot in sorted({slot for slot, count in slots.items() if count > 1} | slots.keys() & set(free)):

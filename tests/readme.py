@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from service.api.health import CONSTANTS, SETTINGS
 from service.api.metrics import FAMILIES, GAUGES
 from service.errors import tree
 from service.kernels import OPERATORS, Tensor
@@ -59,6 +60,16 @@ def settings() -> str:
     )
 
 
+def limits() -> str:
+    fields = Settings.model_fields
+    rows = [
+        (f"`{name}`", str(fields[name].default), f"`GRADSERVE_{name.upper()}`", fields[name].description or "")
+        for name in SETTINGS
+    ]
+    rows += [(f"`{name}`", str(value), "", meaning) for name, (value, meaning) in CONSTANTS.items()]
+    return table(("limit", "default", "setting", "meaning"), rows)
+
+
 def metrics() -> str:
     families = [(one.name, one.kind, ", ".join(one.labels), one.help) for one in FAMILIES]
     gauges = [(name, "gauge", "", meaning) for name, meaning in GAUGES.items()]
@@ -68,7 +79,7 @@ def metrics() -> str:
 
 def rendered(text: str) -> str:
     """`text` with every generated table as it should be: those that it has marks for."""
-    for make in (operators, errors, settings, metrics):
+    for make in (operators, errors, settings, limits, metrics):
         if f"<!-- {make.__name__}: make docs -->" not in text:
             continue
         block = f"(<!-- {make.__name__}: make docs -->\n).*?(<!-- end -->)"

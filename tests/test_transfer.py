@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import lmdb
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from service.__main__ import main
+from service.buffers._environment import COUNT, TIME, WRITER
+from service.buffers.changes import Create, Request
+from service.buffers.lmdb import LmdbStore
+from service.buffers.store import Spec
+from service.codecs.safetensors import decode
+from service.dtypes import FLOAT32
+from service.errors import MalformedBody
+from service.keys import add as add_key
+from service.limits import Limits
 from tests.serving import serving
 
 LARGE = 100_003
@@ -155,3 +166,78 @@ def test_memory_has_nothing_to_look_at() -> None:
     for command in (["doctor"], ["export", "x"]):
         status, _, complaint = run(*command, "--store", "memory:")
         assert (status, "memory:" in complaint) == (1, True)
+
+
+def test_limits_hold_for_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, other = tmp_path / "saved.safetensors", f"lmdb:{tmp_path}/b"
+    with serving(store=f"lmdb:{tmp_path}/a") as url, httpx.Client(base_url=url) as client:
+        for name in ("one", "two", "three.long"):
+            put(client, name, shape=[1, 2])
+    assert main(["export", str(file), "--store", f"lmdb:{tmp_path}/a"]) == 0
+    for setting, limit in (("MAX_BUFFERS", 2), ("MAX_NAME_LENGTH", 5), ("MAX_DIMENSIONS", 1), ("MAX_TENSOR_BYTES", 7)):
+        monkeypatch.setenv(f"GRADSERVE_{setting}", str(limit))
+        capsys.readouterr()
+        assert main(["import", str(file), "--store", other]) == 1
+        assert f"GRADSERVE_{setting}" in capsys.readouterr().err
+        monkeypatch.delenv(f"GRADSERVE_{setting}")
+        assert main(["doctor", "--store", other]) == 0
+        assert "0 buffers" in capsys.readouterr().out
+    monkeypatch.setenv("GRADSERVE_MAX_BUFFERS", "3")
+    monkeypatch.setenv("GRADSERVE_MAX_TENSORS", "1")  # of a request, which this is not
+    assert main(["import", str(file), "--store", other]) == 0
+
+
+def test_more_buffers_than_a_request_may_have_tensors(tmp_path: Path) -> None:
+    """The header of the file has more values than that of a request may have, too."""
+    file, names = tmp_path / "saved.safetensors", [f"layer.{number}.weight" for number in range(17_000)]
+    store = LmdbStore(tmp_path / "a", max_bytes=1 << 28)
+    store.submit(Request([Create(name=name, spec=Spec((1,), FLOAT32)) for name in names])).result(60)
+    store.close()
+    assert run("export", str(file), "--store", f"lmdb:{tmp_path}/a")[0] == 0
+    with pytest.raises(MalformedBody, match="more than 262144 values"):
+        decode(memoryview(file.read_bytes()), Limits(1 << 30))
+    assert run("import", str(file), "--store", f"lmdb:{tmp_path}/b") == (0, "17000 buffers\n", "")
+
+
+def test_buffers_of_namespaces_stay_apart(tmp_path: Path) -> None:
+    file, keys = tmp_path / "saved.safetensors", tmp_path / "keys"
+    secrets = {name: add_key(keys, name, ["buffers:read", "buffers:write"], name) for name in ("ann", "bob")}
+    for store in ("a", "b"):
+        with serving(store=f"lmdb:{tmp_path}/{store}", keys=keys) as url:
+            for number, (name, secret) in enumerate(secrets.items()):
+                with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {secret}"}) as client:
+                    if store == "a":
+                        put(client, "x", shape=[1])
+                        add(client, "x", number)
+                    assert client.get("/v1/buffers/x/value").json()["value"]["data"] == [number], name
+        if store == "a":
+            assert run("export", str(file), "--store", f"lmdb:{tmp_path}/a")[0] == 0
+            assert run("import", str(file), "--store", f"lmdb:{tmp_path}/b") == (0, "2 buffers\n", "")
+
+
+def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
+    path, store = tmp_path / "a", f"lmdb:{tmp_path}/a"
+    with serving(store=store) as url, httpx.Client(base_url=url) as client:
+        for name in ("x", "y"):
+            put(client, name, shape=[1])
+
+    def change(name: bytes, value: bytes) -> None:
+        with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
+            txn.put(name, value, db=env.open_db(b"meta", txn=txn))
+
+    assert run("doctor", "--store", store)[0] == 0
+    change(COUNT, TIME.pack(1))
+    change(COUNT + b"ann", TIME.pack(7))
+    status, out, _ = run("doctor", "--store", store)
+    lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
+    assert (status, len(lines)) == (1, 2)
+    for line, words in zip(lines, ("'' has 2 buffers, not 1", "'ann' has 0 buffers, not 7"), strict=True):
+        assert words in line
+    with serving(store=store) as url, httpx.Client(base_url=url) as client:
+        add(client, "x", 1)
+    assert "nothing is wrong" in run("doctor", "--store", store)[1]
+    change(COUNT, TIME.pack(1))
+    change(WRITER, bytes(16))  # as a version leaves it that does not count
+    assert "nothing is wrong" in run("doctor", "--store", store)[1]

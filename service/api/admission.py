@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from starlette.types import Scope
 
+from service.api.context import Context, context_of
 from service.engine import Engine
 from service.errors import Busy
 
 SMALL_BYTES = 1 << 16
 """A body up to this size is always taken: it costs less than to refuse it."""
-
-_HELD = "gradserve.held"
-"""Where in a request's scope the bytes are that it holds."""
 
 
 class Admission:
@@ -24,9 +22,9 @@ class Admission:
         self._max_bytes, self._max_waiting, self._largest = max_bytes, max_waiting, largest
         self.bytes = 0
 
-    def admit(self, scope: Scope, engine: Engine | None) -> None:
+    def admit(self, context: Context, engine: Engine | None) -> None:
         """Let the request in, until it is released. Raises `Busy`."""
-        size = _announced(scope)
+        size = int(context.headers.get(b"content-length", 0))  # the HTTP parser has seen to it that this is a number
         if not SMALL_BYTES < size <= self._largest:  # what is larger is refused for that
             return
         if engine is not None and engine.waiting >= self._max_waiting:
@@ -35,9 +33,9 @@ class Admission:
                 " (GRADSERVE_MAX_WAITING)",
                 limit=self._max_waiting,
             )
-        self.hold(scope, size)
+        self.hold(context, size)
 
-    def hold(self, scope: Scope, size: int) -> None:
+    def hold(self, context: Context, size: int) -> None:
         """Let the request hold `size` bytes more, until it is released. Raises `Busy`."""
         if self.bytes and self.bytes + size > self._max_bytes:
             raise Busy(
@@ -46,22 +44,14 @@ class Admission:
                 limit=self._max_bytes,
             )
         self.bytes += size
-        scope[_HELD] = scope.get(_HELD, 0) + size
+        context.held += size
 
-    def release(self, scope: Scope) -> None:
+    def release(self, context: Context) -> None:
         """The request has its answer, and holds nothing more."""
-        self.bytes -= scope.get(_HELD, 0)
+        self.bytes -= context.held
 
 
 def hold(scope: Scope, size: int) -> None:
     """Let the request hold `size` bytes more, of its answer, or of a body that comes in chunks. Raises `Busy`."""
     if size > SMALL_BYTES:
-        scope["app"].admission.hold(scope, size)
-
-
-def _announced(scope: Scope) -> int:
-    """The bytes that the body will have, as far as that is known."""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            return int(value)
-    return 0
+        scope["app"].admission.hold(context_of(scope), size)

@@ -18,9 +18,12 @@ from starlette.types import Message, Receive, Scope, Send
 from service.api import buffers, health, logs, open_inference, openapi, ops, problems
 from service.api.admission import Admission
 from service.api.auth import admit
-from service.api.metrics import METRICS_DIRECTORY, STATUS, Metrics, route_of
-from service.api.protocol import UNASKED
+from service.api.context import CONTEXT, Context
+from service.api.metrics import METRICS_DIRECTORY, Metrics, route_of
+from service.api.protocol import EXCHANGE
+from service.api.statistics import Statistics
 from service.api.waiting import Waiting
+from service.api.workers import Workers, stop_without_parent
 from service.arena import keep_freed_memory
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
@@ -33,6 +36,7 @@ from service.settings import Settings
 
 def in_worker() -> FastAPI:
     """The application of a worker process, with the settings of the environment."""
+    stop_without_parent()
     settings = Settings()
     keep_freed_memory(settings.reuse_bytes)
     return create_app(settings)
@@ -46,67 +50,76 @@ class Application(FastAPI):
         self.settings = settings
         self.keys = None if settings.keys is None else KeyFile(settings.keys)
         self.admission = Admission(settings.max_bytes_in_flight, settings.max_waiting, settings.max_body_bytes)
-        shared = os.environ.get(METRICS_DIRECTORY)
-        self.metrics = Metrics(None if shared is None or settings.workers == 1 else Path(shared))
+        directory = os.environ.get(METRICS_DIRECTORY) if settings.workers > 1 else None
+        shared = None if directory is None else Path(directory)
+        self.metrics = Metrics(shared)
+        self.workers = Workers(settings.workers, shared)
+        self.engine: Engine | None = None
+        self.store: Store | None = None
+        self.waiting: Waiting | None = None
+        self.statistics: dict[str, Statistics] = {}
+        """By namespace."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        scope["app"], metrics, start = self, self.metrics, time.perf_counter()
-        metrics.count("gradserve_in_flight", 1)
+        start = time.perf_counter_ns()
+        context = scope[CONTEXT] = Context(dict(scope["headers"]))
+        scope["app"] = self
+        self.metrics.began()
+        exchange = scope.get("extensions", {}).get(EXCHANGE)
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                scope[STATUS] = message["status"]
-                logs.identify(scope, always=message["status"] >= 400)
-                more = [(b"x-request-id", scope[logs.REQUEST_ID].encode())] if logs.REQUEST_ID in scope else []
-                unasked = scope.get("extensions", {}).get(UNASKED)
-                if unasked is not None and unasked():
+                context.status = message["status"]
+                if context.status >= 400:
+                    logs.identify(context)
+                more = [] if context.request_id is None else [(b"x-request-id", context.request_id.encode())]
+                if exchange is not None and exchange.is_unasked():
                     more.append((b"connection", b"close"))  # whether the body comes all the same, nobody can know
                 message["headers"] = [*message["headers"], *more]
             await send(message)
 
-        logs.identify(scope, always=self.settings.access_log)
         try:
-            admit(scope, self.keys, self.settings.metrics_open)
-            self.admission.admit(scope, self.state.engine)
+            if self.settings.access_log or b"x-request-id" in context.headers:
+                logs.identify(context)
+            context.caller = admit(scope, self.keys, self.settings.metrics_open)
+            self.admission.admit(context, self.engine)
             await self._answer(scope, receive, sending)
         except (Unauthorized, Forbidden, Busy) as error:
             await problems.answer(scope["path"], error)(scope, receive, sending)
         finally:
             scope.get("extensions", {}).clear()  # they lead back to the scope, and only the collector could free both
-            self.admission.release(scope)
-            metrics.count("gradserve_in_flight", -1)
-            metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
-            status, seconds = scope.get(STATUS, 0), time.perf_counter() - start
-            metrics.count("gradserve_refused", status == Busy.status)
-            metrics.answered(route_of(scope["path"], scope["method"]), status, seconds)
+            self.admission.release(context)
+            spent = time.perf_counter_ns() - start
+            self.metrics.answered(route_of(scope["path"], scope["method"]), context, spent, self.admission.bytes)
             if self.settings.access_log:
-                logs.log_request(scope, status, seconds)
+                logs.log_request(scope, spent)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if path := open_inference.wants_inference(scope):
-            await open_inference.infer(self.state, scope, receive, send, path)
+            work = open_inference.infer(scope, receive, path)
         elif path := buffers.wants_accumulate(scope):
-            await buffers.accumulate_directly(scope, receive, send, path)
+            work = buffers.accumulate_directly(scope, receive, path)
         else:
             await super().__call__(scope, receive, send)
+            return
+        await problems.answering(scope, receive, send, work)
 
 
 def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application. Its engine lives from the application's startup to its shutdown."""
-    app = Application(
+    kind = Application
+    if settings.tracing:
+        from service.api.tracing import TracedApplication as kind  # it needs the extra otel
+    app = kind(
         settings,
         title="gradserve",
         version=version("gradserve"),
         description="The gradient kernels of ONNX Runtime over HTTP, and buffers in which every gradient counts once.",
         lifespan=_lifespan,
     )
-    app.state.settings = settings
-    app.state.engine = None
-    app.state.store = None
-    app.state.statistics = {}
     app.include_router(ops.router)
     app.include_router(buffers.router)
     app.include_router(open_inference.router)
@@ -119,16 +132,17 @@ def create_app(settings: Settings) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: Application) -> AsyncIterator[None]:
-    settings: Settings = app.state.settings
-    limits = Limits(settings.max_tensor_bytes, settings.max_tensors)
+    settings = app.settings
+    limits = Limits(settings.max_tensor_bytes, settings.max_tensors, settings.max_dimensions)
     engine = Engine(threads=settings.threads, limits=limits, reuse_bytes=settings.reuse_bytes)
     store = store_at(settings, engine.empty, app.metrics.committed)
-    app.state.waiting = Waiting(store)
-    app.state.engine, app.state.store = engine, store
+    app.waiting = Waiting(store)
+    app.engine, app.store = engine, store
     try:
-        yield
+        with app.workers.serving():
+            yield
     finally:
-        app.state.engine = app.state.store = None
+        app.engine = app.store = None
         store.close()
         engine.close()
 
@@ -144,6 +158,7 @@ def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Commi
         settings.store,
         max_bytes=settings.store_bytes,
         key_seconds=settings.idempotency_seconds,
+        max_buffers=settings.max_buffers,
         allocate=allocate,
         committed=committed,
     )

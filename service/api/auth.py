@@ -10,9 +10,6 @@ from starlette.types import Scope
 from service.errors import Forbidden, Unauthorized
 from service.keys import SCOPES, KeyFile
 
-CALLER = "gradserve.caller"
-"""Where in a request's scope its caller is."""
-
 
 class Caller(NamedTuple):
     """Whoever sent a request: the namespace that it sees, and what it may do there."""
@@ -32,17 +29,12 @@ ANYONE = Caller("", frozenset(SCOPES))
 """The caller where no keys are asked for."""
 
 
-def caller_of(scope: Scope) -> Caller:
-    """The request's caller."""
-    return scope.get(CALLER, ANYONE)  # type: ignore[no-any-return]
-
-
-def admit(scope: Scope, keys: KeyFile | None, metrics_open: str) -> None:
-    """Find out who asks, and whether they may. Raises `Unauthorized` and `Forbidden`."""
+def admit(scope: Scope, keys: KeyFile | None, metrics_open: str) -> Caller:
+    """Who asks, if they may. Raises `Unauthorized` and `Forbidden`."""
     if keys is None or _is_open(scope["path"]):
-        return
+        return ANYONE
     if scope["path"] == "/metrics" and (metrics_open == "always" or metrics_open == "loopback" and _is_near(scope)):
-        return
+        return ANYONE
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     if not given:
         raise Unauthorized("This server asks for an API key: Authorization: Bearer gs_...")
@@ -53,9 +45,10 @@ def admit(scope: Scope, keys: KeyFile | None, metrics_open: str) -> None:
     if key is None:
         raise Unauthorized("This API key is unknown, was removed, or has expired")
     scopes = frozenset(SCOPES if "admin" in key.scopes else key.scopes)
-    caller = scope[CALLER] = Caller(key.namespace, scopes)
+    caller = Caller(key.namespace, scopes)
     for needed in _needed(scope):
         caller.require(needed)
+    return caller
 
 
 def _is_open(path: str) -> bool:

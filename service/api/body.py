@@ -13,9 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.api.admission import SMALL_BYTES, hold
-from service.api.logs import REQUEST_ID
-from service.api.metrics import STATUS, Metrics
-from service.api.protocol import BODY_AT_HAND, RECEIVE_INTO, SEND_AT_ONCE
+from service.api.context import context_of, settings_of
+from service.api.protocol import EXCHANGE, Exchange
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]
@@ -34,47 +33,57 @@ _WINDOWS = {"gzip": 31, "deflate": 15}
 """zlib's names of the content codings."""
 
 
-async def read_body(
-    scope: Scope,
-    receive: Receive,
-    headers: Headers,
-    limit: int,
-    patience: float,
-    allocate: Callable[[int], memoryview],
-    head: int = 0,
-) -> memoryview:
+async def read_body(scope: Scope, receive: Receive, allocate: Callable[[int], memoryview], head: int = 0) -> memoryview:
     """The whole body: if it is large and its length announced, in memory from `allocate`.
 
     What stands `head` bytes from its beginning is then aligned for NumPy. Raises `BodyTooLarge` as soon as it is known,
-    `RequestTimeout` after `patience` seconds in which nothing comes, and `ClientDisconnect`.
+    `RequestTimeout` when nothing comes for too long, and `ClientDisconnect`.
     """
-    length = headers.get(b"content-length")
+    context, settings = context_of(scope), settings_of(scope)
+    limit, patience = settings.max_body_bytes, settings.request_timeout
+    began = time.perf_counter_ns()
+    body = await _read(scope, receive, allocate, head, limit, patience)
+    context.spent["read"] = time.perf_counter_ns() - began
+    context.received = len(body)
+    return body
+
+
+async def _read(
+    scope: Scope,
+    receive: Receive,
+    allocate: Callable[[int], memoryview],
+    head: int,
+    limit: int,
+    patience: float,
+) -> memoryview:
+    length = context_of(scope).headers.get(b"content-length")
     announced = None if length is None else int(length)  # the HTTP parser has seen to it that this is a number
     if announced is not None and announced > limit:
         raise _too_large(f"The body has {announced} bytes", limit)
-    extensions = scope.get("extensions", {})
+    exchange = _exchange(scope)
     try:
-        if BODY_AT_HAND in extensions and (body := extensions[BODY_AT_HAND]()) is not None:
+        if exchange is not None and (body := exchange.body_at_hand()) is not None:
             if len(body) > limit:  # it came in chunks
                 raise _too_large(f"The body has {len(body)} bytes", limit)
             return memoryview(body)
-        if announced is None or announced <= DIRECT_BYTES or RECEIVE_INTO not in extensions:
+        if announced is None or announced <= DIRECT_BYTES or exchange is None:
             return await _grown(scope, receive, limit, patience)
         shift = -head % ALIGNMENT
         whole = allocate(announced + shift)[shift:]
-        if not await extensions[RECEIVE_INTO](whole, patience):
+        if not await exchange.receive_into(whole, patience):
             raise ClientDisconnect
         return whole
     except TimeoutError:
         raise RequestTimeout(
-            f"Nothing came for {patience:g} seconds (GRADSERVE_REQUEST_TIMEOUT), but the body is not complete"
+            f"Nothing came for {patience:g} seconds (GRADSERVE_REQUEST_TIMEOUT), but the body is not complete",
+            limit=patience,
         ) from None
 
 
 async def _grown(scope: Scope, receive: Receive, limit: int, patience: float) -> memoryview:
     """A body that is small, of unknown length, or comes under another server."""
     body, more, held = bytearray(), True, 0
-    chunked = not any(name == b"content-length" for name, _ in scope["headers"])
+    chunked = b"content-length" not in context_of(scope).headers
     async with asyncio.timeout(patience) as timeout:
         while more:
             message = await receive()
@@ -90,6 +99,12 @@ async def _grown(scope: Scope, receive: Receive, limit: int, patience: float) ->
             if more:
                 timeout.reschedule(asyncio.get_running_loop().time() + patience)
     return memoryview(body)
+
+
+def _exchange(scope: Scope) -> Exchange | None:
+    """None under another server."""
+    exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
+    return exchange
 
 
 def _too_large(what: str, limit: int) -> BodyTooLarge:
@@ -151,24 +166,26 @@ class Answer(NamedTuple):
 
     async def send(self, scope: Scope, send: Send) -> None:
         """Send it, as the answer to the request of this scope."""
-        size, started = sum(map(len, self.pieces)), time.perf_counter_ns()
+        context, started = context_of(scope), time.perf_counter_ns()
+        size = sum(map(len, self.pieces))
         pieces = self.pieces if size > JOINED_BYTES else [b"".join(self.pieces)]
         headers = {"content-type": self.media_type, "content-length": str(size), **self.headers}
-        if REQUEST_ID in scope and SEND_AT_ONCE in scope["extensions"]:  # under another server it is added later
-            headers["x-request-id"] = scope[REQUEST_ID]
-        head = [(name.encode(), value.encode()) for name, value in headers.items()]
-        send_at_once = scope.get("extensions", {}).get(SEND_AT_ONCE)
-        if send_at_once is not None:
-            scope[STATUS] = 200
-            await send_at_once(head, pieces)
+        exchange = _exchange(scope)
+        if exchange is not None:
+            if context.request_id is not None:
+                headers["x-request-id"] = context.request_id
+            context.status = 200
+            await exchange.send_at_once(
+                "".join([f"{name}: {value}\r\n" for name, value in headers.items()]), pieces, size
+            )
         else:  # under another server
+            head = [(name.encode(), value.encode()) for name, value in headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": head})
             for piece in pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        metrics: Metrics = scope["app"].metrics
-        metrics.count("gradserve_sent_bytes", size)
-        metrics.spent("write", time.perf_counter_ns() - started)
+        context.sent = size
+        context.spent["write"] = time.perf_counter_ns() - started
 
 
 class AnswerResponse(Response):

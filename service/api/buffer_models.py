@@ -13,6 +13,9 @@ LONGEST_WAIT = 600.0
 
 MOST_LISTED = 1000
 
+MOST_NAMES = 100_000
+"""Buffers that a request may name at most."""
+
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 Timeout = Annotated[
     float,
@@ -135,4 +138,4 @@ class Names(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    names: list[StrictStr] = Field(min_length=1, max_length=100_000)
+    names: list[StrictStr] = Field(min_length=1, max_length=MOST_NAMES)

@@ -13,11 +13,10 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
-from service.api import openapi, problems
+from service.api import openapi
 from service.api.admission import hold
-from service.api.auth import caller_of
 from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.buffer_models import (
     AccumulateQuery,
@@ -44,19 +43,21 @@ from service.api.changes import (
     store_of,
     tags_of,
 )
+from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.problems import invalid_parameter
 from service.api.tensors import judge
 from service.api.waiting import Waiting, in_pool
-from service.api.work import INLINE_BYTES, INLINE_TEXT, engine_of, metrics_of
+from service.api.work import INLINE_BYTES, INLINE_TEXT
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Take, Zero
-from service.buffers.store import Array, Key, Receipt, Record, Spec, check_name
+from service.buffers.store import LONGEST_NAME, Array, Key, Receipt, Record, Spec, check_length, check_name
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import DTYPES, FLOATS, NAMES
 from service.engine import Engine
 from service.errors import (
     DtypeMismatch,
+    GradserveError,
     Invalid,
     MalformedBody,
     MissingTensor,
@@ -66,8 +67,7 @@ from service.errors import (
     shown,
 )
 from service.kernels.accumulate import converted
-from service.limits import check_rank
-from service.settings import Settings
+from service.limits import MAX_RANK
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -87,11 +87,13 @@ async def create(request: Request, name: str) -> Response:
     _check_no_query(request)
     asked = await _Asked.of(request)
     given = asked.model(NewBuffer)
-    check_rank("shape", len(given.shape))
     dtype = DTYPES[given.dtype]
-    asked.engine.limits.check("The buffer", given.shape, dtype)
     spec = Spec(tuple(given.shape), dtype, given.nonfinite, given.quorum, given.keep, given.ttl_seconds)
-    outcome = await asked.change([Create(name=check_name(name), match=match_of(request.scope), spec=spec)])
+    refusal = asked.refusal(name, spec)
+    if refusal is not None and (len(name) > LONGEST_NAME or len(spec.shape) > MAX_RANK):  # no buffer is like that
+        raise refusal
+    made = Create(name=check_name(name), match=match_of(request.scope), spec=spec, refusal=refusal)
+    outcome = await asked.change([made])
     receipt = dict(outcome.receipts[name])
     status = 201 if receipt.pop("created") else 200
     tag = f'"{receipt["epoch"]}-{receipt["version"]}"'
@@ -148,7 +150,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
     hold(request.scope, record.spec.nbytes)
     work = partial(_read, request, [name], query, answers, True)
-    engine = engine_of(request.app.state)
+    engine = engine_of(request.scope)
     small = record.spec.nbytes <= (INLINE_TEXT if answers == JSON else INLINE_BYTES)
     return AnswerResponse(work() if small else await in_pool(request.scope, request.receive, engine, work))
 
@@ -184,21 +186,17 @@ def wants_accumulate(scope: Scope) -> re.Match[str] | None:
     return _ACCUMULATE.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
 
 
-async def accumulate_directly(scope: Scope, receive: Receive, send: Send, path: re.Match[str]) -> None:
-    """What `accumulate` does, as an ASGI application by itself: FastAPI takes longer to find it than it takes."""
-
-    async def run() -> Answer:
-        request = Request(scope, receive)
-        query = _DEFAULT
-        if scope["query_string"]:
-            check_given_once(request)
-            try:
-                query = AccumulateQuery.model_validate(dict(request.query_params))
-            except ValidationError as invalid:
-                raise invalid_parameter(invalid.errors()[0]) from None
-        return await _accumulate(request, path[1], query)
-
-    await problems.answering(scope, receive, send, run())
+async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:
+    """What `accumulate` does, without FastAPI, which takes longer to find it than it takes."""
+    request = Request(scope, receive)
+    query = _DEFAULT
+    if scope["query_string"]:
+        check_given_once(request)
+        try:
+            query = AccumulateQuery.model_validate(dict(request.query_params))
+        except ValidationError as invalid:
+            raise invalid_parameter(invalid.errors()[0]) from None
+    return await _accumulate(request, path[1], query)
 
 
 @router.post(
@@ -312,25 +310,19 @@ class _Asked:
 
     def __init__(self, request: Request, sent: str, answers: str, body: memoryview) -> None:
         self._request, self._sent, self.answers, self._body = request, sent, answers, body
-        self.engine, self.store = engine_of(request.app.state), store_of(request.scope)
+        self.engine, self.store = engine_of(request.scope), store_of(request.scope)
         self._key: Key | None = key_of(request.scope, body)
         self._form: json_codec.Form = "list"
 
     @classmethod
     async def of(cls, request: Request) -> _Asked:
         sent, answers = media_types(request)
-        settings: Settings = request.app.state.settings
-        headers = dict(request.scope["headers"])
-        coding = coding_of(headers)
-        limit, patience = settings.max_body_bytes, settings.request_timeout
-        engine = engine_of(request.app.state)
-        began = time.monotonic_ns()
-        body = await read_body(request.scope, request.receive, headers, limit, patience, engine.buffer)
-        metrics_of(request.scope).received(len(body), time.monotonic_ns() - began)
+        coding = coding_of(context_of(request.scope).headers)
+        engine = engine_of(request.scope)
+        body = await read_body(request.scope, request.receive, engine.buffer)
         if coding is not None:
-            body = await in_pool(
-                request.scope, request.receive, engine, partial(inflate, body, coding, settings.max_inflated_bytes)
-            )
+            limit = settings_of(request.scope).max_inflated_bytes
+            body = await in_pool(request.scope, request.receive, engine, partial(inflate, body, coding, limit))
         return cls(request, sent, answers, body)
 
     def model(self, model: type[M]) -> M:
@@ -352,6 +344,15 @@ class _Asked:
         """Raise `Invalid` for a body where nothing would read it."""
         if len(self._body) > 64 or bytes(self._body).strip() not in (b"", b"{}"):
             raise Invalid("This request has no body; what it may say stands in the query, like ?min_count=3")
+
+    def refusal(self, name: str, spec: Spec) -> GradserveError | None:
+        """Why a new buffer must not be like this; one that is there may be, by limits that were higher once."""
+        try:
+            check_length(name, settings_of(self._request.scope).max_name_length)
+            self.engine.limits.check("The buffer", spec.shape, spec.dtype)
+        except GradserveError as error:
+            return error
+        return None
 
     def names(self, prefix: str | None) -> list[str]:
         """The buffers that the body names, or those that the prefix means: if the request was made before, then."""
@@ -386,11 +387,11 @@ class _Asked:
         return tensors
 
     async def change(self, changes: Sequence[Change]) -> Outcome:
-        began = time.monotonic_ns()
+        began = time.perf_counter_ns()
         try:
             return await change(self.store, changes, self._key)
         finally:
-            metrics_of(self._request.scope).spent("store", time.monotonic_ns() - began)
+            context_of(self._request.scope).spent["store"] = time.perf_counter_ns() - began
 
     async def take(self, changes: Sequence[Take], timeout: float) -> Outcome:
         tried = False
@@ -487,7 +488,7 @@ def _reduced(value: Array, weight: float, reduce: str, dtype: str | None, name: 
 
 
 def _coded(request: Request, plain: Answer) -> Answer:
-    coding = wanted_coding(dict(request.scope["headers"]))
+    coding = wanted_coding(context_of(request.scope).headers)
     if coding is None:
         return plain
     headers = {**plain.headers, "Content-Encoding": coding}
@@ -502,7 +503,7 @@ def _is_known(request: Request, etag: str) -> bool:
 
 
 def _waiting(request: Request) -> Waiting:
-    waiting: Waiting = request.app.state.waiting
+    waiting: Waiting = request.app.waiting
     return waiting
 
 

@@ -11,8 +11,8 @@ import xxhash
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from service.api.auth import caller_of
 from service.api.body import Answer
+from service.api.context import caller_of
 from service.api.negotiation import JSON
 from service.buffers.changes import Change, Outcome
 from service.buffers.changes import Request as Asked
@@ -27,7 +27,7 @@ LONGEST_KEY = 255
 
 def store_of(scope: Scope) -> Store:
     """The store as the caller sees it. Raises `NotReady` before the start has finished and after the stop has begun."""
-    store: Store | None = getattr(scope["app"].state, "store", None)
+    store: Store | None = scope["app"].store
     if store is None:
         raise NotReady("The server is starting or stopping; try again soon")
     return Namespaced(store, caller_of(scope).namespace)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.api.buffer_models import LONGEST_WAIT, MOST_LISTED
+from service.api.buffer_models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
 from service.api.changes import LONGEST_KEY, store_of
-from service.api.work import engine_of, metrics_of
-from service.buffers.store import LONGEST_NAME
-from service.limits import MAX_RANK
+from service.api.context import engine_of, settings_of
+from service.api.metrics import Metrics
+from service.codecs.json import MOST_MEMBERS
 from service.settings import Settings
 
 router = APIRouter(tags=["health"])
@@ -24,43 +27,62 @@ async def live() -> dict[str, bool]:
 
 @router.get("/v2/health/ready", summary="Requests are taken")
 async def ready(request: Request) -> dict[str, bool]:
-    """503 while the server starts or stops."""
-    engine_of(request.app.state)
+    """503 while the server starts or stops, and while a worker process that died is being replaced."""
+    engine_of(request.scope)
+    request.app.workers.check()
     return {"ready": True}
 
 
-@router.get("/v1/limits", summary="What a request may be at most")
-async def limits(request: Request) -> dict[str, int | float]:
-    """Each by the name of its setting, or, where there is none, of what it bounds."""
-    settings: Settings = request.app.state.settings
-    return {
-        **{name: getattr(settings, name) for name in _LIMITS},
-        "max_dimensions": MAX_RANK,
-        "max_name_length": LONGEST_NAME,
-        "max_idempotency_key_length": LONGEST_KEY,
-        "max_wait_seconds": LONGEST_WAIT,
-        "max_listed": MOST_LISTED,
-    }
-
-
-_LIMITS = (
+SETTINGS = (
     "max_body_bytes",
     "max_inflated_bytes",
     "max_tensor_bytes",
     "max_tensors",
+    "max_dimensions",
+    "max_name_length",
+    "max_buffers",
     "max_bytes_in_flight",
     "max_waiting",
     "store_bytes",
     "request_timeout",
     "idempotency_seconds",
 )
+"""The settings that are limits."""
+
+CONSTANTS: dict[str, tuple[int | float, str]] = {
+    "max_idempotency_key_length": (LONGEST_KEY, "Most characters in an Idempotency-Key."),
+    "max_wait_seconds": (LONGEST_WAIT, "Longest time that a request may wait for an epoch, in seconds."),
+    "max_listed": (MOST_LISTED, "Most buffers on a page of a list."),
+    "max_names": (MOST_NAMES, "Most buffers that a request names."),
+    "max_json_members": (MOST_MEMBERS, "Most members of an object in JSON, of which each may be a tensor."),
+}
+"""The limits that no setting changes."""
+
+
+def _described() -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    for name in SETTINGS:
+        setting = Settings.model_fields[name]
+        fields[name] = (setting.annotation, Field(description=f"{setting.description} (GRADSERVE_{name.upper()})"))
+    for name, (value, meaning) in CONSTANTS.items():
+        fields[name] = (type(value), Field(description=meaning))
+    model: type[BaseModel] = create_model("Limits", **fields)
+    return model
+
+
+@router.get("/v1/limits", summary="What a request may be at most", response_model=_described())
+async def limits(request: Request) -> dict[str, int | float]:
+    """Each by the name of its setting, or, where there is none, of what it bounds."""
+    settings = settings_of(request.scope)
+    constants = {name: value for name, (value, _) in CONSTANTS.items()}
+    return {name: getattr(settings, name) for name in SETTINGS} | constants
 
 
 @router.get("/metrics", summary="What the server does, in Prometheus' format", response_class=Response)
 async def metrics(request: Request) -> Response:
     """With API keys, only for a key with the scope admin, and for whom `GRADSERVE_METRICS_OPEN` says."""
-    kept = metrics_of(request.scope)
-    kept.set("gradserve_waiting", engine_of(request.app.state).waiting)
-    settings: Settings = request.app.state.settings
+    kept: Metrics = request.app.metrics
+    kept.set("gradserve_waiting", engine_of(request.scope).waiting)
+    settings = settings_of(request.scope)
     kept.store = (*store_of(request.scope).size(), settings.store_bytes)
     return Response(kept.text(), media_type=CONTENT_TYPE_LATEST)

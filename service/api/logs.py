@@ -10,11 +10,11 @@ from typing import Any
 import orjson
 from starlette.types import Scope
 
-from service.api.auth import caller_of
+from service.api.context import Context, context_of
 from service.settings import Settings
 
-REQUEST_ID = "gradserve.request_id"
-"""Where in a request's scope its id is."""
+TRACE = "gradserve.trace"
+"""Where in a request's scope the ids of its trace and its span are, if it has a span."""
 
 LONGEST_ID = 128
 
@@ -37,36 +37,33 @@ def config(settings: Settings) -> dict[str, Any]:
     }
 
 
-def identify(scope: Scope, *, always: bool) -> None:
-    """Give the request the id that it came with, or, if it must have one, a new one."""
-    if REQUEST_ID in scope:
-        return
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text = value.decode("latin-1")
-            if 0 < len(text) <= LONGEST_ID and text.isascii() and text.isprintable():
-                scope[REQUEST_ID] = text
-                return
-    if always:
-        scope[REQUEST_ID] = uuid.uuid4().hex
+def identify(context: Context) -> None:
+    """Give the request an id: the one that it came with, if that is fit to be logged, or a new one."""
+    if context.request_id is None:
+        text = context.headers.get(b"x-request-id", b"").decode("latin-1")
+        fit = 0 < len(text) <= LONGEST_ID and text.isascii() and text.isprintable()
+        context.request_id = text if fit else uuid.uuid4().hex
 
 
-def log_request(scope: Scope, status: int, seconds: float) -> None:
+def log_request(scope: Scope, nanoseconds: int) -> None:
     """One line for a request that has its answer."""
-    headers = dict(scope["headers"])
+    context = context_of(scope)
+    headers = context.headers
     client = scope.get("client")
     given: dict[str, Any] = {
         "method": scope["method"],
         "path": scope["path"],
-        "status": status,
-        "milliseconds": round(seconds * 1000, 3),
+        "status": context.status,
+        "milliseconds": round(nanoseconds / 1e6, 3),
         "bytes": int(headers.get(b"content-length", 0)),
         "client": client[0] if client else None,
-        "request_id": scope.get(REQUEST_ID),
+        "request_id": context.request_id,
     }
-    if namespace := caller_of(scope).namespace:
+    if namespace := context.caller.namespace:
         given["namespace"] = namespace
-    if (parent := headers.get(b"traceparent", b"").decode("latin-1").split("-")) and len(parent) == 4:
+    if TRACE in scope:
+        given["trace_id"], given["span_id"] = scope[TRACE]
+    elif (parent := headers.get(b"traceparent", b"").decode("latin-1").split("-")) and len(parent) == 4:
         given["trace_id"], given["span_id"] = parent[1], parent[2]
     text = "{method} {path} {status} {milliseconds} ms, {bytes} bytes, from {client}, {request_id}".format_map(given)
     logger.info("%s", text.encode("unicode_escape").decode(), extra={"fields": given})

@@ -12,18 +12,18 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from service.api.context import Context
+from service.errors import Busy
+
 METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
 """The environment variable that tells worker processes where they share their numbers."""
-
-STATUS = "gradserve.status"
-"""Where in a request's scope the status of its answer is, once it has one."""
 
 ROUTES = ("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "health", "metrics", "other")
 """What requests ask for, in a few words: names of operators and buffers are too many to count by."""
@@ -35,6 +35,7 @@ PHASES = ("read", "queue", "decode", "kernel", "encode", "store", "write")
 write the answer's bytes, to make it durable, and to send the answer."""
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+NANOSECONDS = tuple(round(bound * 1e9) for bound in SECONDS)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -90,9 +91,26 @@ def _placed() -> tuple[dict[str, int], int]:
 
 
 _PLACES, _SIZE = _placed()
-_ROUTES = {route: number for number, route in enumerate(ROUTES)}
-_STATUSES = {status: number for number, status in enumerate(STATUSES)}
-_PHASES = {phase: number for number, phase in enumerate(PHASES)}
+_REQUESTS = {
+    (route, status): _PLACES["gradserve_requests"] + number
+    for number, (route, status) in enumerate(product(ROUTES, (*STATUSES, None)))
+}
+_ROUTES, _PHASES = (
+    {label: _PLACES[name] + number * (len(SECONDS) + 2) for number, label in enumerate(labels)}
+    for name, labels in (("gradserve_request_seconds", ROUTES), ("gradserve_phase_seconds", PHASES))
+)
+_IN_FLIGHT, _HELD, _REFUSED, _RECEIVED, _SENT, _COMMIT_REQUESTS, _COMMIT_SECONDS = (
+    _PLACES["gradserve_" + name]
+    for name in (
+        "in_flight",
+        "in_flight_bytes",
+        "refused",
+        "received_bytes",
+        "sent_bytes",
+        "commit_requests",
+        "commit_seconds",
+    )
+)
 
 
 class Metrics(Collector):
@@ -100,53 +118,42 @@ class Metrics(Collector):
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
-        if directory is None:
-            memory = mmap.mmap(-1, _SIZE * 8)
-        else:
+        self._numbers: Any = [0.0] * _SIZE
+        if directory is not None:
             with open(directory / f"{os.getpid()}.metrics", "w+b") as file:
                 file.truncate(_SIZE * 8)
-                memory = mmap.mmap(file.fileno(), _SIZE * 8)
-        self._numbers = memoryview(memory).cast("d")
+                self._numbers = memoryview(mmap.mmap(file.fileno(), _SIZE * 8)).cast("d")
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.store: tuple[int, int, int] = (0, 0, 0)
         """Buffers, bytes of the store, and their limit, when they were asked for last."""
 
-    def count(self, name: str, amount: float = 1.0) -> None:
-        """Add to a counter or gauge that has no labels."""
-        self._numbers[_PLACES[name]] += amount
-
     def set(self, name: str, value: float) -> None:
         """Set a gauge."""
         self._numbers[_PLACES[name]] = value
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
-        """Count a request."""
-        number = _ROUTES[route]
-        place = _PLACES["gradserve_requests"] + number * (len(STATUSES) + 1)
-        self._numbers[place + _STATUSES.get(status, len(STATUSES))] += 1
-        self._observe("gradserve_request_seconds", number, SECONDS, seconds)
+    def began(self) -> None:
+        """Count a request in."""
+        self._numbers[_IN_FLIGHT] += 1
 
-    def spent(self, phase: str, nanoseconds: int) -> None:
-        """Count a phase of a request."""
-        self._observe("gradserve_phase_seconds", _PHASES[phase], SECONDS, nanoseconds / 1e9)
-
-    def received(self, size: int, nanoseconds: int) -> None:
-        """Count a body."""
-        self.count("gradserve_received_bytes", size)
-        self.spent("read", nanoseconds)
-
-    def computed(self, queue: int, decode: int, kernel: int, encode: int) -> None:
-        """Count the phases of an operator's request, in nanoseconds."""
-        self.spent("queue", queue)
-        self.spent("decode", decode)
-        self.spent("kernel", kernel)
-        self.spent("encode", encode)
+    def answered(self, route: str, context: Context, nanoseconds: int, held: int) -> None:
+        """Count a request out. All that are in flight now hold so many bytes."""
+        numbers = self._numbers
+        numbers[_IN_FLIGHT] -= 1
+        numbers[_HELD] = held
+        numbers[_REQUESTS.get((route, context.status), _REQUESTS[route, None])] += 1
+        if context.status == Busy.status:
+            numbers[_REFUSED] += 1
+        numbers[_RECEIVED] += context.received
+        numbers[_SENT] += context.sent
+        self._observe(_ROUTES[route], NANOSECONDS, nanoseconds, 1e-9)
+        for phase, spent in context.spent.items():
+            self._observe(_PHASES[phase], NANOSECONDS, spent, 1e-9)
 
     def committed(self, requests: int, seconds: float) -> None:
         """Count a commit of the store."""
-        self._observe("gradserve_commit_requests", 0, SIZES, requests)
-        self._observe("gradserve_commit_seconds", 0, SECONDS, seconds)
+        self._observe(_COMMIT_REQUESTS, SIZES, requests)
+        self._observe(_COMMIT_SECONDS, SECONDS, seconds)
 
     def text(self) -> bytes:
         """All of it, in Prometheus' format."""
@@ -161,11 +168,10 @@ class Metrics(Collector):
         for (name, meaning), value in zip(GAUGES.items(), values, strict=True):
             yield GaugeMetricFamily(name, meaning, value)
 
-    def _observe(self, name: str, number: int, buckets: Sequence[float], value: float) -> None:
-        numbers, width = self._numbers, len(buckets) + 2
-        place = _PLACES[name] + number * width
+    def _observe(self, place: int, buckets: Sequence[float], value: float, unit: float = 1.0) -> None:
+        numbers = self._numbers
         numbers[place + bisect_left(buckets, value)] += 1
-        numbers[place + width - 1] += value
+        numbers[place + len(buckets) + 1] += value * unit
 
     def _tables(self) -> Iterator[tuple[Sequence[float], bool]]:
         """The numbers of each process, and whether it is still there."""

@@ -12,14 +12,14 @@ import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
-from service.api import problems
 from service.api.body import Answer
 from service.api.changes import receipts_text
+from service.api.context import context_of, engine_of
 from service.api.ops import buffers_of, find
 from service.api.problems import invalid_parameter
-from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job, engine_of, respond, statistics_of
+from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job, respond, statistics_of
 from service.buffers.store import Receipt
 from service.codecs import open_inference as codec
 from service.dtypes import DTYPES, OPEN_INFERENCE
@@ -101,7 +101,7 @@ async def config(op: str, number: str = VERSION) -> dict[str, Any]:
 @router.get("/models/{op}/versions/{number}/ready", include_in_schema=False)
 async def ready(request: Request, op: str, number: str = VERSION) -> dict[str, Any]:
     operator = _find(op, number)
-    engine_of(request.app.state)
+    engine_of(request.scope)
     return {"name": operator.name, "ready": True}
 
 
@@ -155,30 +155,26 @@ def wants_inference(scope: Scope) -> re.Match[str] | None:
     return _INFER.fullmatch(scope["path"]) if scope["type"] == "http" else None
 
 
-async def infer(state: Any, scope: Scope, receive: Receive, send: Send, path: re.Match[str]) -> None:
-    """Run a model, as an ASGI application by itself: FastAPI would add nothing to it but time."""
-
-    async def run() -> Answer:
-        if scope["method"] != "POST":
-            raise MethodNotAllowed(f"{path[0]} does not take {scope['method']}; it takes POST")
-        operator = _find(path[1], path[2] or VERSION)
-        length = _header_length(scope)
-        decode = partial(_decode, operator, length)
-        inline = INLINE_TEXT if length is None or length > INLINE_TEXT else INLINE_BYTES
-        return await respond(state, scope, receive, operator, decode, inline=inline, head=length or 0)
-
-    await problems.answering(scope, receive, send, run())
+async def infer(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:
+    """Run a model, without FastAPI, which would add nothing to it but time."""
+    if scope["method"] != "POST":
+        raise MethodNotAllowed(f"{path[0]} does not take {scope['method']}; it takes POST")
+    operator = _find(path[1], path[2] or VERSION)
+    length = _header_length(scope)
+    decode = partial(_decode, operator, length)
+    inline = INLINE_TEXT if length is None or length > INLINE_TEXT else INLINE_BYTES
+    return await respond(scope, receive, operator, decode, inline=inline, head=length or 0)
 
 
 def _header_length(scope: Scope) -> int | None:
     """Where the JSON ends, if bytes follow."""
-    for name, value in scope["headers"]:
-        if name == HEADER_LENGTH:
-            if not value.isdigit() or len(value) > 18:
-                text = shown(value.decode("latin-1"))
-                raise MalformedBody(f"Inference-Header-Content-Length is {text}, but must be a number of bytes")
-            return int(value)
-    return None
+    value = context_of(scope).headers.get(HEADER_LENGTH)
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 18:
+        text = shown(value.decode("latin-1"))
+        raise MalformedBody(f"Inference-Header-Content-Length is {text}, but must be a number of bytes")
+    return int(value)
 
 
 def _decode(operator: Operator, length: int | None, engine: Engine, body: memoryview) -> Job:

@@ -23,7 +23,7 @@ from service.buffers.store import Receipt, check_name
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import DTYPES, FLOATS
-from service.engine import Engine
+from service.engine import Engine, check_names
 from service.errors import DtypeMismatch, GradserveError, InvalidParameter, UnknownOperator, shown
 from service.kernels import OPERATORS, Operator, Tensor
 from service.kernels._op import Array
@@ -194,7 +194,7 @@ def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: 
     """What a JSON body asks for, to be answered in the media type `answers`."""
     document = json_codec.Document(body, engine.limits)
     buffers = _buffers(operator, query)
-    engine.check_names(operator, {**document.members, **buffers.sources})
+    check_names(operator, {**document.members, **buffers.sources})
     forms = {name: judge(name, value) for name, value in document.members.items()}
     tensors = {}
     for one in operator.inputs:
@@ -254,9 +254,7 @@ def _add_endpoint(operator: Operator) -> None:
         decode = decode_json if sent == JSON else decode_safetensors
         decoded = partial(decode, operator, query, answers)
         inline = INLINE_TEXT if sent == JSON else INLINE_BYTES
-        return AnswerResponse(
-            await respond(request.app.state, request.scope, request.receive, operator, decoded, inline=inline)
-        )
+        return AnswerResponse(await respond(request.scope, request.receive, operator, decoded, inline=inline))
 
     run.__annotations__ = {
         "request": Request,

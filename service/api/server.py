@@ -68,6 +68,12 @@ class _Workers(Multiprocess):
     def handle_term(self) -> None:
         self._stop()
 
+    def handle_ttin(self) -> None:
+        """Nothing: there are as many as GRADSERVE_WORKERS says, or the server is not ready."""
+
+    def handle_ttou(self) -> None:
+        """Nothing, for the same reason."""
+
     def _stop(self) -> None:
         self.should_exit.set()
         for one in self.sockets:

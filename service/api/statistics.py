@@ -31,7 +31,7 @@ class Statistics:
         self._lock = threading.Lock()
 
     def succeeded(self, operator: str, asked: int, started: int, decoded: int, computed: int, encoded: int) -> None:
-        """Count a request, given the times, by `time.monotonic_ns`, at which each of its phases ended."""
+        """Count a request, given the times, by `time.perf_counter_ns`, at which each of its phases ended."""
         with self._lock:
             record = self._records[operator]
             record.succeeded += 1
@@ -46,7 +46,7 @@ class Statistics:
         with self._lock:
             record = self._records[operator]
             record.failed += 1
-            record.fail += time.monotonic_ns() - asked
+            record.fail += time.perf_counter_ns() - asked
 
     def of(self, operator: str) -> Record:
         """A copy of the operator's record."""

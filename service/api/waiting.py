@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
+from service.api.context import context_of, settings_of
 from service.buffers.store import Store
 from service.engine import Engine
 from service.errors import EpochOpen, Expired, InvalidParameter, NotReady, TooFewGradients, shown
-from service.settings import Settings
 
 R = TypeVar("R")
 
@@ -39,7 +39,11 @@ async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable
         return await while_connected(receive, asyncio.wrap_future(future))
     except asyncio.CancelledError:
         if expired:
-            raise Expired(f"No thread was free for {seconds:g} seconds, and the request was not begun") from None
+            raise Expired(
+                f"No thread was free for {seconds:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT), and the"
+                " request was not begun",
+                limit=seconds,
+            ) from None
         raise
     finally:
         timer.cancel()
@@ -48,20 +52,20 @@ async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable
 def _patience(scope: Scope) -> float:
     """How many seconds the client waits, by its Request-Timeout, but not longer than the server. Raises
     `InvalidParameter`."""
-    settings: Settings = scope["app"].state.settings
-    for name, value in scope["headers"]:
-        if name == b"request-timeout":
-            try:
-                seconds = float(value)
-            except ValueError:
-                seconds = math.nan
-            if not 0 < seconds < math.inf:
-                text = shown(value.decode("latin-1"))
-                raise InvalidParameter(
-                    f"Request-Timeout is {text}, but must be a number of seconds", parameter="Request-Timeout"
-                )
-            return min(seconds, settings.request_timeout)
-    return settings.request_timeout
+    longest = settings_of(scope).request_timeout
+    value = context_of(scope).headers.get(b"request-timeout")
+    if value is None:
+        return longest
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        text = shown(value.decode("latin-1"))
+        raise InvalidParameter(
+            f"Request-Timeout is {text}, but must be a number of seconds", parameter="Request-Timeout"
+        )
+    return min(seconds, longest)
 
 
 async def while_connected(receive: Receive, work: Awaitable[R]) -> R:

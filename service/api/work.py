@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope
 
-from service.api.auth import caller_of
 from service.api.body import Answer, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
-from service.api.metrics import Metrics
+from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.statistics import Statistics
 from service.api.waiting import in_pool
 from service.buffers.changes import Add, Outcome
 from service.buffers.store import Key, Receipt, Store
 from service.engine import Engine
-from service.errors import GradserveError, InvalidParameter, NotReady
+from service.errors import GradserveError, InvalidParameter
 from service.kernels import Operator
 from service.kernels._op import Array
-from service.settings import Settings
 
 INLINE_TEXT, INLINE_BYTES = 1 << 18, 3 << 20
 """Up to this size of a body, JSON or bytes, the work is done at once: to hand it over to the pool and back would take
@@ -62,31 +60,16 @@ class _LargeError(Exception):
     """What looked small is not."""
 
 
-def engine_of(state: Any) -> Engine:
-    """The server's engine. Raises `NotReady` before the start has finished and after the stop has begun."""
-    engine: Engine | None = getattr(state, "engine", None)
-    if engine is None:
-        raise NotReady("The server is starting or stopping; try again soon")
-    return engine
-
-
 def statistics_of(scope: Scope) -> Statistics:
     """The statistics of the caller's namespace."""
-    kept: dict[str, Statistics] = scope["app"].state.statistics
+    kept: dict[str, Statistics] = scope["app"].statistics
     namespace = caller_of(scope).namespace
     if namespace not in kept:
         kept[namespace] = Statistics()
     return kept[namespace]
 
 
-def metrics_of(scope: Scope) -> Metrics:
-    """The server's metrics."""
-    metrics: Metrics = scope["app"].metrics
-    return metrics
-
-
 async def respond(
-    state: Any,
     scope: Scope,
     receive: Receive,
     operator: Operator,
@@ -99,39 +82,33 @@ async def respond(
 
     All but the reading happens in the pool, or, for a body of up to `inline` bytes, at once.
     """
-    settings: Settings = state.settings
-    statistics, metrics = statistics_of(scope), metrics_of(scope)
-    asked = time.monotonic_ns()
+    context, asked = context_of(scope), time.perf_counter_ns()
     try:
-        engine, headers = engine_of(state), dict(scope["headers"])
-        codings = coding_of(headers), wanted_coding(headers)
-        limit, patience = settings.max_body_bytes, settings.request_timeout
-        body = await read_body(scope, receive, headers, limit, patience, engine.buffer, head)
-        received = time.monotonic_ns()
-        metrics.received(len(body), received - asked)
-        asked = received
+        engine = engine_of(scope)
+        codings = coding_of(context.headers), wanted_coding(context.headers)
+        body = await read_body(scope, receive, engine.buffer, head)
+        asked = time.perf_counter_ns()
         small = len(body) <= inline and operator.linear and codings == (None, None)
-        work = partial(_perform, state, scope, operator, body, codings, decode, asked)
+        work = partial(_perform, scope, operator, body, codings, decode, asked)
         try:
             done = work(small) if small else await in_pool(scope, receive, engine, partial(work, False))
         except _LargeError:
             done = await in_pool(scope, receive, engine, partial(work, False))
         if isinstance(done, Adding):
-            began = time.monotonic_ns()
+            began = time.perf_counter_ns()
             outcome = await change(store_of(scope), done.changes, done.key)
-            metrics.spent("store", time.monotonic_ns() - began)
+            context.spent["store"] = time.perf_counter_ns() - began
             done = (
                 done.finish(outcome) if small else await in_pool(scope, receive, engine, partial(done.finish, outcome))
             )
         return done
     except GradserveError as error:
         error.context["op"] = operator.name
-        statistics.failed(operator.name, asked)
+        statistics_of(scope).failed(operator.name, asked)
         raise
 
 
 def _perform(
-    state: Any,
     scope: Scope,
     operator: Operator,
     body: memoryview,
@@ -140,25 +117,26 @@ def _perform(
     asked: int,
     alone: bool,
 ) -> Answer | Adding:
-    settings: Settings = state.settings
-    engine = engine_of(state)
-    started = time.monotonic_ns()
+    engine = engine_of(scope)
+    started = time.perf_counter_ns()
     came_in, goes_out_in = codings
-    plain = body if came_in is None else inflate(body, came_in, settings.max_inflated_bytes)
+    plain = body if came_in is None else inflate(body, came_in, settings_of(scope).max_inflated_bytes)
     job = decode(engine, plain)
-    decoded = time.monotonic_ns()
+    decoded = time.perf_counter_ns()
 
     def finish(results: Mapping[str, Array | Receipt], headers: Mapping[str, str]) -> Answer:
-        computed = time.monotonic_ns()
+        computed = time.perf_counter_ns()
         answer = job.encode(results)
         if goes_out_in is not None:
             headers = {**headers, "Content-Encoding": goes_out_in}
             answer = Answer(deflate(answer.pieces, goes_out_in), answer.media_type, answer.headers)
         if headers:
             answer = answer._replace(headers={**answer.headers, **headers})
-        encoded = time.monotonic_ns()
+        encoded = time.perf_counter_ns()
         statistics_of(scope).succeeded(operator.name, asked, started, decoded, computed, encoded)
-        metrics_of(scope).computed(started - asked, decoded - started, computed - decoded, encoded - computed)
+        spent = context_of(scope).spent
+        spent["queue"], spent["decode"] = started - asked, decoded - started
+        spent["kernel"], spent["encode"] = computed - decoded, encoded - computed
         return answer
 
     if job.buffers is NO_BUFFERS:

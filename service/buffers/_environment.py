@@ -3,7 +3,9 @@
 Format 1, in the databases of the environment:
 
     meta     b"format" -> the number of the format, as text; b"last_id" -> the last id given, and b"slots" ->
-             the number of slots, 8 bytes each; b"writer" -> a mark of the last transaction
+             the number of slots, 8 bytes each; b"writer" -> a mark of the last transaction; b"count:" and a
+             namespace -> how many buffers it has, 8 bytes, if the mark has `MARK_SIZE` bytes: versions that do not
+             count leave a shorter one
     buffers  name -> a `Record` as JSON, sealed
     values   id of a value, 8 bytes -> its elements and b"i", or its chunks: slot and checksum, 8 bytes each, what waits
              to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
@@ -23,6 +25,7 @@ import errno
 import hashlib
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
@@ -35,8 +38,8 @@ import numpy as np
 import orjson
 import xxhash
 
-from service.buffers._values import CHUNK, SlotFile, ValueReader, opened, seal
-from service.buffers.store import Closed, Key, Known, Record, spec_of
+from service.buffers._values import CHUNK, SlotFile, ValueReader, opened, seal, store_full
+from service.buffers.store import Closed, Key, Known, Record, namespace_of, spec_of
 from service.errors import BufferCorrupt, StoreFailed, StoreFull
 
 FORMAT = 1
@@ -45,6 +48,15 @@ MAP_MARGIN = 64 << 20
 """Bytes of LMDB's map beyond twice the limit: to forget something, LMDB first needs room."""
 
 DATABASES = ("buffers", "values", "free", "keys", "times", "deadlines")
+
+WRITER = b"writer"
+"""Where in `meta` each transaction leaves a mark: while it is its own, what the writer remembers is true."""
+
+MARK_SIZE = 24
+"""Bytes of the mark. A transaction that finds another size counts the buffers anew."""
+
+COUNT = b"count:"
+"""What the names of the counts in `meta` begin with; those of namespaces follow."""
 
 DIGEST_SIZE = 16
 TIME = struct.Struct(">Q")
@@ -169,7 +181,7 @@ class Environment:
             with self._env.begin(buffers=True) as txn:
                 yield txn
         except lmdb.Error as error:
-            raise translated(error, self.path) from None
+            raise translated(error, self.path, self.max_bytes) from None
 
     def writing(self) -> Any:
         """A transaction that writes, committed on leaving unless an exception is raised."""
@@ -181,7 +193,7 @@ class Environment:
             with self._env.begin() as txn:  # what info() tells may not be visible yet
                 return int(txn.id())
         except lmdb.Error as error:
-            raise translated(error, self.path) from None
+            raise translated(error, self.path, self.max_bytes) from None
 
     def sizes(self) -> dict[str, int]:
         """Bytes: the limit of each file, and what of the disk they take."""
@@ -244,6 +256,26 @@ class Reader:
                     yield name, unpacked(name, sealed)
                 except BufferCorrupt:
                     yield name, None
+
+    def is_counted(self) -> bool:
+        """Whether the last that wrote keeps the counts of buffers."""
+        return len(self._txn.get(WRITER, default=b"", db=self._env.meta)) == MARK_SIZE
+
+    def counts(self) -> dict[str, int]:
+        """How many buffers each namespace has by its count."""
+        counts = {}
+        with self._txn.cursor(db=self._env.meta) as cursor:
+            found = cursor.set_range(COUNT)
+            while found and bytes(cursor.key()).startswith(COUNT):
+                counts[bytes(cursor.key()[len(COUNT) :]).decode()] = TIME.unpack(cursor.value())[0]
+                found = cursor.next()
+        return counts
+
+    def counted_anew(self) -> dict[str, int]:
+        """How many buffers each namespace has, all of them looked at."""
+        with self._txn.cursor(db=self._env.buffers) as cursor:
+            names = (bytes(found).decode(errors="replace") for found in cursor.iternext(values=False))
+            return Counter(map(namespace_of, names))
 
     def value_ids(self) -> list[int]:
         """The ids of all values."""
@@ -335,10 +367,10 @@ def unpacked(name: str, sealed: memoryview) -> Record:
     return Record(name, spec_of(spec), *[*state, tuple(Closed(*one) for one in closed)])
 
 
-def translated(error: Exception, path: Path) -> Exception:
+def translated(error: Exception, path: Path, max_bytes: int) -> Exception:
     """What a failure of LMDB's is to a client."""
     if isinstance(error, lmdb.MapFullError):
-        return StoreFull(f"The store in {path} has reached GRADSERVE_STORE_BYTES; nothing was changed")
+        return store_full(max_bytes)
     if isinstance(error, (lmdb.Error, OSError)):
         # LMDB calls a write that came short an input/output error.
         suspected = os.strerror(errno.EIO) in str(error) and _is_full(path)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from service.buffers._environment import (
+    COUNT,
     DIGEST_SIZE,
     KEY_HEAD,
     TIME,
@@ -20,8 +21,11 @@ from service.buffers._environment import (
     seed_of,
 )
 from service.buffers._values import ValueWriter, seal
-from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Spec
+from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Spec, namespace_of, too_many
 from service.errors import BufferCorrupt
+
+MOST_EXPIRED = 100
+"""How many buffers that have expired a new one removes at a time, where there is no place for it."""
 
 
 class LmdbTransaction(Reader):
@@ -34,6 +38,7 @@ class LmdbTransaction(Reader):
         allocate: Allocate,
         oldest_key: int,
         known: dict[str, Record | None],
+        max_buffers: int,
         written: Callable[[], None],
     ) -> None:
         super().__init__(env, txn)
@@ -41,9 +46,12 @@ class LmdbTransaction(Reader):
         self._writer = ValueWriter(env, txn, written)
         self.changed: dict[str, Record | None] = {}
         """What is to be put: if a record changes again, only the last is."""
+        self._max_buffers, self._counts = max_buffers, dict[str, int]()
         self._digests: list[bytes] = []
         self.writes = 0
         """How much was changed so far."""
+        self.expired = 0
+        """How much of that was to see to what has expired, which stands though a request fails."""
 
     def get(self, name: str) -> Record | None:
         if name in self.changed:
@@ -58,14 +66,39 @@ class LmdbTransaction(Reader):
             self._txn.put(TIME.pack(microseconds(record.expires)) + record.name.encode(), b"", db=self._env.deadlines)
         self.changed[record.name] = record
 
+    def check_counts(self, *, closely: bool) -> None:
+        """Count the buffers anew if the last that wrote did not, or, `closely`, if the sum of the counts is wrong."""
+        wrong = closely and sum(self.counts().values()) != self.entries()["buffers"]
+        if wrong or not self.is_counted():
+            self.writes += 1
+            self._counts = {**dict.fromkeys(self.counts(), 0), **self.counted_anew()}
+
+    def count_new(self, name: str, now: float) -> None:
+        namespace, expired = namespace_of(name), True
+        while (count := self._count(namespace)) >= self._max_buffers and expired:
+            expired = self.remove_expired(now, MOST_EXPIRED, namespace)
+        if count >= self._max_buffers:
+            raise too_many(count, self._max_buffers)
+        self._counts[namespace] = count + 1
+
+    def _count(self, namespace: str) -> int:
+        if namespace in self._counts:
+            return self._counts[namespace]
+        stored = self._txn.get(COUNT + namespace.encode(), db=self._env.meta)
+        return 0 if stored is None else int(TIME.unpack(stored)[0])
+
     def remove(self, record: Record) -> None:
-        self.writes += 1
-        self.changed[record.name] = None
+        self._remove(record.name)
         for value in record.values:
             self.free(value)
 
     def remove_damaged(self, name: str) -> None:
+        self._remove(name)
+
+    def _remove(self, name: str) -> None:
         self.writes += 1
+        namespace = namespace_of(name)
+        self._counts[namespace] = max(0, self._count(namespace) - 1)
         self.changed[name] = None
 
     def new_id(self) -> int:
@@ -105,6 +138,11 @@ class LmdbTransaction(Reader):
                 self._txn.delete(name.encode(), db=self._env.buffers)
             else:
                 self._txn.put(name.encode(), packed(record), db=self._env.buffers)
+        for namespace, count in self._counts.items():
+            if count:
+                self._txn.put(COUNT + namespace.encode(), TIME.pack(count), db=self._env.meta)
+            else:
+                self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
         if self._digests:
             when = TIME.pack(microseconds(now)) + TIME.pack(self._txn.id())
             self._txn.put(when, b"".join(self._digests), db=self._env.times)
@@ -127,15 +165,22 @@ class LmdbTransaction(Reader):
         if not used_again:
             self._txn.delete(digest, db=self._env.keys)
 
-    def remove_expired(self, now: float, most: int) -> None:
-        """Remove buffers that have expired, up to `most`."""
-        due: list[bytes] = []
+    def remove_expired(self, now: float, most: int, namespace: str | None = None) -> bool:
+        """Remove buffers that have expired, up to `most`, of all namespaces or of one. Whether any was to be looked at.
+
+        Whoever looks at it says when to look again, and that is later.
+        """
+        limit, due, before = microseconds(now), list[bytes](), self.writes
         with self._txn.cursor(db=self._env.deadlines) as cursor:
-            while len(due) < most and is_due(cursor, microseconds(now)):
-                due.append(bytes(cursor.key()[TIME.size :]))
-                cursor.delete()
-                self.writes += 1
-        for name in due:
+            for found in cursor.iternext(values=False):
+                if len(due) == most or TIME.unpack_from(found)[0] > limit:
+                    break
+                if namespace is None or namespace_of(bytes(found[TIME.size :]).decode()) == namespace:
+                    due.append(bytes(found))
+        for deadline in due:
+            self.writes += 1
+            self._txn.delete(deadline, db=self._env.deadlines)
+            name = deadline[TIME.size :]
             try:
                 record = self.get(name.decode())
             except BufferCorrupt:
@@ -143,6 +188,9 @@ class LmdbTransaction(Reader):
             if record is None or record.expires is None:
                 continue
             if record.lives(now):
-                self._txn.put(TIME.pack(microseconds(record.expires)) + name, b"", db=self._env.deadlines)
+                again = max(microseconds(record.expires), limit + 1)
+                self._txn.put(TIME.pack(again) + name, b"", db=self._env.deadlines)
             else:
                 self.remove(record)
+        self.expired += self.writes - before
+        return bool(due)

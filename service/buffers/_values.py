@@ -156,6 +156,14 @@ def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:
         yield number, number * step, min((number + 1) * step, spec.size)
 
 
+def store_full(max_bytes: int) -> StoreFull:
+    """The error of a store that has no room left of its own."""
+    return StoreFull(
+        f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed",
+        limit=max_bytes,
+    )
+
+
 def seal(data: bytes, seed: int) -> bytes:
     """The data with its checksum, seeded by where it belongs."""
     return data + xxhash.xxh3_64_digest(data, seed)
@@ -452,7 +460,7 @@ class ValueWriter(ValueReader):
         """A slot behind all others. Raises `StoreFull`."""
         count = self.slots()
         if (count + 1) * CHUNK > self._env.max_bytes:
-            raise StoreFull("The store has reached GRADSERVE_STORE_BYTES; nothing was changed")
+            raise store_full(self._env.max_bytes)
         self._txn.put(b"slots", _NUMBER.pack(count + 1), db=self._env.meta)
         return [count]
 

@@ -71,11 +71,15 @@ class Create(Change):
     """Create the buffer, if there is none like it."""
 
     spec: Spec
+    refusal: GradserveError | None = None
+    """Why a new one must not be like this."""
 
     def admit(self, record: Record | None) -> None:
         if record is None:
             if self.match is not None:
                 raise PreconditionFailed(f"There is no buffer {self.name!r}, but If-Match needs one", buffer=self.name)
+            if self.refusal is not None:
+                raise self.refusal
             return
         super().admit(record)
         asked, there = self.spec.as_json(), record.spec.as_json()
@@ -88,6 +92,7 @@ class Create(Change):
     def apply(self, txn: Transaction, record: Record | None, now: float) -> tuple[Receipt, Array | None]:
         created = record is None
         if record is None:
+            txn.count_new(self.name, now)
             record = Record(self.name, self.spec, txn.new_id(), now, now)
             txn.put(record)
         return {**record.as_json(), "created": created}, None
@@ -228,6 +233,7 @@ class Restore(Change):
             raise BufferExists(f"There is a buffer {self.name!r} already", buffer=self.name)
 
     def apply(self, txn: Transaction, record: None, now: float) -> tuple[Receipt, Array | None]:
+        txn.count_new(self.name, now)
         made = self.record.changed(id=txn.new_id(), value=None, closed=(), updated=now)
         made = made.changed(value=txn.accumulate(made, Dense(self.value, made.spec.shape), 1.0, True))
         txn.put(made)
@@ -255,7 +261,7 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
     """Make the request's changes, unless its key is known.
 
     Raises what `Change.admit` raises, `KeyReused`, and, when changes were made that the store must then undo,
-    `NonfiniteGradient`, `BufferCorrupt` and `StoreFull`.
+    `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull`.
     """
     key = request.key
     if key is not None and (known := txn.recall(key)) is not None:

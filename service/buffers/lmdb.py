@@ -24,11 +24,23 @@ from typing import Any, NamedTuple
 import lmdb
 import numpy as np
 
-from service.buffers._environment import Environment, Reader, digest_of, microseconds, translated
+from service.buffers._environment import MARK_SIZE, WRITER, Environment, Reader, digest_of, microseconds, translated
 from service.buffers._transaction import LmdbTransaction
+from service.buffers._values import store_full
 from service.buffers.changes import Add, Create, Outcome, Request, Restore, perform
-from service.buffers.store import KEY_SECONDS, Allocate, Committed, Key, Known, Record, Snapshot, uncounted, unknown
-from service.errors import GradserveError, StoreFailed, StoreFull
+from service.buffers.store import (
+    KEY_SECONDS,
+    MOST_BUFFERS,
+    Allocate,
+    Committed,
+    Key,
+    Known,
+    Record,
+    Snapshot,
+    uncounted,
+    unknown,
+)
+from service.errors import GradserveError, StoreFailed
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +51,8 @@ GATHER_SECONDS, MANY = 0.0003, 4
 """After a batch of at least so many requests, how long the writer waits for as many again: one sync for all is worth
 more than an early start, which leaves half of them for the next."""
 
-WRITER = b"writer"
-"""Where in `meta` each transaction leaves a mark: while it is its own, what the writer remembers is true."""
+NOBODY = b"nobody"
+"""In place of the mark, before a process has written."""
 
 MOST_KNOWN = 1 << 14
 """The most records that the writer remembers."""
@@ -76,15 +88,16 @@ class LmdbStore:
         key_seconds: float = KEY_SECONDS,
         clock: Callable[[], float] = time.time,
         committed: Committed = uncounted,
+        max_buffers: int = MOST_BUFFERS,
     ) -> None:
-        self._committed = committed
+        self._committed, self._max_buffers = committed, max_buffers
         self._env = Environment(path, max_bytes=max_bytes)
         self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed, self._lock = False, threading.Lock()
         self._next_deadline_check = 0.0
         self._known: dict[str, Record | None] = {}
-        self._mark = b"nobody"
+        self._mark = NOBODY
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
         self._writer.start()
 
@@ -182,7 +195,7 @@ class LmdbStore:
                 jobs = jobs[len(jobs) // 2 :]
             except Exception as error:
                 if len(jobs) == 1:
-                    jobs[0].done.set_exception(translated(error, self._env.path))
+                    jobs[0].done.set_exception(translated(error, self._env.path, self._env.max_bytes))
                     return
                 for job in jobs:  # together they are too much, perhaps, or one of them is at fault
                     self._make([job])
@@ -202,11 +215,11 @@ class LmdbStore:
         now = self._clock()
         with self._changing() as changes:
             for job in jobs:
-                before = changes.writes
+                before = changes.writes - changes.expired
                 try:
                     answers.append(perform(changes, job.request, now))
                 except GradserveError as error:
-                    if changes.writes > before:
+                    if changes.writes - changes.expired > before:
                         raise _UndoneError(job, error) from None
                     answers.append(error)
                 reached("made")
@@ -218,7 +231,7 @@ class LmdbStore:
             changes.finish(now)
             grows = any(isinstance(change, (Create, Add, Restore)) for job in jobs for change in job.request.changes)
             if grows and not changes.fits():
-                raise StoreFull(f"The store in {self._env.path} has reached GRADSERVE_STORE_BYTES; nothing was changed")
+                raise store_full(self._env.max_bytes)
             reached("before commit")
         return answers
 
@@ -226,14 +239,23 @@ class LmdbStore:
     def _changing(self) -> Iterator[LmdbTransaction]:
         """A transaction, committed on leaving. It knows the records of those before it, unless others came between."""
         with self._env.writing() as txn:
-            if txn.get(WRITER, default=b"", db=self._env.meta) != self._mark or len(self._known) > MOST_KNOWN:
+            others = txn.get(WRITER, default=b"", db=self._env.meta) != self._mark
+            if others or len(self._known) > MOST_KNOWN:
                 self._known.clear()
             changes = LmdbTransaction(
-                self._env, txn, self._allocate, self._oldest_key(), self._known, lambda: reached("chunk")
+                self._env,
+                txn,
+                self._allocate,
+                self._oldest_key(),
+                self._known,
+                self._max_buffers,
+                lambda: reached("chunk"),
             )
+            if others:
+                changes.check_counts(closely=self._mark == NOBODY)
             yield changes
             if changes.writes:
-                mark = os.urandom(16)
+                mark = os.urandom(MARK_SIZE)
                 txn.put(WRITER, mark, db=self._env.meta)
         if changes.writes:
             self._mark = mark

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import heapq
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -14,6 +16,7 @@ import numpy as np
 from service.buffers.changes import Outcome, Request, perform
 from service.buffers.store import (
     KEY_SECONDS,
+    MOST_BUFFERS,
     Allocate,
     Array,
     Committed,
@@ -24,6 +27,8 @@ from service.buffers.store import (
     Snapshot,
     Spec,
     add_piece,
+    namespace_of,
+    too_many,
     uncounted,
     unknown,
 )
@@ -42,13 +47,13 @@ class MemoryStore:
         key_seconds: float = KEY_SECONDS,
         clock: Callable[[], float] = time.time,
         committed: Committed = uncounted,
+        max_buffers: int = MOST_BUFFERS,
     ) -> None:
-        self._committed = committed
+        self._committed, self._max_buffers = committed, max_buffers
         self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
         self._lock = threading.Lock()
         self._state = _State()
         self._generation = 0
-        self._next_look = 0.0
 
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
@@ -57,7 +62,7 @@ class MemoryStore:
             try:
                 now = self._clock()
                 self._expire(now)
-                txn = _Transaction(self._state, self._allocate)
+                txn = self._transaction()
                 outcome = perform(txn, request, now)
                 txn.commit()
                 self._generation += 1
@@ -86,7 +91,7 @@ class MemoryStore:
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         with self._lock:
-            txn = _Transaction(self._state, self._allocate)
+            txn = self._transaction()
             snapshots = []
             for name in names:
                 record = self._alive(name)
@@ -98,7 +103,7 @@ class MemoryStore:
     def recall(self, key: Key) -> Known | None:
         with self._lock:
             self._expire(self._clock())
-            return _Transaction(self._state, self._allocate).recall(key)
+            return self._transaction().recall(key)
 
     def generation(self) -> int:
         return self._generation
@@ -106,16 +111,24 @@ class MemoryStore:
     def close(self) -> None:
         self._state = _State()
 
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._state, self._allocate, self._max_buffers)
+
     def _expire(self, now: float) -> None:
-        keys, records = self._state.keys, self._state.records
+        keys, deadlines = self._state.keys, self._state.deadlines
         while keys and keys[oldest := next(iter(keys))][0] + self._key_seconds <= now:
             del keys[oldest]
-        if now >= self._next_look:
-            self._next_look = now + 1
-            txn = _Transaction(self._state, self._allocate)
-            for record in [one for one in records.values() if not one.lives(now)]:
+        while deadlines and deadlines[0][0] <= now:
+            _, number, name = heapq.heappop(deadlines)
+            record = self._state.records.get(name)
+            if record is None or record.id != number or record.expires is None:
+                continue
+            if record.lives(now):
+                heapq.heappush(deadlines, (record.expires, number, name))
+            else:
+                txn = self._transaction()
                 txn.remove(record)
-            txn.commit()
+                txn.commit()
 
     def _alive(self, name: str) -> Record:
         record = self._state.records.get(name)
@@ -129,32 +142,53 @@ class _State:
         self.records: dict[str, Record] = {}
         self.values: dict[int, Array] = {}
         self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # oldest first
+        self.counts: Counter[str] = Counter()  # of buffers, by namespace
+        self.deadlines: list[tuple[float, int, str]] = []  # a heap: when a buffer, by id and name, may have expired
         self.last_id = 0
 
 
 class _Transaction:
     """What a request changes of `state`, apart from it until `commit`."""
 
-    def __init__(self, state: _State, allocate: Allocate) -> None:
-        self._state, self._allocate = state, allocate
+    def __init__(self, state: _State, allocate: Allocate, max_buffers: int) -> None:
+        self._state, self._allocate, self._max_buffers = state, allocate, max_buffers
+        self._counted: Counter[str] = Counter()
         self._records: dict[str, Record | None] = {}
         self._values: dict[int, Array | None] = {}
         self._keys: dict[tuple[str, str], Any] = {}
         self._last_id = state.last_id
 
     def commit(self) -> None:
+        if self._counted:
+            self._commit_new()
         _merge(self._state.records, self._records)
         _merge(self._state.values, self._values)
         self._state.keys |= self._keys
         self._state.last_id = self._last_id
 
+    def _commit_new(self) -> None:
+        for namespace, change in self._counted.items():
+            self._state.counts[namespace] += change
+        for name, record in self._records.items():
+            old = self._state.records.get(name)
+            if record is not None and record.expires is not None and (old is None or old.id != record.id):
+                heapq.heappush(self._state.deadlines, (record.expires, record.id, name))
+
     def get(self, name: str) -> Record | None:
         return self._records[name] if name in self._records else self._state.records.get(name)
+
+    def count_new(self, name: str, now: float) -> None:
+        namespace = namespace_of(name)
+        count = self._state.counts[namespace] + self._counted[namespace]
+        if count >= self._max_buffers:
+            raise too_many(count, self._max_buffers)
+        self._counted[namespace] += 1
 
     def put(self, record: Record) -> None:
         self._records[record.name] = record
 
     def remove(self, record: Record) -> None:
+        self._counted[namespace_of(record.name)] -= 1
         self._records[record.name] = None
         for value in record.values:
             self.free(value)

@@ -28,6 +28,7 @@ from service.errors import (
     InvalidParameter,
     NonfiniteGradient,
     ShapeMismatch,
+    TooManyBuffers,
     UnknownBuffer,
     shown,
 )
@@ -53,6 +54,9 @@ def uncounted(requests: int, seconds: float) -> None:
 KEY_SECONDS = 24 * 3600.0
 """How long an idempotency key is remembered unless a store is told otherwise."""
 
+MOST_BUFFERS = 100_000
+"""How many buffers a namespace may have unless a store is told otherwise."""
+
 LONGEST_NAME = 200
 NAME = re.compile(rf"[A-Za-z0-9._:-]{{1,{LONGEST_NAME}}}")
 """Names of buffers: PyTorch's parameter names are, as they stand."""
@@ -71,6 +75,44 @@ def check_name(name: str) -> str:
             parameter="name",
         )
     return name
+
+
+def check_length(name: str, longest: int) -> None:
+    """Raise `InvalidParameter` for a name that is too long for a new buffer."""
+    if len(name) > longest:
+        raise InvalidParameter(
+            f"{shown(name)} has {len(name)} characters; the name of a buffer has up to {longest}"
+            " (GRADSERVE_MAX_NAME_LENGTH)",
+            parameter="name",
+            limit=longest,
+        )
+
+
+def namespace_of(name: str) -> str:
+    """The namespace of a buffer by its name inside the store, as `namespaced.py` makes it.
+
+    >>> namespace_of("layer.weight"), namespace_of("~ann/layer.weight")
+    ('', 'ann')
+    """
+    return name[1:].partition("/")[0] if name.startswith("~") else ""
+
+
+def bare_name(name: str) -> str:
+    """The name that its namespace knows of a buffer by its name inside the store.
+
+    >>> bare_name("~ann/layer.weight")
+    'layer.weight'
+    """
+    return name.partition("/")[2] if name.startswith("~") else name
+
+
+def too_many(count: int, limit: int) -> TooManyBuffers:
+    """The error of one buffer more than a namespace may have."""
+    return TooManyBuffers(
+        f"The namespace has {count} buffers; the limit is {limit} (GRADSERVE_MAX_BUFFERS): delete some first",
+        limit=limit,
+        count=count,
+    )
 
 
 @dataclass(frozen=True)
@@ -274,6 +316,9 @@ class Transaction(Protocol):
 
     def get(self, name: str) -> Record | None:
         """The buffer, expired or not."""
+
+    def count_new(self, name: str, now: float) -> None:
+        """Count a buffer that is about to be `put` where there is none. Raises `TooManyBuffers`."""
 
     def put(self, record: Record) -> None:
         """Store the buffer in place of what was there."""

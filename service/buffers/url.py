@@ -8,7 +8,7 @@ import numpy as np
 
 from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
-from service.buffers.store import Allocate, Committed, Store, uncounted
+from service.buffers.store import MOST_BUFFERS, Allocate, Committed, Store, uncounted
 from service.errors import StoreFailed, shown
 
 
@@ -23,10 +23,23 @@ def path_of(url: str) -> Path | None:
 
 
 def open_store(
-    url: str, *, max_bytes: int, key_seconds: float, allocate: Allocate = np.empty, committed: Committed = uncounted
+    url: str,
+    *,
+    max_bytes: int,
+    key_seconds: float,
+    allocate: Allocate = np.empty,
+    committed: Committed = uncounted,
+    max_buffers: int = MOST_BUFFERS,
 ) -> Store:
     """The store at `url`. Raises `StoreFailed` if there is none and none can be made."""
     path = path_of(url)
     if path is None:
-        return MemoryStore(allocate=allocate, key_seconds=key_seconds, committed=committed)
-    return LmdbStore(path, max_bytes=max_bytes, allocate=allocate, key_seconds=key_seconds, committed=committed)
+        return MemoryStore(allocate=allocate, key_seconds=key_seconds, committed=committed, max_buffers=max_buffers)
+    return LmdbStore(
+        path,
+        max_bytes=max_bytes,
+        allocate=allocate,
+        key_seconds=key_seconds,
+        committed=committed,
+        max_buffers=max_buffers,
+    )

@@ -8,17 +8,16 @@ from typing import Any
 import orjson
 
 from service.errors import InvalidTensor, MalformedBody, shown
-from service.limits import check_rank
 
 MOST_VALUES = 1 << 18
 """The most values in a header: each takes up to a hundred bytes once it is read."""
 
 
-def load(text: memoryview | bytes, what: str) -> Any:
+def load(text: memoryview | bytes, what: str, most: int = MOST_VALUES) -> Any:
     """The header as JSON. Raises `MalformedBody`, also where an object has two members of one name."""
     raw = bytes(text)
-    if len(raw) > MOST_VALUES and raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_VALUES:
-        raise MalformedBody(f"{what} has more than {MOST_VALUES} values")
+    if len(raw) > most and raw.count(b",") + raw.count(b"[") + raw.count(b"{") > most:
+        raise MalformedBody(f"{what} has more than {most} values")
     try:
         value = orjson.loads(raw)
         # orjson keeps the last of two members of one name. Where none was lost, as many colons are left as came.
@@ -41,10 +40,9 @@ def as_object(value: Any, what: str) -> dict[str, Any]:
 
 
 def check_shape(name: str, shape: Any) -> list[int]:
-    """`shape`, which must be a list of dimensions. Raises `InvalidTensor` and `TooManyDimensions`."""
+    """`shape`, which must be a list of dimensions, however many. Raises `InvalidTensor`."""
     if not isinstance(shape, list) or not all([type(dim) is int and 0 <= dim < 1 << 63 for dim in shape]):
         raise InvalidTensor(f"{name}.shape is {shown(shape)}, but must be a list of integers from 0 on", tensor=name)
-    check_rank(name, len(shape))
     return shape
 
 

@@ -15,7 +15,7 @@ import simdjson
 
 from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, DType
 from service.errors import InvalidTensor, shown
-from service.limits import check_rank
+from service.limits import Limits
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
@@ -28,7 +28,7 @@ _SATURATED = 0xFFFFFF
 _BATCH = 1 << 16
 
 
-def shape_of(name: str, data: Any) -> Shape:
+def shape_of(name: str, data: Any, limits: Limits) -> Shape:
     """The shape of nested lists, the lists at each depth proven to have one length; () for a scalar.
 
     Raises `InvalidTensor` for ragged lists and `TooManyDimensions`.
@@ -36,7 +36,7 @@ def shape_of(name: str, data: Any) -> Shape:
     shape: list[int] = []
     first = data
     while type(first) in LISTS:
-        check_rank(name, len(shape) + 1)
+        limits.check_rank(name, len(shape) + 1)
         shape.append(_length(name, data, tuple(shape)))
         if not shape[-1]:
             break

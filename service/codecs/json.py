@@ -33,7 +33,7 @@ from service.codecs._lists import (
 )
 from service.dtypes import FLOAT32, NAMES, DType
 from service.errors import InvalidTensor, MalformedBody, shown
-from service.limits import Limits, check_rank
+from service.limits import Limits
 
 Form: TypeAlias = Literal["list", "base64"]
 Body: TypeAlias = bytes | bytearray | memoryview
@@ -61,7 +61,7 @@ class Document:
         self._limits = limits
         self._lists = 0  # of which what was read so far consists
         self._unproven: list[tuple[str, simdjson.Array, Shape]] = []
-        self.members = {name: _plain(name, value) for name, value in members_of(parse(body), "The body")}
+        self.members = {name: _plain(name, value, limits) for name, value in members_of(parse(body), "The body")}
         limits.check_count(len(self.members))
 
     def tensor(self, name: str, data: Any, dtype: DType, shape: Sequence[int] | None = None) -> Array:
@@ -70,7 +70,7 @@ class Document:
         `shape`, if given, must be that of the lists; it settles the shape of an empty list. Raises `InvalidTensor`,
         `TooManyDimensions` and `TensorTooLarge`.
         """
-        found = shape_of(name, data)
+        found = shape_of(name, data, self._limits)
         self._limits.check(name, found, dtype)
         self._lists += count_lists(found)
         if shape is not None:
@@ -216,11 +216,11 @@ def members_of(value: Any, what: str) -> Iterator[tuple[str, Any]]:
         yield name, member if isinstance(value, Pairs) else value[name]
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, limits: Limits) -> Any:
     if not isinstance(value, (simdjson.Object, Pairs)):
         return value
     form = dict(members_of(value, shown(name)))
     if isinstance(form.get("shape"), simdjson.Array):
-        check_rank(f"{name}.shape", len(form["shape"]))
+        limits.check_rank(f"{name}.shape", len(form["shape"]))
         form["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in form["shape"]]
     return form

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import orjson
 
 from service.codecs._bytes import Array, bytes_of, view
-from service.codecs._headers import as_object, check_shape, load
+from service.codecs._headers import MOST_VALUES, as_object, check_shape, load
 from service.dtypes import SAFETENSORS, DType
 from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits
@@ -26,6 +26,9 @@ MOST_HEADER_BYTES = 100_000_000
 """The longest header, by the format's own rule."""
 
 METADATA = "__metadata__"
+
+VALUES_OF_TENSOR = 16
+"""As many values as this for each tensor that a file may have are no more than `MOST_VALUES` by default."""
 
 KNOWN_BYTES = 1 << 16
 """Up to this length a header is remembered: that of about 800 tensors."""
@@ -55,9 +58,9 @@ def decode(body: memoryview, limits: Limits) -> dict[str, Array]:
     }
 
 
-def metadata_of(body: memoryview) -> dict[str, str]:
+def metadata_of(body: memoryview, limits: Limits) -> dict[str, str]:
     """The texts under `__metadata__`. Raises `MalformedBody`."""
-    metadata = _loaded(_text(body)).get(METADATA)
+    metadata = _loaded(_text(body), limits).get(METADATA)
     _check_metadata(metadata)
     return metadata or {}
 
@@ -93,13 +96,14 @@ def _text(body: memoryview) -> bytes:
     return bytes(body[8 : 8 + length])
 
 
-def _loaded(text: bytes) -> dict[str, Any]:
-    return as_object(load(text, "The safetensors header"), "The safetensors header")
+def _loaded(text: bytes, limits: Limits) -> dict[str, Any]:
+    most = max(MOST_VALUES, VALUES_OF_TENSOR * limits.max_tensors)
+    return as_object(load(text, "The safetensors header", most), "The safetensors header")
 
 
 def _header(text: bytes, limits: Limits) -> _Header:
     """The header, read and checked but for the number of bytes that follow it."""
-    document = _loaded(text)
+    document = _loaded(text, limits)
     _check_metadata(document.pop(METADATA, None))
     limits.check_count(len(document))
     places = [_place(name, as_object(entry, shown(name)), limits) for name, entry in document.items()]

@@ -11,11 +11,11 @@ import numpy as np
 from scipy.sparse._sparsetools import csc_matvecs
 
 from service.dtypes import compute_dtype
-from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch
+from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch, TooManyDimensions
 from service.kernels._blocks import block_length, new_output, share_out
 from service.kernels._checks import normalize_axis
 from service.kernels._op import Array, Shape, T, Tind, op
-from service.limits import check_rank
+from service.limits import MAX_RANK
 
 
 class GatheredRows:
@@ -109,7 +109,11 @@ def _bound(shape: Array, indices: Array, grad: Array, axis: int) -> tuple[tuple[
 
 
 def _dims(shape: Array) -> tuple[int, ...]:
-    check_rank("The output", shape.size)
+    if shape.size > MAX_RANK:
+        raise TooManyDimensions(
+            f"The output has {shape.size} dimensions; the limit is {MAX_RANK}, or less by GRADSERVE_MAX_DIMENSIONS",
+            limit=MAX_RANK,
+        )
     dims = tuple(shape.ravel().tolist())
     for place, dim in enumerate(dims):
         if dim < 0:

@@ -99,9 +99,10 @@ def loaded(answer: httpx.Response) -> tuple[dict[str, Array], dict[str, Any]]:
 
 
 @contextmanager
-def serving_workers(workers: int, store: Path) -> Iterator[str]:
-    """The URL of a server of several processes that share the store."""
+def serving_workers(workers: int, store: Path, **settings: Any) -> Iterator[str]:
+    """The URL of a server of several processes that share the store, with these settings."""
     given = {"PORT": "0", "WORKERS": str(workers), "STORE": f"lmdb:{store}", "STORE_BYTES": str(1 << 28)}
+    given |= {name.upper(): str(value) for name, value in settings.items()}
     environment = {**os.environ, **{f"GRADSERVE_{name}": value for name, value in given.items()}}
     server = subprocess.Popen(
         [sys.executable, "-m", "service", "serve"], env=environment, stderr=subprocess.PIPE, text=True

@@ -178,7 +178,7 @@ def test_limits(http: httpx.Client) -> None:
         http.put(path, json={"shape": [1 << 21]}), 413, "tensor_too_large", "buffer", "[2097152]", "4194304"
     )
     assert problem["limit"] == 1 << 22
-    assert_problem(http.put(path, json={"shape": [1] * 65}), 422, "too_many_dimensions", "shape", "65", "64")
+    assert_problem(http.put(path, json={"shape": [1] * 65}), 422, "too_many_dimensions", "buffer", "65", "64")
     answer = http.put(path, content=b" " * (5 << 20))
     assert_problem(answer, 413, "body_too_large")
     assert_problem(http.put(path, json={"shape": []}, params={"quorum": 3}), 422, "unknown_parameter", "'quorum'")

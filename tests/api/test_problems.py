@@ -268,6 +268,7 @@ def test_every_code_is_met_somewhere() -> None:
         "nothing_to_average": "test_buffers.py",
         "precondition_failed": "test_buffers.py",
         "too_many_tensors": "test_admission.py",
+        "too_many_buffers": "test_limits.py",
         "unauthorized": "test_auth.py",
         "forbidden": "test_auth.py",
         "busy": "test_admission.py",

@@ -11,7 +11,7 @@ import numpy as np
 from service.buffers.changes import Add, Change, Create, Outcome, Request
 from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
-from service.buffers.store import Key, Receipt, Record, Spec, Store
+from service.buffers.store import MOST_BUFFERS, Key, Receipt, Record, Spec, Store
 from service.dtypes import DTYPES
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -35,12 +35,14 @@ class Clock:
         self.now += seconds
 
 
-def open_lmdb(path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES) -> LmdbStore:
-    return LmdbStore(path, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock)
+def open_lmdb(
+    path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MOST_BUFFERS
+) -> LmdbStore:
+    return LmdbStore(path, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
 
 
-def open_memory(clock: Callable[[], float]) -> MemoryStore:
-    return MemoryStore(key_seconds=KEY_SECONDS, clock=clock)
+def open_memory(clock: Callable[[], float], *, max_buffers: int = MOST_BUFFERS) -> MemoryStore:
+    return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
 
 
 def key(text: str = "k", *, caller: str = "ann", request: str = "a request") -> Key:

@@ -23,7 +23,8 @@ from tests.buffers.calls import KEY_SECONDS, PATIENCE, Array, Clock, key, open_l
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 
-NAMED = ["a", "b", "c.0"]
+NAMED = ["a", "b", "c.0", "d"]
+MOST_BUFFERS = 3
 SMALL_CHUNK = 16
 """Bytes of a chunk here: values of a few elements have several."""
 
@@ -149,6 +150,8 @@ class Model:
         name, now = change.name, self.clock.now
         if isinstance(change, Create):
             new = name not in buffers
+            if new and len(buffers) >= MOST_BUFFERS:
+                raise RefusedError("too_many_buffers")
             if new:
                 self.births += 1
                 zeros = np.zeros(change.spec.shape, change.spec.dtype)
@@ -412,7 +415,7 @@ class Machine(RuleBasedStateMachine):
 
 class MemoryMachine(Machine):
     def open(self) -> Store:
-        return open_memory(self.clock)
+        return open_memory(self.clock, max_buffers=MOST_BUFFERS)
 
 
 class LmdbMachine(Machine):
@@ -424,7 +427,7 @@ class LmdbMachine(Machine):
         super().__init__()
 
     def open(self) -> Store:
-        return open_lmdb(Path(self.directory.name), self.clock)
+        return open_lmdb(Path(self.directory.name), self.clock, max_buffers=MOST_BUFFERS)
 
     @rule()
     def open_again(self) -> None:

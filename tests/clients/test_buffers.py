@@ -10,7 +10,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gradserve_client import Client, Conflict, EpochOpen, InvalidInput, NotFound, PreconditionFailed, _calls, _policy
+from gradserve_client import (
+    Client,
+    Conflict,
+    EpochOpen,
+    InvalidInput,
+    NotFound,
+    PreconditionFailed,
+    TooManyBuffers,
+    _calls,
+    _policy,
+)
+
+from tests.clients.both import connected
+from tests.serving import serving
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -41,6 +54,17 @@ def test_create_with_every_argument(server: Any, key: str) -> None:
     assert server.buffers["w"].info() == made
     with pytest.raises(Conflict):
         server.buffers["w"].create((2, 3))
+
+
+def test_more_buffers_than_there_may_be(kind: str) -> None:
+    with serving(max_buffers=1) as url, connected(kind, url) as server:
+        server.buffers["a"].create(2)
+        with pytest.raises(TooManyBuffers, match="GRADSERVE_MAX_BUFFERS") as caught:
+            server.buffers["b"].create(2)
+        assert isinstance(caught.value, Conflict)
+        assert (caught.value.context["limit"], caught.value.context["count"], caught.value.attempts) == (1, 1, 1)
+        server.buffers["a"].delete()
+        assert server.buffers["b"].create(2).shape == (2,)
 
 
 @pytest.mark.parametrize("shape", [3, (3,), [3], np.int64(3), np.array([3]), (np.int32(3),)], ids=repr)

@@ -19,6 +19,7 @@ from gradserve_client import (
     StoreFull,
     TimedOut,
     TooLarge,
+    TooManyBuffers,
     Unavailable,
     _policy,
 )
@@ -80,6 +81,7 @@ def test_sent_again_until_answered_and_counted_once(kind: str, url: str, clock: 
 NEVER = {
     "conflict": (says(409, code="conflict"), GradserveError),
     "proxy's conflict": (says(409), GradserveError),
+    "too many": (says(409, code="too_many_buffers"), TooManyBuffers),
     "input": (says(422, code="invalid_tensor"), InvalidInput),
     "malformed": (says(400, code="malformed_body"), InvalidInput),
     "not found": (says(404), NotFound),

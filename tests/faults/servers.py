@@ -97,9 +97,12 @@ class Server:
 
     def kill_a_worker(self, chance: random.Random) -> None:
         """Kill -9 one of the worker processes; the parent starts another."""
-        workers = [pid for pid in _children_of(self.process.pid) if b"spawn_main" in _command_of(pid)]
-        if workers:
+        if workers := self.workers():
             kill(chance.choice(workers))
+
+    def workers(self) -> list[int]:
+        """The ids of the worker processes."""
+        return [pid for pid in _children_of(self.process.pid) if b"spawn_main" in _command_of(pid)]
 
     def ended(self) -> tuple[int, str]:
         """Its exit status, once it has ended by itself, and what it said."""

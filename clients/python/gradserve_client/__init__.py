@@ -18,6 +18,7 @@ from gradserve_client.errors import (
     StoreFull,
     TimedOut,
     TooLarge,
+    TooManyBuffers,
     Unauthorized,
     Unavailable,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "TensorInfo",
     "TimedOut",
     "TooLarge",
+    "TooManyBuffers",
     "Unauthorized",
     "Unavailable",
 ]

@@ -135,7 +135,7 @@ class AsyncBuffer(BufferName):
         the epoch. Of the closed epochs the last `keep` can be read. With nonfinite="reject" an add that would make the
         sum infinite or NaN is refused. `ttl_seconds` after its last change the buffer is gone.
 
-        Raises `Conflict` if it is there and differs, and `InvalidInput`.
+        Raises `Conflict` if it is there and differs, `TooManyBuffers`, and `InvalidInput`.
         """
         return await self._client._run(
             _calls.create(

@@ -155,7 +155,7 @@ class Buffer(BufferName):
         the epoch. Of the closed epochs the last `keep` can be read. With nonfinite="reject" an add that would make the
         sum infinite or NaN is refused. `ttl_seconds` after its last change the buffer is gone.
 
-        Raises `Conflict` if it is there and differs, and `InvalidInput`.
+        Raises `Conflict` if it is there and differs, `TooManyBuffers`, and `InvalidInput`.
 
         >>> server.buffers["emb.weight"].create((30000, 256), quorum=8).bytes
         30720000

@@ -8,6 +8,7 @@
   x Conflict                    409: the state of the buffer does not allow it
     - StaleEpoch                409: the epoch that the call names is not the buffer's
     - EpochOpen                 409: the epoch has not closed, or has too few gradients, and `timeout` is over
+    - TooManyBuffers            409: the caller has as many buffers as the server lets them have
     - EpochGone                 410: the value of this closed epoch is not kept any more
     - PreconditionFailed        412: the buffer is not in the state that `if_match` names
   x TooLarge                    413: a body or tensor is beyond the server's limits
@@ -89,6 +90,10 @@ class EpochOpen(Conflict):
     """The epoch has not closed yet, or has too few gradients; `context` has the `epoch` and `count` so far."""
 
 
+class TooManyBuffers(Conflict):
+    """There are as many buffers as the server lets the caller have; `context` has the `limit`. Delete some first."""
+
+
 class EpochGone(Conflict):
     """The value of this closed epoch is not kept any more."""
 
@@ -130,6 +135,7 @@ BY_CODE: dict[str, type[GradserveError]] = {
     "stale_epoch": StaleEpoch,
     "epoch_open": EpochOpen,
     "too_few_gradients": EpochOpen,
+    "too_many_buffers": TooManyBuffers,
 }
 
 BY_STATUS: dict[int, type[GradserveError]] = {

@@ -1,0 +1,58 @@
+"""What is known of a request in flight. It travels in the request's ASGI scope, from the keys to the log."""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+
+from service.api.auth import ANYONE, Caller
+from service.engine import Engine
+from service.errors import NotReady
+from service.settings import Settings
+
+CONTEXT = "gradserve"
+"""Where in a request's scope its context is."""
+
+
+class Context:
+    """One request: what came, who asks, what it holds, and what it has cost so far."""
+
+    __slots__ = ("caller", "headers", "held", "received", "request_id", "sent", "spent", "status")
+
+    def __init__(self, headers: dict[bytes, bytes]) -> None:
+        self.headers = headers
+        """Its headers, their names in lower case; of those that came twice, the last."""
+        self.caller: Caller = ANYONE
+        self.request_id: str | None = None
+        self.held = 0
+        """Bytes of memory that it was admitted with."""
+        self.status = 0
+        """The status of its answer, once it has one."""
+        self.received = self.sent = 0
+        """Bytes of the body that came, and of the answer's."""
+        self.spent: dict[str, int] = {}
+        """Nanoseconds by phase."""
+
+
+def context_of(scope: Scope) -> Context:
+    """The context of the request of this scope."""
+    context: Context = scope[CONTEXT]
+    return context
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Who asks."""
+    return context_of(scope).caller
+
+
+def settings_of(scope: Scope) -> Settings:
+    """The server's settings."""
+    settings: Settings = scope["app"].settings
+    return settings
+
+
+def engine_of(scope: Scope) -> Engine:
+    """The server's engine. Raises `NotReady` before the start has finished and after the stop has begun."""
+    engine: Engine | None = scope["app"].engine
+    if engine is None:
+        raise NotReady("The server is starting or stopping; try again soon")
+    return engine

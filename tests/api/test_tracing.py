@@ -1,0 +1,215 @@
+"""Traces: a span for each request, sent to a collector, with its parent, its route, its phases and its errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from service.api import tracing, work
+from service.api.metrics import PHASES
+from service.keys import add
+from tests.faults.servers import ROOT, Server
+from tests.serving import serving
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector:
+    """Takes what is exported, as a collector would."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.answers = threading.Event()
+        self.answers.set()
+        self.gave_up = False
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert self.path == "/v1/traces"
+                collector.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                collector.gave_up |= not collector.answers.wait(15)
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def spans(self) -> list[tuple[Span, dict[str, Any], dict[str, Any]]]:
+        """Each with its own attributes and those of its process, in the order in which they began."""
+        found = [
+            (span, attributes(span), attributes(part.resource))
+            for body in self.bodies
+            for part in ExportTraceServiceRequest.FromString(body).resource_spans
+            for scope in part.scope_spans
+            for span in scope.spans
+        ]
+        return sorted(found, key=lambda one: one[0].start_time_unix_nano)
+
+
+def attributes(of: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in of.attributes}
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    collector = Collector()
+    thread = threading.Thread(target=collector.server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # what arrives, arrives because the server stops
+    yield collector
+    collector.server.shutdown()
+    thread.join()
+    collector.server.server_close()
+
+
+def stop(server: Server) -> None:
+    server.process.terminate()
+    assert server.process.wait(30) == 0, server.log.read_text()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_request_is_a_span_with_its_phases(tmp_path: Path, collector: Collector, workers: int) -> None:
+    given: dict[str, Any] = {"tracing": True, "store_bytes": 8 << 20, "access_log": True, "log_format": "json"}
+    with Server(tmp_path / "store", workers=workers, **given) as server:
+        send = [
+            ("POST", "/v1/ops/ReluGrad?encoding=list", {"dY": [1.5], "X": [2]}, 200),
+            ("PUT", "/v1/buffers/mine", {"shape": [1]}, 201),
+            ("POST", "/v1/buffers/mine/accumulate", {"gradient": [1]}, 200),
+            ("POST", "/v2/models/ReluGrad/infer", {"inputs": []}, 400),
+            ("PUT", "/v1/buffers/large", {"shape": [10_000_000]}, 201),
+            ("POST", "/v1/buffers/large/accumulate", {"gradient": 1}, 507),
+            ("DELETE", "/v1/ops/ReluGrad", None, 405),
+            ("GET", "/v1/nothing", None, 404),
+        ]
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "User-Agent": "tests"}
+        for method, path, body, status in send:
+            assert httpx.request(method, server.url + path, json=body, headers=headers).status_code == status
+        stop(server)
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    found = [one for one in collector.spans() if one[0].trace_id.hex() == TRACE]
+    assert [(span.name, own["http.response.status_code"]) for span, own, _ in found] == [
+        ("POST /v1/ops/ReluGrad", 200),  # each operator is a route
+        ("PUT /v1/buffers/{name}", 201),
+        ("POST /v1/buffers/{name}/accumulate", 200),
+        ("POST /v2/models/{op}/infer", 400),
+        ("PUT /v1/buffers/{name}", 201),
+        ("POST /v1/buffers/{name}/accumulate", 507),
+        ("DELETE /v1/ops/{op}", 405),
+        ("GET", 404),
+    ]
+    for (span, own, process), (method, path, _, _) in zip(found, send, strict=True):
+        assert span.kind == Span.SPAN_KIND_SERVER
+        assert span.parent_span_id.hex() == PARENT
+        assert span.start_time_unix_nano < span.end_time_unix_nano
+        assert (own["http.request.method"], own["url.path"]) == (method, path.partition("?")[0])
+        assert (own["url.scheme"], own["network.protocol.version"]) == ("http", "1.1")
+        assert (own["client.address"], own["server.address"], own["server.port"]) == ("127.0.0.1",) * 2 + (server.port,)
+        assert own["user_agent.original"] == "tests"
+        assert own.get("http.route") == (span.name.partition(" ")[2] or None)
+        failed = own["http.response.status_code"] >= 500
+        assert span.status.code == (Status.STATUS_CODE_ERROR if failed else Status.STATUS_CODE_UNSET)
+        assert own.get("error.type") == ("507" if failed else None)
+        assert process["service.name"] == "gradserve"
+    phases = [{name for name in PHASES if f"gradserve.{name}_seconds" in own} for _, own, _ in found]
+    assert phases[0] == set(PHASES) - {"store"}
+    assert phases[2] >= {"read", "store", "write"}
+    assert all(0 <= own[key] < 60 for _, own, _ in found for key in own if key.endswith("_seconds"))
+    assert found[0][1]["http.request.body.size"] == len(b'{"dY":[1.5],"X":[2]}')
+    logged = [line["span_id"] for line in lines if line.get("trace_id") == TRACE]
+    assert logged == [span.span_id.hex() for span, _, _ in found]
+
+
+def test_workers_say_which_of_them_they_are(tmp_path: Path, collector: Collector) -> None:
+    with Server(tmp_path / "store", workers=2, tracing=True) as server:
+        workers = server.workers()
+        with httpx.Client(base_url=server.url, headers={"Connection": "close"}) as client:
+            for _ in range(100):  # each on a connection of its own, which either process may take
+                client.get("/v2/health/live")
+        stop(server)
+    found = [process["process.pid"] for _, own, process in collector.spans() if own["url.path"].endswith("live")]
+    assert len(found) == 100
+    assert set(found) <= set(workers)
+
+
+def test_no_secret_and_no_tensor_is_sent(tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> bytes:
+        raise RuntimeError("hidden")
+
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "by another name")
+    secret = add(tmp_path / "keys", "ann", ["ops"])
+    headers = {"Authorization": f"Bearer {secret}"}
+    with serving(tracing=True, keys=tmp_path / "keys") as url:
+        for name in ("ReluGrad", "NoneSuch"):
+            httpx.post(f"{url}/v1/ops/{name}?note=hidden", json={"dY": [1234.5], "X": ["hidden"]}, headers=headers)
+        monkeypatch.setattr(work, "_perform", broken)
+        answer = httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1234.5], "X": [1]}, headers=headers)
+        assert answer.status_code == 500
+    spans = collector.spans()
+    assert [own["http.response.status_code"] for _, own, _ in spans] == [422, 404, 500]
+    assert spans[2][1]["error.type"] == "RuntimeError"
+    assert spans[2][0].status.code == Status.STATUS_CODE_ERROR
+    assert {process["service.name"] for _, _, process in spans} == {"by another name"}
+    sent = b"".join(collector.bodies)
+    for text in ("hidden", "1234.5", secret, secret.split("_", 2)[2]):
+        assert text.encode() not in sent
+    assert not any(span.events for span, _, _ in spans)
+
+
+def test_a_collector_that_does_not_answer_is_not_waited_for(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.1)
+    collector.answers.clear()
+    with serving(tracing=True) as url:
+        assert httpx.get(f"{url}/v1/ops").status_code == 200
+    assert not collector.gave_up
+    collector.answers.set()
+
+
+def test_a_collector_that_is_not_there_stops_nothing(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    collector.server.server_close()
+    with Server(tmp_path / "store", tracing=True) as server:
+        for _ in range(10):
+            assert httpx.get(f"{server.url}/v1/ops").status_code == 200
+        stop(server)
+
+
+def test_without_the_extra_the_start_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['opentelemetry.exporter'] = None")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "GRADSERVE_TRACING": "true", "GRADSERVE_PORT": "0"}
+    command = [sys.executable, "-m", "service", "serve"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pip install 'gradserve[otel]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_tracing_nothing_of_it_is_loaded() -> None:
+    code = (
+        "import sys; from service.api.app import Application, create_app; from service.settings import Settings\n"
+        "assert type(create_app(Settings())) is Application\n"
+        "assert not [name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -1,0 +1,109 @@
+"""Worker processes: readiness tells when one is missing, the others go on meanwhile, and none outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import pytest
+
+from tests.api.test_shutdown import body, half_sent, wait_until_nothing_is_taken
+from tests.faults.servers import PATIENCE, Server, kill
+
+R = TypeVar("R")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path / "store", workers=2) as server:
+        yield server
+
+
+def ready(server: Server) -> httpx.Response | None:
+    try:
+        return httpx.get(f"{server.url}/v2/health/ready", timeout=30)
+    except httpx.TransportError:
+        return None
+
+
+def until(server: Server, status: int) -> httpx.Response:
+    """What readiness says, once it has this status."""
+    return first(lambda: answer if (answer := ready(server)) is not None and answer.status_code == status else None)
+
+
+def first(attempt: Callable[[], R | None]) -> R:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        if (found := attempt()) is not None:
+            return found
+        time.sleep(0.01)
+    raise AssertionError("it does not come to that")
+
+
+def test_while_a_worker_is_replaced_the_server_is_not_ready_but_serves(server: Server) -> None:
+    server.process.send_signal(signal.SIGSTOP)  # so that the replacement takes until it goes on
+    kill(server.workers()[0])
+    answer = until(server, 503)
+    assert answer.json() == {"error": "1 of 2 worker processes is starting, or being replaced"}
+    assert answer.headers["retry-after"] == "1"
+    for _ in range(20):  # each on a connection of its own
+        assert ready(server).status_code == 503  # type: ignore[union-attr]
+        assert httpx.get(f"{server.url}/v2/health/live").status_code == 200
+        answer = httpx.post(f"{server.url}/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, -1]})
+        assert answer.json()["dX"]["data"] == [1.0, 0.0]
+    server.process.send_signal(signal.SIGCONT)
+    until(server, 200)
+    assert len(server.workers()) == 2
+    for _ in range(20):
+        assert ready(server).status_code == 200  # type: ignore[union-attr]
+
+
+def test_the_server_is_not_ready_before_all_workers_serve(server: Server) -> None:
+    server.kill()
+    server.launch()
+    late = first(lambda: next(iter(server.workers()), None))
+    os.kill(late, signal.SIGSTOP)
+    try:
+        assert "1 of 2 worker processes" in until(server, 503).json()["error"]
+    finally:
+        os.kill(late, signal.SIGCONT)
+    until(server, 200)
+
+
+def test_signals_that_would_change_the_number_of_workers_do_not(server: Server) -> None:
+    for number in (signal.SIGTTOU, signal.SIGTTIN, signal.SIGTTIN):
+        server.process.send_signal(number)
+    time.sleep(1)  # the parent looks for signals twice a second
+    assert len(server.workers()) == 2
+    until(server, 200)
+
+
+def test_workers_whose_parent_is_killed_finish_what_they_have_and_end(server: Server) -> None:
+    httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
+    workers = server.workers()
+    assert len(workers) == 2
+    try:
+        with half_sent(server) as connection:
+            server.process.kill()
+            server.process.wait(PATIENCE)
+            wait_until_nothing_is_taken(server)
+            connection.sendall(body()[1000:])
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        first(lambda: True if not any(map(lives, workers)) else None)
+    finally:
+        for pid in filter(lives, workers):
+            kill(pid)
+    server.start()
+    assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == 1
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,392 @@
+"""No namespace has more buffers than it may, whoever creates them, and however."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from service.buffers._environment import COUNT, MARK_SIZE, TIME, WRITER, packed
+from service.buffers.changes import Add, Create, Delete, Request, Restore, Take, Zero
+from service.buffers.lmdb import LmdbStore
+from service.buffers.namespaced import Namespaced
+from service.buffers.store import Record, Store
+from service.errors import NonfiniteGradient, TooManyBuffers
+from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, ones, open_lmdb, open_memory, spec, state
+from tests.buffers.test_lmdb import Gate
+
+MOST = 3
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], LmdbStore]]:
+    """Opens the store in `tmp_path / "store"`, whose earlier one is closed."""
+    opened: list[LmdbStore] = []
+
+    def reopen() -> LmdbStore:
+        for store in opened:
+            store.close()
+        opened.append(open_lmdb(tmp_path / "store", clock, max_buffers=MOST))
+        return opened[-1]
+
+    yield reopen
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def store(request: pytest.FixtureRequest, clock: Clock, reopen: Callable[[], LmdbStore]) -> Iterator[Store]:
+    """A store in which a namespace may have three buffers."""
+    store: Store = open_memory(clock, max_buffers=MOST) if request.param == "memory" else reopen()
+    yield store
+    store.close()
+
+
+def refused(store: Store, *names: str) -> TooManyBuffers:
+    """The error of creating these, which changes nothing."""
+    before = state(store)
+    with pytest.raises(TooManyBuffers) as caught:
+        create(store, *names)
+    assert state(store) == before
+    return caught.value
+
+
+def test_one_more_is_refused(store: Store) -> None:
+    create(store, "a", "b", "c")
+    for _ in range(2):
+        generation = store.generation()
+        error = refused(store, "d")
+        assert error.detail.startswith("The namespace has 3 buffers; the limit is 3 (GRADSERVE_MAX_BUFFERS)")
+        assert error.context == {"limit": 3, "count": 3, "buffer": "d"}
+        assert store.generation() == generation
+    add(store, "c", [1, 2])
+    do(store, Zero(name="a"), Take(name="b"))
+    refused(store, "d")
+
+
+def test_many_are_created_together_or_none(store: Store) -> None:
+    create(store, "a")
+    error = refused(store, "b", "c", "d")
+    assert (error.context["count"], error.context["buffer"]) == (3, "d")
+    create(store, "a", "b", "c")
+    refused(store, "a", "b", "c", "d")
+
+
+def test_what_is_there_can_be_created_again(store: Store) -> None:
+    create(store, "a", "b", "c")
+    create(store, "b")
+    create(store, "c", "a")
+
+
+def test_a_request_that_is_repeated_is_answered(store: Store) -> None:
+    made = do(store, Create(name="a", spec=spec()), key=key())
+    create(store, "b", "c")
+    again = do(store, Create(name="a", spec=spec()), key=key())
+    assert (again.replayed, again.receipts) == (True, made.receipts)
+    do(store, Delete(name="a"))
+    create(store, "d")
+    assert do(store, Create(name="a", spec=spec()), key=key()).replayed
+    refused(store, "a")
+
+
+def test_a_deleted_buffer_leaves_its_place(store: Store) -> None:
+    create(store, "a", "b", "c")
+    for name in ("d", "e", "f", "a", "b", "c"):
+        do(store, Delete(name=store.records()[0].name))
+        create(store, name)
+        refused(store, "z")
+    do(store, Delete(name="c"), Create(name="x", spec=spec()))
+    assert [one.name for one in store.records()] == ["e", "f", "x"]
+
+
+def test_a_restored_buffer_takes_a_place(store: Store, clock: Clock) -> None:
+    create(store, "a", "b")
+    record = Record("c", spec(), 0, clock.now, clock.now, count=1)
+    do(store, Restore(name="c", record=record, value=ones(2)))
+    before = state(store)
+    with pytest.raises(TooManyBuffers):
+        do(store, Restore(name="d", record=record.changed(name="d"), value=ones(2)))
+    assert state(store) == before
+
+
+def test_a_buffer_that_expires_leaves_its_place_at_once(store: Store, clock: Clock) -> None:
+    create(store, "a", "b", ttl_seconds=10.0)
+    create(store, "c")
+    clock.advance(5)
+    add(store, "b", [1, 2])
+    clock.advance(4.9)
+    refused(store, "d")
+    clock.advance(0.1)
+    create(store, "d")
+    refused(store, "e")
+    clock.advance(5)
+    create(store, "e")
+    refused(store, "f")
+    assert [one.name for one in store.records()] == ["c", "d", "e"]
+
+
+def test_one_that_expired_can_be_created_again(store: Store, clock: Clock) -> None:
+    create(store, "a", "b", "c", ttl_seconds=10.0)
+    clock.advance(10)
+    create(store, "b", "a")
+    create(store, "c", "a")
+    refused(store, "d")
+
+
+def test_places_of_a_namespace_are_its_own(store: Store, clock: Clock) -> None:
+    spaces = {name: Namespaced(store, name) for name in ("", "ann", "an", "z")}
+    create(spaces["z"], *[f"{number}" for number in range(MOST)], ttl_seconds=10.0)
+    for space in spaces.values():
+        if space is not spaces["z"]:
+            create(space, "a", "b")
+            create(space, "c")
+        error = refused(space, "d")
+        assert (error.context["count"], error.context["buffer"], "~" in error.detail) == (3, "d", False)
+    do(spaces["ann"], Delete(name="a"))
+    clock.advance(10)
+    for name in ("", "an"):
+        refused(spaces[name], "d")
+    create(spaces["ann"], "d")
+    refused(spaces["ann"], "a")
+    create(spaces["z"], "d", "e", "f")
+    refused(spaces["z"], "g")
+
+
+def test_a_request_that_fails_takes_no_place(store: Store) -> None:
+    create(store, "a", nonfinite="reject")
+    for _ in range(4):
+        with pytest.raises(NonfiniteGradient):
+            do(store, Create(name="b", spec=spec()), Add(name="a", gradient=ones(2) * np.inf))
+    create(store, "b", "c")
+    refused(store, "d")
+
+
+def test_threads_that_create_at_once(store: Store) -> None:
+    futures = [store.submit(Request([Delete(name="x")]))]
+    with ThreadPoolExecutor(8) as pool:
+
+        def attempt(number: int) -> str:
+            error = store.submit(Request([Create(name=f"b{number}", spec=spec())])).exception(PATIENCE)
+            return type(error).__name__
+
+        results = Counter(pool.map(attempt, range(60)))
+    assert results == {"NoneType": MOST, "TooManyBuffers": 60 - MOST}
+    assert len(store.records()) == MOST
+    assert futures[0].exception(PATIENCE)
+
+
+# ----- on a disk -----
+
+
+def test_requests_of_one_transaction(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, gate = reopen(), Gate(monkeypatch)
+    create(store, "a")
+    requests = [
+        Request([Create(name="b", spec=spec()), Create(name="c", spec=spec()), Create(name="d", spec=spec())]),
+        Request([Create(name="b", spec=spec())]),
+        Request([Create(name="c", spec=spec()), Create(name="d", spec=spec())]),
+        Request([Create(name="c", spec=spec())]),
+        Request([Create(name="d", spec=spec())]),
+        Request([Delete(name="c")]),
+        Request([Create(name="d", spec=spec())]),
+        Request([Create(name="c", spec=spec())]),
+    ]
+    errors = [one.exception(PATIENCE) for one in gate.together(store, requests)]
+    assert [error is None for error in errors] == [False, True, False, True, False, True, True, False]
+    assert [one.name for one in store.records()] == ["a", "b", "d"]
+    refused(store, "c")
+
+
+def test_counts_are_there_again(reopen: Callable[[], LmdbStore]) -> None:
+    create(reopen(), "a", "b")
+    create(Namespaced(reopen(), "ann"), "a", "b", "c")
+    store = reopen()
+    refused(Namespaced(store, "ann"), "d")
+    create(store, "c")
+    refused(store, "d")
+
+
+CREATOR = """
+import sys
+from pathlib import Path
+from service.buffers.changes import Create, Delete, Request
+from service.buffers.lmdb import LmdbStore
+from service.buffers.store import Spec
+from service.dtypes import FLOAT32
+from service.errors import TooManyBuffers
+
+store = LmdbStore(Path(sys.argv[1]), max_bytes=1 << 28, max_buffers=int(sys.argv[3]))
+print("ready", flush=True)
+sys.stdin.readline()
+made = 0
+for number in range(60):
+    try:
+        store.submit(Request([Create(name=f"{sys.argv[2]}.{number}", spec=Spec((2,), FLOAT32))])).result(60)
+    except TooManyBuffers:
+        continue
+    made += 1
+    if number < 20 and number % 4 == 0:
+        store.submit(Request([Delete(name=f"{sys.argv[2]}.{number}")])).result(60)
+        made -= 1
+print(made)
+store.close()
+"""
+
+
+def test_processes_share_the_places(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    most = 50
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CREATOR, str(tmp_path / "store"), name, str(most)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for name in ("one", "two")
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    made = [int(process.communicate(timeout=PATIENCE)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum(made) == most
+    assert len(reopen().records()) == most
+
+
+ELSEWHERE = """
+import sys
+import lmdb
+
+env = lmdb.open(sys.argv[1], max_dbs=8, map_size=1 << 28)
+names, deleted = eval(sys.argv[2]), eval(sys.argv[3])
+with env.begin(write=True) as txn:
+    for name, sealed in names.items():
+        txn.put(name, sealed, db=env.open_db(b"buffers", txn=txn))
+    for name in deleted:
+        txn.delete(name, db=env.open_db(b"buffers", txn=txn))
+    txn.put(b"writer", bytes(16), db=env.open_db(b"meta", txn=txn))
+"""
+
+
+def older_version(path: Path, *, create: list[str], delete: list[str]) -> None:
+    """Do what a version does that does not count, in a process of its own, beside one that has the store open."""
+    names = {name.encode(): packed(Record(name, spec(), 1 << 40, 1.0, 1.0)) for name in create}
+    arguments = [str(path), repr(names), repr([name.encode() for name in delete])]
+    subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], check=True, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_buffers_of_a_version_that_does_not_count(
+    reopen: Callable[[], LmdbStore], tmp_path: Path, closed: bool
+) -> None:
+    store = reopen()
+    create(store, "a", "b", "c")
+    create(Namespaced(store, "ann"), "a")
+    create(Namespaced(store, "bob"), "a")
+    if closed:
+        store.close()
+    older_version(tmp_path / "store", create=["~ann/b", "~ann/c"], delete=["a", "~bob/a"])
+    store = reopen() if closed else store
+    refused(Namespaced(store, "ann"), "d")
+    create(store, "d")
+    refused(store, "e")
+    create(Namespaced(store, "bob"), "a", "b", "c")
+    refused(Namespaced(store, "bob"), "d")
+    generation = store.generation()
+    refused(store, "e")
+    assert store.generation() == generation  # it was counted once
+
+
+def meta(path: Path) -> dict[bytes, bytes]:
+    with lmdb.open(str(path), max_dbs=8, readonly=True) as env:
+        database = env.open_db(b"meta", create=False)
+        with env.begin() as txn:
+            return {bytes(name): bytes(value) for name, value in txn.cursor(db=database)}
+
+
+def test_a_store_that_was_never_counted(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    store = reopen()
+    create(store, "a", "b")
+    create(Namespaced(store, "ann"), "a")
+    store.close()
+    older_version(tmp_path / "store", create=["c"], delete=[])
+    with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
+        for name in (COUNT, COUNT + b"ann"):
+            txn.delete(name, db=env.open_db(b"meta", txn=txn))
+    store = reopen()
+    refused(store, "d")
+    add(store, "a", [1, 2])
+    store.close()
+    found = meta(tmp_path / "store")
+    assert {name: TIME.unpack(found[name])[0] for name in found if name.startswith(COUNT)} == {
+        COUNT: 3,
+        COUNT + b"ann": 1,
+    }
+    assert len(found[WRITER]) == MARK_SIZE
+
+
+def test_a_count_that_is_wrong_is_put_right_by_the_next_start(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    store = reopen()
+    create(store, "a", "b")
+    store.close()
+    with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
+        txn.put(COUNT, TIME.pack(77), db=env.open_db(b"meta", txn=txn))
+    store = reopen()
+    create(store, "c")
+    refused(store, "d")
+
+
+def test_a_namespace_without_buffers_leaves_nothing(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    store = reopen()
+    for name in ("ann", "bob"):
+        create(Namespaced(store, name), "a")
+        do(Namespaced(store, name), Delete(name="a"))
+    store.close()
+    assert not [name for name in meta(tmp_path / "store") if name.startswith(COUNT)]
+
+
+def test_a_damaged_buffer_that_is_deleted_leaves_its_place(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    store = reopen()
+    create(store, "a", "b", "c")
+    store.close()
+    with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
+        txn.put(b"b", b"nonsense nonsense", db=env.open_db(b"buffers", txn=txn))
+    store = reopen()
+    refused(store, "d")
+    do(store, Delete(name="b"))
+    create(store, "d")
+    refused(store, "e")
+
+
+def test_many_that_expired_make_room_for_as_many(tmp_path: Path, clock: Clock) -> None:
+    most = 250
+    store = open_lmdb(tmp_path / "store", clock, max_buffers=most)
+    create(store, *[f"old{number}" for number in range(most)], ttl_seconds=10.0)
+    clock.advance(5)
+    for number in range(120):
+        add(store, f"old{number}", [1, 2])
+    clock.advance(5)
+    names = [f"new{number}" for number in range(most - 120)]
+    with pytest.raises(TooManyBuffers):
+        create(store, *names, "one.more")
+    create(store, *names)
+    refused(store, "one.more")
+    store.close()
