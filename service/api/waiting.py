@@ -72,15 +72,15 @@ async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
     """What `work` returns. The body must have been read. Raises `ClientDisconnect` if the client goes."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
+    leaving.add_done_callback(lambda _: working.cancel())
     try:
-        either: set[asyncio.Future[Any]] = {working, leaving}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await working
+    except asyncio.CancelledError:
+        if leaving.done():
+            raise ClientDisconnect from None
+        raise
     finally:
         leaving.cancel()
-        working.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

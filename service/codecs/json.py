@@ -45,7 +45,7 @@ DIAGNOSED_BYTES = 16 << 20
 MOST_MEMBERS = 4096
 """The most members of an object: simdjson finds each by going through those before it."""
 
-REUSED_BYTES = 32 << 20
+REUSED_BYTES = 48 << 20
 """The largest body for which a thread keeps its parser's memory, which is several times that, for the next one."""
 
 
