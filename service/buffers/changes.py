@@ -41,7 +41,7 @@ from service.errors import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Change:
     """What a request does to one buffer, if its tag is among those that `match` names."""
 
@@ -66,7 +66,7 @@ class Change:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Create(Change):
     """Create the buffer, if there is none like it."""
 
@@ -98,7 +98,7 @@ class Create(Change):
         return {**record.as_json(), "created": created}, None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Add(Change):
     """InPlaceAccumulator and InPlaceAccumulatorV2: add `weight` times the gradient, or replace the sum by it.
 
@@ -170,7 +170,7 @@ class Add(Change):
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Zero(Change):
     """ZeroGradient: discard the sum, and begin the next epoch."""
 
@@ -181,7 +181,7 @@ class Zero(Change):
         return record.receipt(updated=True), None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Take(Change):
     """Close the epoch and answer its value, once at least `min_count` gradients are in."""
 
@@ -212,7 +212,7 @@ class Take(Change):
         return _load(txn, self.name, record, receipt)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Delete(Change):
     """Forget the buffer."""
 
@@ -221,7 +221,7 @@ class Delete(Change):
         return record.receipt(updated=True), None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Restore(Change):
     """Create the buffer in a state that it had elsewhere: as `record`, which knows no closed epochs, with its value."""
 
