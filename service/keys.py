@@ -15,10 +15,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from service.errors import shown
 
@@ -34,6 +35,7 @@ SCOPES = {
 PREFIX = "gs"
 _SECRET = re.compile(rf"{PREFIX}_([0-9a-f]{{12}})_[A-Za-z0-9_-]{{43}}")
 _NAME = re.compile(r"[A-Za-z0-9._:@-]{1,100}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FORMAT = 1
 
 
@@ -102,13 +104,30 @@ def load(path: Path) -> list[ApiKey]:
         document = json.loads(path.read_text())
         if document["format"] != _FORMAT:
             raise KeyFileInvalid(f"{path} has format {shown(document['format'])}, but this gradserve reads {_FORMAT}")
-        return [ApiKey(**{**one, "scopes": tuple(one["scopes"])}) for one in document["keys"]]
+        return list(map(_key, document["keys"]))
     except FileNotFoundError:
         return []
     except KeyFileInvalid:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise KeyFileInvalid(f"{path} is no file of API keys: {error}") from None
+
+
+def _key(given: Mapping[str, Any]) -> ApiKey:
+    """A key as the file has it, which someone may have edited. Raises `KeyFileInvalid`, and `TypeError`."""
+    key = ApiKey(**given)
+    texts = (key.id, key.name, key.namespace)
+    if not (
+        all(isinstance(one, str) for one in texts)
+        and isinstance(key.digest, str)
+        and _DIGEST.fullmatch(key.digest)
+        and isinstance(key.scopes, list)
+        and SCOPES.keys() >= set(key.scopes)
+        and isinstance(key.created, (int, float))
+        and isinstance(key.expires, (int, float, type(None)))
+    ):
+        raise KeyFileInvalid(f"The key {shown(str(key.name))} is not as gradserve keys add writes it")
+    return replace(key, scopes=tuple(key.scopes))
 
 
 def add(path: Path, name: str, scopes: list[str], namespace: str = "", expires: float | None = None) -> str:

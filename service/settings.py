@@ -62,7 +62,9 @@ class Settings(BaseSettings):
         60, description="Seconds without a byte after which a request whose body is not complete is given up."
     )
     keep_alive: PositiveInt = Field(
-        75, description="Seconds for which a connection may wait for a request, or for the rest of its head."
+        75,
+        description="Seconds for which a connection may wait for a request, for the rest of its head, or for its client"
+        " to read more of an answer.",
     )
     reuse_bytes: int = Field(
         256 << 20, ge=0, description="Memory of past requests, in bytes, that is kept for later ones."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -28,7 +29,7 @@ from service.arena import keep_freed_memory
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
 from service.engine import Engine
-from service.errors import Busy, Forbidden, StoreFailed, Unauthorized
+from service.errors import Busy, Forbidden, NotReady, StoreFailed, Unauthorized
 from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
@@ -89,6 +90,10 @@ class Application(FastAPI):
             await self._answer(scope, receive, sending)
         except (Unauthorized, Forbidden, Busy) as error:
             await problems.answer(scope["path"], error)(scope, receive, sending)
+        except asyncio.CancelledError:  # GRADSERVE_DRAIN_TIMEOUT is over
+            if not context.status:
+                late = NotReady("The server has stopped before this was done; send it again")
+                await problems.answer(scope["path"], late)(scope, receive, sending)
         finally:
             scope.get("extensions", {}).clear()  # they lead back to the scope, and only the collector could free both
             self.admission.release(context)

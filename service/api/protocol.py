@@ -21,6 +21,9 @@ EXCHANGE = "gradserve.exchange"
 LARGE_BYTES, TURN_BYTES = 8 << 20, 1 << 19
 """An answer of more than so many bytes is written in pieces of so many, between which it is the turn of others."""
 
+LONGEST_HEAD = 1 << 16
+"""A head, or whatever else is no body, of more bytes than that is refused, give or take what comes at once."""
+
 BUSY_SECONDS = 0.0002
 """How long a turn of the loop takes at least when there is more to do than to send one answer."""
 
@@ -31,25 +34,91 @@ class Protocol(HttpToolsProtocol):
     """Adds an `Exchange` to each request's scope, and closes connections on which a request is long in coming.
 
     uvicorn closes those that are idle after an answer; here, also those on which nothing came yet, half a head, or a
-    part of a body that was refused. One timer serves a connection for all its life: uvicorn's, new for each request,
-    takes longer than to parse a request's head.
+    part of a body that was refused, and those whose client has stopped reading its answer. One timer serves a
+    connection for all its life: uvicorn's, new for each request, takes longer than to parse a request's head.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self._due = self.loop.time() + self.timeout_keep_alive
         self._timer = self.loop.call_at(self._due, self._judge)
+        self._unsent = 0  # bytes of answers, when they were last looked at
+        self._unheeded = 0  # bytes that came since a head was complete, or a part of a body came
+        self._ended = False  # whether what comes is thrown away
+        self._running: RequestResponseCycle | None = None  # `cycle` may be of a request that waits for its turn
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._timer.cancel()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def _judge(self) -> None:
-        now = self.loop.time()
+        now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        if unsent and unsent == self._unsent:
+            self.transport.abort()
+        self._unsent = unsent
         if now >= self._due:
-            self.timeout_keep_alive_handler()
+            self.timeout_keep_alive_handler()  # which waits for what is unsent
+        later = now + self.timeout_keep_alive
+        self._timer = self.loop.call_at(min(self._due, later) if now < self._due else later, self._judge)
+
+    def resume_writing(self) -> None:
+        self._unsent = 0  # the client reads
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._ended:
+            return
+        self._unheeded += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse("Invalid HTTP request received.")
         else:
-            self._timer = self.loop.call_at(min(self._due, now + self.timeout_keep_alive), self._judge)
+            if self._unheeded > LONGEST_HEAD:
+                self._refuse(f"The head of this request has more than {LONGEST_HEAD} bytes.")
+
+    def _stay(self, rest: bytes) -> None:
+        """Serve a request that asks for another protocol as if it had not, and end the connection after it.
+
+        The parser leaves all that follows the head, `rest`, to that protocol; but the body is this request's.
+        """
+        self.cycle.keep_alive = False
+        framing = [b"%b: %b\r\n" % one for one in self.headers if one[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(_LastBody(self))
+        self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), rest))
+
+    def _refuse(self, message: str) -> None:
+        """End the connection because of what came, after the answers to the requests before it."""
+        self.logger.warning(message)
+        cycle = self.cycle
+        if self.pipeline or cycle is not None and not cycle.more_body and not cycle.response_complete:
+            cycle.keep_alive = False
+            self.end()
+        elif cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.close()
+        else:
+            self.send_400_response(message)
+
+    def end(self) -> None:
+        """Throw away what comes from now on."""
+        self._ended = True
+
+    def on_message_begin(self) -> None:
+        self._unheeded = 0
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._unheeded = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else the parser has not looked for a body
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -57,7 +126,8 @@ class Protocol(HttpToolsProtocol):
             return
         self.flow.resume_reading()
         if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+            self._running, app = self.pipeline.pop()
+            self._start_asgi_task(self._running, app)
         else:
             self._due = self.loop.time() + self.timeout_keep_alive
 
@@ -69,7 +139,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self._due = math.inf
+        self._due, self._unheeded = math.inf, 0
+        if not self.pipeline:
+            self._running = self.cycle
         self.scope["extensions"] = {EXCHANGE: Exchange(self, self.cycle)}  # type: ignore[dict-item]
 
     def read_by(self, protocol: asyncio.BaseProtocol) -> None:
@@ -142,6 +214,8 @@ class Exchange:
         if cycle.disconnected:
             return
         lines = [b"%b: %b\r\n" % line for line in protocol.server_state.default_headers]
+        if cycle.waiting_for_100_continue:  # whether the body comes all the same, nobody can know
+            cycle.keep_alive = False
         end = "\r\n" if cycle.keep_alive else "connection: close\r\n\r\n"
         cycle.response_started = True
         first = b"".join([b"HTTP/1.1 200 OK\r\n", *lines, (head + end).encode("latin-1")])
@@ -175,6 +249,23 @@ class Exchange:
         turn = loop.time() - asked
         if turn > BUSY_SECONDS:
             await asyncio.sleep(24 * turn)
+
+
+class _LastBody:
+    """What a parser tells of a body, for the connection's last request."""
+
+    def __init__(self, owner: Protocol) -> None:
+        self._owner, self._over = owner, False
+
+    def on_body(self, body: bytes) -> None:
+        if not self._over:
+            self._owner.on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._over:
+            self._over = True
+            self._owner.on_message_complete()
+            self._owner.end()
 
 
 class _Receiver(asyncio.BufferedProtocol):

@@ -266,6 +266,26 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
         assert not works(second)
 
 
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [("expires", "2040-01-31"), ("digest", None), ("digest", "\u00e9"), ("scopes", "admin"), ("scopes", ["all"])],
+)
+def test_a_file_that_someone_has_edited_wrongly_leaves_the_keys_as_they_were(
+    tmp_path: Path, member: str, value: object
+) -> None:
+    path = tmp_path / "keys.json"
+    headers = {"Authorization": f"Bearer {add(path, 'ann', ['ops'])}"}
+    with serving(keys=path) as url:
+        assert httpx.get(f"{url}/v1/ops", headers=headers).status_code == 200
+        document = json.loads(path.read_text())
+        document["keys"][0][member] = value
+        path.write_text(json.dumps(document))
+        assert httpx.get(f"{url}/v1/ops", headers=headers).status_code == 200
+        assert httpx.get(f"{url}/v1/buffers", headers=headers).status_code == 403
+        path.write_text("[" * 100_000)
+        assert httpx.get(f"{url}/v1/ops", headers=headers).status_code == 200
+
+
 def test_the_file_holds_no_secret_and_is_its_owners(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     secret = add(file, "one", ["ops"])

@@ -77,6 +77,20 @@ def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server) -> None:
     assert server.process.wait(30) == 0
 
 
+def test_what_takes_too_long_is_told_so(tmp_path: Path) -> None:
+    with Server(tmp_path / "store", drain_timeout=1) as server:
+        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
+        with half_sent(server) as connection:
+            server.process.send_signal(signal.SIGTERM)
+            stream = connection.makefile("rb")
+            assert stream.readline().startswith(b"HTTP/1.1 503 ")
+            head = {line.lower().rstrip() for line in iter(stream.readline, b"\r\n")}
+            assert {b"retry-after: 1", b"connection: close", b"content-type: application/problem+json"} <= head
+            assert b'"not_ready"' in stream.read()
+        assert server.process.wait(10) == 0
+        assert "Traceback" not in server.log.read_text()
+
+
 def test_told_twice_it_stops_at_once_and_loses_nothing(server: Server) -> None:
     headers = {"Content-Type": SAFETENSORS, "Accept": "application/json"}
     for count in range(1, 4):

@@ -1,0 +1,189 @@
+"""Connections of clients that are clumsy, or mean no good: each is answered in turn or closed, and holds nothing."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import numpy as np
+import pytest
+
+from service.codecs import safetensors
+from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Make, assert_right, v1
+from tests.serving import serving
+
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: test\r\n\r\n"
+POLL = b"GET /v1/buffers/open/value?epoch=0&timeout=300 HTTP/1.1\r\nHost: test\r\n\r\n"
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+HALF = 4 << 20
+"""Elements of a buffer whose value takes more than half of the bytes that may be in flight."""
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[str]:
+    with serving(keep_alive=1, max_bytes_in_flight=7 * HALF) as url:
+        httpx.put(f"{url}/v1/buffers/open", json={"shape": [2]}).raise_for_status()
+        httpx.put(f"{url}/v1/buffers/large", json={"shape": [HALF]}).raise_for_status()
+        yield url
+
+
+def in_flight(url: str, name: str = "") -> float:
+    """What the server has in flight, without the request that asks."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    (value,) = (line.split()[1] for line in lines if line.startswith(f"gradserve_in_flight{name} "))
+    return float(value) - (not name)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# ----- what is no head, or a very long one -----
+
+ENDLESS = {
+    "a path": (b"GET /", b"a" * 10_000),
+    "headers": (b"GET / HTTP/1.1\r\n", b"X-More: and more\r\n" * 500),
+    "a header": (b"GET / HTTP/1.1\r\nX-Long: ", b"a" * 10_000),
+    "a trailer": (v1(SMALL).chunked(50)[:-2] + b"X-Long: ", b"a" * 10_000),
+    "an extension of a chunk": (v1(SMALL).head + b"Transfer-Encoding: chunked\r\n\r\n5;", b"a" * 10_000),
+}
+
+
+@pytest.mark.parametrize("start", ENDLESS)
+def test_what_has_no_end_is_refused(url: str, start: str) -> None:
+    """`url`'s server would wait for longer than this test takes."""
+    first, more = ENDLESS[start]
+    with Connection(url) as connection:
+        connection.send(first)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.send(*[more] * 4000, pause=0)
+
+
+def test_a_head_of_60_kilobytes_is_taken(url: str) -> None:
+    message = v1(SMALL)
+    with Connection(url) as connection:
+        for _ in range(3):
+            connection.send(message.whole(*[b"X-%d: %b\r\n" % (k, b"a" * 990) for k in range(60)]))
+            assert_right(connection.answer(), message)
+
+
+def test_nonsense_after_a_request_does_not_cost_it_its_answer(url: str) -> None:
+    message = v1(SMALL)
+    for others in (b"", LIVE, LIVE + LIVE):
+        with Connection(url) as connection:
+            connection.send(others + message.whole() + b"nonsense\r\n\r\n")
+            for _ in range(others.count(b"GET")):
+                assert connection.answer().body == b'{"live":true}'
+            answer = connection.answer()
+            assert_right(answer, message)
+            assert answer.headers["connection"] == "close"
+            assert connection.is_closed()
+
+
+def test_nonsense_alone_is_refused(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(LIVE)
+        assert connection.answer().status == 200
+        connection.send(b"nonsense\r\n\r\n")
+        assert connection.answer().status == 400
+        assert connection.is_closed()
+
+
+# ----- a body is never a request -----
+
+
+@EITHER_API
+@SIZES
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_that_offers_another_protocol_has_its_body(url: str, make: Make, size: int, chunked: bool) -> None:
+    """As Java's client offers HTTP/2 with every first request."""
+    message = make(size)
+    whole = message.chunked(30_000) if chunked else message.whole()
+    end_of_line = whole.index(b"\r\n") + 2
+    whole = whole[:end_of_line] + UPGRADE + whole[end_of_line:]
+    head = whole.index(b"\r\n\r\n") + 4
+    behind = LIVE if size == SMALL else b""  # what is not even read when a connection is closed costs the answer
+    for cut in (len(whole), head, head + 3, len(whole) - 1):
+        with Connection(url) as connection:
+            connection.send(whole[:cut], whole[cut:] + behind, pause=0.02)
+            answer = connection.answer()
+            assert_right(answer, message)
+            assert answer.headers["connection"] == "close"
+            assert connection.is_closed()
+
+
+def test_a_body_that_looks_like_a_request_is_none(url: str) -> None:
+    httpx.put(f"{url}/v1/buffers/dear", json={"shape": [2]}).raise_for_status()
+    inner = b"DELETE /v1/buffers/dear HTTP/1.1\r\nHost: test\r\n\r\n"
+    head = b"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: test\r\n" + UPGRADE + b"Content-Length: %d\r\n\r\n" % len(inner)
+    for pieces in ([head + inner], [head, inner]):
+        with Connection(url) as connection:
+            connection.send(*pieces, pause=0.02)
+            assert connection.answer().status == 400
+            assert connection.is_closed()
+    assert httpx.get(f"{url}/v1/buffers/dear").status_code == 200
+
+
+def test_a_value_that_is_asked_for_with_a_body_to_come_ends_the_connection(strict: str) -> None:
+    with Connection(strict) as connection:
+        head = b"GET /v1/buffers/open/value HTTP/1.1\r\nHost: test\r\n"
+        connection.send(head + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n")
+        answer = connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert connection.is_closed()
+
+
+# ----- clients that leave, or do not read -----
+
+
+@pytest.mark.parametrize("behind", [b"", LIVE, POLL, POLL * 3])
+def test_nobody_waits_for_a_client_that_left_requests_behind(strict: str, behind: bytes) -> None:
+    with Connection(strict) as connection:
+        connection.send(POLL + behind)
+        wait_until(lambda: in_flight(strict) == 1)
+    wait_until(lambda: in_flight(strict) == 0)
+
+
+def ask_for_the_large(url: str, reader: socket.socket) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader.connect((host, int(port)))
+    head = f"GET /v1/buffers/large/value HTTP/1.1\r\nHost: test\r\nAccept: {safetensors.MEDIA_TYPE}\r\n\r\n"
+    reader.sendall(head.encode())
+
+
+def test_a_client_that_does_not_read_holds_nothing_for_long(strict: str) -> None:
+    headers = {"Accept": safetensors.MEDIA_TYPE}
+    with socket.socket() as lazy:
+        ask_for_the_large(strict, lazy)
+        wait_until(lambda: in_flight(strict, "_bytes") > 0)
+        assert httpx.get(f"{strict}/v1/buffers/large/value", headers=headers).status_code == 429
+        wait_until(lambda: in_flight(strict, "_bytes") == 0)
+    assert httpx.get(f"{strict}/v1/buffers/large/value", headers=headers).status_code == 200
+
+
+def test_a_client_that_reads_slowly_gets_all(strict: str) -> None:
+    with socket.socket() as slow:
+        ask_for_the_large(strict, slow)
+        stream, got = slow.makefile("rb"), 0
+        for _ in range(60):  # three seconds, in which the server looks three times
+            time.sleep(0.05)
+            got += len(stream.read(4 * HALF // 64))
+        got += len(stream.read(4 * HALF - got))
+        assert got == 4 * HALF
+
+
+def test_answers_are_right_while_others_do_all_this(strict: str) -> None:
+    """What was closed or refused above has left nothing on any connection of others."""
+    with Connection(strict) as connection:
+        for number in range(20):
+            message = v1(LARGE if number % 5 == 0 else SMALL, number)
+            connection.send(message.whole() + LIVE)
+            assert_right(connection.answer(), message)
+            assert connection.answer().body == b'{"live":true}'
+    assert np.isclose(in_flight(strict), 0)
