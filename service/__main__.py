@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import math
 import sys
 import time
 from datetime import datetime
@@ -150,13 +151,15 @@ def _keys(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _moment(text: str) -> float:
-    """Seconds since 1970 of a date, or of so many days from now."""
+    """Seconds since 1970 of a date, or of so many days from now: a moment that is yet to come."""
     try:
-        if text.endswith("d"):
-            return time.time() + float(text[:-1]) * 24 * 3600
-        return datetime.fromisoformat(text).timestamp()
+        days = float(text[:-1]) if text.endswith("d") else None
+        moment = datetime.fromisoformat(text).timestamp() if days is None else time.time() + days * 24 * 3600
     except ValueError:
         raise KeyFileInvalid(f"--expires is {text!r}, but must be like 2027-01-31 or 90d") from None
+    if not time.time() < moment < math.inf:
+        raise KeyFileInvalid(f"--expires is {text!r}, but must be a moment that is yet to come")
+    return moment
 
 
 def _shown(moment: float) -> str:

@@ -59,7 +59,7 @@ def _is_open(path: str) -> bool:
 def _is_near(scope: Scope) -> bool:
     """Whether the request comes from this machine, and not through a proxy on it."""
     client = scope.get("client")
-    forwarded = any(name in (b"x-forwarded-for", b"forwarded") for name, _ in scope["headers"])
+    forwarded = any(name in (b"x-forwarded-for", b"x-real-ip", b"forwarded") for name, _ in scope["headers"])
     return client is not None and ipaddress.ip_address(client[0]).is_loopback and not forwarded
 
 

@@ -322,6 +322,10 @@ def test_the_command(tmp_path: Path) -> None:
         (("add", "x", "--scopes", "all"), "buffers:read"),
         (("add", "x", "--namespace", "a/b"), "a/b"),
         (("add", "x", "--expires", "soon"), "2027-01-31"),
+        (("add", "x", "--expires", "2020-01-31"), "yet to come"),
+        (("add", "x", "--expires", "0d"), "yet to come"),
+        (("add", "x", "--expires", "nand"), "yet to come"),
+        (("add", "x", "--expires", "infd"), "yet to come"),
         (("rm", "nobody"), "nobody"),
     ],
 )

@@ -139,7 +139,8 @@ def test_who_may_read_them(tmp_path: Path, rule: str, near: int, forwarded: int)
     admin, other = (add(tmp_path / "keys", name, [name]) for name in ("admin", "ops"))
     with serving(keys=tmp_path / "keys", metrics_open=rule) as url:
         assert httpx.get(f"{url}/metrics").status_code == near
-        assert httpx.get(f"{url}/metrics", headers={"X-Forwarded-For": "203.0.113.9"}).status_code == forwarded
+        for header in ("X-Forwarded-For", "X-Real-IP", "Forwarded"):
+            assert httpx.get(f"{url}/metrics", headers={header: "for=203.0.113.9"}).status_code == forwarded
         asked = {"X-Forwarded-For": "203.0.113.9", "Authorization": f"Bearer {admin}"}
         assert httpx.get(f"{url}/metrics", headers=asked).status_code == 200
         asked["Authorization"] = f"Bearer {other}"
