@@ -178,16 +178,16 @@ async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> An
 
 
 _DEFAULT = AccumulateQuery()
-_ACCUMULATE = re.compile(r"/v1/buffers/([^/]+)/accumulate")
+_ACCUMULATE = re.compile(r"/v1/buffers(?:/([^/]+))?/accumulate")
 
 
 def wants_accumulate(scope: Scope) -> re.Match[str] | None:
-    """Whether a request is to add to a buffer; to which, says the group."""
+    """Whether a request is to add to a buffer; to which, says the group, or, if there is none, its body."""
     return _ACCUMULATE.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
 
 
 async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:
-    """What `accumulate` does, without FastAPI, which takes longer to find it than it takes."""
+    """What `accumulate` and `accumulate_many` do, without FastAPI, which takes longer to find them than they take."""
     request = Request(scope, receive)
     query = _DEFAULT
     if scope["query_string"]:
@@ -196,7 +196,7 @@ async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str
             query = AccumulateQuery.model_validate(dict(request.query_params))
         except ValidationError as invalid:
             raise invalid_parameter(invalid.errors()[0]) from None
-    return await _accumulate(request, path[1], query)
+    return await (_accumulate_many(request, query) if path[1] is None else _accumulate(request, path[1], query))
 
 
 @router.post(
@@ -240,6 +240,10 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
 )
 async def accumulate_many(request: Request, query: Annotated[AccumulateQuery, Query()]) -> Response:
     check_given_once(request)
+    return AnswerResponse(await _accumulate_many(request, query))
+
+
+async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     refuse_match(request.scope)
     _check_may_read(request, query)
     asked = await _Asked.of(request)
@@ -247,7 +251,7 @@ async def accumulate_many(request: Request, query: Annotated[AccumulateQuery, Qu
     if not tensors:
         raise MissingTensor("accumulate needs one tensor for each buffer, by its name", tensor="")
     outcome = await asked.change([_add(check_name(name), one, query, None) for name, one in tensors.items()])
-    return await asked.respond(outcome, query.encoding, one=False)
+    return await asked.answer(outcome, query.encoding, one=False)
 
 
 @router.post(
