@@ -41,8 +41,14 @@ async def read_body(scope: Scope, receive: Receive, allocate: Callable[[int], me
     """
     context, settings = context_of(scope), settings_of(scope)
     limit, patience = settings.max_body_bytes, settings.request_timeout
-    began = time.perf_counter_ns()
-    body = await _read(scope, receive, allocate, head, limit, patience)
+    began, exchange = time.perf_counter_ns(), _exchange(scope)
+    at_hand = None if exchange is None else exchange.body_at_hand()
+    if at_hand is None:
+        body = await _read(scope, receive, exchange, allocate, head, limit, patience)
+    elif len(at_hand) <= limit:
+        body = memoryview(at_hand)
+    else:
+        raise _too_large(f"The body has {len(at_hand)} bytes", limit)
     context.spent["read"] = time.perf_counter_ns() - began
     context.received = len(body)
     return body
@@ -51,6 +57,7 @@ async def read_body(scope: Scope, receive: Receive, allocate: Callable[[int], me
 async def _read(
     scope: Scope,
     receive: Receive,
+    exchange: Exchange | None,
     allocate: Callable[[int], memoryview],
     head: int,
     limit: int,
@@ -60,12 +67,7 @@ async def _read(
     announced = None if length is None else int(length)  # the HTTP parser has seen to it that this is a number
     if announced is not None and announced > limit:
         raise _too_large(f"The body has {announced} bytes", limit)
-    exchange = _exchange(scope)
     try:
-        if exchange is not None and (body := exchange.body_at_hand()) is not None:
-            if len(body) > limit:  # it came in chunks
-                raise _too_large(f"The body has {len(body)} bytes", limit)
-            return memoryview(body)
         if announced is None or announced <= DIRECT_BYTES or exchange is None:
             return await _grown(scope, receive, limit, patience)
         shift = -head % ALIGNMENT

@@ -183,7 +183,7 @@ _ACCUMULATE = re.compile(r"/v1/buffers(?:/([^/]+))?/accumulate")
 
 def wants_accumulate(scope: Scope) -> re.Match[str] | None:
     """Whether a request is to add to a buffer; to which, says the group, or, if there is none, its body."""
-    return _ACCUMULATE.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+    return _ACCUMULATE.fullmatch(scope["path"]) if scope["method"] == "POST" else None
 
 
 async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:

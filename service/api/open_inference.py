@@ -152,7 +152,8 @@ _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
 def wants_inference(scope: Scope) -> re.Match[str] | None:
     """Whether a request is to run a model; which and in which version, say the groups."""
-    return _INFER.fullmatch(scope["path"]) if scope["type"] == "http" else None
+    path: str = scope["path"]
+    return _INFER.fullmatch(path) if path.startswith("/v2/") else None
 
 
 async def infer(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:

@@ -24,10 +24,15 @@ def view(place: str, name: str, data: bytes | memoryview, dtype: DType, shape: S
         raise wrong_size(place, name, len(data), dtype, shape)
     if dtype == BOOL and np.frombuffer(data, np.uint8).max(initial=0) > 1:
         raise InvalidTensor(f"{place} has a byte that is neither 0 nor 1, which bool does not allow", tensor=name)
-    array: Array = np.ndarray(shape, dtype, data)
+    return view_at(data, 0, dtype, shape)
+
+
+def view_at(data: bytes | memoryview, start: int, dtype: DType, shape: Sequence[int]) -> Array:
+    """What `view` gives, of bytes that are known to be enough from `start` on, and fit."""
+    array: Array = np.ndarray(shape, dtype, data, start)
     if not array.flags.aligned:
         array = array.copy()
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
 
 
