@@ -87,12 +87,17 @@ class Application(FastAPI):
                 logs.identify(context)
             context.caller = admit(scope, self.keys, self.settings.metrics_open)
             self.admission.admit(context, self.engine)
+            if context.held:
+                self.metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
             await self._answer(scope, receive, sending)
         except (Unauthorized, Forbidden, Busy) as error:
             await problems.answer(scope["path"], error)(scope, receive, sending)
         except asyncio.CancelledError:  # GRADSERVE_DRAIN_TIMEOUT is over
             if not context.status:
-                late = NotReady("The server has stopped before this was done; send it again")
+                late = NotReady(
+                    "The server stopped (GRADSERVE_DRAIN_TIMEOUT) before it knew what came of this. Send it again; what"
+                    " changes a buffer with the same Idempotency-Key, or it may count twice"
+                )
                 await problems.answer(scope["path"], late)(scope, receive, sending)
         finally:
             scope.get("extensions", {}).clear()  # they lead back to the scope, and only the collector could free both

@@ -86,7 +86,9 @@ def test_what_takes_too_long_is_told_so(tmp_path: Path) -> None:
             assert stream.readline().startswith(b"HTTP/1.1 503 ")
             head = {line.lower().rstrip() for line in iter(stream.readline, b"\r\n")}
             assert {b"retry-after: 1", b"connection: close", b"content-type: application/problem+json"} <= head
-            assert b'"not_ready"' in stream.read()
+            problem = stream.read()
+            assert b'"not_ready"' in problem
+            assert b"Idempotency-Key" in problem
         assert server.process.wait(10) == 0
         assert "Traceback" not in server.log.read_text()
 

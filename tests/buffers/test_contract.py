@@ -63,11 +63,6 @@ every_pair = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture(params=["memory", "lmdb"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Store]:
     store: Store = open_memory(clock) if request.param == "memory" else open_lmdb(tmp_path / "store", clock)

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -27,24 +28,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], LmdbStore]]:
-    """Opens the store in `tmp_path / "store"`, whose earlier one is closed."""
-    opened: list[LmdbStore] = []
-
-    def reopen() -> LmdbStore:
-        for store in opened:
-            store.close()
-        opened.append(open_lmdb(tmp_path / "store", clock, max_buffers=MOST))
-        return opened[-1]
-
-    yield reopen
-    for store in opened:
-        store.close()
+def reopen(reopen: Callable[..., LmdbStore]) -> Callable[[], LmdbStore]:
+    """The same, of a store in which a namespace may have three buffers."""
+    return partial(reopen, max_buffers=MOST)
 
 
 @pytest.fixture(params=["memory", "lmdb"])

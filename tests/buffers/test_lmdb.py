@@ -37,27 +37,6 @@ from tests.buffers.test_contract import LARGE, entries_of
 from tests.kernels.equality import assert_same_bits
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], LmdbStore]]:
-    """Opens the store in `tmp_path / "store"`, whose earlier one is closed."""
-    opened: list[LmdbStore] = []
-
-    def reopen() -> LmdbStore:
-        for store in opened:
-            store.close()
-        opened.append(open_lmdb(tmp_path / "store", clock))
-        return opened[-1]
-
-    yield reopen
-    for store in opened:
-        store.close()
-
-
 class Gate:
     """Holds the writer before a commit, so that what is submitted meanwhile comes in one batch."""
 
