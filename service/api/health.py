@@ -14,7 +14,6 @@ from service.api.buffer_models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
 from service.api.changes import LONGEST_KEY, store_of
 from service.api.context import engine_of, settings_of
 from service.api.metrics import Metrics
-from service.api.protocol import LONGEST_HEAD
 from service.codecs.json import MOST_MEMBERS
 from service.settings import Settings
 
@@ -51,7 +50,6 @@ SETTINGS = (
 """The settings that are limits."""
 
 CONSTANTS: dict[str, tuple[int | float, str]] = {
-    "max_head_bytes": (LONGEST_HEAD, "Longest head of a request, its path, query and headers, in bytes."),
     "max_idempotency_key_length": (LONGEST_KEY, "Most characters in an Idempotency-Key."),
     "max_wait_seconds": (LONGEST_WAIT, "Longest time that a request may wait for an epoch, in seconds."),
     "max_listed": (MOST_LISTED, "Most buffers on a page of a list."),
