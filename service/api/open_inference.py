@@ -19,7 +19,7 @@ from service.api.changes import receipts_text
 from service.api.context import context_of, engine_of
 from service.api.ops import buffers_of, find
 from service.api.problems import invalid_parameter
-from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job, respond, statistics_of
+from service.api.work import INLINE_TEXT, NO_BUFFERS, Buffers, Job, respond, statistics_of
 from service.buffers.store import Receipt
 from service.codecs import open_inference as codec
 from service.dtypes import DTYPES, OPEN_INFERENCE
@@ -163,8 +163,8 @@ async def infer(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:
     operator = _find(path[1], path[2] or VERSION)
     length = _header_length(scope)
     decode = partial(_decode, operator, length)
-    inline = INLINE_TEXT if length is None or length > INLINE_TEXT else INLINE_BYTES
-    return await respond(scope, receive, operator, decode, inline=inline, head=length or 0)
+    text = length is None or length > INLINE_TEXT
+    return await respond(scope, receive, operator, decode, text=text, head=length or 0)
 
 
 def _header_length(scope: Scope) -> int | None:
@@ -190,7 +190,7 @@ def _decode(operator: Operator, length: int | None, engine: Engine, body: memory
     binary = {name: request.binary for name in known} if request.outputs is None else request.outputs
     encode = partial(_encode, operator, request.id, [name for name, in_bytes in binary.items() if in_bytes])
     attributes, buffers = _attributes(operator, request.parameters)
-    return Job(request.tensors, attributes, wanted, encode, buffers)
+    return Job(request.tensors, attributes, wanted, encode, not all(binary.values()), buffers)
 
 
 def _decode_raw(operator: Operator, engine: Engine, body: memoryview) -> Job:
@@ -203,7 +203,7 @@ def _decode_raw(operator: Operator, engine: Engine, body: memoryview) -> Job:
         )
     name, dtype = needed[0].name, DTYPES[needed[0].kind.default]
     tensor = codec.decode_raw(name, dtype, body, engine.limits)
-    return Job({name: tensor}, {}, None, partial(_encode, operator, None, operator.output_names))
+    return Job({name: tensor}, {}, None, partial(_encode, operator, None, operator.output_names), False)
 
 
 def _encode(

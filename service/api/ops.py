@@ -18,7 +18,7 @@ from service.api.body import Answer, AnswerResponse
 from service.api.changes import receipts_text
 from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.tensors import judge
-from service.api.work import INLINE_BYTES, INLINE_TEXT, NO_BUFFERS, Buffers, Job, respond
+from service.api.work import NO_BUFFERS, Buffers, Job, respond
 from service.buffers.store import Receipt, check_name
 from service.codecs import json as json_codec
 from service.codecs import safetensors
@@ -237,7 +237,8 @@ def _job(
         return Answer(json_codec.encode(outputs, query.encoding or form, receipts), answers)
 
     attributes = query.model_dump(exclude=_NOT_ATTRIBUTES)
-    return Job(tensors, attributes, wanted_outputs(operator, getattr(query, "outputs", None)), encode, buffers)
+    wanted = wanted_outputs(operator, getattr(query, "outputs", None))
+    return Job(tensors, attributes, wanted, encode, answers == JSON, buffers)
 
 
 _NOT_ATTRIBUTES = {*EndpointQuery.model_fields, "outputs"}
@@ -253,8 +254,7 @@ def _add_endpoint(operator: Operator) -> None:
             raise
         decode = decode_json if sent == JSON else decode_safetensors
         decoded = partial(decode, operator, query, answers)
-        inline = INLINE_TEXT if sent == JSON else INLINE_BYTES
-        return AnswerResponse(await respond(request.scope, request.receive, operator, decoded, inline=inline))
+        return AnswerResponse(await respond(request.scope, request.receive, operator, decoded, text=sent == JSON))
 
     run.__annotations__ = {
         "request": Request,

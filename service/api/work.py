@@ -21,9 +21,14 @@ from service.errors import GradserveError, InvalidParameter
 from service.kernels import Operator
 from service.kernels._op import Array
 
-INLINE_TEXT, INLINE_BYTES = 1 << 18, 3 << 20
-"""Up to this size of a body, JSON or bytes, the work is done at once: to hand it over to the pool and back would take
-as long. A probe waits for it about a millisecond, no longer than for a thread that holds the interpreter's lock."""
+INLINE_TEXT, INLINE_HALVES, INLINE_BYTES = 1 << 18, 1 << 19, 3 << 20
+"""Up to this size of a body, be it text or answered as text, of 16-bit floats, or of other bytes, the work is done at
+once: to hand it over to the pool and back would take as long. A probe waits for it about a millisecond, no longer than
+for a thread that holds the interpreter's lock."""
+
+ALONE_BYTES = 9 << 20
+"""The same for bytes while no other large request is in flight. The pool's threads help; to hand all over to them takes
+a tenth longer."""
 
 
 class Buffers(NamedTuple):
@@ -45,6 +50,8 @@ class Job(NamedTuple):
     attributes: Mapping[str, Any]
     wanted: Sequence[str] | None
     encode: Callable[[Mapping[str, Array | Receipt]], Answer]
+    text: bool
+    """Whether any of them is answered as text."""
     buffers: Buffers = NO_BUFFERS
 
 
@@ -75,12 +82,13 @@ async def respond(
     operator: Operator,
     decode: Callable[[Engine, memoryview], Job],
     *,
-    inline: int,
+    text: bool,
     head: int = 0,
 ) -> Answer:
     """Read the body, in which the tensors begin after `head` bytes, `decode` it, run the operator, and encode.
 
-    All but the reading happens in the pool, or, for a body of up to `inline` bytes, at once.
+    All but the reading happens in the pool, or, for a small body, at once; what is small depends on whether it is
+    `text`.
     """
     context, asked = context_of(scope), time.perf_counter_ns()
     try:
@@ -88,6 +96,8 @@ async def respond(
         codings = coding_of(context.headers), wanted_coding(context.headers)
         body = await read_body(scope, receive, engine.buffer, head)
         asked = time.perf_counter_ns()
+        alone = scope["app"].admission.bytes == context.held
+        inline = INLINE_TEXT if text else ALONE_BYTES if alone else INLINE_BYTES
         small = len(body) <= inline and operator.linear and codings == (None, None)
         work = partial(_perform, scope, operator, body, codings, decode, asked)
         try:
@@ -115,13 +125,15 @@ def _perform(
     codings: tuple[str | None, str | None],
     decode: Callable[[Engine, memoryview], Job],
     asked: int,
-    alone: bool,
+    inline: bool,
 ) -> Answer | Adding:
     engine = engine_of(scope)
     started = time.perf_counter_ns()
     came_in, goes_out_in = codings
     plain = body if came_in is None else inflate(body, came_in, settings_of(scope).max_inflated_bytes)
     job = decode(engine, plain)
+    if inline and _takes_long(job, len(body)):
+        raise _LargeError
     decoded = time.perf_counter_ns()
 
     def finish(results: Mapping[str, Array | Receipt], headers: Mapping[str, str]) -> Answer:
@@ -139,9 +151,20 @@ def _perform(
         spent["kernel"], spent["encode"] = computed - decoded, encoded - computed
         return answer
 
+    alone = inline and len(body) <= INLINE_BYTES
     if job.buffers is NO_BUFFERS:
         return finish(engine.run(operator, job.tensors, job.attributes, job.wanted, alone=alone), {})
     return _perform_on_buffers(store_of(scope), engine, scope, operator, body, job, alone, finish)
+
+
+def _takes_long(job: Job, size: int) -> bool:
+    """Whether a body of `size` bytes, which looked small, asks for more than its bytes tell."""
+    return bool(
+        job.buffers.sources
+        or (size > INLINE_TEXT and job.text)
+        or (size > INLINE_HALVES and any(tensor.dtype.itemsize == 2 for tensor in job.tensors.values()))
+        or (size > INLINE_BYTES and job.buffers.targets)
+    )
 
 
 def _perform_on_buffers(
@@ -159,8 +182,6 @@ def _perform_on_buffers(
         caller_of(scope).require("buffers:read")
     if targets:
         caller_of(scope).require("buffers:write")
-    if sources and alone:
-        raise _LargeError
     key, match = key_of(scope, body), match_of(scope)
     if match is not None and len(targets) != 1:
         refuse_match(scope)

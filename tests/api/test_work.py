@@ -1,0 +1,70 @@
+"""Where a request's work is done, in the loop or in the pool, alone or beside others, its answer does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+
+from service.codecs import safetensors
+from service.limits import Limits
+from tests.api.calls import saved
+from tests.serving import serving
+
+SAFETENSORS = {"Content-Type": safetensors.MEDIA_TYPE}
+MEGABYTE = 1 << 20
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with serving(threads=2) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def relu_grad(client: httpx.Client, size: int, dtype: Any = np.float32) -> None:
+    """Ask for the gradient of `size` bytes, and check every one of its bits."""
+    dY = np.random.default_rng(size).standard_normal(size // np.dtype(dtype).itemsize, dtype=np.float32).astype(dtype)
+    X = dY[::-1].copy()
+    answer = client.post("/v1/ops/ReluGrad", content=saved({"dY": dY, "X": X}), headers=SAFETENSORS)
+    (dX,) = safetensors.decode(memoryview(answer.raise_for_status().content), Limits(size)).values()
+    assert dX.dtype == dY.dtype
+    assert dX.tobytes() == np.where(X > 0, dY, dtype(0)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [MEGABYTE // 8, MEGABYTE, 4 * MEGABYTE, 5 * MEGABYTE])
+def test_every_size_and_dtype_has_the_same_answer(client: httpx.Client, size: int, dtype: str) -> None:
+    relu_grad(client, size, DTYPES[dtype])
+
+
+def test_bytes_that_are_answered_as_text(client: httpx.Client) -> None:
+    dY = np.arange(MEGABYTE // 4, dtype=np.float32)
+    headers = {**SAFETENSORS, "Accept": "application/json"}
+    body = saved({"dY": dY, "X": np.ones_like(dY)})
+    answer = client.post("/v1/ops/ReluGrad?encoding=list", content=body, headers=headers).raise_for_status()
+    assert answer.json()["dX"]["data"] == dY.tolist()
+
+
+def test_large_outputs_go_into_a_buffer(client: httpx.Client) -> None:
+    dY = np.arange(MEGABYTE, dtype=np.float32)
+    client.put("/v1/buffers/large", json={"shape": [MEGABYTE]}).raise_for_status()
+    body = saved({"dY": dY, "X": np.ones_like(dY)})
+    for _ in range(2):
+        client.post("/v1/ops/ReluGrad?into=dX:large", content=body, headers=SAFETENSORS).raise_for_status()
+    value = client.get("/v1/buffers/large/value", headers={"Accept": safetensors.MEDIA_TYPE}).raise_for_status()
+    (total,) = safetensors.decode(memoryview(value.content), Limits(4 * MEGABYTE)).values()
+    assert (total == 2 * dY).all()
+
+
+def test_large_and_small_ones_beside_each_other(client: httpx.Client) -> None:
+    """Several answers that go out in pieces, and small ones between these pieces."""
+    sizes = [16 * MEGABYTE, 4 * MEGABYTE, 1024, 9 * MEGABYTE] * 4
+    with ThreadPoolExecutor(8) as clients:
+        for _ in clients.map(lambda size: relu_grad(client, size), sizes):
+            pass
