@@ -34,8 +34,8 @@ class Engine:
         self.waiting = 0
         """How much was submitted that has neither started nor been cancelled."""
         self._arena = Arena(reuse_bytes)
-        self._workspace = Workspace(self._pool, threads, self._allocate)
-        self._alone = Workspace(allocate=self._allocate)
+        self._workspace = Workspace(self._pool, threads, self._allocate, self._arena.allocate)
+        self._alone = Workspace(allocate=self._allocate, spare=self._arena.allocate)
 
     def buffer(self, size: int) -> memoryview:
         """`size` uninitialised bytes, in memory of past tensors where there is some."""

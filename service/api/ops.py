@@ -135,9 +135,9 @@ def query_model(operator: Operator) -> type[EndpointQuery]:
     """The query parameters of the operator's endpoint, its attributes included."""
     fields: Any = {a.name: (a.type, a.default) for a in operator.attributes}
     if len(operator.outputs) > 1:
-        description = (
-            "The outputs to answer, separated by commas; by default all. What is not asked for is not computed."
-        )
+        description = "The outputs to answer, separated by commas; by default all."
+        if operator.takes_wanted:
+            description += " What is not asked for is not computed."
         fields["outputs"] = (str | None, Field(None, description=description))
     return create_model(f"{operator.name}Query", __base__=EndpointQuery, **fields)
 

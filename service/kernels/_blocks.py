@@ -31,11 +31,12 @@ over more often, which costs more; with larger ones, scratch would take more tha
 
 @dataclass(frozen=True)
 class Workspace:
-    """The pool whose idle threads may help, how many threads may work at once, and who allocates outputs."""
+    """The pool whose idle threads may help, how many threads may work at once, and who allocates outputs and others."""
 
     pool: Executor | None = None
     threads: int = 1
     allocate: Callable[[tuple[int, ...], DType], Array] = np.empty
+    spare: Callable[[tuple[int, ...], DType], Array] = np.empty
 
 
 _ALONE = Workspace()
@@ -63,10 +64,7 @@ def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
     where there is not enough memory.
     """
     if out is None:
-        try:
-            return cast(T, _current.get().allocate(shape, dtype))
-        except (MemoryError, ValueError):  # ValueError: NumPy cannot even count the bytes
-            raise TensorTooLarge(f"an output of shape {list(shape)} and dtype {dtype} does not fit in memory") from None
+        return cast(T, _allocated("an output", _current.get().allocate, shape, dtype))
     if out.shape != shape or out.dtype != dtype or not (out.flags.c_contiguous and out.flags.writeable):
         raise ShapeMismatch(
             f"out must be a writeable C-contiguous {dtype} array of shape {list(shape)},"
@@ -74,6 +72,20 @@ def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
             tensor="out",
         )
     return out
+
+
+def spare_memory(shape: tuple[int, ...], dtype: DType) -> Array:
+    """Uninitialised memory from the workspace for what is no output. Raises `TensorTooLarge` where there is no more."""
+    return _allocated("an intermediate result", _current.get().spare, shape, dtype)
+
+
+def _allocated(
+    what: str, allocate: Callable[[tuple[int, ...], DType], Array], shape: tuple[int, ...], dtype: DType
+) -> Array:
+    try:
+        return allocate(shape, dtype)
+    except (MemoryError, ValueError):  # ValueError: NumPy cannot even count the bytes
+        raise TensorTooLarge(f"{what} of shape {list(shape)} and dtype {dtype} does not fit in memory") from None
 
 
 def block_length(dtype: DType) -> int:

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from service.kernels._blocks import new_output, scratch
+from service.kernels._blocks import scratch, spare_memory
 from service.kernels._gru_layout import Layout
 from service.kernels._op import Array
 from service.kernels._tasks import Tasks
 
 PIECE = 1 << 16
 """Elements of a block's states that are prepared at once: enough for NumPy's calls to be worth it."""
+LARGEST_PRODUCT = 1 << 19
+"""Elements of a product that wait in scratch, which a thread keeps, to be added."""
 WIDE = 128
 """Hidden units from which on each gate's products are a task of their own."""
 
@@ -35,14 +37,14 @@ class Backward:
         self.layout, self.x, self.given, self.made = layout, x, given, made
         S, N, H, D, dtype = layout.S, layout.N, layout.H, layout.D, x.dtype
         self.first = 1 if layout.linear_before_reset else 0  # where z stands
-        self.gates: Array = new_output(None, (D, S, N, 3 + self.first, H), dtype)
-        self.previous: Array = new_output(None, (D, S, N, H), dtype)  # the state before each step
+        self.gates: Array = spare_memory((D, S, N, 3 + self.first, H), dtype)
+        self.previous: Array = spare_memory((D, S, N, H), dtype)  # the state before each step
         self.reset: Array | None = None  # r * previous, where R sees that instead
         self.recurrent = self._array("R")
         if layout.linear_before_reset:
             self.recurrent = np.concatenate([self.recurrent[:, 2 * H :], self.recurrent[:, : 2 * H]], axis=1)
         else:
-            self.reset = new_output(None, (D, S, N, H), dtype)
+            self.reset = spare_memory((D, S, N, H), dtype)
 
     def run(self) -> None:
         """Fill `made`."""
@@ -216,11 +218,17 @@ class Backward:
         W, dX = self._array("W")[d], self.made["dX"][steps]
         gates = self.gates[d, steps, :, self.first :].reshape(-1, len(W))
         _add_product(dX.reshape(len(gates), self.layout.I), gates, W, fresh)
+        if self.layout.padded is not None:  # where W is not finite, 0 times it is NaN
+            dX[self.layout.padded[steps]] = 0
 
 
 def _add_product(total: Array, left: Array, right: Array, fresh: bool) -> None:
     """total = left @ right, or total += it."""
     if fresh:
         np.matmul(left, right, out=total)
-    else:
-        total += np.matmul(left, right, out=scratch(0, total.size, total.dtype).reshape(total.shape))
+        return
+    height = max(1, LARGEST_PRODUCT // max(1, total.shape[1]))
+    for start in range(0, len(total), height):
+        part = total[start : start + height]
+        product = scratch(0, part.size, part.dtype).reshape(part.shape)
+        part += np.matmul(left[start : start + height], right, out=product)

@@ -10,8 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from service.dtypes import DType
+from service.dtypes import DType, compute_dtype
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
+from service.kernels._blocks import new_output, spare_memory
 from service.kernels._op import Array
 
 SEQUENCES = 32
@@ -22,6 +23,8 @@ ROWS = 512
 """Rows, of step times sequence, in a chunk of steps: enough for a product of its own, few enough to stay in a cache."""
 STEPS = 16
 """Steps in a chunk, at least."""
+MOST_EMPTY_STEPS = 1 << 16
+"""Steps, at most, where X has no bytes: a request of a few bytes must not work for minutes."""
 
 Direction = Literal["forward", "reverse", "bidirectional"]
 
@@ -103,8 +106,13 @@ def layout_of(
     H = R.shape[2]
     if H == 0:
         raise ShapeMismatch(f"R has shape {list(R.shape)}, but there must be a hidden unit", tensor="R")
+    check_shape("R", R, len(reverse), 3 * H, H)
     if hidden_size is not None and hidden_size != H:
         raise _refused("hidden_size", hidden_size, f"{H}, the last dimension of R, or left out")
+    if N and not I and S > MOST_EMPTY_STEPS:
+        raise ShapeMismatch(
+            f"X has shape {[S, N, I]}, but may have {MOST_EMPTY_STEPS} steps at most where I is 0", tensor="X"
+        )
     layout = Layout(S, N, I, H, len(reverse), reverse, SL, linear_before_reset == 1)
     if SL is not None:
         check_shape("SL", SL, N)
@@ -124,6 +132,21 @@ def check_shape(name: str, tensor: Array | None, *shape: int) -> None:
     """Raise `ShapeMismatch` unless the tensor, if there is one, has this shape."""
     if tensor is not None and tensor.shape != shape:
         raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}", tensor=name)
+
+
+def results(dtype: DType, *shapes: tuple[int, ...]) -> list[tuple[Array, Array]]:
+    """For each shape an output of `dtype`, and where it is computed: itself, or wider memory beside it."""
+    outputs: list[Array] = [new_output(None, shape, dtype) for shape in shapes]
+    wide = compute_dtype(dtype)
+    return [(output, output if wide == dtype else spare_memory(output.shape, wide)) for output in outputs]
+
+
+def narrowed(output: Array, made: Array) -> Array:
+    """The output, with what was computed, rounded to its dtype."""
+    if made is not output:
+        with np.errstate(all="ignore"):
+            output[...] = made
+    return output
 
 
 def widened(tensor: Array | None, dtype: DType) -> Array | None:

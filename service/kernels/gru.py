@@ -23,9 +23,8 @@ from functools import partial
 import numpy as np
 
 from service.dtypes import compute_dtype
-from service.kernels._blocks import new_output
 from service.kernels._gru_backward import Backward
-from service.kernels._gru_layout import Direction, Layout, check_shape, layout_of, widened
+from service.kernels._gru_layout import Direction, Layout, check_shape, layout_of, narrowed, results, widened
 from service.kernels._op import Array, T, TSize, op
 from service.kernels._tasks import Tasks
 
@@ -79,20 +78,19 @@ def gru_training(
     )
     S, N, H, D = layout.S, layout.N, layout.H, layout.D
     check_shape("W", W, D, 3 * H, layout.I)
-    check_shape("R", R, D, 3 * H, H)
     check_shape("B", B, D, 6 * H)
     check_shape("H0", H0, D, N, H)
     dtype = compute_dtype(X.dtype)
-    HAll: Array = new_output(None, (S, D, N, H), dtype)
-    HFinal: Array = new_output(None, (D, N, H), dtype)
-    ZRH: Array = new_output(None, (S, D, N, 3 * H), dtype)
+    made = results(X.dtype, (S, D, N, H), (D, N, H), (S, D, N, 3 * H))
+    HAll, HFinal, ZRH = (wide for _, wide in made)
     x, w, r = (np.ascontiguousarray(tensor, dtype) for tensor in (X, W, R))
     b, h0 = widened(B, dtype), widened(H0, dtype)
     bias = np.zeros((D, 6 * H), dtype) if b is None else b
     inputs = bias[:, : 3 * H].copy()  # what is added to X W', for all steps alike
-    inputs[:, : 2 * H] += bias[:, 3 * H : 5 * H]
-    if not layout.linear_before_reset:
-        inputs[:, 2 * H :] += bias[:, 5 * H :]
+    with np.errstate(all="ignore"):
+        inputs[:, : 2 * H] += bias[:, 3 * H : 5 * H]
+        if not layout.linear_before_reset:
+            inputs[:, 2 * H :] += bias[:, 5 * H :]
     HFinal[...] = 0 if h0 is None else h0
     chunks, blocks, tasks = [layout.chunks(d) for d in range(D)], layout.blocks(), Tasks()
     before: dict[tuple[int, int], list[int]] = {}  # the task of each block's chunk before
@@ -103,7 +101,7 @@ def gru_training(
             walk = partial(_through_time, layout, d, steps, block, r[d], bias[d, 5 * H :], HAll, ZRH, HFinal)
             before[d, k] = [tasks.add(walk, [projected, *before.get((d, k), ())], rank=number)]
     tasks.run()
-    return tuple(made.astype(X.dtype, copy=False) for made in (HAll, HFinal, ZRH))  # type: ignore[return-value]
+    return tuple(narrowed(*one) for one in made)  # type: ignore[return-value]
 
 
 def _project(x: Array, w: Array, bias: Array, pre: Array) -> None:
@@ -215,18 +213,10 @@ def gru_grad(
     x = np.ascontiguousarray(X, dtype)
     if layout.padded is not None:
         x = np.where(layout.padded[:, :, None], dtype.type(0), x)
-    made: dict[str, Array] = {
-        name: new_output(None, shape, dtype)
-        for name, shape in {
-            "dX": X.shape,
-            "dW": W.shape,
-            "dR": R.shape,
-            "dB": (D, 6 * H),
-            "dH0": (D, N, H),
-        }.items()
-        if name in wanted or name == "dH0"
-    }
-    Backward(layout, x, wide, made).run()
+    outputs = {"dX": X.shape, "dW": W.shape, "dR": R.shape, "dB": (D, 6 * H), "dH0": (D, N, H)}
+    needed = [name for name in outputs if name in wanted or name == "dH0"]
+    made = dict(zip(needed, results(X.dtype, *(outputs[name] for name in needed)), strict=True))
+    Backward(layout, x, wide, {name: memory for name, (_, memory) in made.items()}).run()
     return tuple(  # type: ignore[return-value]
-        made[name].astype(X.dtype, copy=False) if name in wanted else None for name in ("dX", "dW", "dR", "dB", "dH0")
+        narrowed(*made[name]) if name in wanted else None for name in outputs
     )
