@@ -6,13 +6,14 @@ needed to create the buffers again. Closed epochs and idempotency keys stay behi
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -22,7 +23,8 @@ from service.buffers._values import CHUNK
 from service.buffers.changes import Delete, Request, Restore
 from service.buffers.store import Record, Spec, Store, bare_name, check_length, check_name, spec_of
 from service.codecs import safetensors
-from service.errors import BufferCorrupt, BufferExists, MalformedBody
+from service.dtypes import FLOATS
+from service.errors import BufferCorrupt, BufferExists, MalformedBody, shown
 from service.limits import Limits
 
 WRONG = "WRONG: "
@@ -89,7 +91,7 @@ def restore(store: Store, path: Path, limits: Limits, longest_name: int) -> list
     about = safetensors.metadata_of(body, limits).get("buffers")
     if about is None:
         raise MalformedBody(f"{path} was not written by gradserve export: its metadata lacks buffers")
-    records = {name: _record(name, one, longest_name) for name, one in orjson.loads(about).items()}
+    records = {name: _record(name, one, longest_name) for name, one in _checked(path, about).items()}
     for name, record in records.items():
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
@@ -109,6 +111,71 @@ def restore(store: Store, path: Path, limits: Limits, longest_name: int) -> list
             store.submit(Request([Delete(name=name)])).result()
         raise
     return [*asked]
+
+
+def _is_whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+_Members: TypeAlias = dict[str, tuple[str, Callable[[Any], bool]]]
+"""What each member must be, in words and as a check."""
+
+_WHOLE = ("an integer from 0 up", _is_whole)
+_NUMBER = ("a number", _is_number)
+
+_STATE: _Members = {
+    "spec": ("an object", lambda value: isinstance(value, dict)),
+    "epoch": _WHOLE,
+    "version": _WHOLE,
+    "count": _WHOLE,
+    "weight": _NUMBER,
+    "created": _NUMBER,
+}
+
+_RULES: _Members = {
+    "shape": ("a list of integers from 0 up", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
+    "dtype": (f"one of {', '.join(FLOATS.dtypes)}", lambda value: value in FLOATS.dtypes),
+    "nonfinite": ("allow or reject", lambda value: value in ("allow", "reject")),
+    "quorum": ("null or an integer from 1 to 10^9", lambda value: value is None or _is_whole(value, 1, 10**9)),
+    "keep": ("an integer from 1 to 1000", lambda value: _is_whole(value, 1, 1000)),
+    "ttl_seconds": (
+        "null or a number above 0, up to 10^9",
+        lambda value: value is None or (_is_number(value) and 0 < value <= 1e9),
+    ),
+}
+
+
+def _checked(path: Path, about: str) -> dict[str, dict[str, Any]]:
+    """What the file says of each buffer. Raises `MalformedBody` if `export` would not say it."""
+    try:
+        found = orjson.loads(about)
+    except orjson.JSONDecodeError as error:
+        raise MalformedBody(f"What {path} says of its buffers is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise MalformedBody(f"What {path} says of its buffers is {shown(found)}, but must be an object")
+    for name, one in found.items():
+        whose = f"{path} says of the buffer {shown(name)}"
+        _check(whose, "", one, _STATE, _STATE.keys())
+        _check(whose, "spec.", one["spec"], _RULES, {"shape", "dtype"})
+    return found
+
+
+def _check(whose: str, where: str, given: Any, members: _Members, needed: Set[str]) -> None:
+    """Raise `MalformedBody` if a member is missing, unknown or wrong."""
+    if not isinstance(given, dict):
+        raise MalformedBody(f"What {whose} is {shown(given)}, but must be an object")
+    for missing in sorted(needed - given.keys()):
+        raise MalformedBody(f"What {whose} lacks {where}{missing}")
+    for member, value in given.items():
+        if member not in members:
+            raise MalformedBody(f"What {whose} has {shown(where + member)}, which is unknown")
+        wanted, is_good = members[member]
+        if not is_good(value):
+            raise MalformedBody(f"What {whose} has {where}{member} {shown(value)}, but it must be {wanted}")
 
 
 def _record(name: str, about: dict[str, Any], longest_name: int) -> Record:

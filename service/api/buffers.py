@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -62,6 +63,7 @@ from service.errors import (
     MalformedBody,
     MissingTensor,
     NothingToAverage,
+    UnknownBuffer,
     UnknownTensor,
     UnsupportedMediaType,
     shown,
@@ -70,6 +72,10 @@ from service.kernels.accumulate import converted
 from service.limits import MAX_RANK
 
 M = TypeVar("M", bound=BaseModel)
+R = TypeVar("R")
+
+MOST_LISTINGS = 10
+"""How often the buffers of a prefix are listed anew, where one is deleted before it is reached."""
 
 router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 
@@ -264,7 +270,7 @@ async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) 
     check_given_once(request)
     refuse_match(request.scope)
     asked = await _Asked.of(request)
-    outcome = await asked.change([Zero(name=name) for name in asked.names(query.prefix)])
+    outcome = await asked.named(query.prefix, lambda names: asked.change([Zero(name=name) for name in names]))
     return await asked.respond(outcome, None, one=False)
 
 
@@ -279,8 +285,12 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     refuse_match(request.scope)
     asked = await _Asked.of(request)
     mean = query.reduce == "mean"
-    changes = [Take(name=name, min_count=query.min_count, mean=mean) for name in asked.names(query.prefix)]
-    outcome = await asked.take(changes, query.timeout)
+
+    async def take(names: list[str]) -> Outcome:
+        changes = [Take(name=name, min_count=query.min_count, mean=mean) for name in names]
+        return await asked.take(changes, query.timeout)
+
+    outcome = await asked.named(query.prefix, take)
     return await asked.respond(outcome, query.encoding, one=False, reduce=query.reduce, dtype=query.dtype)
 
 
@@ -293,9 +303,8 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
 async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]) -> Response:
     check_given_once(request)
     asked = await _Asked.of(request)
-    names = asked.names(query.prefix)
 
-    async def attempt() -> Answer:
+    async def attempt(names: list[str]) -> Answer:
         if query.epoch is not None:
             for name in names:
                 asked.store.record(name).kept(query.epoch)
@@ -303,7 +312,10 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
         work = partial(_read, request, names, query, asked.answers, False)
         return await in_pool(request.scope, request.receive, asked.engine, work)
 
-    return AnswerResponse(await _waiting(request).until(request.receive, query.timeout, attempt))
+    async def wait(names: list[str]) -> Answer:
+        return await _waiting(request).until(request.receive, query.timeout, partial(attempt, names))
+
+    return AnswerResponse(await asked.named(query.prefix, wait))
 
 
 # ----- what they share -----
@@ -369,6 +381,13 @@ class _Asked:
             raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
         known = recalled(self.store, self._key)
         return [one.name for one in self.store.records(prefix)] if known is None else [*known]
+
+    async def named(self, prefix: str | None, work: Callable[[list[str]], Awaitable[R]]) -> R:
+        """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done."""
+        for _ in range(MOST_LISTINGS if prefix is not None else 0):
+            with suppress(UnknownBuffer):  # deleted since they were listed
+                return await work(self.names(prefix))
+        return await work(self.names(prefix))
 
     async def tensors(self, known: set[str] | None) -> dict[str, Array]:
         """The tensors in the body, whose names must be `known`, if it is given."""

@@ -23,12 +23,26 @@ def media_types(request: Request) -> tuple[str, str]:
     sent = header.partition(";")[0].strip().lower()
     if sent not in MEDIA_TYPES:
         raise UnsupportedMediaType(f"Content-Type is {shown(header)}, but must be one of {', '.join(MEDIA_TYPES)}")
-    accepted = request.headers.get("accept", "*/*")
-    ranges = {one.partition(";")[0].strip().lower() for one in accepted.split(",")}
-    named = [one for one in (sent, *MEDIA_TYPES) if one in ranges]
-    if not named and not ranges & {"application/*", "*/*", ""}:
+    accepted = ",".join(request.headers.getlist("accept"))
+    if not accepted.strip(" ,"):
+        return sent, sent
+    wishes = dict(map(_wish, accepted.split(",")))
+    anything = wishes.get("application/*", wishes.get("*/*", (0.0, False)))
+    wanted = {one: wishes.get(one, (anything[0], False)) for one in (sent, *MEDIA_TYPES)}
+    best = max(wanted, key=lambda one: wanted[one])  # of equals the first: as the request
+    if not wanted[best][0] > 0:
         raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is one of {', '.join(MEDIA_TYPES)}")
-    return sent, named[0] if named else sent
+    return sent, best
+
+
+def _wish(text: str) -> tuple[str, tuple[float, bool]]:
+    """A range of `Accept`: its name, and how much it is wanted; of equals, what is named rather than any."""
+    name, *parameters = (part.strip().lower() for part in text.split(";"))
+    weight = next((one[2:] for one in parameters if one.startswith("q=")), "1")
+    try:
+        return name, (float(weight), True)
+    except ValueError:
+        return name, (1.0, True)
 
 
 def check_given_once(request: Request, lists: Collection[str] = ()) -> None:

@@ -19,7 +19,7 @@ from service.api.changes import receipts_text
 from service.api.context import context_of, engine_of
 from service.api.ops import buffers_of, find
 from service.api.problems import invalid_parameter
-from service.api.work import INLINE_TEXT, NO_BUFFERS, Buffers, Job, respond, statistics_of
+from service.api.work import NO_BUFFERS, Buffers, Job, respond, statistics_of, text_of
 from service.buffers.store import Receipt
 from service.codecs import open_inference as codec
 from service.dtypes import DTYPES, OPEN_INFERENCE
@@ -163,8 +163,7 @@ async def infer(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:
     operator = _find(path[1], path[2] or VERSION)
     length = _header_length(scope)
     decode = partial(_decode, operator, length)
-    text = length is None or length > INLINE_TEXT
-    return await respond(scope, receive, operator, decode, text=text, head=length or 0)
+    return await respond(scope, receive, operator, decode, text=lambda body: text_of(body[:length]), head=length or 0)
 
 
 def _header_length(scope: Scope) -> int | None:

@@ -18,7 +18,7 @@ from service.api.body import Answer, AnswerResponse
 from service.api.changes import receipts_text
 from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.tensors import judge
-from service.api.work import NO_BUFFERS, Buffers, Job, respond
+from service.api.work import NO_BUFFERS, Buffers, Job, header_of, respond, text_of
 from service.buffers.store import Receipt, check_name
 from service.codecs import json as json_codec
 from service.codecs import safetensors
@@ -254,7 +254,8 @@ def _add_endpoint(operator: Operator) -> None:
             raise
         decode = decode_json if sent == JSON else decode_safetensors
         decoded = partial(decode, operator, query, answers)
-        return AnswerResponse(await respond(request.scope, request.receive, operator, decoded, text=sent == JSON))
+        text = text_of if sent == JSON else header_of
+        return AnswerResponse(await respond(request.scope, request.receive, operator, decoded, text=text))
 
     run.__annotations__ = {
         "request": Request,

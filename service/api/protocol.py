@@ -203,6 +203,7 @@ class Exchange:
             receiver.stop()
             if not cycle.disconnected:
                 protocol.read_by(protocol)
+            del receiver  # `done` has the exception, whose traceback has this frame
         protocol.parser = httptools.HttpRequestParser(protocol)  # the old one still waits for the body
         protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         cycle.more_body = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -27,18 +28,13 @@ async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable
     If the client goes before the work starts, or its patience ends, the work is dropped. Raises `ClientDisconnect` and
     `Expired`.
     """
-    seconds, expired = _patience(scope), False
+    seconds, expired = _patience(scope), list[bool]()
     future = engine.submit(work)
-
-    def expire() -> None:
-        nonlocal expired
-        expired = future.cancel()
-
-    timer = asyncio.get_running_loop().call_later(seconds, expire)
+    timer = asyncio.get_running_loop().call_later(seconds, lambda future: expired.append(future.cancel()), future)
     try:
         return await while_connected(receive, asyncio.wrap_future(future))
     except asyncio.CancelledError:
-        if expired:
+        if any(expired):
             raise Expired(
                 f"No thread was free for {seconds:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT), and the"
                 " request was not begun",
@@ -47,6 +43,7 @@ async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable
         raise
     finally:
         timer.cancel()
+        del future  # it has the exception, whose traceback has this frame: only the collector could free the body
 
 
 def _patience(scope: Scope) -> float:
@@ -72,7 +69,7 @@ async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
     """What `work` returns. The body must have been read. Raises `ClientDisconnect` if the client goes."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
-    leaving.add_done_callback(lambda _: working.cancel())
+    leaving.add_done_callback(partial(_cancel, working))
     try:
         return await working
     except asyncio.CancelledError:
@@ -81,6 +78,11 @@ async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
         raise
     finally:
         leaving.cancel()
+        del work, working, leaving  # as above
+
+
+def _cancel(working: asyncio.Future[Any], _: object) -> None:
+    working.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

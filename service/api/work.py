@@ -17,7 +17,7 @@ from service.api.waiting import in_pool
 from service.buffers.changes import Add, Outcome
 from service.buffers.store import Key, Receipt, Store
 from service.engine import Engine
-from service.errors import GradserveError, InvalidParameter
+from service.errors import EpochGone, GradserveError, InvalidParameter
 from service.kernels import Operator
 from service.kernels._op import Array
 
@@ -25,6 +25,9 @@ INLINE_TEXT, INLINE_HALVES, INLINE_BYTES = 1 << 18, 1 << 19, 3 << 20
 """Up to this size of a body, be it text or answered as text, of 16-bit floats, or of other bytes, the work is done at
 once: to hand it over to the pool and back would take as long. A probe waits for it about a millisecond, no longer than
 for a thread that holds the interpreter's lock."""
+
+BYTES_OF_LIST, BYTES_OF_HEADER = 256, 16
+"""A list in a text, and a byte of the header of a safetensors file, take as long as so many bytes of numbers."""
 
 ALONE_BYTES = 9 << 20
 """The same for bytes while no other large request is in flight. The pool's threads help; to hand all over to them takes
@@ -82,13 +85,13 @@ async def respond(
     operator: Operator,
     decode: Callable[[Engine, memoryview], Job],
     *,
-    text: bool,
+    text: Callable[[memoryview], int],
     head: int = 0,
 ) -> Answer:
     """Read the body, in which the tensors begin after `head` bytes, `decode` it, run the operator, and encode.
 
-    All but the reading happens in the pool, or, for a small body, at once; what is small depends on whether it is
-    `text`.
+    All but the reading happens in the pool, or, for a small body, at once; small, too, must be what `text` gives: its
+    bytes of text, or what takes as long.
     """
     context, asked = context_of(scope), time.perf_counter_ns()
     try:
@@ -97,8 +100,12 @@ async def respond(
         body = await read_body(scope, receive, engine.buffer, head)
         asked = time.perf_counter_ns()
         alone = scope["app"].admission.bytes == context.held
-        inline = INLINE_TEXT if text else ALONE_BYTES if alone else INLINE_BYTES
-        small = len(body) <= inline and operator.linear and codings == (None, None)
+        small = (
+            len(body) <= (ALONE_BYTES if alone else INLINE_BYTES)
+            and text(body) <= INLINE_TEXT
+            and operator.linear
+            and codings == (None, None)
+        )
         work = partial(_perform, scope, operator, body, codings, decode, asked)
         try:
             done = work(small) if small else await in_pool(scope, receive, engine, partial(work, False))
@@ -157,6 +164,17 @@ def _perform(
     return _perform_on_buffers(store_of(scope), engine, scope, operator, body, job, alone, finish)
 
 
+def text_of(body: memoryview) -> int:
+    """The bytes of a JSON body, and what takes as long as more."""
+    size = len(body)
+    return size if size > INLINE_TEXT else size + BYTES_OF_LIST * bytes(body).count(b"[")
+
+
+def header_of(body: memoryview) -> int:
+    """What the header of a safetensors file takes as long as, in bytes of text."""
+    return BYTES_OF_HEADER * int.from_bytes(body[:8], "little")
+
+
 def _takes_long(job: Job, size: int) -> bool:
     """Whether a body of `size` bytes, which looked small, asks for more than its bytes tell."""
     return bool(
@@ -195,17 +213,25 @@ def _perform_on_buffers(
     known = recalled(store, key) if targets else None
     if known is not None and set(names) == set(targets):
         return answered({}, Outcome(known, replayed=True))
-    tensors = dict(job.tensors)
-    for (name, buffer), snapshot in zip(sources.items(), store.read([*sources.values()]), strict=True):
-        if name in tensors:
-            raise InvalidParameter(
-                f"{name} is in the body, and also to be taken from the buffer {buffer!r}", parameter="from"
-            )
-        tensors[name] = snapshot.value
-    if operator.sparse is not None and set(names) == set(targets):
-        outputs = {names[0]: engine.in_pieces(operator, tensors, job.attributes)}
-    else:
-        outputs = engine.run(operator, tensors, job.attributes, names, alone=alone)
+    try:
+        tensors = dict(job.tensors)
+        for (name, buffer), snapshot in zip(sources.items(), store.read([*sources.values()]), strict=True):
+            if name in tensors:
+                raise InvalidParameter(
+                    f"{name} is in the body, and also to be taken from the buffer {buffer!r}", parameter="from"
+                )
+            tensors[name] = snapshot.value
+        if operator.sparse is not None and set(names) == set(targets):
+            outputs = {names[0]: engine.in_pieces(operator, tensors, job.attributes)}
+        else:
+            outputs = engine.run(operator, tensors, job.attributes, names, alone=alone)
+    except GradserveError as error:
+        if known is None:
+            raise
+        raise EpochGone(
+            f"This request was made before and counted once, but what it answers besides cannot be made anew: {error}",
+            receipts={name: dict(receipt) for name, receipt in known.items()},
+        ) from None
     if not targets:
         return finish(outputs, {})
     changes = [

@@ -25,7 +25,7 @@ from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record,
 from service.errors import BufferCorrupt
 
 MOST_EXPIRED = 100
-"""How many buffers that have expired a new one removes at a time, where there is no place for it."""
+"""How many buffers that have expired are removed at a time."""
 
 
 class LmdbTransaction(Reader):

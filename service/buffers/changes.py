@@ -23,7 +23,7 @@ from service.buffers.store import (
     Transaction,
     unknown,
 )
-from service.dtypes import compute_dtype
+from service.dtypes import DType, compute_dtype
 from service.errors import (
     BufferCorrupt,
     BufferExists,
@@ -125,10 +125,9 @@ class Add(Change):
             )
         dtype = compute_dtype(record.spec.dtype)
         total = self.weight if self.overwrite else record.weight + self.weight
-        fits = self.weight == 1 or abs(self.weight) <= float(np.finfo(dtype).max)
-        if not (fits and math.isfinite(total)):
+        if not (self.weight in (0, 1) or _is_in_range(abs(self.weight), dtype)) or not math.isfinite(total):
             raise InvalidParameter(
-                f"weight is {self.weight}, but it, in {dtype}, and the sum of the weights must be finite",
+                f"weight is {self.weight}, but must be 0 or in the range of {dtype}, and the sum of the weights finite",
                 parameter="weight",
             )
         if self.do_update and self.gradient.shape != record.spec.shape:
@@ -292,7 +291,10 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             if not isinstance(change, Delete) or many:
                 raise
             txn.remove_damaged(change.name)
-            return Outcome({change.name: {"name": change.name, "updated": True}})
+            outcome = Outcome({change.name: {"name": change.name, "updated": True}})
+            if key is not None:
+                txn.remember(key, Known(key.fingerprint, outcome.receipts, {change.name: 0}), now)
+            return outcome
         except GradserveError as error:
             _name(error, change.name, one_of_many=many)
             raise
@@ -344,6 +346,10 @@ def close(txn: Transaction, record: Record) -> tuple[Record, Closed]:
 
 def _next_epoch(record: Record) -> Record:
     return record.changed(epoch=record.epoch + 1, count=0, weight=0.0, value=None)
+
+
+def _is_in_range(weight: float, dtype: DType) -> bool:
+    return bool(np.finfo(dtype).smallest_subnormal <= weight <= np.finfo(dtype).max)
 
 
 def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) -> Array:

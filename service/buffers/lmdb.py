@@ -25,7 +25,7 @@ import lmdb
 import numpy as np
 
 from service.buffers._environment import MARK_SIZE, WRITER, Environment, Reader, digest_of, microseconds, translated
-from service.buffers._transaction import LmdbTransaction
+from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction
 from service.buffers._values import store_full
 from service.buffers.changes import Add, Create, Outcome, Request, Restore, perform
 from service.buffers.store import (
@@ -37,10 +37,11 @@ from service.buffers.store import (
     Known,
     Record,
     Snapshot,
+    told,
     uncounted,
     unknown,
 )
-from service.errors import GradserveError, StoreFailed
+from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class LmdbStore:
         self._closed, self._lock = False, threading.Lock()
         self._next_deadline_check = 0.0
         self._known: dict[str, Record | None] = {}
-        self._mark = NOBODY
+        self._mark = self._room_made = NOBODY
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
         self._writer.start()
 
@@ -187,15 +188,15 @@ class LmdbStore:
         while jobs:
             try:
                 start = time.perf_counter()
-                answers = self._transact(jobs)
+                answers = self._with_room(jobs)
             except _UndoneError as undone:
-                undone.job.done.set_exception(undone.error)
+                undone.job.done.set_exception(told(undone.error))
                 jobs = [job for job in jobs if job is not undone.job]
                 self._make(jobs[: len(jobs) // 2])  # by halves: were all to fail, each would be tried a few times only
                 jobs = jobs[len(jobs) // 2 :]
             except Exception as error:
                 if len(jobs) == 1:
-                    jobs[0].done.set_exception(translated(error, self._env.path, self._env.max_bytes))
+                    jobs[0].done.set_exception(told(translated(error, self._env.path, self._env.max_bytes)))
                     return
                 for job in jobs:  # together they are too much, perhaps, or one of them is at fault
                     self._make([job])
@@ -210,6 +211,42 @@ class LmdbStore:
                         job.done.set_exception(answer)
                 return
 
+    def _with_room(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
+        """`_transact`, and once more if there was no room for it and there may be now."""
+        try:
+            return self._transact(jobs)
+        except Exception as error:
+            if not (self._is_full(error) and self._make_room()):
+                raise
+        return self._transact(jobs)
+
+    def _is_full(self, error: Exception) -> bool:
+        cause = error.error if isinstance(error, _UndoneError) else error
+        return isinstance(translated(cause, self._env.path, self._env.max_bytes), StoreFull)
+
+    def _make_room(self) -> bool:
+        """Remove what has expired, and let the next transaction take what was freed. Whether there may be more room.
+
+        What a transaction frees is there for the second after it, and one that fails does not count as one. So a store
+        where nobody else commits would stay full.
+        """
+        now = self._clock()
+        try:
+            with self._env.reading() as txn:
+                due = Reader(self._env, txn).anything_due(self._oldest_key(), now)
+                if not due and txn.get(WRITER, default=b"", db=self._env.meta) == self._room_made:
+                    return False
+            for most in (MOST_EXPIRED, 0) if due else (0,):
+                with self._changing() as changes:
+                    changes.forget_keys(most)
+                    changes.remove_expired(now, most)
+                    changes.finish(now)
+                    changes.writes += 1  # so that it leaves a mark, and counts
+            self._room_made = self._mark
+        except (lmdb.Error, OSError, GradserveError):
+            return False  # what there was no room for says so
+        return True
+
     def _transact(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []
         now = self._clock()
@@ -221,12 +258,12 @@ class LmdbStore:
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
                         raise _UndoneError(job, error) from None
-                    answers.append(error)
+                    answers.append(told(error))
                 reached("made")
             changes.forget_keys(2 * len(jobs) + 8)
             if now > self._next_deadline_check:
                 self._next_deadline_check = now + IDLE_SECONDS
-                changes.remove_expired(now, 1)
+                changes.remove_expired(now, MOST_EXPIRED)
                 self._env.check_readers()
             changes.finish(now)
             grows = any(isinstance(change, (Create, Add, Restore)) for job in jobs for change in job.request.changes)
@@ -271,7 +308,7 @@ class LmdbStore:
                         return
                 with self._changing() as changes:
                     changes.forget_keys(500)
-                    changes.remove_expired(self._clock(), 1)
+                    changes.remove_expired(self._clock(), MOST_EXPIRED)
                     changes.finish(self._clock())
                 more = changes.writes > 0
         except (lmdb.Error, OSError, GradserveError):

@@ -28,6 +28,7 @@ from service.buffers.store import (
     Spec,
     add_piece,
     namespace_of,
+    told,
     too_many,
     uncounted,
     unknown,
@@ -67,7 +68,7 @@ class MemoryStore:
                 txn.commit()
                 self._generation += 1
             except Exception as error:
-                done.set_exception(error)
+                done.set_exception(told(error))
             else:
                 self._committed(1, time.perf_counter() - start)
                 done.set_result(outcome)

@@ -6,6 +6,7 @@ Inside the store, a buffer of the namespace `ann` is called `~ann/` and its name
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from service.buffers.changes import Outcome, Request
-from service.buffers.store import Key, Known, Receipt, Record, Snapshot, Store
+from service.buffers.store import Key, Known, Receipt, Record, Snapshot, Store, told
 from service.errors import GradserveError
 
 T = TypeVar("T")
@@ -40,10 +41,16 @@ class Namespaced:
                 with self._seen_from_inside():
                     outer.set_result(self._outcome(done.result()))
             except BaseException as error:
-                outer.set_exception(error)
+                outer.set_exception(told(error))
+
+        held = weakref.ref(inner)  # which leads to `outer`: in a cycle, both and their values would stay for long
+
+        def cancel(done: Future[Outcome]) -> None:
+            if done.cancelled() and (waiting := held()) is not None:
+                waiting.cancel()
 
         inner.add_done_callback(finish)
-        outer.add_done_callback(lambda future: inner.cancel() if future.cancelled() else None)
+        outer.add_done_callback(cancel)
         return outer
 
     def record(self, name: str) -> Record:

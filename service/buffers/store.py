@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import orjson
@@ -25,6 +25,7 @@ from service.dtypes import DTYPES, NAMES, DType
 from service.errors import (
     EpochGone,
     EpochOpen,
+    GradserveError,
     InvalidParameter,
     NonfiniteGradient,
     ShapeMismatch,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from service.buffers.changes import Outcome, Request
 
 Array = np.ndarray[Any, np.dtype[Any]]
+E = TypeVar("E", bound=BaseException)
 Receipt: TypeAlias = dict[str, Any]
 """What a change did: name, updated, closed, epoch, version, count and weight; of a new buffer, all its metadata."""
 
@@ -351,6 +353,14 @@ class Transaction(Protocol):
 def unknown(name: str) -> UnknownBuffer:
     """The error of a buffer that is not there."""
     return UnknownBuffer(f"There is no buffer {shown(name)}; PUT /v1/buffers/{{name}} creates one", buffer=name)
+
+
+def told(error: E) -> E:
+    """`error` as a future takes it: an error of ours without its traceback and context, whose frames have the future,
+    and the request, which only the collector of reference cycles could free then."""
+    if isinstance(error, GradserveError):
+        error.__traceback__ = error.__context__ = None
+    return error
 
 
 def add_piece(spec: Spec, result: Array, total: Array | int, piece: Array | None, weight: float, anew: bool) -> None:

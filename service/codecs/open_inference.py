@@ -8,6 +8,7 @@ in bytes only; NaN and infinities in lists are the strings "NaN", "Infinity" and
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -110,7 +111,11 @@ def _head(text: memoryview | bytes) -> _Head:
     binary = _flag(parameters.pop("binary_data_output", False), "binary_data_output")
     outputs = None
     if document.get("outputs") is not None:
-        outputs = dict(_output(entry, binary) for entry in _objects(document["outputs"], "outputs"))
+        asked = [_output(entry, binary) for entry in _objects(document["outputs"], "outputs")]
+        outputs = dict(asked)
+        if len(outputs) < len(asked):
+            twice = next(name for name, count in Counter(name for name, _ in asked).items() if count > 1)
+            raise MalformedBody(f"The request has two outputs named {shown(twice)}")
     return _Head(document, identity, inputs, parameters, outputs or None, binary)
 
 

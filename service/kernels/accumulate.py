@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.dtypes import BOOL, DType, compute_dtype
+from service.dtypes import BOOL, FLOAT64, DType, compute_dtype
 from service.errors import InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, new_output, share_out
 from service.kernels._op import T_GRAD, AnyTensor, Array, Flag, T, op
@@ -88,10 +88,15 @@ def replace(result: Array, total: Array | int, gradient: Array, weight: float = 
 
 
 def converted(total: Array, dtype: DType, weight: float = 1.0) -> Array:
-    """total / weight as `dtype`, computed in the wider of the two dtypes, in float32 at least, and rounded once."""
+    """total / weight as `dtype`, computed in the wider of the two dtypes, in float32 at least, and rounded once.
+
+    For a weight beyond that dtype's range it is computed in float64.
+    """
     if weight == 1:
         return total if total.dtype == dtype else total.astype(dtype)
     wide = np.promote_types(compute_dtype(total.dtype), compute_dtype(dtype))
+    if not np.finfo(wide).tiny <= abs(weight) <= np.finfo(wide).max:
+        wide = FLOAT64
     result = np.empty(total.shape, dtype)
     np.divide(total, wide.type(weight), out=result, dtype=wide, casting="unsafe")
     return result

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from service.errors import ShapeMismatch
-from service.kernels._op import Shape, op
+from service.errors import ShapeMismatch, shown
+from service.kernels._op import Array, Shape, op
 
 
 @op(
@@ -21,24 +21,24 @@ def broadcast_gradient_args(A_shape: Shape, B_shape: Shape, /) -> tuple[Shape, S
     leading dimension that one operand lacks is listed even if the other's is 1. Raises `ShapeMismatch` if the two do
     not broadcast.
     """
-    a, b = (shape.ravel().tolist() for shape in (A_shape, B_shape))
-    rank = max(len(a), len(b))
-    a_axes, b_axes = [], []
-    for axis in range(rank - 1, -1, -1):
-        a_place, b_place = axis - rank + len(a), axis - rank + len(b)
-        if a_place < 0:
-            a_axes.append(axis)
-        elif b_place < 0:
-            b_axes.append(axis)
-        elif a[a_place] != b[b_place]:
-            if a[a_place] == 1:
-                a_axes.append(axis)
-            elif b[b_place] == 1:
-                b_axes.append(axis)
-            else:
-                raise ShapeMismatch(
-                    f"A_shape {a} and B_shape {b} do not broadcast: their dimensions {a[a_place]} and {b[b_place]} at"
-                    f" axis {axis} of the result differ and neither is 1",
-                    tensor="B_shape",
-                )
-    return np.array(a_axes, A_shape.dtype), np.array(b_axes, B_shape.dtype)  # type: ignore[return-value]
+    a: Array = A_shape.ravel()
+    b: Array = B_shape.ravel()
+    rank, common = max(a.size, b.size), min(a.size, b.size)
+    lead = rank - common  # the axes that one operand lacks
+    last_a, last_b = a[a.size - common :], b[b.size - common :]
+    differ = last_a != last_b
+    wrong = np.flatnonzero(differ & (last_a != 1) & (last_b != 1))
+    if wrong.size:
+        place = wrong[-1]
+        raise ShapeMismatch(
+            f"A_shape {shown(a.tolist())} and B_shape {shown(b.tolist())} do not broadcast: their dimensions"
+            f" {last_a[place]} and {last_b[place]} at axis {lead + place} of the result differ and neither is 1",
+            tensor="B_shape",
+        )
+
+    def stretched(shape: Array, last: Array) -> Array:
+        axes = np.arange(lead) if shape.size < rank else np.arange(0)
+        axes = np.append(axes, lead + np.flatnonzero(differ & (last == 1)))
+        return axes[::-1].astype(shape.dtype)
+
+    return stretched(a, last_a), stretched(b, last_b)  # type: ignore[return-value]

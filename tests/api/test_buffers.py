@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -1219,3 +1220,34 @@ def test_a_full_store(tmp_path: Path) -> None:
         assert_problem(answer, 507, "store_full")
         assert state(client, small, large) == before
         assert ok(add(client, small, [1, 2]))["count"] == 2
+
+
+@pytest.mark.parametrize("what", ["zero", "take", "value"])
+def test_a_prefix_means_what_is_there(http: httpx.Client, what: str) -> None:
+    """Though others delete and create buffers meanwhile."""
+    prefix, stop = fresh("pre") + ".", threading.Event()
+    stays = create(http, f"{prefix}stays")
+
+    def disturb() -> None:
+        with httpx.Client(base_url=http.base_url) as other:
+            while not stop.is_set():
+                create(other, f"{prefix}x")
+                other.delete(f"/v1/buffers/{prefix}x").raise_for_status()
+
+    with ThreadPoolExecutor(1) as pool:
+        disturbing = pool.submit(disturb)
+        try:
+            for _ in range(40):
+                answer = http.post(f"/v1/buffers/{what}", params={"prefix": prefix})
+                assert stays in ok(answer)["buffers"]
+        finally:
+            stop.set()
+        disturbing.result()
+
+
+def test_a_mean_by_weights_that_float32_cannot_sum(http: httpx.Client) -> None:
+    name = create(http)
+    for _ in range(2):
+        ok(add(http, name, [0.001, 0.5], weight=3e38))
+    assert value(http, name, reduce="mean") == pytest.approx([0.001, 0.5])
+    assert_problem(add(http, name, [1, 1], weight=1e-46), 422, "invalid_parameter", "1e-46", "range of float32")

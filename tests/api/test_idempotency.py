@@ -301,6 +301,29 @@ def test_into_replayed_does_not_need_its_sources(http: httpx.Client, key: dict[s
     assert state(http, name) == before
 
 
+@pytest.mark.parametrize("then", ["deleted", "of another shape"])
+def test_a_replay_whose_source_is_gone_is_told_that_it_counted(
+    http: httpx.Client, key: dict[str, str], then: str
+) -> None:
+    tensors = example(OPERATORS["GRUGrad"])
+    grad = tensors.pop("grad_HAll")
+    source, name = create(http, shape=grad.shape, dtype=str(grad.dtype)), create(http, shape=tensors["W"].shape)
+    params = {"from": f"grad_HAll:{source}", "into": f"dW:{name}", "outputs": "dX,dW"}
+    headers = {**SAFE, "Accept": "application/json", **key}
+
+    def ask() -> httpx.Response:
+        return http.post("/v1/ops/GRUGrad", content=saved(tensors), headers=headers, params=params)
+
+    first = ok(ask())
+    assert ok(ask()) == first
+    http.delete(f"/v1/buffers/{source}")
+    if then == "of another shape":
+        create(http, source)
+    problem = assert_problem(ask(), 410, "epoch_gone", "counted once", source if then == "deleted" else "grad_HAll")
+    assert problem["receipts"] == {name: first["dW"]}
+    assert metadata(http, name)["count"] == 1
+
+
 def test_into_several_replayed(http: httpx.Client, key: dict[str, str]) -> None:
     gru = OPERATORS["GRUGrad"]
     tensors = example(gru)

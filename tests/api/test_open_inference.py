@@ -269,6 +269,12 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
         400,
         ("alpha", "'0.5'"),
     ),
+    "an output twice": (
+        RELU,
+        {"json": {"inputs": ONE, "outputs": [{"name": "dX"}] * 2}},
+        400,
+        ("two outputs named 'dX'",),
+    ),
     "too large": (RELU, {"content": bytes(3 << 20)}, 413, ("3145728", "2097152")),
     "tensor too large": (
         RELU,

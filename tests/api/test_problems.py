@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,7 +12,8 @@ import pytest
 
 from service import errors
 from service.errors import GradserveError, tree
-from tests.serving import assert_problem
+from service.keys import add as add_key
+from tests.serving import assert_problem, serving
 
 CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
     "not JSON": ("ReluGrad", {"content": b'{"dY": [1,'}, 400, "malformed_body", ("line 1 column",)),
@@ -289,3 +292,41 @@ def test_every_error_class_says_what_it_means() -> None:
         assert error.title()
         assert error.__doc__ != GradserveError.__doc__ or error is GradserveError
         assert f"{error.status} {error.code}" in " ".join((errors.__doc__ or "").split())
+
+
+BAD = b"[1" * 200_000
+DEFLATED: dict[str, Any] = {"content": gzip.compress(BAD), "headers": {"Content-Encoding": "gzip"}}
+LATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "operator": ("/v1/ops/ReluGrad", {"content": BAD}),
+    "model": ("/v2/models/ReluGrad/infer", {"content": BAD}),
+    "compressed": ("/v2/models/ReluGrad/infer", DEFLATED),
+    "accumulate": ("/v1/buffers/held/accumulate", {"content": BAD}),
+    "store": ("/v1/buffers/held/accumulate", {"json": {"gradient": [0.0] * 100_000}}),
+}
+
+
+@pytest.mark.parametrize("namespace", ["", "team"])
+@pytest.mark.parametrize("what", LATE)
+def test_an_error_holds_nothing_in_a_cycle(tmp_path: Path, what: str, namespace: str) -> None:
+    """What only the collector of reference cycles frees, the request's body for one, may stay for long."""
+    settings: dict[str, Any] = {"store": f"lmdb:{tmp_path / 'store'}", "store_bytes": 1 << 26}
+    headers = {}
+    if namespace:
+        settings["keys"] = tmp_path / "keys.json"
+        secret = add_key(settings["keys"], "one", ["ops", "buffers:read", "buffers:write"], namespace)
+        headers = {"Authorization": f"Bearer {secret}"}
+    path, content = LATE[what]
+    with serving(**settings) as url, httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+        client.put("/v1/buffers/held", json={"shape": [2]}).raise_for_status()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                assert client.post(path, **content).status_code in (400, 422)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            assert not [one for one in gc.garbage if isinstance(one, GradserveError)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()

@@ -137,3 +137,32 @@ def test_each_mistake_has_its_problem(client: httpx.Client, case: str) -> None:
     content, status, code, words = MISTAKES[case]
     problem = assert_problem(post(client, "ReluGrad", content), status, code, *words)
     assert problem["op"] == "ReluGrad"
+
+
+WISHES = {
+    "refused": ("application/vnd.safetensors;q=0, application/json", "application/json"),
+    "less": ("application/vnd.safetensors;q=0.5, application/json;q=1", "application/json"),
+    "more": ("application/vnd.safetensors;q=0.5, application/json;q=0.4", MEDIA_TYPE),
+    "equal": ("application/json, application/vnd.safetensors", MEDIA_TYPE),
+    "anything else": ("application/vnd.safetensors;q=0.1, */*", "application/json"),
+    "named": ("application/json, */*", "application/json"),
+    "empty": ("", MEDIA_TYPE),
+}
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_how_much_each_type_is_wanted(client: httpx.Client, wish: str) -> None:
+    accept, expected = WISHES[wish]
+    answer = post(client, "ReluGrad", safetensors.numpy.save(ONES), accept=accept).raise_for_status()
+    assert answer.headers["content-type"] == expected
+
+
+def test_types_that_are_wanted_on_two_lines(client: httpx.Client) -> None:
+    headers = [("Accept", "text/html"), ("Accept", MEDIA_TYPE)]
+    answer = client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers=headers).raise_for_status()
+    assert answer.headers["content-type"] == MEDIA_TYPE
+
+
+def test_no_type_is_wanted(client: httpx.Client) -> None:
+    answer = client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers={"Accept": "*/*;q=0"})
+    assert answer.status_code == 406

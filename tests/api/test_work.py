@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from service.api.work import INLINE_TEXT, header_of, text_of
 from service.codecs import safetensors
 from service.limits import Limits
 from tests.api.calls import saved
@@ -68,3 +69,11 @@ def test_large_and_small_ones_beside_each_other(client: httpx.Client) -> None:
     with ThreadPoolExecutor(8) as clients:
         for _ in clients.map(lambda size: relu_grad(client, size), sizes):
             pass
+
+
+def test_what_takes_long_counts_as_more_text() -> None:
+    """Many lists, and the header of a safetensors file."""
+    assert text_of(memoryview(b"[1, 2, 3]" * 100)) < INLINE_TEXT < text_of(memoryview(b"[1]" * 2000))
+    assert text_of(memoryview(bytes(INLINE_TEXT + 1))) > INLINE_TEXT
+    few, many = ({str(k): np.zeros(0, np.float32) for k in range(count)} for count in (10, 1000))
+    assert header_of(memoryview(saved(few))) < INLINE_TEXT < header_of(memoryview(saved(many)))

@@ -20,11 +20,13 @@ import pytest
 
 from service.buffers import lmdb as module
 from service.buffers._environment import Environment
+from service.buffers._values import CHUNK
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.errors import (
     BufferCorrupt,
     GradserveError,
+    KeyReused,
     NonfiniteGradient,
     ShapeMismatch,
     StaleEpoch,
@@ -499,6 +501,18 @@ def test_a_damaged_record_that_is_due_harms_nobody_else(hurt: LmdbStore, clock: 
         assert add(hurt, "well", [1, 2])["count"] == count
 
 
+def test_a_delete_of_a_damaged_record_is_made_once(hurt: LmdbStore) -> None:
+    deleted = do(hurt, Delete(name="hurt"), key=key())
+    again = do(hurt, Delete(name="hurt"), key=key())
+    assert (again.replayed, again.receipts) == (True, deleted.receipts)
+    create(hurt, "hurt")
+    add(hurt, "hurt", [3, 4])
+    assert do(hurt, Delete(name="hurt"), key=key()).replayed
+    assert value(hurt, "hurt").tolist() == [3, 4]
+    with pytest.raises(KeyReused):
+        do(hurt, Delete(name="hurt"), key=key(request="another"))
+
+
 @pytest.mark.usefixtures("at_once")
 def test_a_damaged_record_that_is_due_does_not_stop_the_writer(hurt: LmdbStore, clock: Clock) -> None:
     clock.advance(20_000)
@@ -544,6 +558,108 @@ def test_one_request_that_is_too_much_fails_alone(
     errors = [one.exception(PATIENCE) for one in futures]
     assert [type(error) for error in errors] == [*[type(None)] * 5, StoreFull, *[type(None)] * 5]
     assert (store.record("small").count, store.record("large").count) == (10, 0)
+    store.close()
+
+
+CHUNK_FLOATS = CHUNK // 4
+"""Elements of a float32 buffer whose value takes one slot."""
+
+
+@pytest.fixture
+def roomy(tmp_path: Path, clock: Clock) -> Iterator[LmdbStore]:
+    """A store of sixteen slots, some of which LMDB itself takes."""
+    store = open_lmdb(tmp_path, clock, max_bytes=16 * CHUNK)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def untidied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer does nothing about what has expired while it is idle."""
+    monkeypatch.setattr(LmdbStore, "_tidy_up", lambda self: None)
+
+
+def test_what_was_freed_last_is_room_for_the_next(roomy: LmdbStore) -> None:
+    size = 6 * CHUNK_FLOATS
+    create(roomy, "a", shape=(size,))
+    for count in range(1, 9):
+        assert add(roomy, "a", ones(size))["count"] == count
+    assert set(value(roomy, "a")) == {8.0}
+
+
+def test_what_was_deleted_is_room_for_others(roomy: LmdbStore) -> None:
+    size = 3 * CHUNK_FLOATS
+    names = ["a", "b", "c", "d", "e"]
+    create(roomy, *names, "next", shape=(size,))
+    for name in names:
+        add(roomy, name, ones(size))
+    for name, count in zip(names, range(1, 6), strict=True):
+        do(roomy, Delete(name=name))
+        assert add(roomy, "next", ones(size))["count"] == count
+
+
+def test_a_request_for_many_finds_what_was_freed_last(roomy: LmdbStore) -> None:
+    size = CHUNK_FLOATS
+    names = [f"a{number}" for number in range(6)]
+    create(roomy, *names, shape=(size,))
+    for count in range(1, 6):
+        outcome = do(roomy, *[Add(name=name, gradient=ones(size)) for name in names])
+        assert [one["count"] for one in outcome.receipts.values()] == [count] * 6
+
+
+def test_a_batch_finds_what_was_freed_last(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, gate = 3 * CHUNK_FLOATS, Gate(monkeypatch)
+    create(roomy, "a", "b", shape=(size,))
+    for count in range(1, 6):
+        adds = [request(Add(name=name, gradient=ones(size))) for name in ("a", "b")]
+        done = [one.result(PATIENCE).receipts for one in gate.together(roomy, adds)]
+        assert [one["count"] for receipts in done for one in receipts.values()] == [count] * 2
+
+
+def test_what_finds_no_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(roomy, "large", shape=(20 * CHUNK_FLOATS,))
+    tries = Counter[str]()
+    monkeypatch.setattr(module, "reached", lambda point: tries.update([point]))
+    for expected in (2, 3, 4):  # there is nothing to make room of the second time
+        with pytest.raises(StoreFull):
+            add(roomy, "large", ones(1))
+        assert tries["chunk"] == 16 * expected
+
+
+@pytest.mark.usefixtures("untidied")
+def test_buffers_that_have_expired_are_room_for_others(roomy: LmdbStore, clock: Clock) -> None:
+    size = 3 * CHUNK_FLOATS
+    create(roomy, "stays", shape=(size,))
+    names = ["a", "b", "c", "d"]
+    create(roomy, *names, shape=(size,), ttl_seconds=10.0)
+    for name in names:
+        add(roomy, name, ones(size))
+    add(roomy, "stays", ones(size))
+    with pytest.raises(StoreFull):
+        add(roomy, "stays", ones(size))
+    clock.advance(10)
+    assert add(roomy, "stays", ones(size))["count"] == 2
+    assert roomy.size()[0] == 1
+
+
+@pytest.mark.usefixtures("untidied")
+def test_small_buffers_that_have_expired_are_room_for_others(tmp_path: Path, clock: Clock) -> None:
+    store = open_lmdb(tmp_path, clock, max_bytes=1 << 18)
+    create(store, "stays", "new", shape=(400,))
+    add(store, "stays", ones(400))
+    rules = spec((400,), ttl_seconds=10.0)
+    error, number = None, 0
+    while error is None:
+        number += 1
+        changes = Create(name=f"a{number}", spec=rules), Add(name=f"a{number}", gradient=ones(400))
+        error = [store.submit(request(change)) for change in changes][-1].exception(PATIENCE)
+    assert type(error) is StoreFull
+    clock.advance(9.5)
+    with pytest.raises(StoreFull):
+        add(store, "new", ones(400))
+    clock.advance(0.5)  # too soon for another look at what has expired, were there room
+    assert add(store, "new", ones(400))["count"] == 1
+    assert set(value(store, "stays")) == {1.0}
     store.close()
 
 
@@ -724,6 +840,21 @@ def test_keys_that_have_expired_are_forgotten_when_idle(
     clock.advance(KEY_SECONDS)
     assert comes_to(tmp_path / "store", 0, "keys", "times")
     assert add(store, "a", [1, 2])["count"] == 31
+
+
+@pytest.mark.usefixtures("untidied")
+def test_many_buffers_that_have_expired_are_removed_as_adds_go_on(
+    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
+) -> None:
+    store = reopen()
+    create(store, "a")
+    create(store, *[f"b{number}" for number in range(1000)], ttl_seconds=10.0)
+    clock.advance(20)
+    for _ in range(10):
+        clock.advance(2)
+        add(store, "a", [1, 2])
+    store.close()
+    assert entries_of(tmp_path / "store")["buffers"] == 1
 
 
 @pytest.mark.usefixtures("at_once")
