@@ -26,6 +26,9 @@ INLINE_TEXT, INLINE_HALVES, INLINE_BYTES = 1 << 18, 1 << 19, 3 << 20
 once: to hand it over to the pool and back would take as long. A probe waits for it about a millisecond, no longer than
 for a thread that holds the interpreter's lock."""
 
+TINY_BYTES = 1 << 12
+"""In so few there is no work that could take long."""
+
 BYTES_OF_LIST, BYTES_OF_HEADER = 256, 16
 """A list in a text, and a byte of the header of a safetensors file, take as long as so many bytes of numbers."""
 
@@ -99,12 +102,12 @@ async def respond(
         codings = coding_of(context.headers), wanted_coding(context.headers)
         body = await read_body(scope, receive, engine.buffer, head)
         asked = time.perf_counter_ns()
-        alone = scope["app"].admission.bytes == context.held
+        size = len(body)
         small = (
-            len(body) <= (ALONE_BYTES if alone else INLINE_BYTES)
-            and text(body) <= INLINE_TEXT
-            and operator.linear
+            operator.linear
             and codings == (None, None)
+            and (size <= INLINE_BYTES or (size <= ALONE_BYTES and scope["app"].admission.bytes == context.held))
+            and (size <= TINY_BYTES or text(body) <= INLINE_TEXT)
         )
         work = partial(_perform, scope, operator, body, codings, decode, asked)
         try:
@@ -139,7 +142,7 @@ def _perform(
     came_in, goes_out_in = codings
     plain = body if came_in is None else inflate(body, came_in, settings_of(scope).max_inflated_bytes)
     job = decode(engine, plain)
-    if inline and _takes_long(job, len(body)):
+    if inline and (len(body) > INLINE_TEXT or job.buffers is not NO_BUFFERS) and _takes_long(job, len(body)):
         raise _LargeError
     decoded = time.perf_counter_ns()
 
