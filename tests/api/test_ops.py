@@ -35,7 +35,13 @@ def test_an_object_with_dtype_and_shape(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     ("tensor", "shape"),
-    [([], [0]), ([[], []], [2, 0]), ({"shape": [0, 3], "data": []}, [0, 3]), ({"shape": [2, 0], "base64": ""}, [2, 0])],
+    [
+        ([], [0]),
+        ([[], []], [2, 0]),
+        ({"shape": [0, 3], "data": []}, [0, 3]),
+        ({"shape": [2, 0, 3], "data": [[], []]}, [2, 0, 3]),
+        ({"shape": [2, 0], "base64": ""}, [2, 0]),
+    ],
 )
 def test_empty_tensors(client: httpx.Client, tensor: Any, shape: list[int]) -> None:
     answer = relu(client, tensor, tensor)

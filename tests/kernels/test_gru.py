@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
 from service.dtypes import DTYPES
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, ShapeMismatch
+from service.kernels import _gru_backward
 from service.kernels._blocks import Workspace, workspace
 from service.kernels.gru import gru_grad, gru_training
 from tests.kernels.gru_reference import Array, gru, gru_gradient
@@ -182,6 +185,60 @@ def test_what_stands_beyond_a_length_does_not_count(direction: str, linear_befor
         np.testing.assert_array_equal(got, expected)
     assert not results[0][0][1:, 1].any()
     assert not results[0][0][:, 2].any()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_stands_beyond_a_length_is_zero_whatever_the_weights_are(direction: str) -> None:
+    given = case(direction, lengths=[3, 1, 0])
+    HAll, _, ZRH = train(*given.values(), direction=direction)
+    given["W"][0, 0, 0] = np.inf
+    given["W"][0, 1, 0] = np.nan
+    dX, *_ = back(*given.values(), HAll, ZRH, np.ones(HAll.shape), direction=direction)
+    assert np.isnan(dX[0, 0]).any()
+    assert not dX[1:, 1].any()
+    assert not dX[:, 2].any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_what_overflows_does_not_warn(dtype: str) -> None:
+    kind = DTYPES[dtype]
+    largest = np.asarray(ml_dtypes.finfo(kind).max, kind)  # type: ignore[no-untyped-call]
+    given = case(dtype=kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for bias, other in ((largest, largest), (kind.type(np.inf), kind.type(-np.inf))):
+            given["B"][...] = bias
+            given["B"][:, 12:] = other
+            HAll, _, ZRH = train(*given.values())
+        grads = [np.full(array.shape, largest) for array in (HAll, given["H0"])]
+        dX, *_ = back(*given.values(), np.full_like(HAll, 0.5), np.full_like(ZRH, largest), *grads)
+    assert not np.isfinite(dX.astype(np.float64)).all()
+
+
+def test_many_products_are_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case("bidirectional", S=5)
+    whole, *_ = gradients(given, direction="bidirectional")
+    monkeypatch.setattr(_gru_backward, "LARGEST_PRODUCT", 1)
+    parts, *_ = gradients(given, direction="bidirectional")
+    for name in OUTPUTS:
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("linear_before_reset", [0, 1])
+def test_only_outputs_are_asked_for_as_such(dtype: str, linear_before_reset: int) -> None:
+    """Memory for intermediate results, which may be larger, is no output, on which there is a limit."""
+    given = case(dtype=DTYPES[dtype])
+    asked: list[str] = []
+
+    def allocate(shape: tuple[int, ...], dtype: Any) -> Array:
+        asked.append(str((shape, dtype)))
+        return np.empty(shape, dtype)
+
+    with workspace(Workspace(allocate=allocate)):
+        made = train(*given.values(), linear_before_reset=linear_before_reset)
+        made += back(*given.values(), made[0], made[2], made[0], linear_before_reset=linear_before_reset)
+    assert sorted(asked) == sorted(str((one.shape, one.dtype)) for one in made)
 
 
 def test_nan_propagates_with_bias_and_without() -> None:
