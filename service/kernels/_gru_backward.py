@@ -68,7 +68,7 @@ class Backward:
         if not places:
             for name in {"dX", "dW", "dR", "dB"} & self.made.keys():
                 self.made[name][...] = 0
-        tasks.run()
+        tasks.run(alone=layout.alone)
 
     def _array(self, name: str) -> Array:
         array = self.given[name]
@@ -180,9 +180,9 @@ class Backward:
         made = self.made
         if "dX" in made:
             yield steps.start, partial(self._to_x, d, steps)
-        for name in ("dW", "dR"):
+        for name, together in (("dW", (0, 3)), ("dR", (0, 2, 3))):
             if name in made:
-                for gates in [(0, 1), (1, 2), (2, 3)] if self.layout.H >= WIDE else [(0, 2, 3)]:
+                for gates in [(0, 1), (1, 2), (2, 3)] if self.layout.H >= WIDE else [together]:
                     yield (name, d, gates), partial(self._to_weights, name, d, steps, gates)
         if "dB" in made:
             yield ("dB", d), partial(self._to_bias, d, steps)

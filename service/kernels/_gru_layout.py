@@ -23,6 +23,9 @@ ROWS = 512
 """Rows, of step times sequence, in a chunk of steps: enough for a product of its own, few enough to stay in a cache."""
 STEPS = 16
 """Steps in a chunk, at least."""
+LEAST_SHARED = 40_000_000
+"""Multiplications and additions that are worth a second thread: below, threads wait for each other, and for memory that
+another core has written, longer than they work."""
 MOST_EMPTY_STEPS = 1 << 16
 """Steps, at most, where X has no bytes: a request of a few bytes must not work for minutes."""
 
@@ -56,10 +59,16 @@ class Layout:
             return None
         return np.arange(self.S)[:, None] >= self.lengths
 
+    @property
+    def alone(self) -> bool:
+        """Whether the work is too little for more than one thread."""
+        return self.D * self.S * self.N * 3 * self.H * (2 * self.I + self.H) < LEAST_SHARED
+
     def blocks(self) -> list[slice]:
         """The sequences in blocks, which go through time each by itself, as each direction does."""
         in_halves = self.D == 1 and self.N > SEQUENCES // 2
-        count = min(max(self.N // SEQUENCES, 1 + in_halves), BLOCKS) if self.N else 0
+        most = 1 if self.alone else BLOCKS
+        count = min(max(self.N // SEQUENCES, 1 + in_halves), most) if self.N else 0
         return [slice(self.N * k // count, self.N * (k + 1) // count) for k in range(count)]
 
     def chunks(self, direction: int) -> list[slice]:

@@ -10,8 +10,8 @@ How it is fast. What does not depend on the step before is one product over all 
 dX, dW, dR and the bias gradients in the backward pass. The loop over time holds one product with R per step. Sequences
 do not depend on each other, so each block of them runs through time on its own, in whatever thread is free; where there
 is one block only, one thread does, and others join in for the products, since many short calls of NumPy in two threads
-would wait for the interpreter's lock more than they would work. Inside the engine BLAS runs with one thread: the pool's
-threads and those of BLAS never compete.
+would wait for the interpreter's lock more than they would work. What is little as a whole, one thread does alone.
+Inside the engine BLAS runs with one thread: the pool's threads and those of BLAS never compete.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def gru_training(
         for k, block in enumerate(blocks):
             walk = partial(_through_time, layout, d, steps, block, r[d], bias[d, 5 * H :], HAll, ZRH, HFinal)
             before[d, k] = [tasks.add(walk, [projected, *before.get((d, k), ())], rank=number)]
-    tasks.run()
+    tasks.run(alone=layout.alone)
     return tuple(narrowed(*one) for one in made)  # type: ignore[return-value]
 
 

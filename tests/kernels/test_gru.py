@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from service.dtypes import DTYPES
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, ShapeMismatch
-from service.kernels import _gru_backward
+from service.kernels import _gru_backward, _gru_layout
 from service.kernels._blocks import Workspace, workspace
 from service.kernels.gru import gru_grad, gru_training
 from tests.kernels.gru_reference import Array, gru, gru_gradient
@@ -28,6 +28,13 @@ OUTPUTS = ("dX", "dW", "dR", "dB", "dH0")
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 LENGTHS = (None, [3, 1, 0], [2, 3, 3])
 OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False), LENGTHS))
+
+
+@pytest.fixture(params=["alone", "shared"])
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is cut as if it were too little for several threads, as here it is, or not."""
+    if request.param == "shared":
+        monkeypatch.setattr(_gru_layout, "LEAST_SHARED", 0)
 
 
 def case(
@@ -87,6 +94,7 @@ def difference(given: dict[str, Any], name: str, grad_HAll: Array, grad_Ht: Arra
 
 
 @pytest.mark.parametrize(("direction", "linear_before_reset", "bias", "start", "lengths"), OPTIONS)
+@pytest.mark.usefixtures("shared")
 def test_forward(direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None) -> None:
     attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
     for dtype, tolerance in ((np.float64, 1e-13), (np.float32, 2e-6)):
@@ -108,6 +116,7 @@ def test_gradient(direction: str, linear_before_reset: int, bias: bool, start: b
 
 
 @pytest.mark.parametrize(("direction", "linear_before_reset", "bias", "start", "lengths"), OPTIONS)
+@pytest.mark.usefixtures("shared")
 def test_last_bits(
     direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None
 ) -> None:
@@ -265,6 +274,7 @@ def test_gates_stay_in_their_range(dtype: Any) -> None:
 
 @pytest.mark.parametrize("linear_before_reset", [0, 1])
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.usefixtures("shared")
 def test_any_number_of_threads_gives_the_same_bits(direction: str, linear_before_reset: int) -> None:
     attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
     given = case(direction, S=40, N=37, inputs=20, H=24, dtype=np.float32, lengths=[40] * 30 + [7] * 7)
