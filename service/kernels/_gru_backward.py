@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,8 +50,15 @@ class Backward:
         """Fill `made`."""
         layout, grad_Ht = self.layout, self.given["grad_Ht"]
         self.made["dH0"][...] = 0 if grad_Ht is None else grad_Ht
-        chunks, blocks, tasks = [layout.chunks(d)[::-1] for d in range(layout.D)], layout.blocks(), Tasks()
+        chunks, blocks = [layout.chunks(d)[::-1] for d in range(layout.D)], layout.blocks()
         places = list(itertools.product(range(len(chunks[0])), range(layout.D)))
+        if not places:
+            for name in {"dX", "dW", "dR", "dB"} & self.made.keys():
+                self.made[name][...] = 0
+        if layout.alone:
+            self._run_alone([(d, chunks[d][number]) for number, d in places], blocks)
+            return
+        tasks = Tasks()
         walked: dict[tuple[int, int], list[int]] = {}  # the tasks of a direction's chunk, block by block
         for number, d in places:
             before = walked.get((d, number - 1), [])
@@ -65,10 +72,17 @@ class Backward:
                 earlier = [last[target]] if target in last else []
                 after = [*walked[d, number], *earlier]
                 last[target] = tasks.add(partial(product, not earlier), after, rank=number + 1)
-        if not places:
-            for name in {"dX", "dW", "dR", "dB"} & self.made.keys():
-                self.made[name][...] = 0
-        tasks.run(alone=layout.alone)
+        tasks.run()
+
+    def _run_alone(self, places: Iterable[tuple[int, slice]], blocks: Iterable[slice]) -> None:
+        begun: set[object] = set()
+        with np.errstate(all="ignore"):
+            for d, steps in places:
+                for block in blocks:
+                    self._walk(d, steps, block)
+                for target, product in self._products(d, steps):
+                    product(target not in begun)
+                    begun.add(target)
 
     def _array(self, name: str) -> Array:
         array = self.given[name]
@@ -207,12 +221,12 @@ class Backward:
         kinds, H = gates.shape[-2:]
         rows = gates.reshape(-1, kinds * H)
         sums = np.matmul(np.ones(len(rows), rows.dtype), rows).reshape(kinds, H)
-        seen_by_w, seen_by_r = self.made["dB"][d].reshape(2, 3, H)
+        seen_by_w, seen_by_r = sums[self.first :], sums[[1, 2, 0]] if self.first else sums
+        total = self.made["dB"][d].reshape(2, 3, H)
         if fresh:
-            seen_by_w[...] = seen_by_r[...] = 0
-        seen_by_w += sums[self.first :]
-        seen_by_r[:2] += sums[self.first : self.first + 2]
-        seen_by_r[2] += sums[0 if self.first else 2]
+            total[0], total[1] = seen_by_w, seen_by_r
+        else:
+            total += seen_by_w, seen_by_r
 
     def _to_x(self, d: int, steps: slice, fresh: bool) -> None:
         W, dX = self._array("W")[d], self.made["dX"][steps]

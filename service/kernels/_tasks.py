@@ -6,8 +6,6 @@ import heapq
 import threading
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from service.kernels._blocks import helpers
 
 
@@ -34,13 +32,8 @@ class Tasks:
             self._followers[earlier].append(number)
         return number
 
-    def run(self, *, alone: bool = False) -> None:
-        """Run all tasks, here and, unless `alone`, in helpers. After one that raised none starts."""
-        if alone:
-            with np.errstate(all="ignore"):
-                for task in self._works.values():  # none was added before those that it follows
-                    task()
-            return
+    def run(self) -> None:
+        """Run all tasks, here and, where more than one may run, in helpers. After one that raised none starts."""
         ready = [(self._ranks[number], number) for number, waits in enumerate(self._waits) if not waits]
         heapq.heapify(ready)
         left = len(self._waits)

@@ -96,11 +96,18 @@ def gru_training(
     before: dict[tuple[int, int], list[int]] = {}  # the task of each block's chunk before
     for number, d in itertools.product(range(len(chunks[0])), range(D)):
         steps = chunks[d][number]
-        projected = tasks.add(partial(_project, x[steps], w[d], inputs[d], ZRH[steps, d]), rank=number)
-        for k, block in enumerate(blocks):
-            walk = partial(_through_time, layout, d, steps, block, r[d], bias[d, 5 * H :], HAll, ZRH, HFinal)
+        project = partial(_project, x[steps], w[d], inputs[d], ZRH[steps, d])
+        fixed = partial(_through_time, layout, d, steps, r[d], bias[d, 5 * H :], HAll, ZRH, HFinal)
+        walks = [partial(fixed, block) for block in blocks]
+        if layout.alone:
+            with np.errstate(all="ignore"):
+                for work in (project, *walks):
+                    work()
+            continue
+        projected = tasks.add(project, rank=number)
+        for k, walk in enumerate(walks):
             before[d, k] = [tasks.add(walk, [projected, *before.get((d, k), ())], rank=number)]
-    tasks.run(alone=layout.alone)
+    tasks.run()
     return tuple(narrowed(*one) for one in made)  # type: ignore[return-value]
 
 
@@ -114,12 +121,12 @@ def _through_time(
     layout: Layout,
     d: int,
     steps: slice,
-    block: slice,
     r: Array,
     candidate_bias: Array,
     HAll: Array,
     ZRH: Array,
     HFinal: Array,
+    block: slice,
 ) -> None:
     """Run a block of sequences through a chunk of steps: ZRH goes in as X W' + bias and comes out as gates."""
     H, gates_r, candidate_r = layout.H, r[: 2 * layout.H].T, r[2 * layout.H :].T
