@@ -20,7 +20,7 @@ from service.buffers._environment import (
     packed,
     seed_of,
 )
-from service.buffers._values import ValueWriter, seal
+from service.buffers._values import Kept, ValueWriter, seal
 from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Spec, namespace_of, too_many
 from service.errors import BufferCorrupt
 
@@ -38,12 +38,13 @@ class LmdbTransaction(Reader):
         allocate: Allocate,
         oldest_key: int,
         known: dict[str, Record | None],
+        kept: Kept,
         max_buffers: int,
         written: Callable[[], None],
     ) -> None:
         super().__init__(env, txn)
         self._allocate, self._oldest, self._known = allocate, oldest_key, known
-        self._writer = ValueWriter(env, txn, written)
+        self._writer = ValueWriter(env, txn, kept, written)
         self.changed: dict[str, Record | None] = {}
         """What is to be put: if a record changes again, only the last is."""
         self._max_buffers, self._counts = max_buffers, dict[str, int]()

@@ -8,6 +8,9 @@ A slot is never written while a state that a reader sees, or that a crash leads 
 changes goes into a free slot. The one that it leaves may be taken by the second transaction after this one, and by none
 as long as a reader sees a state before it. The file is synced before the transaction is committed.
 
+The thread that writes remembers the values that it wrote last, and adds to them where they are. They are written whole
+all the same; what is forgotten, or was changed by another process, is read and checked.
+
 A sparse gradient changes few rows of most chunks. It is written as it is, and added to the chunks when the value
 changes again in another way, or when twice as many bytes wait as the value has; whoever reads it adds them on the way.
 """
@@ -30,7 +33,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from service.buffers.store import Allocate, Array, Gradient, Spec, add_piece
+from service.buffers.store import Allocate, Array, Dense, Gradient, Spec, add_piece
 from service.dtypes import BOOL, DTYPES, NAMES
 from service.errors import BufferCorrupt, StoreFull
 from service.kernels.gather import GatheredRows
@@ -43,6 +46,10 @@ CHUNK = 1 << 18
 
 INLINE = 1 << 16
 """Up to this size a value is kept in LMDB."""
+
+MOST_KEPT, KEPT_BYTES = 1 << 22, 1 << 25
+"""Bytes of a value that the writer remembers, and of all together: to read one anew and check it takes a quarter of an
+add. One that is larger would push out too many."""
 
 MOST_WAITING = 2.0
 """How many times a value's bytes may wait to be added to it."""
@@ -288,13 +295,46 @@ def _corrupt(value: int) -> BufferCorrupt:
     )
 
 
-class ValueWriter(ValueReader):
-    """Values that a transaction changes. `written` is called after each chunk."""
+class Kept:
+    """Values as the last add left them, by their ids; those that changed last, up to `KEPT_BYTES`.
 
-    def __init__(self, env: Databases, txn: Any, written: Callable[[], None]) -> None:
+    A small one has room for what `_Entry.packed` puts behind it.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, Array] = {}
+        self._bytes = 0
+
+    def take(self, value: int | None) -> Array | None:
+        """A value, which is the caller's from now on; None if it is not here."""
+        array = self._arrays.pop(value, None) if value is not None else None
+        if array is not None:
+            self._bytes -= array.nbytes
+        return array
+
+    def keep(self, value: int, array: Array) -> None:
+        """Keep a value, and let go of those that changed longest ago where that is too much."""
+        self._arrays[value] = array
+        self._bytes += array.nbytes
+        while self._bytes > KEPT_BYTES:
+            self.take(next(iter(self._arrays)))
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._arrays.clear()
+        self._bytes = 0
+
+
+class ValueWriter(ValueReader):
+    """Values that a transaction changes. `written` is called after each chunk.
+
+    What is in `kept` is true if no other process wrote since; it must be cleared unless the transaction is committed.
+    """
+
+    def __init__(self, env: Databases, txn: Any, kept: Kept, written: Callable[[], None]) -> None:
         super().__init__(env, txn)
-        self._written = written
-        self._memory = np.empty(max(CHUNK, INLINE + 1 + SEAL), np.uint8)
+        self._kept, self._written = kept, written
+        self._memory = np.empty(CHUNK, np.uint8)
         self._spare: list[int] = []
         self._fresh: set[int] = set()
         self._freed: list[int] = []
@@ -311,6 +351,7 @@ class ValueWriter(ValueReader):
             entry = self._entry(old)
         if isinstance(gradient, GatheredRows) and self._may_wait(spec, entry, gradient, overwrite):
             entry.waiting.append(self._store_rows(gradient, weight))
+            self._kept.take(value)
         else:
             self._add_to_chunks(spec, value, entry, gradient, weight, overwrite)
         self._put(value, entry.packed())
@@ -319,23 +360,29 @@ class ValueWriter(ValueReader):
     def _add_small(
         self, spec: Spec, value: int, old: int | None, gradient: Gradient, weight: float, overwrite: bool
     ) -> None:
-        packed = self._memory[: spec.nbytes + 1 + SEAL]
+        known = self._kept.take(old)
+        packed = np.empty(spec.nbytes + 1 + SEAL, np.uint8) if known is None else known
         packed[spec.nbytes] = ord("i")
         result = packed[: spec.nbytes].view(spec.dtype)
         piece = gradient.piece(0, spec.size) if spec.size else np.empty(0, spec.dtype)
         total: Array | int = 0
         if old is not None and not overwrite:
-            total = self._inline(spec, old)
+            total = self._inline(spec, old) if known is None else result
         if piece is None and not overwrite:
             result[...] = total
         else:
             add_piece(spec, result, total, piece, weight, overwrite)
         self._put(value, packed.data)
+        self._kept.keep(value, packed)
 
     def _add_to_chunks(
         self, spec: Spec, value: int, entry: _Entry, gradient: Gradient, weight: float, overwrite: bool
     ) -> None:
         waiting = [] if overwrite else self._waiting(spec, entry)
+        known, whole = self._kept.take(value), None
+        if isinstance(gradient, Dense) and spec.nbytes <= MOST_KEPT:
+            whole = np.empty(spec.size, spec.dtype) if known is None else known
+        spare = self._memory.view(spec.dtype)
         for number, start, stop in pieces_of(spec):
             piece = gradient.piece(start, stop)
             slot = int(entry.chunks[number]["slot"])
@@ -343,9 +390,11 @@ class ValueWriter(ValueReader):
                 self._leave(slot)
                 entry.chunks[number] = (-1, 0)
                 continue
-            out = self._memory[: (stop - start) * spec.dtype.itemsize].view(spec.dtype)
+            out = spare[: stop - start] if whole is None else whole[start:stop]
             total: Array | int = 0
-            if not overwrite and (slot >= 0 or waiting):
+            if known is not None and known is whole:
+                total = out
+            elif not overwrite and (slot >= 0 or waiting):
                 self._read(value, entry.chunks, number, out)
                 if not _add_waiting(spec, waiting, start, stop, out) and piece is None:
                     continue
@@ -355,6 +404,8 @@ class ValueWriter(ValueReader):
             if piece is not None:
                 add_piece(spec, out, total, piece, weight, overwrite)
             entry.chunks[number] = self._write(value, number, slot, out.view(np.uint8).data)
+        if whole is not None:
+            self._kept.keep(value, whole)
         self._forget_waiting(entry)
 
     def _may_wait(self, spec: Spec, entry: _Entry, rows: GatheredRows, overwrite: bool) -> bool:
@@ -383,6 +434,7 @@ class ValueWriter(ValueReader):
         """Forget a value; of one that is damaged, the slots are lost."""
         if value is None:
             return
+        self._kept.take(value)
         with suppress(BufferCorrupt):
             entry = self._entry(value)
             self._forget_waiting(entry)

@@ -26,7 +26,7 @@ import numpy as np
 
 from service.buffers._environment import MARK_SIZE, WRITER, Environment, Reader, digest_of, microseconds, translated
 from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction
-from service.buffers._values import store_full
+from service.buffers._values import Kept, store_full
 from service.buffers.changes import Add, Create, Outcome, Request, Restore, perform
 from service.buffers.store import (
     KEY_SECONDS,
@@ -98,6 +98,7 @@ class LmdbStore:
         self._closed, self._lock = False, threading.Lock()
         self._next_deadline_check = 0.0
         self._known: dict[str, Record | None] = {}
+        self._kept = Kept()
         self._mark = self._room_made = NOBODY
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
         self._writer.start()
@@ -274,17 +275,22 @@ class LmdbStore:
 
     @contextmanager
     def _changing(self) -> Iterator[LmdbTransaction]:
-        """A transaction, committed on leaving. It knows the records of those before it, unless others came between."""
+        """A transaction, committed on leaving. It knows what those before it left, unless others came between."""
+        kept = self._kept
+        self._kept = Kept()  # until this is committed
         with self._env.writing() as txn:
             others = txn.get(WRITER, default=b"", db=self._env.meta) != self._mark
             if others or len(self._known) > MOST_KNOWN:
                 self._known.clear()
+            if others:
+                kept.clear()
             changes = LmdbTransaction(
                 self._env,
                 txn,
                 self._allocate,
                 self._oldest_key(),
                 self._known,
+                kept,
                 self._max_buffers,
                 lambda: reached("chunk"),
             )
@@ -294,6 +300,7 @@ class LmdbStore:
             if changes.writes:
                 mark = os.urandom(MARK_SIZE)
                 txn.put(WRITER, mark, db=self._env.meta)
+        self._kept = kept
         if changes.writes:
             self._mark = mark
             self._known |= changes.changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from service.buffers import _values
 from service.buffers import lmdb as module
 from service.buffers._environment import Environment
 from service.buffers._values import CHUNK
@@ -34,6 +36,7 @@ from service.errors import (
     StoreFull,
     UnknownBuffer,
 )
+from service.kernels.gather import GatheredRows
 from tests.buffers.calls import KEY_SECONDS, PATIENCE, Clock, add, create, do, key, ones, open_lmdb, spec, state, value
 from tests.buffers.test_contract import LARGE, entries_of
 from tests.kernels.equality import assert_same_bits
@@ -739,6 +742,84 @@ def test_one_that_fails_in_a_batch_fails_alone(
     assert set(value(store, "a")) == {23.0}
     assert not value(store, "b").any()
     assert store.recall(key()) is None
+
+
+@pytest.mark.parametrize("failing", ["the gradient", "the commit"])
+@pytest.mark.parametrize("elements", [2, LARGE])
+def test_after_a_failure_the_sum_is_what_it_was(
+    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int, failing: str
+) -> None:
+    """The writer remembers values, and a request that fails has changed them already."""
+    store = reopen()
+    create(store, "a", "b", shape=(elements,), nonfinite="reject")
+    add(store, "a", ones(1))
+    add(store, "a", ones(1))
+    wrong = ones(elements)
+    with monkeypatch.context() as patch:
+        if failing == "the gradient":
+            wrong[-1] = np.nan
+        else:
+
+            def fail(point: str) -> None:
+                if point == "before commit":
+                    raise OSError("no commit")
+
+            patch.setattr(module, "reached", fail)
+        with pytest.raises((NonfiniteGradient, StoreFailed)):
+            do(store, Add(name="b", gradient=ones(1)), Add(name="a", gradient=wrong))
+    do(store, *[Add(name=name, gradient=ones(1)) for name in ("a", "b")])
+    assert set(value(store, "a")) == {3}
+    assert set(value(store, "b")) == {1}
+
+
+@pytest.mark.parametrize("elements", [600, LARGE])
+def test_all_ways_to_change_a_value_by_turns(
+    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int
+) -> None:
+    """Some are remembered, others are not, some wait, and more are to be remembered than may be."""
+    monkeypatch.setattr(_values, "KEPT_BYTES", 3 * elements * 4)
+    store, names, draw = reopen(), ["a", "b", "c", "d", "e"], random.Random(3)
+    shape = (elements // 3, 3) if elements % 3 == 0 else (elements, 1)
+    create(store, *names, shape=shape)
+    expected = {name: np.zeros(shape, np.float32) for name in names}
+    for turn in range(200):
+        name = draw.choice(names)
+        match draw.randrange(6):
+            case 0:
+                rows = np.full((2, shape[1]), turn, np.float32)
+                places = np.array([turn % shape[0], 0])
+                add(store, name, GatheredRows(np.array(shape), places, rows))
+                expected[name][turn % shape[0]] += turn
+                expected[name][0] += turn
+            case 1:
+                add(store, name, np.full(shape, turn, np.float32), overwrite=True)
+                expected[name][...] = turn
+            case 2:
+                do(store, draw.choice([Zero(name=name), Take(name=name)]))
+                expected[name][...] = 0
+            case _:
+                do(store, *[Add(name=name, gradient=np.full(shape, turn, np.float32)) for name in {name, "a"}])
+                for each in {name, "a"}:
+                    expected[each] += turn
+    for name in names:
+        np.testing.assert_array_equal(value(store, name), expected[name], err_msg=name)
+    store = reopen()
+    for name in names:
+        np.testing.assert_array_equal(value(store, name), expected[name], err_msg=name)
+
+
+def test_no_more_values_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_values, "KEPT_BYTES", 40)
+    kept, arrays = _values.Kept(), {number: ones(4) for number in range(3)}
+    for number, array in arrays.items():
+        kept.keep(number, array)
+    assert kept.take(0) is None
+    assert kept.take(1) is arrays[1]
+    assert kept.take(1) is None
+    kept.keep(3, arrays[0])
+    assert kept.take(2) is arrays[2]
+    kept.clear()
+    assert kept.take(3) is None
 
 
 def test_requests_that_repeat_a_key_in_one_batch(
