@@ -26,8 +26,8 @@ LONGEST_HEAD = 1 << 16
 """A head, or whatever else is no body, of more bytes than that is refused, give or take what comes at once."""
 
 FAST_BYTES, LOOKS, MOST_AT_ONCE = 1 << 17, 40, 1 << 21
-"""Where so many bytes of a body came at once, more are on their way. The receiver looks for them so many times in vain
-before it goes to sleep, which takes longer; but after that many bytes it is the turn of others."""
+"""Behind a head, or so many bytes of a body that came at once, more are on their way. They are looked for so many times
+in vain before the receiver goes to sleep, which takes longer; but after that many bytes it is the turn of others."""
 
 BUSY_SECONDS, PAUSE_SECONDS = 0.02, 0.002
 """How long after an answer to another request a large one makes way for more, and how long between two pieces."""
@@ -183,19 +183,29 @@ class Exchange:
         Raises TimeoutError after `patience` seconds in which nothing comes; the answer then closes the connection.
         """
         protocol, cycle = self._protocol, self._cycle
-        if cycle.waiting_for_100_continue:
-            protocol.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            cycle.waiting_for_100_continue = False
-        memory[: len(cycle.body)] = cycle.body
-        receiver = _Receiver(protocol, memory[len(cycle.body) :], patience)
-        cycle.body = bytearray()
+        begun, cycle.body = cycle.body, bytearray()
+        memory[: len(begun)] = begun
         cycle.message_event.clear()
         if cycle.disconnected:
             return False
+        rest, socket = memory[len(begun) :], _plain_socket(protocol)
+        if cycle.waiting_for_100_continue:
+            protocol.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            cycle.waiting_for_100_continue = False
+        elif socket is not None:
+            rest = _received(socket, rest)
+        if len(rest) and not await self._receive(_Receiver(protocol, rest, patience, socket)):
+            return False
+        protocol.parser = httptools.HttpRequestParser(protocol)  # the old one still waits for the body
+        protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        cycle.more_body = False
+        return True
+
+    async def _receive(self, receiver: _Receiver) -> bool:
+        protocol, cycle = self._protocol, self._cycle
         protocol.read_by(receiver)
         try:
-            if not await receiver.done:
-                return False
+            return await receiver.done
         except TimeoutError:
             cycle.keep_alive = False
             raise
@@ -204,10 +214,6 @@ class Exchange:
             if not cycle.disconnected:
                 protocol.read_by(protocol)
             del receiver  # `done` has the exception, whose traceback has this frame
-        protocol.parser = httptools.HttpRequestParser(protocol)  # the old one still waits for the body
-        protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        cycle.more_body = False
-        return True
 
     async def send_at_once(self, head: str, pieces: Pieces, size: int) -> None:
         """Send an answer with status 200 in one system call, if the socket takes it, where `cycle.send` needs two.
@@ -281,10 +287,9 @@ class _LastBody:
 class _Receiver(asyncio.BufferedProtocol):
     """Takes the place of `owner` for the time of a body; `done` says at last whether all of it came."""
 
-    def __init__(self, owner: Protocol, memory: memoryview, patience: float) -> None:
-        self.owner, self._rest, self._patience = owner, memory, patience
+    def __init__(self, owner: Protocol, memory: memoryview, patience: float, socket: int | None) -> None:
+        self.owner, self._rest, self._patience, self._socket = owner, memory, patience, socket
         self.done: asyncio.Future[bool] = owner.loop.create_future()
-        self._plain = owner.transport.get_extra_info("ssl_object") is None
         self._wait()
 
     def stop(self) -> None:
@@ -305,26 +310,11 @@ class _Receiver(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._rest = self._rest[nbytes:]
-        if nbytes >= FAST_BYTES and self._plain:
-            self._look(self.owner.transport.get_extra_info("socket").fileno())
+        if nbytes >= FAST_BYTES and self._socket is not None:
+            self._rest = _received(self._socket, self._rest)
         if not len(self._rest) and not self.done.done():
             self.owner.flow.pause_reading()  # what follows is another request
             self.done.set_result(True)
-
-    def _look(self, socket: int) -> None:
-        """Receive what comes in the next moments."""
-        enough, looks = len(self._rest) - MOST_AT_ONCE, 0
-        while len(self._rest) > max(enough, 0) and looks < LOOKS:
-            try:
-                count = os.readv(socket, [self._rest])
-            except BlockingIOError:
-                looks += 1
-            except OSError:
-                return  # the loop meets it too, and ends the connection
-            else:
-                if not count:
-                    return  # as it does this
-                self._rest, looks = self._rest[count:], 0
 
     def eof_received(self) -> None:
         self.owner.eof_received()
@@ -339,3 +329,26 @@ class _Receiver(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self.owner.resume_writing()
+
+
+def _plain_socket(protocol: Protocol) -> int | None:
+    """The socket's number, unless what comes through it must be deciphered."""
+    transport = protocol.transport
+    return transport.get_extra_info("socket").fileno() if transport.get_extra_info("ssl_object") is None else None
+
+
+def _received(socket: int, rest: memoryview) -> memoryview:
+    """Fill `rest` with what comes in the next moments: what is left of it then."""
+    enough, looks = len(rest) - MOST_AT_ONCE, 0
+    while len(rest) > max(enough, 0) and looks < LOOKS:
+        try:
+            count = os.readv(socket, [rest])
+        except BlockingIOError:
+            looks += 1
+        except OSError:
+            break  # the loop meets it too, and ends the connection
+        else:
+            if not count:
+                break  # as it does this
+            rest, looks = rest[count:], 0
+    return rest
