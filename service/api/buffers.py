@@ -380,7 +380,7 @@ class _Asked:
         if len(self._body):
             raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
         known = recalled(self.store, self._key)
-        return [one.name for one in self.store.records(prefix)] if known is None else [*known]
+        return [one.name for one in self.store.records(prefix)] if known is None else [*known.receipts]
 
     async def named(self, prefix: str | None, work: Callable[[list[str]], Awaitable[R]]) -> R:
         """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done."""

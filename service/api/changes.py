@@ -17,7 +17,7 @@ from service.api.negotiation import JSON
 from service.buffers.changes import Change, Outcome
 from service.buffers.changes import Request as Asked
 from service.buffers.namespaced import Namespaced
-from service.buffers.store import Array, Key, Receipt, Store
+from service.buffers.store import Array, Key, Known, Receipt, Store
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.errors import InvalidParameter, KeyReused, NotReady, shown
@@ -75,13 +75,13 @@ def refuse_match(scope: Scope) -> None:
         raise InvalidParameter("If-Match is for requests that change one buffer", parameter="If-Match")
 
 
-async def change(store: Store, changes: Sequence[Change], key: Key | None) -> Outcome:
-    """Make the changes. Raises what `Store.submit` does."""
-    return await asyncio.wrap_future(store.submit(Asked(changes, key)))
+async def change(store: Store, changes: Sequence[Change], key: Key | None, sources: Sequence[str] = ()) -> Outcome:
+    """Make the changes, which were computed from `sources`. Raises what `Store.submit` does."""
+    return await asyncio.wrap_future(store.submit(Asked(changes, key, sources)))
 
 
-def recalled(store: Store, key: Key | None) -> dict[str, Receipt] | None:
-    """The receipts that were stored with this key, if the request came before. Raises `KeyReused`."""
+def recalled(store: Store, key: Key | None) -> Known | None:
+    """What was stored with this key, if the request came before. Raises `KeyReused`."""
     known = None if key is None else store.recall(key)
     if key is None or known is None:
         return None
@@ -89,7 +89,7 @@ def recalled(store: Store, key: Key | None) -> dict[str, Receipt] | None:
         raise KeyReused(
             f"The Idempotency-Key {shown(key.text)} was used for another request; a new request needs a new key"
         )
-    return known.receipts
+    return known
 
 
 def etag_after(receipt: Mapping[str, Any]) -> str:

@@ -66,6 +66,7 @@ class Adding(NamedTuple):
 
     changes: list[Add]
     key: Key | None
+    sources: Sequence[str]
     finish: Callable[[Outcome], Answer]
 
 
@@ -116,7 +117,7 @@ async def respond(
             done = await in_pool(scope, receive, engine, partial(work, False))
         if isinstance(done, Adding):
             began = time.perf_counter_ns()
-            outcome = await change(store_of(scope), done.changes, done.key)
+            outcome = await change(store_of(scope), done.changes, done.key, done.sources)
             context.spent["store"] = time.perf_counter_ns() - began
             done = (
                 done.finish(outcome) if small else await in_pool(scope, receive, engine, partial(done.finish, outcome))
@@ -209,16 +210,29 @@ def _perform_on_buffers(
     names = [*(operator.output_names if job.wanted is None else job.wanted)]
     names += [name for name in targets if name not in names]
 
+    states: list[str] = []  # of the sources
+
+    def check_unchanged(before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
+        for buffer, then, now in zip(sources.values(), before, states, strict=False):  # earlier versions stored none
+            if then != now:
+                raise _not_again(f"the buffer {buffer!r}, that it is computed from, has changed since", receipts)
+
     def answered(outputs: Mapping[str, Any], outcome: Outcome) -> Answer:
+        if outputs:
+            check_unchanged(outcome.sources, outcome.receipts)
         results = {name: outcome.receipts[targets[name]] if name in targets else outputs[name] for name in names}
         return finish(results, replayed(outcome))
 
     known = recalled(store, key) if targets else None
     if known is not None and set(names) == set(targets):
-        return answered({}, Outcome(known, replayed=True))
+        return answered({}, Outcome(known.receipts, replayed=True))
     try:
         tensors = dict(job.tensors)
-        for (name, buffer), snapshot in zip(sources.items(), store.read([*sources.values()]), strict=True):
+        snapshots = store.read([*sources.values()])
+        states += [snapshot.state for snapshot in snapshots]
+        if known is not None:
+            check_unchanged(known.sources, known.receipts)
+        for (name, buffer), snapshot in zip(sources.items(), snapshots, strict=True):
             if name in tensors:
                 raise InvalidParameter(
                     f"{name} is in the body, and also to be taken from the buffer {buffer!r}", parameter="from"
@@ -229,16 +243,20 @@ def _perform_on_buffers(
         else:
             outputs = engine.run(operator, tensors, job.attributes, names, alone=alone)
     except GradserveError as error:
-        if known is None:
+        if known is None or isinstance(error, EpochGone):
             raise
-        raise EpochGone(
-            f"This request was made before and counted once, but what it answers besides cannot be made anew: {error}",
-            receipts={name: dict(receipt) for name, receipt in known.items()},
-        ) from None
+        raise _not_again(str(error), known.receipts) from None
     if not targets:
         return finish(outputs, {})
     changes = [
         Add(name=buffer, gradient=outputs[output], weight=weight, epoch=epoch, match=match)
         for output, buffer in targets.items()
     ]
-    return Adding(changes, key, partial(answered, outputs))
+    return Adding(changes, key, states, partial(answered, outputs))
+
+
+def _not_again(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
+    return EpochGone(
+        f"This request was made before and counted once, but what it answers besides cannot be made anew: {why}",
+        receipts={name: dict(receipt) for name, receipt in receipts.items()},
+    )

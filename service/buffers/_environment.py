@@ -10,7 +10,8 @@ Format 1, in the databases of the environment:
     values   id of a value, 8 bytes -> its elements and b"i", or its chunks: slot and checksum, 8 bytes each, what waits
              to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
     free     number of the transaction that freed them, 8 bytes, a number, 4 bytes -> slots, 8 bytes each
-    keys     digest of caller and key -> time, fingerprint, receipts and ids of buffers as JSON, sealed
+    keys     digest of caller and key -> time, fingerprint, receipts, ids of buffers, and, unless an earlier version
+             wrote it, states of the buffers that the request was computed from, as JSON, sealed
     times    time, 8 bytes, number of a transaction, 8 bytes -> the digests of the keys that it stored
     deadlines  time, 8 bytes, name -> nothing: when to see whether a buffer has expired
 
@@ -245,7 +246,8 @@ class Reader:
         if data is None:
             raise BufferCorrupt("What is stored with this Idempotency-Key is damaged on the disk")
         stored, fingerprint = KEY_HEAD.unpack_from(data)
-        return Known(fingerprint, *orjson.loads(data[KEY_HEAD.size :])) if stored > oldest else None
+        receipts, ids, *sources = orjson.loads(data[KEY_HEAD.size :])
+        return Known(fingerprint, receipts, ids, tuple(*sources)) if stored > oldest else None
 
     def sound_records(self) -> Iterator[tuple[str, Record | None]]:
         """Every buffer's name, with the buffer if it is not damaged."""

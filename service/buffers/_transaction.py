@@ -123,7 +123,7 @@ class LmdbTransaction(Reader):
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.writes += 1
         digest, stored = digest_of(key), microseconds(now)
-        data = KEY_HEAD.pack(stored, known.fingerprint) + orjson.dumps([known.receipts, known.ids])
+        data = KEY_HEAD.pack(stored, known.fingerprint) + orjson.dumps([known.receipts, known.ids, known.sources])
         self._txn.put(digest, seal(data, seed_of(digest)), db=self._env.keys)
         self._digests.append(digest)
 

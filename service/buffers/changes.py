@@ -241,19 +241,27 @@ class Restore(Change):
 
 @dataclass(frozen=True)
 class Request:
-    """Changes of different buffers, to be made together, under a key if they must not be made twice."""
+    """Changes of different buffers, to be made together, under a key if they must not be made twice.
+
+    `sources` are the states of the buffers that they were computed from; they are stored with the key.
+    """
 
     changes: Sequence[Change]
     key: Key | None = None
+    sources: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """By buffer the receipts and the values asked for: of a request made now, or, if `replayed`, when its key came."""
+    """By buffer the receipts and the values asked for: of a request made now, or, if `replayed`, when its key came.
+
+    `sources` are, if it is replayed, the states of the buffers that it was computed from then.
+    """
 
     receipts: dict[str, Receipt]
     values: dict[str, Array] = field(default_factory=dict)
     replayed: bool = False
+    sources: Sequence[str] = ()
 
 
 def perform(txn: Transaction, request: Request, now: float) -> Outcome:
@@ -268,7 +276,7 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             raise KeyReused(
                 f"The Idempotency-Key {shown(key.text)} was used for another request; a new request needs a new key"
             )
-        outcome = Outcome(known.receipts, replayed=True)
+        outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
         for change in request.changes:
             if change.name not in known.receipts:
                 continue  # of all with a prefix, one that was not there then
@@ -312,7 +320,7 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             left = record or txn.get(change.name)
             ids[change.name] = 0 if left is None else left.id
     if key is not None:
-        txn.remember(key, Known(key.fingerprint, outcome.receipts, ids), now)
+        txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
     return outcome
 
 

@@ -31,7 +31,8 @@ class Namespaced:
         if not self._head:
             return self._store.submit(request)
         changes = [replace(change, name=self._head + change.name) for change in request.changes]
-        inner = self._store.submit(Request(changes, None if request.key is None else self._scoped(request.key)))
+        key = None if request.key is None else self._scoped(request.key)
+        inner = self._store.submit(replace(request, changes=changes, key=key))
         outer: Future[Outcome] = Future()
 
         def finish(done: Future[Outcome]) -> None:
@@ -96,7 +97,7 @@ class Namespaced:
 
     def _outcome(self, outcome: Outcome) -> Outcome:
         values = {self._bare(name): value for name, value in outcome.values.items()}
-        return Outcome(self._receipts(outcome.receipts), values, outcome.replayed)
+        return replace(outcome, receipts=self._receipts(outcome.receipts), values=values)
 
     @contextmanager
     def _seen_from_inside(self) -> Iterator[None]:

@@ -306,11 +306,15 @@ class Key(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is stored with a key: the fingerprint of its request, the receipts, and the ids of the buffers."""
+    """What is stored with a key: the fingerprint of its request, the receipts, and the ids of the buffers.
+
+    `sources` are the states of the buffers that the request was computed from, in the order in which it names them.
+    """
 
     fingerprint: bytes
     receipts: dict[str, Receipt]
     ids: dict[str, int]
+    sources: tuple[str, ...] = ()
 
 
 class Transaction(Protocol):
@@ -391,6 +395,11 @@ class Snapshot:
     def etag(self) -> str:
         """The tag of this state, in quotation marks."""
         return self.record.etag if self.of is None else f'"{self.of.epoch}-{self.of.version}"'
+
+    @property
+    def state(self) -> str:
+        """What is another one for every other value, of whatever buffer."""
+        return f"{self.record.id}-{self.record.epoch}-{self.record.version}"
 
     @property
     def weight(self) -> float:

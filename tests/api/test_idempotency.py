@@ -301,7 +301,7 @@ def test_into_replayed_does_not_need_its_sources(http: httpx.Client, key: dict[s
     assert state(http, name) == before
 
 
-@pytest.mark.parametrize("then", ["deleted", "of another shape"])
+@pytest.mark.parametrize("then", ["deleted", "created anew", "changed"])
 def test_a_replay_whose_source_is_gone_is_told_that_it_counted(
     http: httpx.Client, key: dict[str, str], then: str
 ) -> None:
@@ -316,10 +316,13 @@ def test_a_replay_whose_source_is_gone_is_told_that_it_counted(
 
     first = ok(ask())
     assert ok(ask()) == first
-    http.delete(f"/v1/buffers/{source}")
-    if then == "of another shape":
-        create(http, source)
-    problem = assert_problem(ask(), 410, "epoch_gone", "counted once", source if then == "deleted" else "grad_HAll")
+    if then == "changed":
+        ok(http.post(f"/v1/buffers/{source}/zero"))
+    else:
+        assert http.delete(f"/v1/buffers/{source}").status_code == 204
+    if then == "created anew":
+        create(http, source, shape=grad.shape, dtype=str(grad.dtype))
+    problem = assert_problem(ask(), 410, "epoch_gone", "counted once", source)
     assert problem["receipts"] == {name: first["dW"]}
     assert metadata(http, name)["count"] == 1
 

@@ -16,6 +16,7 @@ import pytest
 
 from service.buffers._values import CHUNK
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Restore, Take, Zero
+from service.buffers.namespaced import Namespaced
 from service.buffers.store import Record, Store
 from service.errors import (
     BufferExists,
@@ -945,6 +946,35 @@ def test_what_is_stored_with_a_key(store: Store) -> None:
     assert known[:2] == (key().fingerprint, outcome.receipts)
     assert store.recall(key(request="another")) == known
     assert store.recall(key(caller="bob")) is None
+
+
+@pytest.mark.parametrize("namespace", ["", "team"])
+def test_what_a_request_was_computed_from_is_stored_with_its_key(store: Store, namespace: str) -> None:
+    store = Namespaced(store, namespace)
+    create(store, "a")
+    states: list[str] = []
+
+    def look() -> str:
+        (snapshot,) = store.read(["a"])
+        states.append(snapshot.state)
+        return snapshot.state
+
+    def ask() -> Outcome:
+        return store.submit(Request([Add(name="a", gradient=ones(2))], key(caller=""), [look(), "more"])).result(
+            PATIENCE
+        )
+
+    assert not ask().replayed
+    again = ask()
+    assert (again.replayed, again.sources) == (True, (states[0], "more"))
+    known = store.recall(key(caller=""))
+    assert known is not None
+    assert known.sources == again.sources
+    for change in (Zero(name="a"), Delete(name="a"), Create(name="a", spec=spec()), Take(name="a")):
+        do(store, change)
+        if not isinstance(change, Delete):
+            look()
+    assert len(set(states)) == 5
 
 
 def test_keys_expire_when_they_are_old_enough_and_not_before(store: Store, clock: Clock) -> None:
