@@ -25,9 +25,10 @@ LARGE_BYTES, TURN_BYTES = 8 << 20, 1 << 19
 LONGEST_HEAD = 1 << 16
 """A head, or whatever else is no body, of more bytes than that is refused, give or take what comes at once."""
 
-FAST_BYTES, LOOKS, MOST_AT_ONCE = 1 << 17, 40, 1 << 21
+FAST_BYTES, LOOKS, LEAST_BYTES, MOST_AT_ONCE = 1 << 17, 40, 1 << 14, 1 << 21
 """Behind a head, or so many bytes of a body that came at once, more are on their way. They are looked for so many times
-in vain before the receiver goes to sleep, which takes longer; but after that many bytes it is the turn of others."""
+before the receiver goes to sleep, which takes longer, and again if at least so many came meanwhile; but after that many
+bytes it is the turn of others."""
 
 BUSY_SECONDS, PAUSE_SECONDS = 0.02, 0.002
 """How long after an answer to another request a large one makes way for more, and how long between two pieces."""
@@ -350,5 +351,5 @@ def _received(socket: int, rest: memoryview) -> memoryview:
         else:
             if not count:
                 break  # as it does this
-            rest, looks = rest[count:], 0
+            rest, looks = rest[count:], 0 if count >= LEAST_BYTES else looks + 1
     return rest

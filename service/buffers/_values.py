@@ -47,9 +47,9 @@ CHUNK = 1 << 18
 INLINE = 1 << 16
 """Up to this size a value is kept in LMDB."""
 
-MOST_KEPT, KEPT_BYTES = 1 << 22, 1 << 25
-"""Bytes of a value that the writer remembers, and of all together: to read one anew and check it takes a quarter of an
-add. One that is larger would push out too many."""
+MOST_KEPT, KEPT_BYTES, ARRAY_BYTES = 1 << 22, 1 << 25, 256
+"""Bytes of a value that the writer remembers, and of all together, what Python takes for each of them included. To read
+one anew and check it takes a quarter of an add; one that is larger would push out too many."""
 
 MOST_WAITING = 2.0
 """How many times a value's bytes may wait to be added to it."""
@@ -309,13 +309,13 @@ class Kept:
         """A value, which is the caller's from now on; None if it is not here."""
         array = self._arrays.pop(value, None) if value is not None else None
         if array is not None:
-            self._bytes -= array.nbytes
+            self._bytes -= array.nbytes + ARRAY_BYTES
         return array
 
     def keep(self, value: int, array: Array) -> None:
         """Keep a value, and let go of those that changed longest ago where that is too much."""
         self._arrays[value] = array
-        self._bytes += array.nbytes
+        self._bytes += array.nbytes + ARRAY_BYTES
         while self._bytes > KEPT_BYTES:
             self.take(next(iter(self._arrays)))
 

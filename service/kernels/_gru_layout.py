@@ -67,7 +67,7 @@ class Layout:
     def blocks(self) -> list[slice]:
         """The sequences in blocks, which go through time each by itself, as each direction does."""
         in_halves = self.D == 1 and self.N > SEQUENCES // 2
-        most = 1 if self.alone else BLOCKS
+        most = 1 if self.alone and self.N <= ROWS else BLOCKS
         count = min(max(self.N // SEQUENCES, 1 + in_halves), most) if self.N else 0
         return [slice(self.N * k // count, self.N * (k + 1) // count) for k in range(count)]
 

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+from service.api import protocol
 from service.codecs import safetensors
 from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Make, assert_right, v1
 from tests.serving import serving
@@ -187,3 +188,19 @@ def test_answers_are_right_while_others_do_all_this(strict: str) -> None:
             assert_right(connection.answer(), message)
             assert connection.answer().body == b'{"live":true}'
     assert np.isclose(in_flight(strict), 0)
+
+
+@pytest.mark.parametrize(("step", "most"), [(1, 1), (protocol.LEAST_BYTES, 1 << 10)])
+def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch, step: int, most: int) -> None:
+    """All bytes come just before the next look."""
+    reads: list[int] = []
+
+    def readv(socket: int, buffers: list[memoryview]) -> int:
+        reads.append(min(step, len(buffers[0])))
+        return reads[-1]
+
+    monkeypatch.setattr("os.readv", readv)
+    rest = protocol._received(0, memoryview(bytearray(8 << 20)))
+    assert len(rest) == (8 << 20) - sum(reads)
+    assert len(reads) <= protocol.LOOKS * most
+    assert sum(reads) == (protocol.MOST_AT_ONCE if step > 1 else protocol.LOOKS)

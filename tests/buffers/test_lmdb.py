@@ -777,7 +777,7 @@ def test_all_ways_to_change_a_value_by_turns(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     """Some are remembered, others are not, some wait, and more are to be remembered than may be."""
-    monkeypatch.setattr(_values, "KEPT_BYTES", 3 * elements * 4)
+    monkeypatch.setattr(_values, "KEPT_BYTES", 3 * (elements * 4 + 2 * _values.ARRAY_BYTES))
     store, names, draw = reopen(), ["a", "b", "c", "d", "e"], random.Random(3)
     shape = (elements // 3, 3) if elements % 3 == 0 else (elements, 1)
     create(store, *names, shape=shape)
@@ -809,7 +809,7 @@ def test_all_ways_to_change_a_value_by_turns(
 
 
 def test_no_more_values_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_values, "KEPT_BYTES", 40)
+    monkeypatch.setattr(_values, "KEPT_BYTES", 2 * (16 + _values.ARRAY_BYTES))
     kept, arrays = _values.Kept(), {number: ones(4) for number in range(3)}
     for number, array in arrays.items():
         kept.keep(number, array)
