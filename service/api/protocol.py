@@ -30,7 +30,7 @@ FAST_BYTES, LOOKS, LEAST_BYTES, MOST_AT_ONCE = 1 << 17, 40, 1 << 14, 1 << 21
 before the receiver goes to sleep, which takes longer, and again if at least so many came meanwhile; but after that many
 bytes it is the turn of others."""
 
-BUSY_SECONDS, PAUSE_SECONDS = 0.02, 0.002
+BUSY_SECONDS, PAUSE_SECONDS = 0.02, 0.003
 """How long after an answer to another request a large one makes way for more, and how long between two pieces."""
 
 Pieces: TypeAlias = Sequence[bytes | memoryview]
@@ -248,8 +248,8 @@ class Exchange:
     async def _write_by_turns(self, pieces: Pieces) -> None:
         """Write as fast as the client reads, but with pauses while this process answers other requests.
 
-        Where there are none, 64 MB take the time that the socket takes; read without a pause beside eight clients that
-        add 4 KB, they slow these down by a sixth.
+        Where there are none, 64 MB take the time that the socket takes; read again and again beside eight clients that
+        add 4 KB, they slow these down by a tenth.
         """
         protocol, state, busy_until = self._protocol, self._protocol.server_state, 0.0
         answered = state.total_requests
