@@ -28,6 +28,9 @@ BLOCK_BYTES = 768 * 1024
 """Bytes of one tensor in a block. Smaller blocks stay closer to the core, but threads then hand the interpreter lock
 over more often, which costs more; with larger ones, scratch would take more than 2 MB in each thread."""
 
+CACHE_LINE = 64
+"""Bytes. What starts in the middle of a line is slower: each access of a vector's width touches two."""
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -147,7 +150,9 @@ def scratch(slot: int, size: int, dtype: DType) -> Array:
     slots: dict[tuple[int, DType], Array] = _scratch.__dict__.setdefault("slots", {})
     memory = slots.get((slot, dtype))
     if memory is None or memory.size < size:
-        memory = slots[slot, dtype] = np.empty(size, dtype)
+        raw = np.empty(size * dtype.itemsize + CACHE_LINE, np.uint8)
+        memory = np.ndarray((size,), dtype, raw, -raw.ctypes.data % CACHE_LINE)
+        slots[slot, dtype] = memory
     return memory[:size]
 
 

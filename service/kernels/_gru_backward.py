@@ -100,11 +100,10 @@ class Backward:
         """Fill `gates` with what to multiply the state's gradient by; return z, and r, in memory of their own."""
         layout, H = self.layout, self.layout.H
         z, r, h = (self._array("ZRH")[steps, d, block, k * H : (k + 1) * H] for k in range(3))
-        passing, reset, candidate, previous, rest, part = scratch(0, 6 * z.size, z.dtype).reshape(6, *z.shape)
-        gates = self.gates[d, steps, block]
+        passing, reset, candidate, rest, part = scratch(0, 5 * z.size, z.dtype).reshape(5, *z.shape)
+        gates, previous = self.gates[d, steps, block], self.previous[d, steps, block]
         to_z, to_r, to_h = (gates[:, :, self.first + k] for k in range(3))
         self._fill_previous(d, steps, block, previous)
-        self.previous[d, steps, block] = previous
         passing[...], reset[...], candidate[...] = z, r, h
         np.subtract(1, passing, out=rest)
         np.subtract(previous, candidate, out=part)
@@ -220,13 +219,13 @@ class Backward:
         gates = self.gates[d, steps]
         kinds, H = gates.shape[-2:]
         rows = gates.reshape(-1, kinds * H)
-        sums = np.matmul(np.ones(len(rows), rows.dtype), rows).reshape(kinds, H)
-        seen_by_w, seen_by_r = sums[self.first :], sums[[1, 2, 0]] if self.first else sums
-        total = self.made["dB"][d].reshape(2, 3, H)
+        sums = np.matmul(np.ones((1, len(rows)), rows.dtype), rows).reshape(kinds, H)
+        total = self.made["dB"][d].reshape(6, H)
         if fresh:
-            total[0], total[1] = seen_by_w, seen_by_r
-        else:
-            total += seen_by_w, seen_by_r
+            total[...] = 0
+        total[:3] += sums[self.first :]
+        total[3:5] += sums[self.first : self.first + 2]
+        total[5] += sums[0 if self.first else 2]
 
     def _to_x(self, d: int, steps: slice, fresh: bool) -> None:
         W, dX = self._array("W")[d], self.made["dX"][steps]
