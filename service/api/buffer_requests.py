@@ -1,0 +1,237 @@
+"""A request of `/v1/buffers`: its body read, its changes made, and what it is answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
+from service.api.buffer_models import Names, ValueQuery
+from service.api.changes import answer, change, etag_after, key_of, recalled, replayed, store_of
+from service.api.context import context_of, engine_of, settings_of
+from service.api.negotiation import JSON, media_types
+from service.api.problems import invalid_parameter
+from service.api.tensors import judge
+from service.api.waiting import Waiting, in_pool
+from service.api.work import INLINE_TEXT
+from service.buffers.changes import Change, Outcome, Take
+from service.buffers.store import Array, Key, Receipt, Spec, check_length, check_name
+from service.codecs import json as json_codec
+from service.codecs import safetensors
+from service.dtypes import DTYPES, FLOATS, NAMES
+from service.engine import Engine
+from service.errors import (
+    DtypeMismatch,
+    GradserveError,
+    Invalid,
+    MalformedBody,
+    NothingToAverage,
+    UnknownBuffer,
+    UnknownTensor,
+    UnsupportedMediaType,
+    shown,
+)
+from service.kernels.accumulate import converted
+
+M = TypeVar("M", bound=BaseModel)
+R = TypeVar("R")
+
+MOST_LISTINGS = 10
+"""How often the buffers of a prefix are listed anew, where one is deleted before it is reached."""
+
+
+class BufferRequest:
+    """A request with its body read, on its way through the store."""
+
+    def __init__(self, request: Request, sent: str, answers: str, body: memoryview) -> None:
+        self._request, self._sent, self.answers, self._body = request, sent, answers, body
+        self.engine, self.store = engine_of(request.scope), store_of(request.scope)
+        self._key: Key | None = key_of(request.scope, body)
+        self._form: json_codec.Form = "list"
+
+    @classmethod
+    async def of(cls, request: Request) -> BufferRequest:
+        """Read the body, and inflate it where it is compressed."""
+        sent, answers = media_types(request)
+        coding = coding_of(context_of(request.scope).headers)
+        engine = engine_of(request.scope)
+        body = await read_body(request.scope, request.receive, engine.buffer)
+        if coding is not None:
+            limit = settings_of(request.scope).max_inflated_bytes
+            body = await in_pool(request.scope, request.receive, engine, partial(inflate, body, coding, limit))
+        return cls(request, sent, answers, body)
+
+    def model(self, model: type[M]) -> M:
+        """The body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
+        if self._sent != JSON:
+            raise UnsupportedMediaType(f"Content-Type is {self._sent}, but must be {JSON} here")
+        try:
+            return model.model_validate_json(bytes(self._body))
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            if error["type"] == "json_invalid":
+                raise MalformedBody(f"The body is not JSON: {error['msg']}") from None
+            if not error["loc"]:
+                raise MalformedBody(f"The body is {shown(error['input'])}, but must be an object") from None
+            place = ".".join(map(str, error["loc"]))
+            raise invalid_parameter({**error, "loc": (place,)}, kind="member") from None
+
+    def check_no_body(self) -> None:
+        """Raise `Invalid` for a body where nothing would read it."""
+        if len(self._body) > 64 or bytes(self._body).strip() not in (b"", b"{}"):
+            raise Invalid("This request has no body; what it may say stands in the query, like ?min_count=3")
+
+    def refusal(self, name: str, spec: Spec) -> GradserveError | None:
+        """Why a new buffer must not be like this; one that is there may be, by limits that were higher once."""
+        try:
+            check_length(name, settings_of(self._request.scope).max_name_length)
+            self.engine.limits.check("The buffer", spec.shape, spec.dtype)
+        except GradserveError as error:
+            return error
+        return None
+
+    def names(self, prefix: str | None) -> list[str]:
+        """The buffers that the body names, or those that the prefix means: if the request was made before, then."""
+        if prefix is None:
+            names = self.model(Names).names
+            for name in names:
+                check_name(name)
+            return names
+        if len(self._body):
+            raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
+        known = recalled(self.store, self._key)
+        return [one.name for one in self.store.records(prefix)] if known is None else [*known.receipts]
+
+    async def named(self, prefix: str | None, work: Callable[[list[str]], Awaitable[R]]) -> R:
+        """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done."""
+        for _ in range(MOST_LISTINGS if prefix is not None else 0):
+            with suppress(UnknownBuffer):  # deleted since they were listed
+                return await work(self.names(prefix))
+        return await work(self.names(prefix))
+
+    async def tensors(self, known: set[str] | None) -> dict[str, Array]:
+        """The tensors in the body, whose names must be `known`, if it is given."""
+        work = partial(self._tensors, known)
+        small = len(self._body) <= INLINE_TEXT or self._sent != JSON
+        return work() if small else await in_pool(self._request.scope, self._request.receive, self.engine, work)
+
+    def _tensors(self, known: set[str] | None) -> dict[str, Array]:
+        if self._sent == JSON:
+            tensors, self._form = _from_json(self.engine, self._body)
+        else:
+            tensors = safetensors.decode(self._body, self.engine.limits)
+        for name, tensor in tensors.items():
+            if known is not None and name not in known:
+                raise UnknownTensor(f"{shown(name)} is no tensor of this request; it has gradient", tensor=name)
+            if NAMES[tensor.dtype] not in FLOATS.dtypes:
+                raise DtypeMismatch(
+                    f"{name} is {tensor.dtype}, but must be one of {', '.join(FLOATS.dtypes)}", tensor=name
+                )
+        return tensors
+
+    async def change(self, changes: Sequence[Change]) -> Outcome:
+        """Make the changes, once for its idempotency key."""
+        began = time.perf_counter_ns()
+        try:
+            return await change(self.store, changes, self._key)
+        finally:
+            context_of(self._request.scope).spent["store"] = time.perf_counter_ns() - began
+
+    async def take(self, changes: Sequence[Take], timeout: float) -> Outcome:
+        """Make the changes as soon as all buffers admit them, up to `timeout` seconds from now."""
+        tried = False
+
+        async def attempt() -> Outcome:
+            nonlocal tried
+            if tried and recalled(self.store, self._key) is None:  # a look is cheaper than a transaction
+                for one in changes:
+                    one.admit(self.store.record(one.name))
+            tried = True
+            return await self.change(changes)
+
+        return await waiting_of(self._request).until(self._request.receive, timeout, attempt)
+
+    async def respond(self, *args: Any, **keywords: Any) -> Response:
+        """What `answer` gives, as FastAPI wants it."""
+        return AnswerResponse(await self.answer(*args, **keywords))
+
+    async def answer(
+        self,
+        outcome: Outcome,
+        encoding: json_codec.Form | None,
+        *,
+        one: bool,
+        reduce: str = "sum",
+        dtype: str | None = None,
+    ) -> Answer:
+        """The receipts, and the values that were asked for."""
+        headers = replayed(outcome)
+        if one:
+            (receipt,) = outcome.receipts.values()
+            headers["ETag"] = etag_after(receipt)
+
+        def work() -> Answer:
+            values = {
+                name: _reduced(value, outcome.receipts[name]["weight"], reduce, dtype, name)
+                for name, value in outcome.values.items()
+            }
+            form = encoding or self._form
+            return _coded(self._request, answer(outcome.receipts, values, self.answers, form, headers, one=one))
+
+        small = sum(value.nbytes for value in outcome.values.values()) <= INLINE_TEXT
+        return work() if small else await in_pool(self._request.scope, self._request.receive, self.engine, work)
+
+
+def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json_codec.Form]:
+    document = json_codec.Document(body, engine.limits)
+    forms = {name: judge(name, member) for name, member in document.members.items()}
+    tensors = {}
+    for name, form in forms.items():
+        dtype = DTYPES[form.dtype or FLOATS.default]
+        if form.base64 is None:
+            tensors[name] = document.tensor(name, form.data, dtype, form.shape)
+        else:
+            tensors[name] = document.base64(name, form.base64, dtype, form.shape or [])
+    document.finish()
+    return tensors, "base64" if any(form.base64 is not None for form in forms.values()) else "list"
+
+
+def read_values(request: Request, names: Sequence[str], query: ValueQuery, answers: str, one: bool) -> Answer:
+    """The values of buffers at one moment, with their receipts; with `one`, of a single buffer, with its tag."""
+    snapshots = store_of(request.scope).read(names, query.epoch)
+    receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
+    values = {
+        snapshot.record.name: _reduced(snapshot.value, snapshot.weight, query.reduce, query.dtype, snapshot.record.name)
+        for snapshot in snapshots
+    }
+    headers = {"ETag": snapshots[0].etag, "Vary": "Accept"} if one else {}
+    return _coded(request, answer(receipts, values, answers, query.encoding or "list", headers, one=one))
+
+
+def _reduced(value: Array, weight: float, reduce: str, dtype: str | None, name: str) -> Array:
+    if reduce == "mean" and not weight:
+        raise NothingToAverage(f"The weights in {name!r} sum to zero: there is no mean", buffer=name)
+    with np.errstate(all="ignore"):
+        return converted(value, DTYPES[dtype] if dtype else value.dtype, weight if reduce == "mean" else 1.0)
+
+
+def _coded(request: Request, plain: Answer) -> Answer:
+    coding = wanted_coding(context_of(request.scope).headers)
+    if coding is None:
+        return plain
+    headers = {**plain.headers, "Content-Encoding": coding}
+    return Answer(deflate(plain.pieces, coding), plain.media_type, headers)
+
+
+def waiting_of(request: Request) -> Waiting:
+    """Where requests wait for what others do."""
+    waiting: Waiting = request.app.waiting
+    return waiting
