@@ -19,9 +19,10 @@ import numpy as np
 import orjson
 
 from service.buffers._environment import Environment, Reader
-from service.buffers._values import CHUNK
+from service.buffers._slots import CHUNK
 from service.buffers.changes import Delete, Request, Restore
-from service.buffers.store import Record, Spec, Store, bare_name, check_length, check_name, spec_of
+from service.buffers.names import bare_name, check_length, check_name
+from service.buffers.store import Record, Spec, Store, spec_of
 from service.codecs import safetensors
 from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, MalformedBody, shown

@@ -23,7 +23,8 @@ from service.api.tensors import judge
 from service.api.waiting import Waiting, in_pool
 from service.api.work import INLINE_TEXT
 from service.buffers.changes import Change, Outcome, Take
-from service.buffers.store import Array, Key, Receipt, Spec, check_length, check_name
+from service.buffers.names import check_length, check_name
+from service.buffers.store import Array, Key, Receipt, Spec
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import DTYPES, FLOATS, NAMES

@@ -19,7 +19,8 @@ from service.api.changes import receipts_text
 from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.tensors import judge
 from service.api.work import NO_BUFFERS, Buffers, Job, header_of, respond, text_of
-from service.buffers.store import Receipt, check_name
+from service.buffers.names import check_name
+from service.buffers.store import Receipt
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import DTYPES, FLOATS

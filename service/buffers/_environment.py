@@ -39,8 +39,10 @@ import numpy as np
 import orjson
 import xxhash
 
-from service.buffers._values import CHUNK, SlotFile, ValueReader, opened, seal, store_full
-from service.buffers.store import Closed, Key, Known, Record, namespace_of, spec_of
+from service.buffers._slots import CHUNK, SlotFile, slot_count, store_full
+from service.buffers._values import ValueReader, opened, seal
+from service.buffers.names import namespace_of
+from service.buffers.store import Closed, Key, Known, Record, spec_of
 from service.errors import BufferCorrupt, StoreFailed, StoreFull
 
 FORMAT = 1
@@ -295,7 +297,7 @@ class Reader:
         for name in DATABASES:
             stat = self._txn.stat(getattr(self._env, name))
             pages += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
-        return pages + self.values.slots() * CHUNK
+        return pages + slot_count(self._env, self._txn) * CHUNK
 
     def used(self) -> int:
         """Bytes of the pages and slots in use."""

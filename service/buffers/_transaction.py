@@ -21,7 +21,8 @@ from service.buffers._environment import (
     seed_of,
 )
 from service.buffers._values import Kept, ValueWriter, seal
-from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Spec, namespace_of, too_many
+from service.buffers.names import namespace_of
+from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Spec, too_many
 from service.errors import BufferCorrupt
 
 MOST_EXPIRED = 100
@@ -133,7 +134,7 @@ class LmdbTransaction(Reader):
 
     def finish(self, now: float) -> None:
         """Store what is stored once for all requests, and bring large values to the disk."""
-        self._writer.finish()
+        self._writer.slots.finish()
         for name, record in self.changed.items():
             if record is None:
                 self._txn.delete(name.encode(), db=self._env.buffers)

@@ -1,12 +1,8 @@
 """Values of buffers on the disk: small ones in LMDB, large ones in a file beside it.
 
 LMDB copies a value twice on its way to the disk, and keeps lists of its free pages that every small commit after a
-large one writes anew. So a large value is cut into chunks, which lie in slots of the file `values`; LMDB holds which
-slots these are, with a checksum for each chunk, and which slots are free.
-
-A slot is never written while a state that a reader sees, or that a crash leads back to, refers to it: a chunk that
-changes goes into a free slot. The one that it leaves may be taken by the second transaction after this one, and by none
-as long as a reader sees a state before it. The file is synced before the transaction is committed.
+large one writes anew. So a large value is cut into chunks, which lie in slots of the file `values` (`_slots.py`); LMDB
+holds which slots these are, with a checksum for each chunk.
 
 The thread that writes remembers the values that it wrote last, and adds to them where they are. They are written whole
 all the same; what is forgotten, or was changed by another process, is read and checked.
@@ -17,32 +13,25 @@ changes again in another way, or when twice as many bytes wait as the value has;
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import itertools
 import math
-import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 import xxhash
 
+from service.buffers._slots import CHUNK, NUMBER, Databases, Slots
 from service.buffers.store import Allocate, Array, Dense, Gradient, Spec, add_piece
 from service.dtypes import BOOL, DTYPES, NAMES
-from service.errors import BufferCorrupt, StoreFull
+from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows
 
 SEAL = 8
 """Bytes of a checksum."""
-
-CHUNK = 1 << 18
-"""Bytes of a value in a slot."""
 
 INLINE = 1 << 16
 """Up to this size a value is kept in LMDB."""
@@ -57,61 +46,7 @@ MOST_WAITING = 2.0
 _CHUNKS = np.dtype([("slot", "<i8"), ("check", "<u8")])
 """Where a chunk is; slot -1: nowhere, it is all zeros."""
 
-_NUMBER = struct.Struct(">Q")
-_FREE_KEY = struct.Struct(">QI")
 _LENGTH = struct.Struct("<I")
-_MOST_IN_FREE = 1000
-"""Slots in an entry of the list of free ones: what a transaction does not take, it writes back."""
-
-
-_SYNC_FILE_RANGE_WRITE = 2
-"""Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
-
-_begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
-_begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-
-
-class Databases(Protocol):
-    """What this needs of an environment."""
-
-    meta: Any
-    values: Any
-    free: Any
-    file: SlotFile
-    max_bytes: int
-
-    def oldest_reader(self) -> int | None:
-        """The number of the transaction whose state the slowest reader sees; None: there are no readers."""
-
-
-class SlotFile:
-    """The file of the slots, CHUNK bytes each."""
-
-    def __init__(self, path: Path, *, readonly: bool) -> None:
-        self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o644)
-
-    def read(self, slot: int, memory: memoryview) -> bool:
-        """Fill the memory. False if the file is too short."""
-        return os.preadv(self._fd, [memory], slot * CHUNK) == len(memory)
-
-    def write(self, slot: int, data: memoryview) -> None:
-        """Write a chunk. Raises OSError for a full disk."""
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
-        _begin_to_store(self._fd, slot * CHUNK, len(data), _SYNC_FILE_RANGE_WRITE)
-
-    def sync(self) -> None:
-        """Return when all that was written is on the disk."""
-        os.fdatasync(self._fd)
-
-    def size(self) -> int:
-        """Bytes of the disk that the file takes."""
-        return os.fstat(self._fd).st_blocks * 512
-
-    def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._fd)
 
 
 class _Waiting(NamedTuple):
@@ -163,14 +98,6 @@ def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:
         yield number, number * step, min((number + 1) * step, spec.size)
 
 
-def store_full(max_bytes: int) -> StoreFull:
-    """The error of a store that has no room left of its own."""
-    return StoreFull(
-        f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed",
-        limit=max_bytes,
-    )
-
-
 def seal(data: bytes, seed: int) -> bytes:
     """The data with its checksum, seeded by where it belongs."""
     return data + xxhash.xxh3_64_digest(data, seed)
@@ -215,11 +142,6 @@ class ValueReader:
 
             yield start, stop, fill
 
-    def slots(self) -> int:
-        """How many slots there are, free ones included."""
-        found = self._txn.get(b"slots", db=self._env.meta)
-        return 0 if found is None else int(_NUMBER.unpack(found)[0])
-
     def parts_of(self, value: int) -> dict[int, list[int]]:
         """The ids of a value and of what waits to be added to it, each with its slots."""
         entry = self._entry(value)
@@ -239,7 +161,7 @@ class ValueReader:
         return np.frombuffer(data, spec.dtype, spec.size)
 
     def _packed(self, value: int) -> memoryview:
-        sealed = self._txn.get(_NUMBER.pack(value), db=self._env.values)
+        sealed = self._txn.get(NUMBER.pack(value), db=self._env.values)
         data = None if sealed is None else opened(sealed, value)
         if data is None:
             raise _corrupt(value)
@@ -335,9 +257,7 @@ class ValueWriter(ValueReader):
         super().__init__(env, txn)
         self._kept, self._written = kept, written
         self._memory = np.empty(CHUNK, np.uint8)
-        self._spare: list[int] = []
-        self._fresh: set[int] = set()
-        self._freed: list[int] = []
+        self.slots = Slots(env, txn)
 
     def accumulate(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> int:
         """Add to the value `old`. Returns the id of the result, under which alone it is from now on."""
@@ -387,7 +307,7 @@ class ValueWriter(ValueReader):
             piece = gradient.piece(start, stop)
             slot = int(entry.chunks[number]["slot"])
             if overwrite and piece is None:
-                self._leave(slot)
+                self.slots.leave(slot)
                 entry.chunks[number] = (-1, 0)
                 continue
             out = spare[: stop - start] if whole is None else whole[start:stop]
@@ -439,25 +359,12 @@ class ValueWriter(ValueReader):
             entry = self._entry(value)
             self._forget_waiting(entry)
             for slot in entry.chunks["slot"].tolist():
-                self._leave(slot)
-        self._txn.delete(_NUMBER.pack(value), db=self._env.values)
-
-    def finish(self) -> None:
-        """Store what is to be put, and let the disk have all chunks: what is left to do before the commit."""
-        for freed_by, slots in ((self._txn.id(), self._freed), (0, self._spare)):
-            for start in range(0, len(slots), _MOST_IN_FREE):
-                part = np.array(slots[start : start + _MOST_IN_FREE], "<i8").tobytes()
-                self._txn.put(self._unused_key(freed_by), part, db=self._env.free)
-        if self._fresh:
-            self._env.file.sync()
-
-    def _unused_key(self, freed_by: int) -> bytes:
-        keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
-        return next(key for key in keys if self._txn.get(key, db=self._env.free) is None)
+                self.slots.leave(slot)
+        self._txn.delete(NUMBER.pack(value), db=self._env.values)
 
     def _put(self, value: int, packed: memoryview) -> None:
         packed[-SEAL:] = xxhash.xxh3_64_digest(packed[:-SEAL], value)
-        self._txn.put(_NUMBER.pack(value), packed, db=self._env.values)
+        self._txn.put(NUMBER.pack(value), packed, db=self._env.values)
 
     def _forget_waiting(self, entry: _Entry) -> None:
         for one in entry.waiting:
@@ -466,59 +373,14 @@ class ValueWriter(ValueReader):
         entry.waiting = []
 
     def _write(self, value: int, number: int, slot: int, data: memoryview) -> tuple[int, int]:
-        """Write a chunk, which was in `slot`: where it is now, and its checksum."""
-        if slot not in self._fresh:
-            self._leave(slot)
-            slot = self._take()
-        try:
-            self._env.file.write(slot, data)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise StoreFull(f"The disk of the store is full ({error.strerror}); nothing was changed") from None
-            raise
+        """Write a chunk that was in `slot`: where it is now, and its checksum."""
+        slot = self.slots.write(slot, data)
         self._written()
         return slot, xxhash.xxh3_64_intdigest(data, _seed(value, number))
-
-    def _leave(self, slot: int) -> None:
-        if slot < 0:
-            return
-        if slot in self._fresh:
-            self._fresh.remove(slot)
-            self._spare.append(slot)
-        else:
-            self._freed.append(slot)
-
-    def _take(self) -> int:
-        """A slot to which nothing refers."""
-        if not self._spare:
-            self._spare = self._reusable() or self._beyond()
-        slot = self._spare.pop()
-        self._fresh.add(slot)
-        return slot
-
-    def _reusable(self) -> list[int]:
-        """Slots that were freed long enough ago, the lowest last."""
-        seen = self._env.oldest_reader()
-        newest = self._txn.id() - 2
-        limit = newest if seen is None else min(newest, seen)
-        with self._txn.cursor(db=self._env.free) as cursor:
-            if not cursor.first() or _FREE_KEY.unpack(cursor.key())[0] > limit:
-                return []
-            slots = np.frombuffer(cursor.value(), "<i8").tolist()
-            cursor.delete()
-        return sorted(slots, reverse=True)
-
-    def _beyond(self) -> list[int]:
-        """A slot behind all others. Raises `StoreFull`."""
-        count = self.slots()
-        if (count + 1) * CHUNK > self._env.max_bytes:
-            raise store_full(self._env.max_bytes)
-        self._txn.put(b"slots", _NUMBER.pack(count + 1), db=self._env.meta)
-        return [count]
 
     def new_id(self) -> int:
         """A number that was never given before."""
         last = self._txn.get(b"last_id", db=self._env.meta)
-        value: int = 1 + (0 if last is None else _NUMBER.unpack(last)[0])
-        self._txn.put(b"last_id", _NUMBER.pack(value), db=self._env.meta)
+        value: int = 1 + (0 if last is None else NUMBER.unpack(last)[0])
+        self._txn.put(b"last_id", NUMBER.pack(value), db=self._env.meta)
         return value

@@ -25,8 +25,9 @@ import lmdb
 import numpy as np
 
 from service.buffers._environment import MARK_SIZE, WRITER, Environment, Reader, digest_of, microseconds, translated
+from service.buffers._slots import store_full
 from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction
-from service.buffers._values import Kept, store_full
+from service.buffers._values import Kept
 from service.buffers.changes import Add, Create, Outcome, Request, Restore, perform
 from service.buffers.store import (
     KEY_SECONDS,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from service.buffers.changes import Outcome, Request, perform
+from service.buffers.names import namespace_of
 from service.buffers.store import (
     KEY_SECONDS,
     MOST_BUFFERS,
@@ -27,7 +28,6 @@ from service.buffers.store import (
     Snapshot,
     Spec,
     add_piece,
-    namespace_of,
     told,
     too_many,
     uncounted,

@@ -17,7 +17,8 @@ import pytest
 
 from service.api import work
 from service.api.health import SETTINGS
-from service.buffers.store import LONGEST_NAME, MOST_BUFFERS
+from service.buffers.names import LONGEST_NAME
+from service.buffers.store import MOST_BUFFERS
 from service.keys import add as add_key
 from service.limits import MAX_RANK
 from service.settings import Settings

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from service.buffers._values import CHUNK
+from service.buffers._slots import CHUNK
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Restore, Take, Zero
 from service.buffers.namespaced import Namespaced
 from service.buffers.store import Record, Store

@@ -22,7 +22,7 @@ import pytest
 from service.buffers import _values
 from service.buffers import lmdb as module
 from service.buffers._environment import Environment
-from service.buffers._values import CHUNK
+from service.buffers._slots import CHUNK
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.errors import (

@@ -1,0 +1,165 @@
+"""Chunks of large values on the disk, in the slots of the file `values`; LMDB holds which slots are free.
+
+A slot is never written while a state that a reader sees, or that a crash leads back to, refers to it: a chunk that
+changes goes into a free slot. The one that it leaves may be taken by the second transaction after this one, and by none
+as long as a reader sees a state before it. The file is synced before the transaction is committed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import struct
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from service.errors import StoreFull
+
+CHUNK = 1 << 18
+"""Bytes of a slot."""
+
+NUMBER = struct.Struct(">Q")
+_FREE_KEY = struct.Struct(">QI")
+_MOST_IN_FREE = 1000
+"""Slots in an entry of the list of free ones: what a transaction does not take, it writes back."""
+
+_SYNC_FILE_RANGE_WRITE = 2
+"""Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
+
+_begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
+_begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+class Databases(Protocol):
+    """What slots and values need of an environment."""
+
+    meta: Any
+    values: Any
+    free: Any
+    file: SlotFile
+    max_bytes: int
+
+    def oldest_reader(self) -> int | None:
+        """The number of the transaction whose state the slowest reader sees; None: there are no readers."""
+
+
+class SlotFile:
+    """The file of the slots, CHUNK bytes each."""
+
+    def __init__(self, path: Path, *, readonly: bool) -> None:
+        self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o644)
+
+    def read(self, slot: int, memory: memoryview) -> bool:
+        """Fill the memory. False if the file is too short."""
+        return os.preadv(self._fd, [memory], slot * CHUNK) == len(memory)
+
+    def write(self, slot: int, data: memoryview) -> None:
+        """Write a chunk. Raises OSError for a full disk."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
+        _begin_to_store(self._fd, slot * CHUNK, len(data), _SYNC_FILE_RANGE_WRITE)
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        os.fdatasync(self._fd)
+
+    def size(self) -> int:
+        """Bytes of the disk that the file takes."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+
+def slot_count(env: Databases, txn: Any) -> int:
+    """How many slots there are, free ones included."""
+    found = txn.get(b"slots", db=env.meta)
+    return 0 if found is None else int(NUMBER.unpack(found)[0])
+
+
+class Slots:
+    """The slots that a transaction takes and leaves."""
+
+    def __init__(self, env: Databases, txn: Any) -> None:
+        self._env, self._txn = env, txn
+        self._spare: list[int] = []
+        self._fresh: set[int] = set()
+        self._freed: list[int] = []
+
+    def write(self, slot: int, data: memoryview) -> int:
+        """Write a chunk that was in `slot`, -1 for nowhere. Returns the slot where it is now. Raises `StoreFull`."""
+        if slot not in self._fresh:
+            self.leave(slot)
+            slot = self._take()
+        try:
+            self._env.file.write(slot, data)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise StoreFull(f"The disk of the store is full ({error.strerror}); nothing was changed") from None
+            raise
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """Free a slot, -1 for none."""
+        if slot < 0:
+            return
+        if slot in self._fresh:
+            self._fresh.remove(slot)
+            self._spare.append(slot)
+        else:
+            self._freed.append(slot)
+
+    def finish(self) -> None:
+        """Store which slots are free, and let the disk have what was written: what is left to do before the commit."""
+        for freed_by, slots in ((self._txn.id(), self._freed), (0, self._spare)):
+            for start in range(0, len(slots), _MOST_IN_FREE):
+                part = np.array(slots[start : start + _MOST_IN_FREE], "<i8").tobytes()
+                self._txn.put(self._unused_key(freed_by), part, db=self._env.free)
+        if self._fresh:
+            self._env.file.sync()
+
+    def _unused_key(self, freed_by: int) -> bytes:
+        keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
+        return next(key for key in keys if self._txn.get(key, db=self._env.free) is None)
+
+    def _take(self) -> int:
+        """A slot to which nothing refers."""
+        if not self._spare:
+            self._spare = self._reusable() or self._beyond()
+        slot = self._spare.pop()
+        self._fresh.add(slot)
+        return slot
+
+    def _reusable(self) -> list[int]:
+        """Slots that were freed long enough ago, the lowest last."""
+        seen = self._env.oldest_reader()
+        newest = self._txn.id() - 2
+        limit = newest if seen is None else min(newest, seen)
+        with self._txn.cursor(db=self._env.free) as cursor:
+            if not cursor.first() or _FREE_KEY.unpack(cursor.key())[0] > limit:
+                return []
+            slots = np.frombuffer(cursor.value(), "<i8").tolist()
+            cursor.delete()
+        return sorted(slots, reverse=True)
+
+    def _beyond(self) -> list[int]:
+        """A slot behind all others. Raises `StoreFull`."""
+        count = slot_count(self._env, self._txn)
+        if (count + 1) * CHUNK > self._env.max_bytes:
+            raise store_full(self._env.max_bytes)
+        self._txn.put(b"slots", NUMBER.pack(count + 1), db=self._env.meta)
+        return [count]
+
+
+def store_full(max_bytes: int) -> StoreFull:
+    """The error of a store that has no room left of its own."""
+    return StoreFull(
+        f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed",
+        limit=max_bytes,
+    )
