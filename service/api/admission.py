@@ -46,6 +46,11 @@ class Admission:
         self.bytes += size
         context.held += size
 
+    def give_back(self, context: Context, size: int) -> None:
+        """The request does not hold `size` bytes after all."""
+        self.bytes -= size
+        context.held -= size
+
     def release(self, context: Context) -> None:
         """The request has its answer, and holds nothing more."""
         self.bytes -= context.held
@@ -55,3 +60,9 @@ def hold(scope: Scope, size: int) -> None:
     """Let the request hold `size` bytes more, of its answer, or of a body that comes in chunks. Raises `Busy`."""
     if size > SMALL_BYTES:
         scope["app"].admission.hold(context_of(scope), size)
+
+
+def give_back(scope: Scope, size: int) -> None:
+    """Undo `hold` of as much."""
+    if size > SMALL_BYTES:
+        scope["app"].admission.give_back(context_of(scope), size)

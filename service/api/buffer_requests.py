@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.api.admission import give_back, hold
 from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.buffer_models import Names, ValueQuery
 from service.api.changes import answer, change, etag_after, key_of, recalled, replayed, store_of
@@ -30,6 +31,7 @@ from service.codecs import safetensors
 from service.dtypes import DTYPES, FLOATS, NAMES
 from service.engine import Engine
 from service.errors import (
+    BufferCorrupt,
     DtypeMismatch,
     GradserveError,
     Invalid,
@@ -44,6 +46,9 @@ from service.kernels.accumulate import converted
 
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R")
+
+VARY = "Accept, Accept-Encoding"
+"""What an answer with values depends on besides its path."""
 
 MOST_LISTINGS = 10
 """How often the buffers of a prefix are listed anew, where one is deleted before it is reached."""
@@ -111,12 +116,16 @@ class BufferRequest:
         known = recalled(self.store, self._key)
         return [one.name for one in self.store.records(prefix)] if known is None else [*known.receipts]
 
-    async def named(self, prefix: str | None, work: Callable[[list[str]], Awaitable[R]]) -> R:
-        """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done."""
+    async def named(self, prefix: str | None, timeout: float, work: Callable[[list[str], float], Awaitable[R]]) -> R:
+        """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done.
+
+        It is also given how many of the `timeout` seconds are left.
+        """
+        end = time.monotonic() + timeout
         for _ in range(MOST_LISTINGS if prefix is not None else 0):
             with suppress(UnknownBuffer):  # deleted since they were listed
-                return await work(self.names(prefix))
-        return await work(self.names(prefix))
+                return await work(self.names(prefix), max(0.0, end - time.monotonic()))
+        return await work(self.names(prefix), max(0.0, end - time.monotonic()))
 
     async def tensors(self, known: set[str] | None) -> dict[str, Array]:
         """The tensors in the body, whose names must be `known`, if it is given."""
@@ -146,6 +155,15 @@ class BufferRequest:
         finally:
             context_of(self._request.scope).spent["store"] = time.perf_counter_ns() - began
 
+    def hold_values(self, names: Iterable[str]) -> int:
+        """Let the request hold the values of the buffers, of those that are there. The bytes. Raises `Busy`."""
+        size = 0
+        for name in names:
+            with suppress(UnknownBuffer, BufferCorrupt):  # whoever changes or reads it is told
+                size += self.store.record(name).spec.nbytes
+        hold(self._request.scope, size)
+        return size
+
     async def take(self, changes: Sequence[Take], timeout: float) -> Outcome:
         """Make the changes as soon as all buffers admit them, up to `timeout` seconds from now."""
         tried = False
@@ -156,7 +174,12 @@ class BufferRequest:
                 for one in changes:
                     one.admit(self.store.record(one.name))
             tried = True
-            return await self.change(changes)
+            size = self.hold_values(one.name for one in changes)
+            try:
+                return await self.change(changes)
+            except GradserveError:  # it may wait for long, and try again
+                give_back(self._request.scope, size)
+                raise
 
         return await waiting_of(self._request).until(self._request.receive, timeout, attempt)
 
@@ -213,7 +236,7 @@ def read_values(request: Request, names: Sequence[str], query: ValueQuery, answe
         snapshot.record.name: _reduced(snapshot.value, snapshot.weight, query.reduce, query.dtype, snapshot.record.name)
         for snapshot in snapshots
     }
-    headers = {"ETag": snapshots[0].etag, "Vary": "Accept"} if one else {}
+    headers = {"ETag": snapshots[0].etag, "Vary": VARY} if one else {}
     return _coded(request, answer(receipts, values, answers, query.encoding or "list", headers, one=one))
 
 

@@ -29,11 +29,12 @@ from service.api.buffer_models import (
     TakeQuery,
     ValueQuery,
 )
-from service.api.buffer_requests import BufferRequest, read_values, waiting_of
+from service.api.buffer_requests import VARY, BufferRequest, read_values, waiting_of
 from service.api.changes import match_of, refuse_match, replayed, store_of, tags_of
 from service.api.context import caller_of, engine_of
 from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.problems import invalid_parameter
+from service.api.tensors import RECEIPT
 from service.api.waiting import in_pool
 from service.api.work import INLINE_BYTES, INLINE_TEXT
 from service.buffers.changes import Add, Create, Delete, Outcome, Take, Zero
@@ -106,7 +107,7 @@ async def delete(request: Request, name: str) -> Response:
     "/{name}/value",
     summary="A buffer's value, or that of an epoch that has closed",
     operation_id="value",
-    openapi_extra=openapi.buffer_operation(None, openapi.RECEIPT),
+    openapi_extra=openapi.buffer_operation(None, RECEIPT),
 )
 async def value(request: Request, name: str, query: Annotated[ValueQuery, Query()]) -> Response:
     check_given_once(request)
@@ -122,7 +123,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
     record = await waiting.until(request.receive, query.timeout, attempt)
     tag = record.etag if query.epoch is None else f'"{query.epoch}-{record.kept(query.epoch).version}"'
     if _is_known(request, tag):
-        return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
+        return Response(status_code=304, headers={"ETag": tag, "Vary": VARY})
     hold(request.scope, record.spec.nbytes)
     work = partial(read_values, request, [name], query, answers, True)
     engine = engine_of(request.scope)
@@ -134,7 +135,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
     "/{name}/accumulate",
     summary="Add a gradient",
     operation_id="accumulate",
-    openapi_extra=openapi.buffer_operation(openapi.GRADIENT, openapi.RECEIPT),
+    openapi_extra=openapi.buffer_operation(openapi.GRADIENT, RECEIPT),
 )
 async def accumulate(request: Request, name: str, query: Annotated[AccumulateQuery, Query()]) -> Response:
     check_given_once(request)
@@ -148,6 +149,8 @@ async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> An
     tensors = await asked.tensors({"gradient"})
     if "gradient" not in tensors:
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
+    if query.answered is not None:
+        asked.hold_values([name])
     outcome = await asked.change([_add(name, tensors["gradient"], query, match_of(request.scope))])
     return await asked.answer(outcome, query.encoding, one=True)
 
@@ -178,7 +181,7 @@ async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str
     "/{name}/zero",
     summary="Discard the sum, and begin the next epoch",
     operation_id="zero",
-    openapi_extra=openapi.buffer_operation(None, openapi.RECEIPT),
+    openapi_extra=openapi.buffer_operation(None, RECEIPT),
 )
 async def zero(request: Request, name: str) -> Response:
     _check_no_query(request)
@@ -192,7 +195,7 @@ async def zero(request: Request, name: str) -> Response:
     "/{name}/take",
     summary="Close the epoch and answer its value",
     operation_id="take",
-    openapi_extra=openapi.buffer_operation(None, openapi.RECEIPT),
+    openapi_extra=openapi.buffer_operation(None, RECEIPT),
 )
 async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]) -> Response:
     check_given_once(request)
@@ -225,7 +228,10 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     tensors = await asked.tensors(None)
     if not tensors:
         raise MissingTensor("accumulate needs one tensor for each buffer, by its name", tensor="")
-    outcome = await asked.change([_add(check_name(name), one, query, None) for name, one in tensors.items()])
+    changes = [_add(check_name(name), one, query, None) for name, one in tensors.items()]
+    if query.answered is not None:
+        asked.hold_values(tensors)
+    outcome = await asked.change(changes)
     return await asked.answer(outcome, query.encoding, one=False)
 
 
@@ -239,7 +245,7 @@ async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) 
     check_given_once(request)
     refuse_match(request.scope)
     asked = await BufferRequest.of(request)
-    outcome = await asked.named(query.prefix, lambda names: asked.change([Zero(name=name) for name in names]))
+    outcome = await asked.named(query.prefix, 0, lambda names, _: asked.change([Zero(name=name) for name in names]))
     return await asked.respond(outcome, None, one=False)
 
 
@@ -255,11 +261,11 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     asked = await BufferRequest.of(request)
     mean = query.reduce == "mean"
 
-    async def take(names: list[str]) -> Outcome:
+    async def take(names: list[str], timeout: float) -> Outcome:
         changes = [Take(name=name, min_count=query.min_count, mean=mean) for name in names]
-        return await asked.take(changes, query.timeout)
+        return await asked.take(changes, timeout)
 
-    outcome = await asked.named(query.prefix, take)
+    outcome = await asked.named(query.prefix, query.timeout, take)
     return await asked.respond(outcome, query.encoding, one=False, reduce=query.reduce, dtype=query.dtype)
 
 
@@ -277,14 +283,14 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
         if query.epoch is not None:
             for name in names:
                 asked.store.record(name).kept(query.epoch)
-        hold(request.scope, sum(asked.store.record(name).spec.nbytes for name in names))
+        asked.hold_values(names)
         work = partial(read_values, request, names, query, asked.answers, False)
         return await in_pool(request.scope, request.receive, asked.engine, work)
 
-    async def wait(names: list[str]) -> Answer:
-        return await waiting_of(request).until(request.receive, query.timeout, partial(attempt, names))
+    async def wait(names: list[str], timeout: float) -> Answer:
+        return await waiting_of(request).until(request.receive, timeout, partial(attempt, names))
 
-    return AnswerResponse(await asked.named(query.prefix, wait))
+    return AnswerResponse(await asked.named(query.prefix, query.timeout, wait))
 
 
 # ----- what both share -----

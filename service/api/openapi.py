@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from service.api.problems import MEDIA_TYPE
-from service.api.tensors import Problem, answer_model, request_model
+from service.api.tensors import RECEIPT, Problem, answer_model, request_model
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.dtypes import FLOATS, OPEN_INFERENCE
+from service.dtypes import OPEN_INFERENCE
 from service.kernels import OPERATORS, Operator
 
 _SAFETENSORS: dict[str, Any] = {safetensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
@@ -53,33 +53,6 @@ def operation(operator: Operator) -> dict[str, Any]:
         },
     }
 
-
-_TENSOR_ANSWER: dict[str, Any] = {
-    "type": "object",
-    "required": ["dtype", "shape"],
-    "properties": {
-        "dtype": {"enum": list(FLOATS.dtypes)},
-        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "data": {},
-        "base64": {"type": "string"},
-    },
-}
-
-RECEIPT: dict[str, Any] = {
-    "type": "object",
-    "required": ["name", "updated", "closed", "epoch", "version", "count", "weight"],
-    "properties": {
-        "name": {"type": "string"},
-        "updated": {"type": "boolean", "description": "Whether the buffer was changed."},
-        "closed": {"type": "boolean", "description": "Whether the epoch closed, whose state the receipt then gives."},
-        "epoch": {"type": "integer"},
-        "version": {"type": "integer"},
-        "count": {"type": "integer"},
-        "weight": {"type": "number"},
-        "value": _TENSOR_ANSWER,
-    },
-}
-"""What a change of one buffer answers."""
 
 RECEIPTS: dict[str, Any] = {
     "type": "object",

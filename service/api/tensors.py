@@ -9,11 +9,20 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
-from service.dtypes import DTYPES, Kind
+from service.dtypes import DTYPES, FLOATS, Kind
 from service.errors import InvalidTensor, shown
 from service.kernels import Operator, Tensor
 
@@ -63,6 +72,34 @@ Values = TypeAliasType("Values", "Number | bool | list[Values]")
 _DATA: Mapping[str, Any] = {"float": Numbers, "integer": Integers, "flag": Booleans, "any": Values}
 
 
+_TENSOR_ANSWER: dict[str, Any] = {
+    "type": "object",
+    "required": ["dtype", "shape"],
+    "properties": {
+        "dtype": {"enum": list(FLOATS.dtypes)},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "data": {},
+        "base64": {"type": "string"},
+    },
+}
+
+RECEIPT: dict[str, Any] = {
+    "type": "object",
+    "required": ["name", "updated", "closed", "epoch", "version", "count", "weight"],
+    "properties": {
+        "name": {"type": "string"},
+        "updated": {"type": "boolean", "description": "Whether the buffer was changed."},
+        "closed": {"type": "boolean", "description": "Whether the epoch closed, whose state the receipt then gives."},
+        "epoch": {"type": "integer"},
+        "version": {"type": "integer"},
+        "count": {"type": "integer"},
+        "weight": {"type": "number"},
+        "value": _TENSOR_ANSWER,
+    },
+}
+"""What a change of one buffer answers."""
+
+
 class Problem(BaseModel):
     """An error (RFC 9457), with more members where they help."""
 
@@ -88,24 +125,31 @@ def _output_type(kind: Kind) -> Any:
     name, data = kind.name.capitalize(), _DATA[kind.name]
     as_list = create_model(f"{name}ListAnswer", **head, data=(data, ...))
     as_base64 = create_model(f"{name}Base64Answer", **head, base64=(str, ...))
-    return as_list | as_base64
+    if kind.dtypes != FLOATS.dtypes:
+        return as_list | as_base64
+    receipt = WithJsonSchema({**RECEIPT, "description": "The receipt of the buffer, with `into`."})
+    return as_list | as_base64 | Annotated[dict[str, Any], receipt]
 
 
 def request_model(operator: Operator) -> type[BaseModel]:
     """The operator's request as OpenAPI shows it."""
 
     def field(tensor: Tensor) -> Any:
+        note = "Optional." if tensor.optional else "Needed, here or by `from`."
         # A default that is made, not named, stays out of the schema: None itself is not an input.
-        return (_input_type(tensor.kind), Field(default_factory=lambda: None) if tensor.optional else ...)
+        return (_input_type(tensor.kind), Field(default_factory=lambda: None, description=note))
 
     return _model(f"{operator.name}Request", ((tensor.name, field(tensor)) for tensor in operator.inputs))
 
 
 def answer_model(operator: Operator) -> type[BaseModel]:
     """The operator's answer as OpenAPI shows it."""
-    return _model(
-        f"{operator.name}Answer", ((tensor.name, (_output_type(tensor.kind), ...)) for tensor in operator.outputs)
-    )
+
+    def field(tensor: Tensor) -> Any:
+        # Not required: the query parameter `outputs` leaves out what is not asked for.
+        return (_output_type(tensor.kind), Field(default_factory=lambda: None))
+
+    return _model(f"{operator.name}Answer", ((tensor.name, field(tensor)) for tensor in operator.outputs))
 
 
 def _model(name: str, fields: Iterable[tuple[str, Any]]) -> type[BaseModel]:

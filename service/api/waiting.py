@@ -108,7 +108,8 @@ class Waiting:
     async def until(self, receive: Receive, seconds: float, attempt: Callable[[], Coroutine[Any, Any, R]]) -> R:
         """What `attempt` returns, called again after each change while it raises `EpochOpen` or `TooFewGradients`.
 
-        After `seconds` it raises that. The body must have been read. Raises `ClientDisconnect` if the client goes.
+        After `seconds` it is called a last time. The body must have been read. Raises `ClientDisconnect` if the client
+        goes.
         """
         if seconds <= 0:
             return await attempt()
@@ -121,8 +122,9 @@ class Waiting:
             try:
                 return await attempt()
             except (EpochOpen, TooFewGradients):
-                if not await self._change(seen, end):
-                    raise
+                pass
+            if not await self._change(seen, end):
+                return await attempt()  # a buffer that has expired changes nothing, and is gone
 
     async def _change(self, seen: int, end: float) -> bool:
         """Wait for a generation other than `seen`. False if none comes by `end`."""

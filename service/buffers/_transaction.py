@@ -91,6 +91,9 @@ class LmdbTransaction(Reader):
 
     def remove(self, record: Record) -> None:
         self._remove(record.name)
+        if record.spec.ttl_seconds is not None:  # where it was not due yet; else it is looked at, and found gone
+            due = microseconds(record.created + record.spec.ttl_seconds)
+            self._txn.delete(TIME.pack(due) + record.name.encode(), db=self._env.deadlines)
         for value in record.values:
             self.free(value)
 

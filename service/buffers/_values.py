@@ -8,7 +8,8 @@ The thread that writes remembers the values that it wrote last, and adds to them
 all the same; what is forgotten, or was changed by another process, is read and checked.
 
 A sparse gradient changes few rows of most chunks. It is written as it is, and added to the chunks when the value
-changes again in another way, or when twice as many bytes wait as the value has; whoever reads it adds them on the way.
+changes again in another way, or when 32 of them wait, or twice as many bytes as the value has; whoever reads it adds
+them on the way.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ MOST_KEPT, KEPT_BYTES, ARRAY_BYTES = 1 << 22, 1 << 25, 256
 """Bytes of a value that the writer remembers, and of all together, what Python takes for each of them included. To read
 one anew and check it takes a quarter of an add; one that is larger would push out too many."""
 
-MOST_WAITING = 2.0
-"""How many times a value's bytes may wait to be added to it."""
+MOST_WAITING, MOST_GRADIENTS = 2.0, 32
+"""How many times a value's bytes may wait to be added to it, and in how many gradients: each makes every read and every
+add that follows a little longer."""
 
 _CHUNKS = np.dtype([("slot", "<i8"), ("check", "<u8")])
 """Where a chunk is; slot -1: nowhere, it is all zeros."""
@@ -331,8 +333,8 @@ class ValueWriter(ValueReader):
     def _may_wait(self, spec: Spec, entry: _Entry, rows: GatheredRows, overwrite: bool) -> bool:
         """Whether the rows are better written as they are: they are few, and the result need not be looked at."""
         waiting = sum(one.nbytes for one in entry.waiting) + rows.grad.nbytes + 16 * len(rows.grad)
-        small = 2 * rows.grad.nbytes <= spec.nbytes
-        return small and not overwrite and spec.nonfinite == "allow" and waiting <= MOST_WAITING * spec.nbytes
+        few = 2 * rows.grad.nbytes <= spec.nbytes and len(entry.waiting) < MOST_GRADIENTS
+        return few and not overwrite and spec.nonfinite == "allow" and waiting <= MOST_WAITING * spec.nbytes
 
     def _store_rows(self, gradient: GatheredRows, weight: float) -> _Waiting:
         rows = gradient.grad

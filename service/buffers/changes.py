@@ -136,12 +136,17 @@ class Add(Change):
     def _onto(self, spec: Spec) -> Gradient:
         if isinstance(self.gradient, np.ndarray):
             return Dense(self.gradient, spec.shape)
-        if self.gradient.shape != spec.shape:
+        if self.gradient.shape == spec.shape:
+            return self.gradient
+        size = math.prod(self.gradient.shape)
+        if size > spec.size:  # before it is made as large
             raise ShapeMismatch(
                 f"The output has shape {list(self.gradient.shape)}, but the buffer {self.name!r} {list(spec.shape)}",
                 buffer=self.name,
             )
-        return self.gradient
+        whole = self.gradient.piece(0, size) if size else None
+        flat = np.zeros(size, self.gradient.dtype) if whole is None else whole
+        return Dense(flat.reshape(self.gradient.shape), spec.shape)
 
     def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
         if not self.do_update:

@@ -54,6 +54,9 @@ def uncounted(requests: int, seconds: float) -> None:
 KEY_SECONDS = 24 * 3600.0
 """How long an idempotency key is remembered unless a store is told otherwise."""
 
+MOST_FLAT = 32
+"""Dimensions of an array whose elements NumPy's `flat` can go through."""
+
 MOST_BUFFERS = 100_000
 """How many buffers a namespace may have unless a store is told otherwise."""
 
@@ -240,11 +243,19 @@ class Dense:
                     tensor="gradient",
                 ) from None
         self.shape, self.dtype = shape, array.dtype
-        self._flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+        self._flat = _flat(array)
 
     def piece(self, start: int, stop: int) -> Array:
         """The elements from `start` to `stop`, of the flat array."""
         return self._flat[start:stop]
+
+
+def _flat(array: Array) -> Array | np.flatiter[Array]:
+    """The array as what flat slices can be taken of, without a copy where NumPy can: its `flat` has 32 dimensions."""
+    if array.flags.c_contiguous or not array.size:
+        return array.reshape(-1)
+    array = array.squeeze()
+    return array.flat if array.ndim <= MOST_FLAT else array.reshape(-1)
 
 
 class Key(NamedTuple):

@@ -6,6 +6,7 @@ import gzip
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -226,3 +227,40 @@ def test_limits_are_told_and_kept() -> None:
         answer = httpx.post(f"{url}/v1/ops/ReluGrad", content=body, headers=headers)
         assert_problem(answer, 413, "body_too_large", "GRADSERVE_MAX_INFLATED_BYTES")
         assert httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1], "X": [1]}).status_code == 200
+
+
+def test_values_that_are_taken_count_too(url: str) -> None:
+    """As those that are read do: a request of a few bytes may be answered many."""
+    size = 1 << 18
+    with httpx.Client(base_url=url, timeout=30) as client:
+        assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
+        add: dict[str, Any] = {"json": {"gradient": 1}, "headers": {"Accept": SAFETENSORS}}
+        assert client.post("/v1/buffers/a/accumulate", **add).status_code == 200
+        with half_sent(url, relu(100_000)):
+            wait_until_held(url)
+            cases: list[tuple[str, dict[str, Any]]] = [
+                ("a/take?min_count=1", {}),
+                ("a/accumulate?return=value", add),
+                ("accumulate?return=value", {**add, "json": {"a": 1}}),
+                ("take", {"json": {"names": ["a"]}}),
+                ("value", {"json": {"names": ["a"]}}),
+                ("take?min_count=1&timeout=60", {"json": {"names": ["a"]}}),
+            ]
+            for path, more in cases:
+                refused = client.post(f"/v1/buffers/{path}", **more)
+                assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT", str(4 * size))
+            assert client.get("/v1/buffers/a").json()["count"] == 1
+            assert client.post("/v1/buffers/accumulate", json={"a": 1}).json()["buffers"]["a"]["count"] == 2
+            assert_problem(client.post("/v1/buffers/a/take?min_count=3"), 429, "busy")
+    with httpx.Client(base_url=url, timeout=30) as client:
+        assert client.post("/v1/buffers/a/take?min_count=2").json()["count"] == 2
+
+
+def test_who_waits_for_values_holds_none(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor() as pool:
+        assert client.put("/v1/buffers/a", json={"shape": [1 << 18]}).status_code == 201
+        waiting = pool.submit(httpx.post, f"{url}/v1/buffers/a/take?min_count=1&timeout=30", timeout=60)
+        time.sleep(0.2)
+        assert not is_refused(url, relu(100_000))
+        assert client.post("/v1/buffers/a/accumulate", json={"gradient": 1}).status_code == 200
+        assert waiting.result().json()["count"] == 1

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -418,7 +419,7 @@ def test_value(http: httpx.Client) -> None:
     add(http, name, [[4], [5]], weight=3)
     answer = get(http, name)
     assert answer.headers["etag"] == '"0-2"'
-    assert answer.headers["vary"] == "Accept"
+    assert answer.headers["vary"] == "Accept, Accept-Encoding"
     expected = {"name": name, "updated": False, "closed": False, "epoch": 0, "version": 2, "count": 2, "weight": 5.0}
     assert ok(answer) == {**expected, "value": {"dtype": "float32", "shape": [2, 1], "data": [[14.0], [19.0]]}}
     assert value(http, name, reduce="mean") == pytest.approx(np.array([[14 / 5], [19 / 5]]), rel=1e-7)
@@ -1063,6 +1064,27 @@ def test_a_wait_ends_in_time(http: httpx.Client) -> None:
     assert ok(get(http, name, timeout=60))["count"] == 1  # there is nothing to wait for
     assert_problem(get(http, fresh(), epoch=0, timeout=60), 404, "unknown_buffer")
     assert_problem(post(http, fresh(), "take", min_count=1, timeout=60), 404, "unknown_buffer")
+
+
+def test_a_buffer_that_has_expired_meanwhile_is_gone(http: httpx.Client) -> None:
+    name = create(http, quorum=2, ttl_seconds=0.2)
+    assert_problem(get(http, name, epoch=0, timeout=1), 404, "unknown_buffer", name)
+
+
+def test_a_prefix_is_not_waited_for_longer_because_a_buffer_is_deleted(
+    http: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
+    prefix = fresh("pre") + "."
+    names = [create(http, f"{prefix}{letter}") for letter in "ab"]
+    take = partial(http.post, "/v1/buffers/take")
+    first = pool.submit(take, params={"prefix": prefix, "min_count": 1, "timeout": 1})
+    time.sleep(0.5)
+    http.delete(f"/v1/buffers/{names[1]}").raise_for_status()
+    create(http, names[1])
+    later = pool.submit(take, params={"prefix": prefix, "min_count": 1, "timeout": 0.75})
+    assert_problem(first.result(PATIENCE), 409, "too_few_gradients")
+    assert not later.done()
+    assert_problem(later.result(PATIENCE), 409, "too_few_gradients")
 
 
 def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:

@@ -283,12 +283,13 @@ def test_from_and_into_the_same_buffer(http: httpx.Client) -> None:
 
 
 def test_broadcasting_into(http: httpx.Client) -> None:
-    """All operators' outputs do, but not GatherGrad's, which is never whole."""
     name = create(http, shape=(3, 2))
     ok(run(http, "ReluGrad", {"dY": [[0], [7], [0]], "X": [[1], [1], [1]]}, into=f"dX:{name}"))
     assert value(http, name) == [[0, 0], [7, 7], [0, 0]]
-    body = {"shape": [3, 1], "indices": [1], "grad": [[7]]}
-    assert_problem(run(http, "GatherGrad", body, into=f"output:{name}"), 422, "shape_mismatch", "[3, 1]", "[3, 2]")
+    ok(run(http, "GatherGrad", {"shape": [3, 1], "indices": [1], "grad": [[7]]}, into=f"output:{name}"))
+    assert value(http, name) == [[0, 0], [14, 14], [0, 0]]
+    body = {"shape": [3], "indices": [1], "grad": [7]}
+    assert_problem(run(http, "GatherGrad", body, into=f"output:{name}"), 422, "shape_mismatch", "[3]", "[3, 2]")
 
 
 GATHERS: dict[str, tuple[tuple[int, ...], Any, int]] = {

@@ -39,6 +39,21 @@ def test_requests_and_answers_are_as_shown(client: httpx.Client, schema: Any, op
     assert not conforms(schema, f"{op}Answer", {name: 1 for name in answer})
 
 
+def test_requests_and_answers_with_buffers_are_as_shown(client: httpx.Client, schema: Any) -> None:
+    """What a buffer gives is not in the body, what goes into one is answered by a receipt, and not all is asked for."""
+    example = dict(OPERATORS["GRUGrad"].example)
+    for name, shape in (("schema.X", [2, 1, 1]), ("schema.W", [1, 3, 1])):
+        assert client.put(f"/v1/buffers/{name}", json={"shape": shape}).status_code == 201
+    request = {name: tensor for name, tensor in example.items() if name != "X"}
+    query = {"from": "X:schema.X", "into": "dW:schema.W", "outputs": "dX,dW"}
+    answer = client.post("/v1/ops/GRUGrad", json=request, params=query).json()
+    assert answer.keys() == {"dX", "dW"}
+    assert answer["dW"]["name"] == "schema.W"
+    assert conforms(schema, "GRUGradRequest", request)
+    assert conforms(schema, "GRUGradAnswer", answer)
+    assert not conforms(schema, "GRUGradAnswer", {"dW": {**answer["dW"], "count": "one"}})
+
+
 @pytest.mark.parametrize(
     ("tensor", "valid"),
     [

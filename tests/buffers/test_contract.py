@@ -388,10 +388,31 @@ def test_sparse_sums_that_overflow(store: Store) -> None:
     assert value(store, "a").tolist() == [0, INF, 0]
 
 
-def test_sparse_gradients_must_have_the_shape_of_the_buffer(store: Store) -> None:
+def test_sparse_gradients_broadcast_as_dense_ones_do(store: Store) -> None:
     create(store, "a", shape=(3, 2))
-    rows = GatheredRows(np.array([1, 2]), np.array([0]), ones(1, 2))
-    fails_alone(store, ShapeMismatch, Add(name="a", gradient=rows))
+    for shape in ([1, 2], [2], [3, 1]):
+        add(store, "a", GatheredRows(np.array(shape), np.array([0]), ones(1, *shape[1:])))
+    add(store, "a", GatheredRows(np.array([2]), np.zeros(0, np.int64), ones(0)))
+    assert value(store, "a").tolist() == [[3, 2], [2, 1], [2, 1]]
+    for shape in ([3], [2, 2], [1, 3, 2], [4, 2], [0]):
+        rows = GatheredRows(np.array(shape), np.zeros(0, np.int64), ones(0, *shape[1:]))
+        fails_alone(store, ShapeMismatch, Add(name="a", gradient=rows))
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("rank", [32, 33, 64])
+def test_gradients_broadcast_into_as_many_dimensions_as_a_buffer_has(store: Store, rank: int, empty: bool) -> None:
+    shape = (*[1] * (rank - 3), 3, 0 if empty else 1, 2)
+    create(store, "a", shape=shape)
+    for gradient in (ones(), ones(2), ones(3, 1, 1), ones(*[1] * (rank - 1), 2)):
+        add(store, "a", gradient)
+    np.testing.assert_array_equal(value(store, "a"), np.full(shape, 4, np.float32))
+
+
+def test_gradients_broadcast_into_many_dimensions_none_of_which_is_one(store: Store) -> None:
+    create(store, "a", shape=(*[2] * 17, *[1] * 20, 2), dtype="float16")
+    add(store, "a", np.arange(2, dtype=np.float16))
+    assert value(store, "a").reshape(-1, 2).mean(0).tolist() == [0, 1]
 
 
 # ----- epochs -----

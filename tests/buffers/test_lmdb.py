@@ -808,6 +808,37 @@ def test_all_ways_to_change_a_value_by_turns(
         np.testing.assert_array_equal(value(store, name), expected[name], err_msg=name)
 
 
+def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    """Each that waits makes every read, and every add after it, longer."""
+    store, most = reopen(), _values.MOST_GRADIENTS
+    create(store, "a", shape=(LARGE, 1))
+    for number in range(2 * most + 2):
+        add(store, "a", GatheredRows(np.array([LARGE, 1]), np.array([number, 0]), np.ones((2, 1), np.float32)))
+        if number + 1 in (most, most + 1, 2 * most + 1):
+            store.close()
+            waiting = (number + 1) % (most + 1)
+            assert entries_of(tmp_path / "store")["values"] == 1 + 2 * waiting
+            store = reopen()
+    found = value(store, "a")[:, 0]
+    assert found[0] == 2 * most + 3
+    assert set(found[1 : 2 * most + 2]) == {1}
+    assert not found[2 * most + 2 :].any()
+
+
+def test_a_buffer_that_is_deleted_leaves_no_deadline(
+    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
+) -> None:
+    store = reopen()
+    create(store, "stays", ttl_seconds=1e9)
+    for _ in range(5):
+        create(store, "a", ttl_seconds=1e9)
+        clock.advance(3)
+        add(store, "a", ones(2))
+        do(store, Delete(name="a"))
+    store.close()
+    assert entries_of(tmp_path / "store")["deadlines"] == 1
+
+
 def test_no_more_values_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_values, "KEPT_BYTES", 2 * (16 + _values.ARRAY_BYTES))
     kept, arrays = _values.Kept(), {number: ones(4) for number in range(3)}

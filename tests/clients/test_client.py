@@ -74,6 +74,7 @@ def test_outputs_are_those_that_were_asked_for(server: Any, op: Operator) -> Non
     assert found.keys() == set(wanted)
     assert_same(found[wanted[0]], op(example(op), {})[wanted[0]])
     assert server.run(op.name, example(op), outputs=wanted).keys() == set(wanted)
+    assert server.run(op.name, example(op), outputs=wanted[0]).keys() == set(wanted)  # a string is one name
 
 
 def test_attributes_reach_the_kernel(server: Any) -> None:

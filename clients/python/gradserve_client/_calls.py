@@ -102,7 +102,7 @@ def run(
             **_query(attributes),
             **_query(
                 {
-                    "outputs": None if outputs is None else ",".join(outputs),
+                    "outputs": outputs if outputs is None or isinstance(outputs, str) else ",".join(outputs),
                     "weight": None if weight is None else float(weight),
                     "epoch": epoch,
                 }
