@@ -80,7 +80,9 @@ class BufferRequest:
         if self._sent != JSON:
             raise UnsupportedMediaType(f"Content-Type is {self._sent}, but must be {JSON} here")
         try:
-            return model.model_validate_json(bytes(self._body))
+            made = model.model_validate_json(bytes(self._body))
+            dict(json_codec.members_of(json_codec.parse(self._body), "The body"))  # of two, pydantic takes the last
+            return made
         except ValidationError as invalid:
             error = invalid.errors()[0]
             if error["type"] == "json_invalid":

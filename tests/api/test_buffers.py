@@ -174,6 +174,13 @@ def test_a_body_that_is_no_object(http: httpx.Client, content: bytes, word: str)
     assert_problem(answer, 400, "malformed_body", word)
 
 
+def test_a_body_with_a_member_twice(http: httpx.Client) -> None:
+    answer = http.put(f"/v1/buffers/{fresh()}", content=b'{"shape": [2], "shape": [3]}')
+    assert_problem(answer, 400, "malformed_body", "two members", "'shape'")
+    answer = http.post("/v1/buffers/zero", content=b'{"names": ["a"], "names": ["b"]}')
+    assert_problem(answer, 400, "malformed_body", "two members", "'names'")
+
+
 def test_limits(http: httpx.Client) -> None:
     path = f"/v1/buffers/{fresh()}"
     problem = assert_problem(
@@ -1071,20 +1078,22 @@ def test_a_buffer_that_has_expired_meanwhile_is_gone(http: httpx.Client) -> None
     assert_problem(get(http, name, epoch=0, timeout=1), 404, "unknown_buffer", name)
 
 
-def test_a_prefix_is_not_waited_for_longer_because_a_buffer_is_deleted(
+def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
     http: httpx.Client, pool: ThreadPoolExecutor
 ) -> None:
-    prefix = fresh("pre") + "."
-    names = [create(http, f"{prefix}{letter}") for letter in "ab"]
-    take = partial(http.post, "/v1/buffers/take")
-    first = pool.submit(take, params={"prefix": prefix, "min_count": 1, "timeout": 1})
-    time.sleep(0.5)
-    http.delete(f"/v1/buffers/{names[1]}").raise_for_status()
-    create(http, names[1])
-    later = pool.submit(take, params={"prefix": prefix, "min_count": 1, "timeout": 0.75})
-    assert_problem(first.result(PATIENCE), 409, "too_few_gradients")
-    assert not later.done()
-    assert_problem(later.result(PATIENCE), 409, "too_few_gradients")
+    disturbed, calm, ended = fresh("pre") + ".", fresh("pre") + ".", list[str]()
+    names = [create(http, prefix + letter) for prefix in (disturbed, calm) for letter in "abcdef"]
+    waiting = []
+    for prefix, timeout in ((disturbed, 1), (calm, 2)):
+        params: dict[str, Any] = {"prefix": prefix, "min_count": 1, "timeout": timeout}
+        waiting.append(pool.submit(http.post, "/v1/buffers/take", params=params))
+        waiting[-1].add_done_callback(partial(lambda prefix, _: ended.append(prefix), prefix))
+    for name in names[:5]:  # were it to begin anew each time, it would wait for 2.5 seconds
+        time.sleep(0.3)
+        http.delete(f"/v1/buffers/{name}").raise_for_status()
+    for one in waiting:
+        assert_problem(one.result(PATIENCE), 409, "too_few_gradients")
+    assert ended == [disturbed, calm]
 
 
 def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
