@@ -54,9 +54,6 @@ def uncounted(requests: int, seconds: float) -> None:
 KEY_SECONDS = 24 * 3600.0
 """How long an idempotency key is remembered unless a store is told otherwise."""
 
-MOST_FLAT = 32
-"""Dimensions of an array whose elements NumPy's `flat` can go through."""
-
 MOST_BUFFERS = 100_000
 """How many buffers a namespace may have unless a store is told otherwise."""
 
@@ -251,11 +248,10 @@ class Dense:
 
 
 def _flat(array: Array) -> Array | np.flatiter[Array]:
-    """The array as what flat slices can be taken of, without a copy where NumPy can: its `flat` has 32 dimensions."""
+    """The array as what flat slices can be taken of, without a copy."""
     if array.flags.c_contiguous or not array.size:
         return array.reshape(-1)
-    array = array.squeeze()
-    return array.flat if array.ndim <= MOST_FLAT else array.reshape(-1)
+    return array.squeeze().flat  # it goes through 32 dimensions; more, none of them 1, would be 2**33 elements
 
 
 class Key(NamedTuple):
