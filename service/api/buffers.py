@@ -42,9 +42,7 @@ from service.buffers.names import LONGEST_NAME, check_name
 from service.buffers.store import Array, Record, Spec
 from service.codecs import json as json_codec
 from service.dtypes import DTYPES
-from service.errors import (
-    MissingTensor,
-)
+from service.errors import MissingTensor
 from service.limits import MAX_RANK
 
 router = APIRouter(prefix="/v1/buffers", tags=["buffers"])

@@ -17,7 +17,7 @@ Format 1, in the databases of the environment:
 
 Keys are big-endian, times microseconds since 1970, numbers in chunks and entries little-endian. What is sealed ends
 with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of large
-values (`_values.py`); a file `format` tells that all was complete once.
+values (`_values.py`, `_slots.py`); a file `format` tells that all was complete once.
 """
 
 from __future__ import annotations
