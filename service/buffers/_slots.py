@@ -30,6 +30,10 @@ _MOST_IN_FREE = 1000
 _SYNC_FILE_RANGE_WRITE = 2
 """Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
 
+_HINTS, _MOST_HELD = 4, 1 << 21
+"""The disk is told to begin when this part of what was written waits, or so many bytes: a small value is on its way
+early, and a large one is not held up by the telling, which takes as long as it takes to add a chunk."""
+
 _begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
 _begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
@@ -52,6 +56,7 @@ class SlotFile:
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
         self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o644)
+        self._written = self._held = 0  # bytes since the last sync, and those of which the disk was not told
 
     def read(self, slot: int, memory: memoryview) -> bool:
         """Fill the memory. False if the file is too short."""
@@ -62,11 +67,16 @@ class SlotFile:
         done = 0
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
-        _begin_to_store(self._fd, slot * CHUNK, len(data), _SYNC_FILE_RANGE_WRITE)
+        self._written += done
+        self._held += done
+        if self._held >= min(self._written // _HINTS, _MOST_HELD):
+            _begin_to_store(self._fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # 0 bytes: all that there is
+            self._held = 0
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""
         os.fdatasync(self._fd)
+        self._written = self._held = 0
 
     def size(self) -> int:
         """Bytes of the disk that the file takes."""
