@@ -23,7 +23,11 @@ from service.limits import Limits
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+PATIENCE = 30
+"""Seconds after which what is waited for makes a test fail instead of hang."""
+
 SAFE = {"Content-Type": MEDIA_TYPE}
+TO_SAFETENSORS = {"Accept": MEDIA_TYPE}
 KEY = "Idempotency-Key"
 REPLAYED = "Idempotency-Replayed"
 
@@ -41,6 +45,11 @@ def create(http: httpx.Client, name: str | None = None, shape: Any = (2,), **rul
     answer = http.put(f"/v1/buffers/{name}", json={"shape": list(shape), **rules})
     assert answer.status_code == 201, answer.text
     return name
+
+
+def naming(*names: str) -> dict[str, Any]:
+    """The body of a request for these buffers."""
+    return {"names": list(names)}
 
 
 def add(http: httpx.Client, name: str, gradient: Any, headers: Any = None, **params: Any) -> httpx.Response:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -17,3 +18,10 @@ def http(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         httpx.Client(base_url=url, timeout=30) as client,
     ):
         yield client
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for requests that are made at the same time."""
+    with ThreadPoolExecutor(64) as pool:
+        yield pool

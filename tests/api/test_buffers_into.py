@@ -11,13 +11,13 @@ import pytest
 import tritonclient.http as triton  # type: ignore[import-untyped]
 from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 
-from service.codecs.safetensors import MEDIA_TYPE
 from service.dtypes import DTYPES, OPEN_INFERENCE
 from service.kernels import OPERATORS, Operator
 from tests.api.calls import (
     KEY,
     REPLAYED,
     SAFE,
+    TO_SAFETENSORS,
     Array,
     add,
     create,
@@ -33,8 +33,6 @@ from tests.api.calls import (
 )
 from tests.serving import assert_problem
 from tests.test_contract import EVERY, assert_same, decode, example
-
-TO_SAFETENSORS = {"Accept": MEDIA_TYPE}
 
 RELU = {"dY": [1, 2], "X": [1, 1]}
 

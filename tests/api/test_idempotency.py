@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from service.codecs.safetensors import MEDIA_TYPE
 from service.kernels import OPERATORS
 from tests.api.calls import (
     KEY,
+    PATIENCE,
     REPLAYED,
     SAFE,
     add,
@@ -34,14 +35,7 @@ from tests.api.calls import (
 from tests.serving import assert_problem, serving
 from tests.test_contract import example
 
-PATIENCE = 30
 ONES = {"gradient": [1, 1]}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(16) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -264,11 +264,11 @@ def test_every_code_is_met_somewhere() -> None:
         "internal": "test_health.py",
         "unknown_buffer": "test_buffers.py",
         "buffer_exists": "test_buffers.py",
-        "stale_epoch": "test_buffers.py",
-        "epoch_open": "test_buffers.py",
-        "epoch_gone": "test_buffers.py",
-        "too_few_gradients": "test_buffers.py",
-        "nothing_to_average": "test_buffers.py",
+        "stale_epoch": "test_buffers_epochs.py",
+        "epoch_open": "test_buffers_epochs.py",
+        "epoch_gone": "test_buffers_epochs.py",
+        "too_few_gradients": "test_buffers_epochs.py",
+        "nothing_to_average": "test_buffers_values.py",
         "precondition_failed": "test_buffers.py",
         "too_many_tensors": "test_admission.py",
         "too_many_buffers": "test_limits.py",
@@ -276,15 +276,17 @@ def test_every_code_is_met_somewhere() -> None:
         "forbidden": "test_auth.py",
         "busy": "test_admission.py",
         "expired": "test_admission.py",
-        "nonfinite_gradient": "test_buffers.py",
+        "nonfinite_gradient": "test_buffers_values.py",
         "store_full": "test_buffers.py",
-        "invalid_request": "test_buffers.py",
+        "invalid_request": "test_buffers_epochs.py",
         "idempotency_key_reused": "test_idempotency.py",
         "buffer_corrupt": "../faults/test_damage.py",
-        "store_failed": "../buffers/test_lmdb.py",
+        "store_failed": "test_buffers.py",
     }
     abstract = {"conflict"}
     assert {error.code for error in tree()} == met | elsewhere.keys() | abstract
+    for code, path in elsewhere.items():
+        assert f'"{code}"' in (Path(__file__).parent / path).read_text(), code
 
 
 def test_every_error_class_says_what_it_means() -> None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
+import pytest
 
+from service.buffers import lmdb as module
+from service.buffers._slots import CHUNK
 from service.buffers.changes import Add, Change, Create, Outcome, Request
 from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
 from service.buffers.store import MOST_BUFFERS, Key, Receipt, Record, Spec, Store
 from service.dtypes import DTYPES
+from service.errors import GradserveError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 KEY_SECONDS = 1000.0
 MAX_BYTES = 64 << 20
+LARGE = 5 * (CHUNK // 8) + 3
+"""Elements of a buffer of several chunks, the last one of which is not full, in any dtype."""
 PATIENCE = 20
 """Seconds after which a future that is not done makes a test fail instead of hang."""
 
@@ -62,6 +71,10 @@ def do(store: Store, *changes: Change, key: Key | None = None) -> Outcome:
     return store.submit(Request(changes, key)).result(PATIENCE)
 
 
+def request(*changes: Change) -> Request:
+    return Request(changes)
+
+
 def create(store: Store, *names: str, shape: tuple[int, ...] = (2,), dtype: str = "float32", **rules: Any) -> None:
     do(store, *[Create(name=name, spec=spec(shape, dtype, **rules)) for name in names])
 
@@ -84,3 +97,44 @@ def state(store: Store) -> dict[str, tuple[Record, list[bytes]]]:
         epochs = [None, *(one.epoch for one in record.closed)]
         found[record.name] = (record, [value(store, record.name, epoch).tobytes() for epoch in epochs])
     return found
+
+
+def fails_alone(store: Store, error: type[GradserveError], *changes: Change) -> GradserveError:
+    """The error of a request that changes nothing."""
+    before = state(store)
+    with pytest.raises(error) as caught:
+        do(store, *changes)
+    assert state(store) == before
+    return caught.value
+
+
+def entries_of(path: Path) -> dict[str, int]:
+    """How many entries the environment has in each database."""
+    with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin() as txn:
+        names = [bytes(name) for name, _ in txn.cursor()]
+        return {name.decode(): txn.stat(env.open_db(name, txn=txn, create=False))["entries"] for name in names}
+
+
+class Gate:
+    """Holds the writer before a commit, so that what is submitted meanwhile comes in one batch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._wanted, self._held, self._opened = False, threading.Event(), threading.Event()
+        monkeypatch.setattr(module, "reached", self._reached)
+
+    def _reached(self, point: str) -> None:
+        if point == "before commit" and self._wanted:
+            self._wanted = False
+            self._held.set()
+            self._opened.wait(PATIENCE)
+
+    def together(self, store: LmdbStore, requests: Sequence[Request]) -> list[Future[Outcome]]:
+        self._held.clear()
+        self._opened.clear()
+        self._wanted = True
+        first = store.submit(Request([]))
+        assert self._held.wait(PATIENCE)
+        futures = [store.submit(request) for request in requests]
+        self._opened.set()
+        first.result(PATIENCE)
+        return futures

@@ -1,4 +1,4 @@
-"""A store on the disk that is closed and opened again, by a clock of its own."""
+"""Each store, and one on the disk that is closed and opened again, by a clock of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from service.buffers import lmdb as module
 from service.buffers.lmdb import LmdbStore
-from service.buffers.store import MOST_BUFFERS
-from tests.buffers.calls import Clock, open_lmdb
+from service.buffers.store import MOST_BUFFERS, Store
+from tests.buffers.calls import Clock, open_lmdb, open_memory
 
 
 @pytest.fixture
@@ -31,3 +32,22 @@ def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., LmdbStore]]:
     yield reopen
     for store in opened:
         store.close()
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Store]:
+    store: Store = open_memory(clock) if request.param == "memory" else open_lmdb(tmp_path / "store", clock)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer looks for what has expired as soon as it has nothing to do."""
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.01)
+
+
+@pytest.fixture
+def untidied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer does nothing about what has expired while it is idle."""
+    monkeypatch.setattr(LmdbStore, "_tidy_up", lambda self: None)

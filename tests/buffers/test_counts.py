@@ -20,8 +20,20 @@ from service.buffers.lmdb import LmdbStore
 from service.buffers.namespaced import Namespaced
 from service.buffers.store import Record, Store
 from service.errors import NonfiniteGradient, TooManyBuffers
-from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, ones, open_lmdb, open_memory, spec, state
-from tests.buffers.test_lmdb import Gate
+from tests.buffers.calls import (
+    PATIENCE,
+    Clock,
+    Gate,
+    add,
+    create,
+    do,
+    key,
+    ones,
+    open_lmdb,
+    open_memory,
+    spec,
+    state,
+)
 
 MOST = 3
 ROOT = Path(__file__).parents[2]

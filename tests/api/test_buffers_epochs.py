@@ -1,0 +1,267 @@
+"""`/v1/buffers` over real HTTP, with each store: epochs, and requests for many buffers."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.api.calls import (
+    SAFE,
+    TO_SAFETENSORS,
+    add,
+    create,
+    etag,
+    fresh,
+    get,
+    loaded,
+    metadata,
+    naming,
+    ok,
+    post,
+    saved,
+    state,
+    value,
+)
+from tests.serving import assert_problem
+
+# ----- epochs -----
+
+
+def test_zero(http: httpx.Client) -> None:
+    name = create(http)
+    add(http, name, [1, 2])
+    answer = post(http, name, "zero")
+    assert answer.headers["etag"] == etag(http, name) == '"1-2"'
+    assert ok(answer) == {
+        "name": name,
+        "updated": True,
+        "closed": False,
+        "epoch": 1,
+        "version": 2,
+        "count": 0,
+        "weight": 0.0,
+    }
+    assert value(http, name) == [0, 0]
+    problem = assert_problem(get(http, name, epoch=0), 410, "epoch_gone", name, "zeroed")
+    assert problem["epoch"] == 1
+    assert loaded(post(http, name, "zero", TO_SAFETENSORS))[1][name]["epoch"] == 2
+
+
+def test_take(http: httpx.Client) -> None:
+    name = create(http)
+    add(http, name, [1, 2], weight=2)
+    add(http, name, [4, 4], weight=2)
+    answer = post(http, name, "take", reduce="mean", dtype="float64")
+    assert answer.headers["etag"] == etag(http, name) == '"1-3"'
+    expected = {"name": name, "updated": True, "closed": True, "epoch": 0, "version": 3, "count": 2, "weight": 4.0}
+    assert ok(answer) == {**expected, "value": {"dtype": "float64", "shape": [2], "data": [2.5, 3.0]}}
+    assert value(http, name) == [0, 0]
+    closed = ok(get(http, name, epoch=0))
+    assert closed == {
+        **expected,
+        "updated": False,
+        "value": {"dtype": "float32", "shape": [2], "data": [10.0, 12.0]},
+    }
+    assert value(http, name, epoch=0, reduce="mean") == [2.5, 3]
+    add(http, name, [1, 1])
+    tensors, receipts = loaded(post(http, name, "take", TO_SAFETENSORS))
+    assert tensors["value"].tolist() == [1, 1]
+    assert receipts == {name: {**expected, "epoch": 1, "version": 5, "count": 1, "weight": 1.0}}
+    assert ok(post(http, name, "take", encoding="base64"))["value"]["base64"] == "AAAAAAAAAAA="
+
+
+def test_take_needs_min_count(http: httpx.Client) -> None:
+    name = create(http)
+    add(http, name, [1, 2])
+    before = state(http, name)
+    for params in ({}, {"timeout": 0.05}):
+        problem = assert_problem(post(http, name, "take", min_count=2, **params), 409, "too_few_gradients", name, "2")
+        assert (problem["buffer"], problem["epoch"], problem["count"]) == (name, 0, 1)
+    assert state(http, name) == before
+    assert ok(post(http, name, "take", min_count=1))["count"] == 1
+    assert ok(post(http, name, "take", min_count=0))["count"] == 0
+
+
+@pytest.mark.parametrize("close", ["take", "quorum"])
+def test_keep(http: httpx.Client, close: str) -> None:
+    name = create(http, keep=3, quorum=1 if close == "quorum" else None)
+    for epoch in range(5):
+        receipt = ok(add(http, name, [epoch, 1], epoch=epoch))
+        if close == "take":
+            receipt = ok(post(http, name, "take"))
+        assert (receipt["closed"], receipt["epoch"], receipt["count"]) == (True, epoch, 1)
+    assert metadata(http, name)["closed_epochs"] == [2, 3, 4]
+    assert [value(http, name, epoch=epoch)[0] for epoch in (2, 3, 4)] == [2, 3, 4]
+    problem = assert_problem(get(http, name, epoch=1), 410, "epoch_gone", name, "last 3")
+    assert (problem["buffer"], problem["epoch"]) == (name, 5)
+    for epoch in (5, 6, 10**30):
+        problem = assert_problem(get(http, name, epoch=epoch), 409, "epoch_open", name, f"Epoch {epoch}", "epoch 5")
+        assert (problem["epoch"], problem["count"]) == (5, 0)
+
+
+def test_quorum(http: httpx.Client) -> None:
+    name = create(http, quorum=3)
+    for count in (1, 2):
+        receipt = ok(add(http, name, [1, 2], epoch=0))
+        assert (receipt["closed"], receipt["count"]) == (False, count)
+    problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open", "2 of 3")
+    assert problem["count"] == 2
+    answer = add(http, name, [1, 2], epoch=0)
+    assert answer.headers["etag"] == etag(http, name) == '"1-3"'
+    receipt = ok(answer)
+    assert (receipt["closed"], receipt["epoch"], receipt["count"], receipt["weight"]) == (True, 0, 3, 3.0)
+    assert value(http, name, epoch=0) == [3, 6]
+    assert value(http, name) == [0, 0]
+    assert_problem(add(http, name, [1, 2], epoch=0), 409, "stale_epoch")
+
+
+# ----- many buffers -----
+
+
+def test_many(http: httpx.Client) -> None:
+    prefix = fresh("many.")
+    a, b = create(http, f"{prefix}.a"), create(http, f"{prefix}.b", shape=(1,), dtype="float64")
+    answer = ok(http.post("/v1/buffers/accumulate", json={b: [3], a: [1, 2]}, params={"weight": 2}))
+    one = {"updated": True, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 2.0}
+    assert answer == {"buffers": {b: {"name": b, **one}, a: {"name": a, **one}}}
+    content = saved({a: np.array([1, 1], np.float16), b: np.ones((1,))})
+    tensors, receipts = loaded(http.post("/v1/buffers/accumulate?return=value", content=content, headers=SAFE))
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {a: [3, 5], b: [7]}
+    assert tensors[b].dtype == np.float64
+    assert {name: receipt["count"] for name, receipt in receipts.items()} == {a: 2, b: 2}
+    for params, body in (({}, naming(a, b)), ({"prefix": f"{prefix}."}, None)):
+        read = ok(http.post("/v1/buffers/value", params={**params, "reduce": "mean"}, json=body))["buffers"]
+        assert read[a]["value"]["data"] == [1, pytest.approx(5 / 3)]
+        assert read[b]["value"] == {"dtype": "float64", "shape": [1], "data": [7 / 3]}
+        assert read[b]["updated"] is False
+    tensors, receipts = loaded(http.post("/v1/buffers/take", json=naming(b, a), headers=TO_SAFETENSORS))
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {a: [3, 5], b: [7]}
+    assert {name: receipt["closed"] for name, receipt in receipts.items()} == {a: True, b: True}
+    ok(http.post("/v1/buffers/accumulate", json={a: [1, 1], b: [1]}, params={"epoch": 1}))
+    taken = ok(http.post("/v1/buffers/take", params={"prefix": prefix, "dtype": "float16"}))["buffers"]
+    assert {name: one["value"]["data"] for name, one in taken.items()} == {a: [1, 1], b: [1]}
+    assert taken[b]["value"]["dtype"] == "float16"
+    closed = ok(http.post("/v1/buffers/value", json=naming(a, b), params={"epoch": 1}))["buffers"]
+    assert {name: one["value"]["data"] for name, one in closed.items()} == {a: [1, 1], b: [1]}
+    zeroed = ok(http.post("/v1/buffers/zero", json=naming(a)))["buffers"]
+    assert zeroed == {a: {"name": a, **one, "epoch": 3, "version": 6, "count": 0, "weight": 0.0}}
+    zeroed = ok(http.post("/v1/buffers/zero", params={"prefix": prefix}))["buffers"]
+    assert {name: one["epoch"] for name, one in zeroed.items()} == {a: 4, b: 3}
+
+
+def test_prefix_of_no_buffer(http: httpx.Client) -> None:
+    for what in ("take", "zero", "value"):
+        assert ok(http.post(f"/v1/buffers/{what}", params={"prefix": fresh("none.")})) == {"buffers": {}}
+
+
+@pytest.mark.parametrize("what", ["take", "zero", "value"])
+def test_names_in_a_body_that_cannot_be_used(http: httpx.Client, what: str) -> None:
+    name, path = create(http), f"/v1/buffers/{what}"
+    assert_problem(http.post(path), 400, "malformed_body", "JSON")
+    assert_problem(http.post(path, json=[name]), 400, "malformed_body", "object")
+    assert_problem(http.post(path, json={}), 422, "invalid_parameter", "names")
+    assert_problem(http.post(path, json={"names": []}), 422, "invalid_parameter", "names")
+    assert_problem(http.post(path, json={"names": [5]}), 422, "invalid_parameter", "names.0", "5")
+    assert_problem(http.post(path, json={"names": name}), 422, "invalid_parameter", "names")
+    assert_problem(http.post(path, json={"names": ["a b"]}), 422, "invalid_parameter", "'a b'")
+    assert_problem(http.post(path, json={"names": [name], "x": 1}), 422, "unknown_parameter", "'x'")
+    assert_problem(http.post(path, json={"names": [name]}, params={"prefix": name}), 422, "invalid_request", "prefix")
+    if what != "value":
+        assert_problem(http.post(path, json={"names": [name, name]}), 422, "invalid_request", "once")
+    assert metadata(http, name)["version"] == 0
+
+
+ALL_OR_NOTHING: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "unknown name": ("accumulate", {"last": "none"}, 404, "unknown_buffer"),
+    "name": ("accumulate", {"last": "a b"}, 422, "invalid_parameter"),
+    "shape": ("accumulate", {"gradient": [1, 2, 3]}, 422, "shape_mismatch"),
+    "not finite": ("accumulate", {"gradient": ["NaN", 1]}, 422, "nonfinite_gradient"),
+    "epoch": ("accumulate", {"params": {"epoch": 0}}, 409, "stale_epoch"),
+    "weight": ("accumulate", {"params": {"weight": 1e39}}, 422, "invalid_parameter"),
+    "take an unknown name": ("take", {"last": "none"}, 404, "unknown_buffer"),
+    "take too few": ("take", {"params": {"min_count": 1}}, 409, "too_few_gradients"),
+    "zero an unknown name": ("zero", {"last": "none"}, 404, "unknown_buffer"),
+    "read an unknown name": ("value", {"last": "none"}, 404, "unknown_buffer"),
+    "read an open epoch": ("value", {"params": {"epoch": 1}}, 409, "epoch_open"),
+}
+
+
+@pytest.mark.parametrize("case", ALL_OR_NOTHING)
+def test_all_or_nothing(http: httpx.Client, case: str) -> None:
+    what, wrong, status, code = ALL_OR_NOTHING[case]
+    names = [create(http, shape=(2,)) for _ in range(3)]
+    last = create(http, nonfinite="reject", dtype="float32")
+    for name in names:
+        add(http, name, [1, 2])
+    post(http, last, "zero")
+    if code == "stale_epoch":
+        wrong = {"params": {"epoch": 0}}
+    before = state(http, *names, last)
+    given = [*names, wrong.get("last", last)]
+    gradients = {name: [1, 1] for name in given} | {given[-1]: wrong.get("gradient", [1, 1])}
+    body = gradients if what == "accumulate" else {"names": given}
+    problem = assert_problem(http.post(f"/v1/buffers/{what}", json=body, params=wrong.get("params")), status, code)
+    assert "Traceback" not in problem["detail"]
+    assert state(http, *names, last) == before
+
+
+def test_the_gradient_that_is_at_fault_is_named(http: httpx.Client) -> None:
+    names = [create(http, nonfinite="reject") for _ in range(3)]
+    for wrong in ([1, 2, 3], ["NaN", 0]):
+        gradients = {name: [1, 1] for name in names} | {names[1]: wrong}
+        problem = http.post("/v1/buffers/accumulate", json=gradients).json()
+        assert names[1] in str(problem), problem
+
+
+def test_one_add_completes_several_quorums(http: httpx.Client) -> None:
+    a, b, c = create(http, quorum=2), create(http, quorum=2), create(http, quorum=3)
+    gradients = {a: [1, 1], b: [2, 2], c: [3, 3]}
+    assert ok(http.post("/v1/buffers/accumulate", json=gradients))["buffers"][a]["closed"] is False
+    receipts = ok(http.post("/v1/buffers/accumulate", json=gradients))["buffers"]
+    assert {name: one["closed"] for name, one in receipts.items()} == {a: True, b: True, c: False}
+    closed = ok(http.post("/v1/buffers/value", json=naming(a, b), params={"epoch": 0}))["buffers"]
+    assert {name: one["value"]["data"] for name, one in closed.items()} == {a: [2, 2], b: [4, 4]}
+    problem = assert_problem(
+        http.post("/v1/buffers/value", json=naming(a, b, c), params={"epoch": 0}), 409, "epoch_open", c
+    )
+    assert problem["buffer"] == c
+
+
+def test_a_buffer_whose_name_means_something_in_safetensors(http: httpx.Client) -> None:
+    """Either it cannot be made, or it can be taken with the others."""
+    name = "__metadata__"
+    answer = http.put(f"/v1/buffers/{name}", json={"shape": [2]})
+    if answer.status_code == 201:
+        other = create(http)
+        taken = http.post("/v1/buffers/take", json=naming(name, other), headers=TO_SAFETENSORS)
+        http.delete(f"/v1/buffers/{name}")
+        tensors, receipts = loaded(taken)
+        assert tensors.keys() == receipts.keys() == {name, other}
+
+
+@pytest.mark.parametrize("what", ["zero", "take", "value"])
+def test_a_prefix_means_what_is_there(http: httpx.Client, what: str) -> None:
+    """Though others delete and create buffers meanwhile."""
+    prefix, stop = fresh("pre") + ".", threading.Event()
+    stays = create(http, f"{prefix}stays")
+
+    def disturb() -> None:
+        with httpx.Client(base_url=http.base_url) as other:
+            while not stop.is_set():
+                create(other, f"{prefix}x")
+                other.delete(f"/v1/buffers/{prefix}x").raise_for_status()
+
+    with ThreadPoolExecutor(1) as pool:
+        disturbing = pool.submit(disturb)
+        try:
+            for _ in range(40):
+                answer = http.post(f"/v1/buffers/{what}", params={"prefix": prefix})
+                assert stays in ok(answer)["buffers"]
+        finally:
+            stop.set()
+        disturbing.result()

@@ -1,0 +1,254 @@
+"""Long polls of `/v1/buffers` over real HTTP, with each store, and over several processes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.calls import (
+    PATIENCE,
+    TO_SAFETENSORS,
+    add,
+    create,
+    fresh,
+    get,
+    loaded,
+    metadata,
+    naming,
+    ok,
+    post,
+    serving_workers,
+    value,
+)
+from tests.serving import assert_problem, serving
+
+# ----- waiting -----
+
+
+def wait_in(pool: ThreadPoolExecutor, call: Callable[..., httpx.Response], *args: Any, **more: Any) -> Any:
+    """The future answer of a call that has most likely begun to wait."""
+    future: Future[httpx.Response] = pool.submit(call, *args, **more)
+    time.sleep(0.05)
+    assert not future.done()
+    return future
+
+
+@pytest.mark.parametrize("close", ["quorum", "take"])
+def test_a_value_is_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, close: str) -> None:
+    name = create(http, quorum=2 if close == "quorum" else None)
+    waiting = [wait_in(pool, get, http, name, epoch=0, timeout=60) for _ in range(3)]
+    add(http, name, [1, 2])
+    assert not any(one.done() for one in waiting)
+    if close == "quorum":
+        add(http, name, [1, 2])
+    else:
+        post(http, name, "take")
+    for one in waiting:
+        answer = ok(one.result(PATIENCE))
+        assert (answer["epoch"], answer["closed"], answer["value"]["data"][0]) == (0, True, answer["count"])
+
+
+def test_many_values_are_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    a, b = create(http, quorum=1), create(http, quorum=1)
+    waiting = wait_in(
+        pool,
+        http.post,
+        "/v1/buffers/value",
+        json=naming(a, b),
+        params={"epoch": 0, "timeout": 60},
+        headers=TO_SAFETENSORS,
+    )
+    add(http, a, [1, 1])
+    time.sleep(0.02)
+    assert not waiting.done()
+    add(http, b, [2, 2])
+    tensors, _ = loaded(waiting.result(PATIENCE))
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {a: [1, 1], b: [2, 2]}
+
+
+def test_a_take_waits_for_its_count(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    name, other = create(http), create(http)
+    waiting = wait_in(pool, post, http, name, "take", min_count=3, timeout=60)
+    both = wait_in(pool, http.post, "/v1/buffers/take", json=naming(other), params={"min_count": 1, "timeout": 60})
+    for _ in range(2):
+        add(http, name, [1, 2])
+        assert not waiting.done()
+    add(http, name, [1, 2])
+    answer = ok(waiting.result(PATIENCE))
+    assert (answer["count"], answer["value"]["data"]) == (3, [3, 6])
+    add(http, other, [1, 2])
+    assert ok(both.result(PATIENCE))["buffers"][other]["value"]["data"] == [1, 2]
+
+
+def test_each_of_several_who_wait_takes_once(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    name = create(http)
+    waiting = [wait_in(pool, post, http, name, "take", min_count=2, timeout=PATIENCE) for _ in range(4)]
+    added = 0
+    while not all(one.done() for one in waiting):
+        ok(add(http, name, [1, 2]))
+        added += 1
+    answers = [ok(one.result()) for one in waiting]
+    assert sorted(one["epoch"] for one in answers) == [0, 1, 2, 3]
+    assert all(one["count"] >= 2 for one in answers)
+    assert sum(one["value"]["data"][0] for one in answers) + value(http, name)[0] == added
+
+
+def test_a_wait_ends_in_time(http: httpx.Client) -> None:
+    name = create(http, quorum=2)
+    add(http, name, [1, 1])
+    problem = assert_problem(get(http, name, epoch=0, timeout=0.05), 409, "epoch_open", "1 of 2")
+    assert problem["count"] == 1
+    assert_problem(get(http, name, epoch=3, timeout=0.05), 409, "epoch_open")
+    assert ok(get(http, name, timeout=60))["count"] == 1  # there is nothing to wait for
+    assert_problem(get(http, fresh(), epoch=0, timeout=60), 404, "unknown_buffer")
+    assert_problem(post(http, fresh(), "take", min_count=1, timeout=60), 404, "unknown_buffer")
+
+
+def test_a_buffer_that_has_expired_meanwhile_is_gone(http: httpx.Client) -> None:
+    name = create(http, quorum=2, ttl_seconds=0.2)
+    assert_problem(get(http, name, epoch=0, timeout=1), 404, "unknown_buffer", name)
+
+
+def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
+    http: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
+    disturbed, calm, ended = fresh("pre") + ".", fresh("pre") + ".", list[str]()
+    names = [create(http, prefix + letter) for prefix in (disturbed, calm) for letter in "abcdef"]
+    waiting = []
+    for prefix, timeout in ((disturbed, 1), (calm, 2)):
+        params: dict[str, Any] = {"prefix": prefix, "min_count": 1, "timeout": timeout}
+        waiting.append(pool.submit(http.post, "/v1/buffers/take", params=params))
+        waiting[-1].add_done_callback(partial(lambda prefix, _: ended.append(prefix), prefix))
+    for name in names[:5]:  # were it to begin anew each time, it would wait for 2.5 seconds
+        time.sleep(0.3)
+        http.delete(f"/v1/buffers/{name}").raise_for_status()
+    for one in waiting:
+        assert_problem(one.result(PATIENCE), 409, "too_few_gradients")
+    assert ended == [disturbed, calm]
+
+
+def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    name = create(http)
+    waiting = [
+        wait_in(pool, get, http, name, epoch=0, timeout=60),
+        wait_in(pool, post, http, name, "take", min_count=1, timeout=60),
+    ]
+    http.delete(f"/v1/buffers/{name}")
+    for one in waiting:
+        assert_problem(one.result(PATIENCE), 404, "unknown_buffer", name)
+
+
+def test_an_epoch_that_is_zeroed_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    name = create(http)
+    waiting = wait_in(pool, get, http, name, epoch=0, timeout=60)
+    post(http, name, "zero")
+    assert_problem(waiting.result(PATIENCE), 410, "epoch_gone")
+
+
+def test_a_wait_with_if_match_ends_when_the_tag_changes(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    name = create(http)
+    waiting = wait_in(pool, post, http, name, "take", {"If-Match": '"0-0"'}, min_count=2, timeout=60)
+    add(http, name, [1, 2])
+    assert_problem(waiting.result(PATIENCE), 412, "precondition_failed")
+
+
+@pytest.mark.parametrize("end", ["/{name}/take?", "/take?prefix={name}&"])
+def test_who_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
+    name = create(http)
+    path = f"/v1/buffers{end.format(name=name)}min_count=1&timeout=60"
+    with socket.create_connection((http.base_url.host, http.base_url.port or 80)) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        time.sleep(0.2)
+    time.sleep(0.2)
+    add(http, name, [1, 2])
+    time.sleep(0.1)
+    assert metadata(http, name)["epoch"] == 0
+    assert value(http, name) == [1, 2]
+
+
+def test_a_server_that_stops_does_not_wait_for_those_who_wait(pool: ThreadPoolExecutor) -> None:
+    with serving(drain_timeout=1) as url, httpx.Client(base_url=url, timeout=30) as client:
+        waiting = wait_in(pool, get, client, create(client), epoch=0, timeout=600)
+    try:
+        assert waiting.result(PATIENCE).status_code in (409, 503)
+    except httpx.TransportError:
+        pass  # to be cut off is as good
+
+
+def test_a_connection_serves_on_after_a_wait(http: httpx.Client) -> None:
+    with httpx.Client(base_url=http.base_url, limits=httpx.Limits(max_connections=1), timeout=30) as client:
+        name = create(client)
+        for _ in range(3):
+            assert_problem(get(client, name, epoch=0, timeout=0.01), 409, "epoch_open")
+            assert_problem(post(client, name, "take", min_count=9, timeout=0.01), 409, "too_few_gradients")
+            assert ok(add(client, name, [1, 1]))["updated"] is True
+
+
+# ----- several processes -----
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving_workers(2, tmp_path_factory.mktemp("shared")) as url:
+        yield url
+
+
+@pytest.fixture
+def pair(two_workers: str) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    """Two clients, each with a connection to a worker of its own."""
+    with ExitStack() as stack:
+        clients: dict[int, httpx.Client] = {}
+        deadline = time.monotonic() + PATIENCE
+        while len(clients) < 2:
+            assert time.monotonic() < deadline, "one worker gets all connections"
+            client = stack.enter_context(
+                httpx.Client(base_url=two_workers, timeout=30, limits=httpx.Limits(max_connections=1))
+            )
+            if not clients:
+                client.post("/v1/ops/ReluGrad", json={"dY": [1], "X": [1]})
+            stats = client.get("/v2/models/ReluGrad/stats").json()["model_stats"]
+            clients.setdefault(stats[0]["inference_count"], client)
+        first, second = clients.values()
+        yield first, second
+
+
+def test_a_wait_ends_with_the_add_in_another_process(
+    pair: tuple[httpx.Client, httpx.Client], pool: ThreadPoolExecutor
+) -> None:
+    for here, there in (pair, pair[::-1]):
+        name, taken = create(here, quorum=2), create(there)
+        reading = wait_in(pool, get, here, name, epoch=0, timeout=60)
+        add(there, name, [1, 2])
+        time.sleep(0.02)
+        assert not reading.done()
+        add(there, name, [1, 2])
+        assert ok(reading.result(PATIENCE))["value"]["data"] == [2, 4]
+        taking = wait_in(pool, post, here, taken, "take", min_count=1, timeout=60)
+        add(there, taken, [1, 2])
+        assert ok(taking.result(PATIENCE))["value"]["data"] == [1, 2]
+
+
+def test_many_wait_and_add_in_two_processes(two_workers: str, pool: ThreadPoolExecutor) -> None:
+    """An all-reduce by 16 who each have a connection of their own for every request."""
+
+    def work(number: int) -> list[Any]:
+        read = []
+        for epoch in range(8):
+            with httpx.Client(base_url=two_workers, timeout=PATIENCE) as client:
+                add(client, name, [number, 1], epoch=epoch)
+            with httpx.Client(base_url=two_workers, timeout=PATIENCE) as client:
+                read.append(value(client, name, epoch=epoch, timeout=PATIENCE))
+        return read
+
+    with httpx.Client(base_url=two_workers) as client:
+        name = create(client, quorum=16, keep=2)
+    for read in pool.map(work, range(16)):
+        assert read == [[sum(range(16)), 16]] * 8

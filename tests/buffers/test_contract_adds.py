@@ -1,0 +1,319 @@
+"""What every store promises of adds: sums, sparse gradients, and numbers that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from service.buffers._slots import CHUNK
+from service.buffers.changes import Add, Take, Zero
+from service.buffers.store import Store
+from service.errors import (
+    InvalidParameter,
+    NonfiniteGradient,
+    ShapeMismatch,
+)
+from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2
+from service.kernels.gather import GatheredRows, gather_grad
+from tests.buffers.calls import LARGE, Array, Clock, add, create, do, fails_alone, ones, state, value
+from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES
+from tests.kernels.equality import assert_same_bits
+from tests.kernels.test_accumulate import FITTING, UNFIT, numbers
+
+INF, NAN = np.inf, np.nan
+
+every_pair = pytest.mark.parametrize(
+    ("dtype", "gradient_dtype"), [(a, b) for a in FLOAT_DTYPES for b in FLOAT_DTYPES], ids=str
+)
+
+
+# ----- add -----
+
+
+@every_pair
+def test_add_is_in_place_accumulator(store: Store, dtype: Any, gradient_dtype: Any) -> None:
+    create(store, "a", shape=(3, 50), dtype=str(dtype))
+    expected = np.zeros((3, 50), dtype)
+    for seed, shape in enumerate([(3, 50), (50,), (3, 1), (), (1, 50)]):
+        gradient = numbers(shape, gradient_dtype, seed)
+        expected = in_place_accumulator(expected, gradient)
+        receipt = add(store, "a", gradient)
+        assert_same_bits(value(store, "a"), expected)
+        assert receipt == {
+            "name": "a",
+            "updated": True,
+            "closed": False,
+            "epoch": 0,
+            "version": seed + 1,
+            "count": seed + 1,
+            "weight": seed + 1,
+        }
+
+
+@every_pair
+@pytest.mark.parametrize("weight", [0.0, 0.3, -2.5, 1e-9])
+def test_weight_multiplies_in_the_dtype_of_the_sum(
+    store: Store, dtype: Any, gradient_dtype: Any, weight: float
+) -> None:
+    create(store, "a", shape=(64,), dtype=str(dtype))
+    first, gradient = numbers((64,), dtype, 1), numbers((64,), gradient_dtype, 2)
+    add(store, "a", first)
+    receipt = add(store, "a", gradient, weight=weight)
+    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    product = gradient.astype(compute) * compute.type(weight)
+    assert_same_bits(value(store, "a"), (first.astype(compute) + product).astype(dtype))
+    assert receipt["weight"] == 1 + weight
+    add(store, "a", gradient, weight=weight, overwrite=True)
+    assert_same_bits(value(store, "a"), product.astype(dtype))
+
+
+@every_pair
+def test_overwrite_is_in_place_accumulator_v2(store: Store, dtype: Any, gradient_dtype: Any) -> None:
+    create(store, "a", shape=(2, 3), dtype=str(dtype))
+    add(store, "a", np.full((2, 3), NAN))
+    add(store, "a", ones(3), weight=0.5)
+    gradient = numbers((3,), gradient_dtype, 3)
+    receipt = add(store, "a", gradient, overwrite=True)
+    assert_same_bits(value(store, "a"), in_place_accumulator_v2(ones(2, 3, dtype=dtype), gradient, np.array(True))[1])
+    assert (receipt["version"], receipt["count"], receipt["weight"]) == (3, 1, 1.0)
+
+
+def test_special_values_travel_as_they_are(store: Store) -> None:
+    special = np.array([-0.0, 0.0, INF, -INF, NAN, 1e-45, 3.4e38], np.float32)
+    create(store, "a", "b", shape=(7,))
+    add(store, "a", special, overwrite=True)
+    assert_same_bits(value(store, "a"), special)
+    add(store, "a", special)
+    with np.errstate(over="ignore"):
+        assert_same_bits(value(store, "a"), special + special)
+    add(store, "b", special)
+    assert_same_bits(value(store, "b"), special + 0)
+
+
+def test_overflow_of_a_cast_is_infinite(store: Store) -> None:
+    create(store, "a", shape=(2,), dtype="float16")
+    add(store, "a", np.array([7e4, 1e300]))
+    add(store, "a", np.array([1.0, -INF]))
+    assert_same_bits(value(store, "a"), np.array([INF, NAN], np.float16))
+
+
+@pytest.mark.parametrize(("shape", "gradient_shape"), FITTING)
+def test_gradient_is_broadcast(store: Store, shape: tuple[int, ...], gradient_shape: tuple[int, ...]) -> None:
+    create(store, "a", shape=shape)
+    gradient = numbers(gradient_shape, np.float32, 1)
+    add(store, "a", gradient)
+    assert_same_bits(value(store, "a"), in_place_accumulator(np.zeros(shape, np.float32), gradient))
+    add(store, "a", gradient, overwrite=True)
+    assert_same_bits(value(store, "a"), np.ascontiguousarray(np.broadcast_to(gradient, shape)).reshape(shape))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("shape", "gradient_shape"), UNFIT)
+def test_gradient_must_broadcast_into_the_buffer(
+    store: Store, shape: tuple[int, ...], gradient_shape: tuple[int, ...], overwrite: bool
+) -> None:
+    create(store, "a", shape=shape)
+    change = Add(name="a", gradient=ones(*gradient_shape), overwrite=overwrite)
+    error = fails_alone(store, ShapeMismatch, change)
+    assert error.detail.startswith(f"gradient has shape {list(gradient_shape)}, ")
+    assert error.detail.endswith(f"the buffer's, {list(shape)}")
+
+
+def test_gradient_may_lie_in_memory_anyhow(store: Store) -> None:
+    create(store, "a", shape=(40, 60))
+    whole = numbers((60, 80), np.float32, 1)
+    add(store, "a", whole[:, ::2].T)
+    add(store, "a", whole[::-1, 40:].T)
+    assert_same_bits(value(store, "a"), whole[:, ::2].T + whole[::-1, 40:].T)
+
+
+def test_without_update_nothing_changes(store: Store, clock: Clock) -> None:
+    create(store, "a", ttl_seconds=10.0, quorum=2)
+    add(store, "a", [1, 2], weight=0.5)
+    before = state(store)
+    clock.advance(1)
+    outcome = do(store, Add(name="a", gradient=ones(7, 7), do_update=False, want_value=True))
+    assert outcome.receipts["a"] == {
+        "name": "a",
+        "updated": False,
+        "closed": False,
+        "epoch": 0,
+        "version": 1,
+        "count": 1,
+        "weight": 0.5,
+    }
+    assert outcome.values["a"].tolist() == [0.5, 1.0]
+    assert state(store) == before
+
+
+@pytest.mark.parametrize("weight", [NAN, INF, -INF, 1e39])
+def test_weight_must_be_finite_in_the_dtype_of_the_sum(store: Store, weight: float) -> None:
+    create(store, "a", dtype="bfloat16")
+    error = fails_alone(store, InvalidParameter, Add(name="a", gradient=ones(2), weight=weight))
+    assert error.context["parameter"] == "weight"
+
+
+def test_sum_of_the_weights_must_be_finite(store: Store) -> None:
+    create(store, "a", dtype="float64")
+    add(store, "a", [0, 0], weight=1.5e308)
+    fails_alone(store, InvalidParameter, Add(name="a", gradient=ones(2), weight=1.5e308))
+
+
+def test_overwriting_begins_the_weights_anew(store: Store) -> None:
+    create(store, "a", dtype="float64")
+    add(store, "a", [0, 0], weight=1.5e308)
+    assert add(store, "a", [0, 0], weight=1.5e308, overwrite=True)["weight"] == 1.5e308
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_value_after_the_add_is_answered(store: Store, overwrite: bool) -> None:
+    create(store, "a", "b")
+    add(store, "a", [1, 2])
+    change = Add(name="a", gradient=np.array([10, 20], np.float32), overwrite=overwrite, want_value=True)
+    outcome = do(store, change, Add(name="b", gradient=ones(2)))
+    assert {name: array.tolist() for name, array in outcome.values.items()} == {
+        "a": [10, 20] if overwrite else [11, 22]
+    }
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 0, 2)])
+def test_scalars_and_empty_buffers(store: Store, shape: tuple[int, ...], dtype: Any) -> None:
+    create(store, "a", shape=shape, dtype=str(dtype), keep=3)
+    assert_same_bits(value(store, "a"), np.zeros(shape, dtype))
+    add(store, "a", np.full(shape, 1.5, dtype))
+    add(store, "a", np.full(shape, 2.0, dtype), weight=2.0)
+    assert_same_bits(value(store, "a"), np.full(shape, 5.5, dtype))
+    assert_same_bits(do(store, Take(name="a")).values["a"], np.full(shape, 5.5, dtype))
+    add(store, "a", np.asarray(3.0, dtype), overwrite=True)
+    assert_same_bits(value(store, "a"), np.full(shape, 3.0, dtype))
+    do(store, Zero(name="a"))
+    assert_same_bits(value(store, "a"), np.zeros(shape, dtype))
+    assert_same_bits(value(store, "a", 0), np.full(shape, 5.5, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("size", [LARGE, CHUNK, CHUNK // 8, CHUNK // 8 + 1, CHUNK // 2])
+def test_buffers_of_several_chunks(store: Store, size: int, dtype: Any) -> None:
+    create(store, "a", "b", shape=(size,), dtype=str(dtype), keep=2)
+    first, second = numbers((size,), np.float64, 1), numbers((size,), dtype, 2)
+    expected = in_place_accumulator(in_place_accumulator(np.zeros(size, dtype), first), second)
+    add(store, "a", first)
+    add(store, "a", second)
+    assert_same_bits(value(store, "a"), expected)
+    assert_same_bits(do(store, Take(name="a")).values["a"], expected)
+    add(store, "a", second, overwrite=True)
+    add(store, "a", ones(1))
+    assert_same_bits(value(store, "a"), in_place_accumulator(second, ones(1)))
+    assert_same_bits(value(store, "a", 0), expected)
+    assert not value(store, "b").any()
+
+
+# ----- sparse gradients -----
+
+
+def rows_for(shape: tuple[int, ...], axis: int, count: int, dtype: Any, seed: int) -> tuple[Array, Array, Array]:
+    """`count` rows, about half of them duplicates, of few indices."""
+    random = np.random.default_rng(seed)
+    few = random.integers(-shape[axis], shape[axis], max(1, count // 2))
+    grad = random.normal(size=(*shape[:axis], count, *shape[axis + 1 :]))
+    return np.array(shape), random.choice(few, count), np.asarray(grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("gradient_dtype", [FLOAT_DTYPES[0], NARROW_DTYPES[1]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axis", "count"), [((3,), 0, 5), ((LARGE // 20, 21), 0, 6), ((7, LARGE // 6), 1, 9), ((4, 5), 0, 0)]
+)
+def test_sparse_gradients_are_added_as_dense_ones(
+    store: Store, dtype: Any, gradient_dtype: Any, shape: tuple[int, ...], axis: int, count: int
+) -> None:
+    create(store, "sparse", "dense", shape=shape, dtype=str(dtype))
+    calls: list[dict[str, Any]] = [{}, {"weight": -0.3}, {"overwrite": True}, {"overwrite": True, "weight": 2.0}, {}]
+    for seed, how in enumerate(calls):
+        inputs = rows_for(shape, axis, count, gradient_dtype, seed)
+        one = add(store, "sparse", GatheredRows(*inputs, axis=axis), **how)
+        other = add(store, "dense", gather_grad(*inputs, axis=axis), **how)
+        assert {**one, "name": "dense"} == other
+        assert_same_bits(value(store, "sparse"), value(store, "dense"))
+
+
+def test_sparse_gradients_onto_negative_zeros(store: Store) -> None:
+    """Where no index leads, a store may leave -0 as it is."""
+    inputs = np.array([LARGE, 2]), np.array([3]), ones(1, 2)
+    create(store, "sparse", "dense", shape=(LARGE, 2))
+    for name, gradient in [("sparse", GatheredRows(*inputs)), ("dense", gather_grad(*inputs))]:
+        add(store, name, np.array(-0.0, np.float32), overwrite=True)
+        add(store, name, gradient)
+    assert (value(store, "sparse") == value(store, "dense")).all()
+
+
+def test_sparse_sums_that_overflow(store: Store) -> None:
+    create(store, "a", shape=(3,), dtype="float16")
+    grad = np.full(2, 6e4, np.float16)
+    add(store, "a", GatheredRows(np.array([3]), np.array([1, 1]), grad))
+    assert value(store, "a").tolist() == [0, INF, 0]
+
+
+def test_sparse_gradients_broadcast_as_dense_ones_do(store: Store) -> None:
+    create(store, "a", shape=(3, 2))
+    for shape in ([1, 2], [2], [3, 1]):
+        add(store, "a", GatheredRows(np.array(shape), np.array([0]), ones(1, *shape[1:])))
+    add(store, "a", GatheredRows(np.array([2]), np.zeros(0, np.int64), ones(0)))
+    assert value(store, "a").tolist() == [[3, 2], [2, 1], [2, 1]]
+    for shape in ([3], [2, 2], [1, 3, 2], [4, 2], [0]):
+        rows = GatheredRows(np.array(shape), np.zeros(0, np.int64), ones(0, *shape[1:]))
+        fails_alone(store, ShapeMismatch, Add(name="a", gradient=rows))
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("rank", [32, 33, 64])
+def test_gradients_broadcast_into_as_many_dimensions_as_a_buffer_has(store: Store, rank: int, empty: bool) -> None:
+    shape = (*[1] * (rank - 3), 3, 0 if empty else 1, 2)
+    create(store, "a", shape=shape)
+    for gradient in (ones(), ones(2), ones(3, 1, 1), ones(*[1] * (rank - 1), 2)):
+        add(store, "a", gradient)
+    np.testing.assert_array_equal(value(store, "a"), np.full(shape, 4, np.float32))
+
+
+def test_gradients_broadcast_into_many_dimensions_none_of_which_is_one(store: Store) -> None:
+    create(store, "a", shape=(*[2] * 17, *[1] * 20, 2), dtype="float16")
+    add(store, "a", np.arange(2, dtype=np.float16))
+    assert value(store, "a").reshape(-1, 2).mean(0).tolist() == [0, 1]
+
+
+# ----- nonfinite -----
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_nonfinite_gradients_are_refused(store: Store, dtype: Any, bad: float, overwrite: bool) -> None:
+    create(store, "a", shape=(LARGE,), dtype=str(dtype), nonfinite="reject")
+    add(store, "a", ones(LARGE))
+    gradient = ones(LARGE, dtype=dtype)
+    gradient[-1] = bad
+    fails_alone(store, NonfiniteGradient, Add(name="a", gradient=gradient, overwrite=overwrite))
+    assert add(store, "a", ones(LARGE))["count"] == 2
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_a_sum_that_overflows_is_refused(store: Store, dtype: Any) -> None:
+    create(store, "a", shape=(3,), dtype=str(dtype), nonfinite="reject")
+    most = ml_dtypes.finfo(dtype).max  # type: ignore[no-untyped-call]
+    largest = np.array([1, 1, most], dtype)
+    add(store, "a", largest)
+    ways: list[dict[str, Any]] = [{}, {"weight": 10.0}, {"weight": 10.0, "overwrite": True}]
+    for how in ways:
+        fails_alone(store, NonfiniteGradient, Add(name="a", gradient=largest, **how))
+    add(store, "a", -largest)
+    assert value(store, "a").tolist() == [0, 0, 0]
+
+
+def test_nonfinite_sparse_gradients_are_refused(store: Store) -> None:
+    create(store, "a", shape=(LARGE, 2), nonfinite="reject")
+    rows = GatheredRows(np.array([LARGE, 2]), np.array([LARGE - 1]), np.full((1, 2), NAN, np.float32))
+    fails_alone(store, NonfiniteGradient, Add(name="a", gradient=rows))

@@ -1,0 +1,150 @@
+"""What every store promises of epochs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.buffers.changes import Add, Take, Zero
+from service.buffers.store import Store
+from service.errors import (
+    EpochGone,
+    EpochOpen,
+    StaleEpoch,
+    TooFewGradients,
+)
+from tests.buffers.calls import Clock, add, create, do, fails_alone, ones, value
+from tests.kernels.equality import assert_same_bits
+
+
+def test_zero_begins_the_next_epoch(store: Store, clock: Clock) -> None:
+    create(store, "a")
+    add(store, "a", [1, 2])
+    clock.advance(5)
+    receipt = do(store, Zero(name="a")).receipts["a"]
+    assert receipt == {
+        "name": "a",
+        "updated": True,
+        "closed": False,
+        "epoch": 1,
+        "version": 2,
+        "count": 0,
+        "weight": 0.0,
+    }
+    assert_same_bits(value(store, "a"), np.zeros(2, np.float32))
+    assert store.record("a").updated == clock.now
+    with pytest.raises(EpochGone):
+        store.read(["a"], 0)
+
+
+def test_take_closes_the_epoch(store: Store) -> None:
+    create(store, "a")
+    add(store, "a", [1, 2], weight=2.0)
+    outcome = do(store, Take(name="a"))
+    assert outcome.receipts["a"] == {
+        "name": "a",
+        "updated": True,
+        "closed": True,
+        "epoch": 0,
+        "version": 2,
+        "count": 1,
+        "weight": 2.0,
+    }
+    assert outcome.values["a"].tolist() == [2, 4]
+    record = store.record("a")
+    assert (record.epoch, record.version, record.count, record.weight) == (1, 2, 0, 0.0)
+    assert not value(store, "a").any()
+    (snapshot,) = store.read(["a"], 0)
+    assert snapshot.receipt() == {**outcome.receipts["a"], "updated": False}
+    assert (snapshot.etag, snapshot.weight, snapshot.value.tolist()) == ('"0-2"', 2.0, [2, 4])
+
+
+def test_take_of_what_was_never_added_to_is_zero(store: Store) -> None:
+    create(store, "a")
+    assert not do(store, Take(name="a")).values["a"].any()
+    assert not value(store, "a", 0).any()
+
+
+def test_take_needs_min_count(store: Store) -> None:
+    create(store, "a")
+    add(store, "a", [1, 2])
+    error = fails_alone(store, TooFewGradients, Take(name="a", min_count=2))
+    assert error.context == {"buffer": "a", "epoch": 0, "count": 1}
+    add(store, "a", [1, 2])
+    assert do(store, Take(name="a", min_count=2)).receipts["a"]["count"] == 2
+
+
+def test_quorum_closes_the_epoch(store: Store) -> None:
+    create(store, "a", quorum=3)
+    for epoch in range(3):
+        receipts = [add(store, "a", [1, 2], epoch=epoch, weight=0.5) for _ in range(3)]
+        assert [one["closed"] for one in receipts] == [False, False, True]
+        assert {one["epoch"] for one in receipts} == {epoch}
+        assert receipts[-1]["version"] == 3 * epoch + 3
+        assert (receipts[-1]["count"], receipts[-1]["weight"]) == (3, 1.5)
+        assert value(store, "a", epoch).tolist() == [1.5, 3.0]
+        assert not value(store, "a").any()
+        assert store.record("a").count == 0
+
+
+def test_add_that_reaches_the_quorum_answers_the_closed_value(store: Store) -> None:
+    create(store, "a", quorum=2)
+    add(store, "a", [1, 2])
+    assert do(store, Add(name="a", gradient=ones(2), want_value=True)).values["a"].tolist() == [2, 3]
+
+
+def test_overwriting_counts_from_one_to_the_quorum(store: Store) -> None:
+    create(store, "a", quorum=2)
+    for _ in range(3):
+        assert not add(store, "a", [1, 2], overwrite=True)["closed"]
+    assert add(store, "a", [1, 2])["closed"]
+    create(store, "b", quorum=1)
+    assert add(store, "b", [1, 2], overwrite=True)["closed"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_last_closed_epochs_are_kept(store: Store, keep: int) -> None:
+    create(store, "a", keep=keep)
+    for epoch in range(8):
+        add(store, "a", [epoch, 1])
+        do(store, Take(name="a"))
+        kept = range(max(0, epoch + 1 - keep), epoch + 1)
+        assert store.record("a").as_json()["closed_epochs"] == list(kept)
+        for old in range(epoch + 1):
+            if old in kept:
+                assert value(store, "a", old).tolist() == [old, 1]
+            else:
+                with pytest.raises(EpochGone, match=rf"^Epoch {old} of 'a' is not kept: .* the last {keep} that"):
+                    store.read(["a"], old)
+
+
+def test_zero_keeps_what_was_closed(store: Store) -> None:
+    create(store, "a", keep=2)
+    add(store, "a", [1, 2])
+    do(store, Take(name="a"))
+    for _ in range(5):
+        add(store, "a", [9, 9])
+        do(store, Zero(name="a"))
+    assert value(store, "a", 0).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("epoch", "count"), [(1, 1), (2, 0)])
+def test_an_epoch_is_open_until_it_closes(store: Store, epoch: int, count: int) -> None:
+    create(store, "a", quorum=5)
+    do(store, Take(name="a"))
+    add(store, "a", [1, 2])
+    with pytest.raises(EpochOpen, match=r"^Epoch \d of 'a' .* in epoch 1\b.* of 5$") as caught:
+        store.read(["a"], epoch)
+    assert caught.value.context == {"buffer": "a", "epoch": 1, "count": count}
+
+
+@pytest.mark.parametrize(("epoch", "message"), [(0, "has passed"), (2, "has not begun")])
+@pytest.mark.parametrize("do_update", [True, False])
+def test_add_to_another_epoch_is_refused(store: Store, epoch: int, message: str, do_update: bool) -> None:
+    create(store, "a")
+    do(store, Take(name="a"))
+    change = Add(name="a", gradient=ones(2), epoch=epoch, do_update=do_update)
+    error = fails_alone(store, StaleEpoch, change)
+    assert error.detail == f"Epoch {epoch} of 'a' {message}: the buffer is in epoch 1"
+    assert error.context == {"buffer": "a", "epoch": 1}
+    assert add(store, "a", [1, 2], epoch=1)["count"] == 1

@@ -1,0 +1,327 @@
+"""What every store promises of requests for many buffers, and of those that are repeated with a key."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
+from service.buffers.namespaced import Namespaced
+from service.buffers.store import Store
+from service.errors import (
+    BufferExists,
+    EpochGone,
+    GradserveError,
+    Invalid,
+    InvalidParameter,
+    KeyReused,
+    NonfiniteGradient,
+    PreconditionFailed,
+    ShapeMismatch,
+    StaleEpoch,
+    TooFewGradients,
+    UnknownBuffer,
+)
+from tests.buffers.calls import (
+    KEY_SECONDS,
+    LARGE,
+    PATIENCE,
+    Clock,
+    add,
+    create,
+    do,
+    fails_alone,
+    key,
+    ones,
+    spec,
+    state,
+)
+from tests.kernels.equality import assert_same_bits
+from tests.kernels.test_accumulate import numbers
+
+# ----- many buffers -----
+
+
+NAMES = [f"b{number}" for number in range(5)]
+
+
+def test_many_buffers_change_together(store: Store) -> None:
+    create(store, *NAMES)
+    outcome = do(
+        store,
+        Add(name="b0", gradient=ones(2)),
+        Add(name="b1", gradient=ones(2), overwrite=True, weight=2.0, want_value=True),
+        Zero(name="b2"),
+        Take(name="b3"),
+        Delete(name="b4"),
+        Create(name="new", spec=spec((3,))),
+    )
+    assert list(outcome.receipts) == [*NAMES, "new"]
+    assert all(outcome.receipts[name]["name"] == name for name in outcome.receipts)
+    assert sorted(outcome.values) == ["b1", "b3"]
+    assert [record.name for record in store.records()] == [*NAMES[:4], "new"]
+    assert [one.value.tolist() for one in store.read(["b1", "b0"])] == [[2, 2], [1, 1]]
+
+
+FAILURES: list[tuple[type[GradserveError], Change]] = [
+    (UnknownBuffer, Add(name="nowhere", gradient=ones(2))),
+    (UnknownBuffer, Zero(name="nowhere")),
+    (UnknownBuffer, Take(name="nowhere")),
+    (UnknownBuffer, Delete(name="nowhere")),
+    (PreconditionFailed, Add(name="last", gradient=ones(2), match=frozenset({'"9-9"'}))),
+    (PreconditionFailed, Delete(name="last", match=frozenset({'"9-9"'}))),
+    (PreconditionFailed, Create(name="nowhere", spec=spec(), match=frozenset({"*"}))),
+    (BufferExists, Create(name="last", spec=spec((9,)))),
+    (StaleEpoch, Add(name="last", gradient=ones(2), epoch=0)),
+    (StaleEpoch, Add(name="last", gradient=ones(2), epoch=2)),
+    (InvalidParameter, Add(name="last", gradient=ones(2), weight=np.nan)),
+    (ShapeMismatch, Add(name="last", gradient=ones(3))),
+    (TooFewGradients, Take(name="last", min_count=2)),
+    (NonfiniteGradient, Add(name="last", gradient=np.array([1, np.inf], np.float32))),
+    (NonfiniteGradient, Add(name="last", gradient=np.array([1, np.nan], np.float32), overwrite=True)),
+    (Invalid, Add(name="b0", gradient=ones(2))),
+    (Invalid, Zero(name="b1")),
+    (Invalid, Create(name="fresh", spec=spec())),
+]
+
+
+@pytest.mark.parametrize(("error", "last"), FAILURES, ids=lambda part: getattr(part, "__name__", type(part).__name__))
+def test_one_that_fails_undoes_the_others(store: Store, error: type[GradserveError], last: Change) -> None:
+    create(store, *NAMES)
+    create(store, "last", nonfinite="reject")
+    create(store, "old", ttl_seconds=0.0)
+    do(store, Take(name="last"))
+    for name in [*NAMES, "last"]:
+        add(store, name, [1, 2])
+    fails_alone(
+        store,
+        error,
+        Add(name="b0", gradient=ones(2)),
+        Add(name="b1", gradient=ones(2), overwrite=True),
+        Zero(name="b2"),
+        Take(name="b3"),
+        Delete(name="b4"),
+        Create(name="fresh", spec=spec()),
+        Create(name="old", spec=spec((3,))),
+        last,
+    )
+    with pytest.raises(UnknownBuffer):
+        store.record("fresh")
+    with pytest.raises(UnknownBuffer):
+        store.record("old")
+    do(store, *[Add(name=name, gradient=ones(2)) for name in NAMES])
+
+
+def test_no_changes_are_a_request(store: Store) -> None:
+    assert do(store) == Outcome({})
+
+
+# ----- keys -----
+
+
+def test_the_same_key_again_changes_nothing(store: Store) -> None:
+    create(store, "a", "b")
+    changes = Add(name="a", gradient=ones(2), weight=0.1), Zero(name="b")
+    first = do(store, *changes, key=key())
+    before = state(store)
+    again = do(store, *changes, key=key())
+    assert (first.replayed, again.replayed) == (False, True)
+    assert again.receipts == first.receipts
+    assert state(store) == before
+    add(store, "a", [1, 2])
+    assert do(store, *changes, key=key()).receipts == first.receipts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Create(name="new", spec=spec((2, 3), "bfloat16", quorum=2, ttl_seconds=7.25)),
+        Create(name="a", spec=spec()),
+        Add(name="a", gradient=ones(2), weight=0.1),
+        Add(name="a", gradient=ones(2), do_update=False),
+        Zero(name="a"),
+        Delete(name="a"),
+    ],
+    ids=lambda change: type(change).__name__,
+)
+def test_every_receipt_is_the_same_again(store: Store, change: Change) -> None:
+    create(store, "a")
+    first = do(store, change, key=key())
+    before = state(store)
+    assert do(store, change, key=key()) == Outcome(first.receipts, {}, True)
+    assert state(store) == before
+
+
+def test_a_take_that_is_repeated_answers_the_same_value(store: Store) -> None:
+    create(store, "a", "b", shape=(LARGE,), keep=2)
+    gradient = numbers((LARGE,), np.float32, 1)
+    add(store, "a", gradient)
+    changes = Take(name="a"), Take(name="b")
+    first = do(store, *changes, key=key())
+    for _ in range(2):
+        again = do(store, *changes, key=key())
+        assert again.replayed
+        assert again.receipts == first.receipts
+        assert_same_bits(again.values["a"], gradient)
+        assert not again.values["b"].any()
+        add(store, "a", ones(1))
+    do(store, Take(name="a"))
+    assert_same_bits(do(store, *changes, key=key()).values["a"], gradient)
+
+
+def test_an_add_that_closed_the_epoch_answers_the_same_value_again(store: Store) -> None:
+    create(store, "a", quorum=2)
+    add(store, "a", [1, 2])
+    change = Add(name="a", gradient=ones(2), want_value=True)
+    first = do(store, change, key=key())
+    add(store, "a", [5, 5])
+    again = do(store, change, key=key())
+    assert again.receipts == first.receipts
+    assert first.values["a"].tolist() == again.values["a"].tolist() == [2, 3]
+
+
+def test_a_take_that_is_repeated_too_late(store: Store) -> None:
+    create(store, "a")
+    do(store, Take(name="a"), key=key())
+    do(store, Take(name="a"))
+    before = state(store)
+    with pytest.raises(EpochGone):
+        do(store, Take(name="a"), key=key())
+    assert state(store) == before
+
+
+def test_a_take_that_is_repeated_after_the_buffer_was_deleted(store: Store) -> None:
+    create(store, "a")
+    do(store, Take(name="a"), key=key())
+    do(store, Delete(name="a"))
+    with pytest.raises((EpochGone, UnknownBuffer)):
+        do(store, Take(name="a"), key=key())
+
+
+def test_a_take_that_is_repeated_after_the_buffer_expired(store: Store, clock: Clock) -> None:
+    create(store, "a", ttl_seconds=10.0)
+    do(store, Take(name="a"), key=key())
+    clock.advance(10)
+    with pytest.raises((EpochGone, UnknownBuffer)):
+        do(store, Take(name="a"), key=key())
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_take_that_is_repeated_knows_its_buffer_from_another_of_the_same_name(store: Store, taken: bool) -> None:
+    create(store, "a")
+    add(store, "a", [1, 2])
+    do(store, Take(name="a"), key=key())
+    do(store, Delete(name="a"))
+    create(store, "a")
+    add(store, "a", [5, 5])
+    if taken:
+        do(store, Take(name="a"))
+    with pytest.raises((EpochGone, UnknownBuffer)):
+        do(store, Take(name="a"), key=key())
+
+
+def test_a_request_for_all_of_a_prefix_is_repeated_for_those_of_then(store: Store) -> None:
+    """The buffers that a prefix means may have become more between the look and the transaction."""
+    create(store, "p.a", "p.b")
+    add(store, "p.a", [1, 2])
+    first = do(store, Take(name="p.a"), key=key())
+    again = do(store, Take(name="p.a"), Take(name="p.b"), key=key())
+    assert (again.receipts, again.replayed) == (first.receipts, True)
+    assert list(again.values) == ["p.a"]
+    assert store.record("p.b").epoch == 0
+
+
+def test_a_key_is_for_one_request(store: Store) -> None:
+    create(store, "a")
+    do(store, Add(name="a", gradient=ones(2)), key=key())
+    before = state(store)
+    with pytest.raises(KeyReused, match="'k' was used for another request"):
+        do(store, Add(name="a", gradient=ones(2)), key=key(request="another"))
+    assert state(store) == before
+
+
+def test_keys_of_different_callers_are_apart(store: Store) -> None:
+    create(store, "a")
+    for caller in ("ann", "bob", ""):
+        outcome = do(store, Add(name="a", gradient=ones(2)), key=key(caller=caller, request=f"of {caller}"))
+        assert not outcome.replayed
+    assert store.record("a").count == 3
+
+
+@pytest.mark.parametrize(("error", "last"), FAILURES, ids=lambda part: getattr(part, "__name__", type(part).__name__))
+def test_a_failed_request_stores_no_key(store: Store, error: type[GradserveError], last: Change) -> None:
+    create(store, "b0", "b1", "fresh")
+    create(store, "last", nonfinite="reject")
+    do(store, Take(name="last"))
+    twice = [Add(name=name, gradient=ones(2)) for name in ("b0", "b1", "fresh")]
+    with pytest.raises(error):
+        do(store, *twice, last, key=key())
+    assert store.recall(key()) is None
+    assert not do(store, *twice, key=key(request="another")).replayed
+
+
+def test_what_is_stored_with_a_key(store: Store) -> None:
+    create(store, "a")
+    assert store.recall(key()) is None
+    outcome = do(store, Add(name="a", gradient=ones(2)), key=key())
+    known = store.recall(key())
+    assert known is not None
+    assert known[:2] == (key().fingerprint, outcome.receipts)
+    assert store.recall(key(request="another")) == known
+    assert store.recall(key(caller="bob")) is None
+
+
+@pytest.mark.parametrize("namespace", ["", "team"])
+def test_what_a_request_was_computed_from_is_stored_with_its_key(store: Store, namespace: str) -> None:
+    store = Namespaced(store, namespace)
+    create(store, "a")
+    states: list[str] = []
+
+    def look() -> str:
+        (snapshot,) = store.read(["a"])
+        states.append(snapshot.state)
+        return snapshot.state
+
+    def ask() -> Outcome:
+        return store.submit(Request([Add(name="a", gradient=ones(2))], key(caller=""), [look(), "more"])).result(
+            PATIENCE
+        )
+
+    assert not ask().replayed
+    again = ask()
+    assert (again.replayed, again.sources) == (True, (states[0], "more"))
+    known = store.recall(key(caller=""))
+    assert known is not None
+    assert known.sources == again.sources
+    for change in (Zero(name="a"), Delete(name="a"), Create(name="a", spec=spec()), Take(name="a")):
+        do(store, change)
+        if not isinstance(change, Delete):
+            look()
+    assert len(set(states)) == 5
+
+
+def test_keys_expire_when_they_are_old_enough_and_not_before(store: Store, clock: Clock) -> None:
+    create(store, "a")
+    change = Add(name="a", gradient=ones(2))
+    do(store, change, key=key())
+    clock.advance(KEY_SECONDS - 0.25)
+    do(store, change, key=key("younger"))
+    assert do(store, change, key=key()).replayed
+    assert store.recall(key()) is not None
+    clock.advance(0.5)
+    assert store.recall(key()) is None
+    assert not do(store, change, key=key(request="another")).replayed
+    assert do(store, change, key=key("younger")).replayed
+    assert store.record("a").count == 3
+
+
+def test_a_key_that_has_expired_serves_again(store: Store, clock: Clock) -> None:
+    create(store, "a")
+    change = Add(name="a", gradient=ones(2))
+    for number in range(1, 4):
+        assert not do(store, change, key=key()).replayed
+        for _ in range(3):
+            assert do(store, change, key=key()).replayed
+            add(store, "a", [0, 0], overwrite=False, do_update=False)
+        assert store.record("a").count == number
+        clock.advance(KEY_SECONDS + 1)

@@ -1,0 +1,219 @@
+"""What is damaged on the disk: the store says so, and harms no other buffer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from service.buffers.changes import Add, Delete, Take, Zero
+from service.buffers.lmdb import LmdbStore
+from service.errors import (
+    BufferCorrupt,
+    KeyReused,
+    StoreFailed,
+)
+from tests.buffers.calls import LARGE, Clock, add, create, do, key, ones, request, value
+from tests.kernels.equality import assert_same_bits
+
+
+def prepared(reopen: Callable[[], LmdbStore]) -> None:
+    store = reopen()
+    create(store, "a", shape=(LARGE,))
+    add(store, "a", ones(1))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"), [(b"2", "has format 2, but .* up to 1: use"), (b"10", "has format 10"), (b"", "has format ,")]
+)
+def test_another_format_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Path, found: bytes, message: str) -> None:
+    prepared(reopen)
+    with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
+        txn.put(b"format", found, db=env.open_db(b"meta", txn=txn))
+    before = (tmp_path / "store" / "data.mdb").read_bytes()
+    with pytest.raises(StoreFailed, match=message):
+        reopen()
+    assert (tmp_path / "store" / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize("locks_stay", [True, False])
+@pytest.mark.parametrize("emptied", [True, False])
+def test_a_store_whose_data_is_gone_is_not_made_anew(
+    reopen: Callable[[], LmdbStore], tmp_path: Path, emptied: bool, locks_stay: bool
+) -> None:
+    prepared(reopen)
+    data = tmp_path / "store" / "data.mdb"
+    data.unlink()
+    if emptied:
+        data.touch()
+    if not locks_stay:
+        (tmp_path / "store" / "lock.mdb").unlink()
+    with pytest.raises(StoreFailed, match=r"is damaged: data\.mdb is missing or empty$"):
+        reopen()
+    assert not data.exists() or not data.stat().st_size
+
+
+@pytest.mark.parametrize("left", [1, 100, 4095, 4096, 4097, 8191, 8192, 3 * 4096, -3 * 4096, -4096, -1])
+def test_a_store_that_is_cut_short(reopen: Callable[[], LmdbStore], tmp_path: Path, left: int) -> None:
+    prepared(reopen)
+    data = tmp_path / "store" / "data.mdb"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:left])
+    if 0 < left <= 3 * 4096:
+        with pytest.raises(StoreFailed, match=r"^The store in .*/store (is cut short|cannot be opened|cannot be read)"):
+            reopen()
+        assert data.read_bytes() == whole[:left]
+        data.write_bytes(whole)
+    with suppress(StoreFailed):  # unless only pages were lost that nothing needs
+        assert value(reopen(), "a").tolist() == [1] * LARGE
+    data.write_bytes(whole)
+    store = reopen()
+    assert value(store, "a").tolist() == [1] * LARGE
+
+
+@pytest.mark.parametrize("left", [0, 1, 4096, -4096, -1])
+def test_values_that_are_cut_short(reopen: Callable[[], LmdbStore], tmp_path: Path, left: int) -> None:
+    prepared(reopen)
+    create(reopen(), "small")
+    values = tmp_path / "store" / "values"
+    values.write_bytes(values.read_bytes()[:left])
+    store = reopen()
+    assert value(store, "small").tolist() == [0, 0]
+    with pytest.raises(BufferCorrupt):
+        value(store, "a")
+    with pytest.raises(BufferCorrupt):
+        add(store, "a", ones(1))
+    do(store, Zero(name="a"))
+    assert add(store, "a", ones(1))["count"] == 1
+    assert value(store, "a").tolist() == [1] * LARGE
+
+
+def test_what_is_no_store_at_all(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "data.mdb").write_bytes(b"notes to myself\n" * 5000)
+    with pytest.raises(StoreFailed, match="cannot be opened"):
+        reopen()
+
+
+def test_a_file_is_no_directory(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("x")
+    with pytest.raises(StoreFailed, match="cannot be opened"):
+        reopen()
+
+
+def flip(directory: Path, pattern: bytes) -> None:
+    """Change a bit of the byte in the middle of each place in the store where `pattern` is."""
+    flipped = 0
+    for path in (directory / "data.mdb", directory / "values"):
+        data = bytearray(path.read_bytes())
+        place = data.find(pattern)
+        while place >= 0:
+            data[place + len(pattern) // 2] ^= 1
+            place, flipped = data.find(pattern, place + 1), flipped + 1
+        path.write_bytes(data)
+    assert flipped
+
+
+def test_a_damaged_value_harms_one_buffer(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    store = reopen()
+    create(store, "hurt", "well", "z", shape=(LARGE,))
+    numbers = np.random.default_rng(1).normal(size=LARGE).astype(np.float32)
+    add(store, "hurt", numbers)
+    for name in ("well", "z"):
+        add(store, name, ones(1))
+    store.close()
+    flip(tmp_path / "store", numbers[LARGE // 2 : LARGE // 2 + 100].tobytes())
+    store = reopen()
+    for change in [Take(name="hurt"), Add(name="hurt", gradient=ones(1))]:
+        with pytest.raises(BufferCorrupt, match="is damaged on the disk"):
+            do(store, Add(name="well", gradient=ones(1)), change, Add(name="z", gradient=ones(1)))
+    with pytest.raises(BufferCorrupt):
+        store.read(["well", "hurt"])
+    assert [record.count for record in store.records()] == [1, 1, 1]
+    assert value(store, "well").tolist() == [1] * LARGE
+    assert add(store, "well", ones(1))["count"] == 2
+    assert do(store, Take(name="z")).values["z"].tolist() == [1] * LARGE
+    do(store, Delete(name="hurt"))
+    create(store, "hurt", shape=(LARGE,))
+    add(store, "hurt", numbers)
+    assert_same_bits(value(reopen(), "hurt"), numbers)
+
+
+@pytest.mark.parametrize("how", ["overwrite", "zero"])
+def test_a_damaged_value_can_be_replaced(reopen: Callable[[], LmdbStore], tmp_path: Path, how: str) -> None:
+    store = reopen()
+    create(store, "a", shape=(LARGE,))
+    numbers = np.random.default_rng(1).normal(size=LARGE).astype(np.float32)
+    add(store, "a", numbers)
+    store.close()
+    flip(tmp_path / "store", numbers[LARGE - 200 : LARGE - 100].tobytes())
+    store = reopen()
+    with pytest.raises(BufferCorrupt):
+        value(store, "a")
+    change = Zero(name="a") if how == "zero" else Add(name="a", gradient=numbers, overwrite=True)
+    do(store, change)
+    assert_same_bits(value(store, "a"), np.zeros(LARGE, np.float32) if how == "zero" else numbers)
+
+
+@pytest.fixture
+def hurt(reopen: Callable[[], LmdbStore], tmp_path: Path) -> LmdbStore:
+    """A store in which the record of the buffer "hurt", which expires, is damaged, and "well" is not."""
+    store = reopen()
+    create(store, "hurt", ttl_seconds=12345.678)
+    create(store, "well")
+    add(store, "hurt", [1, 2])
+    add(store, "well", [1, 2])
+    store.close()
+    flip(tmp_path / "store", b"12345.678")
+    return reopen()
+
+
+def test_a_damaged_record_harms_one_buffer(hurt: LmdbStore) -> None:
+    uses: list[Callable[[], object]] = [
+        lambda: hurt.record("hurt"),
+        lambda: hurt.read(["well", "hurt"]),
+        lambda: do(hurt, Add(name="well", gradient=ones(2)), Add(name="hurt", gradient=ones(2))),
+        lambda: create(hurt, "hurt"),
+    ]
+    for use in uses:
+        with pytest.raises(BufferCorrupt, match="'hurt' is damaged on the disk") as caught:
+            use()
+        assert caught.value.context == {"buffer": "hurt"}
+    assert value(hurt, "well").tolist() == [1, 2]
+    assert add(hurt, "well", [1, 2])["count"] == 2
+    assert [record.name for record in hurt.records("w")] == ["well"]
+
+
+def test_a_damaged_record_that_is_due_harms_nobody_else(hurt: LmdbStore, clock: Clock) -> None:
+    clock.advance(20_000)
+    for count in range(2, 8):
+        clock.advance(2)
+        assert add(hurt, "well", [1, 2])["count"] == count
+
+
+def test_a_delete_of_a_damaged_record_is_made_once(hurt: LmdbStore) -> None:
+    deleted = do(hurt, Delete(name="hurt"), key=key())
+    again = do(hurt, Delete(name="hurt"), key=key())
+    assert (again.replayed, again.receipts) == (True, deleted.receipts)
+    create(hurt, "hurt")
+    add(hurt, "hurt", [3, 4])
+    assert do(hurt, Delete(name="hurt"), key=key()).replayed
+    assert value(hurt, "hurt").tolist() == [3, 4]
+    with pytest.raises(KeyReused):
+        do(hurt, Delete(name="hurt"), key=key(request="another"))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_damaged_record_that_is_due_does_not_stop_the_writer(hurt: LmdbStore, clock: Clock) -> None:
+    clock.advance(20_000)
+    time.sleep(0.2)
+    for _ in range(2):  # the first may still come into the transaction that looks at what is due
+        future = hurt.submit(request(Add(name="well", gradient=ones(2))))
+        future.exception(5)
+    assert future.result().receipts["well"]["updated"]

@@ -1,0 +1,233 @@
+"""A store or a disk that is full: nothing changes until there is room."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.buffers import lmdb as module
+from service.buffers._slots import CHUNK
+from service.buffers.changes import Add, Create, Delete, Take
+from service.buffers.lmdb import LmdbStore
+from service.errors import (
+    StoreFull,
+)
+from tests.buffers.calls import (
+    LARGE,
+    PATIENCE,
+    Clock,
+    Gate,
+    add,
+    create,
+    do,
+    ones,
+    open_lmdb,
+    request,
+    spec,
+    state,
+    value,
+)
+
+
+def fills(store: LmdbStore, elements: int) -> list[str]:
+    """Names of buffers, full of their number each, that were created and added to until the store was full."""
+    names: list[str] = []
+    for number in range(10_000):
+        name, gradient = f"fill{number:04}", np.full(elements, number, np.float32)
+        created = store.submit(request(Create(name=name, spec=spec((elements,)))))
+        added = store.submit(request(Add(name=name, gradient=gradient)))
+        if error := created.exception(PATIENCE) or added.exception(PATIENCE):
+            assert type(error) is StoreFull, error
+            assert "nothing was changed" in error.detail
+            break
+        names.append(name)
+    there = state(store)
+    assert set(there) - {name, "more"} == set(names)
+    assert name not in there or (there[name][0].count, set(there[name][1][0])) == (0, {0})
+    for number, full in enumerate(names):
+        assert there[full][0].count == 1
+        assert there[full][1] == [np.full(elements, number, np.float32).tobytes()]
+    return names
+
+
+@pytest.mark.parametrize("elements", [10, 400, 20_000])
+def test_a_full_store_changes_nothing_until_there_is_room(tmp_path: Path, clock: Clock, elements: int) -> None:
+    max_bytes = 1 << 18 if elements < 1000 else 3 << 20
+    store = open_lmdb(tmp_path, clock, max_bytes=max_bytes)
+    names = fills(store, elements)
+    assert len(names) >= 5
+    removed = names[1::2]
+    for name in removed:
+        do(store, Delete(name=name))
+    for name in removed[:2]:
+        create(store, name, shape=(elements,))
+        add(store, name, ones(elements))
+    assert set(value(store, names[0])) == {0.0}
+    assert set(value(store, names[1])) == {1.0}
+    store.close()
+    again = open_lmdb(tmp_path, clock, max_bytes=max_bytes)
+    assert again.record(names[1]).count == 1
+    again.close()
+
+
+def test_one_request_that_is_too_much_fails_alone(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, gate = open_lmdb(tmp_path, clock, max_bytes=1 << 20), Gate(monkeypatch)
+    create(store, "small")
+    create(store, "large", shape=(1_000_000,))
+    requests = [request(Add(name="small", gradient=ones(2))) for _ in range(10)]
+    requests.insert(5, request(Add(name="small", gradient=ones(2)), Add(name="large", gradient=ones(1))))
+    futures = gate.together(store, requests)
+    errors = [one.exception(PATIENCE) for one in futures]
+    assert [type(error) for error in errors] == [*[type(None)] * 5, StoreFull, *[type(None)] * 5]
+    assert (store.record("small").count, store.record("large").count) == (10, 0)
+    store.close()
+
+
+CHUNK_FLOATS = CHUNK // 4
+"""Elements of a float32 buffer whose value takes one slot."""
+
+
+@pytest.fixture
+def roomy(tmp_path: Path, clock: Clock) -> Iterator[LmdbStore]:
+    """A store of sixteen slots, some of which LMDB itself takes."""
+    store = open_lmdb(tmp_path, clock, max_bytes=16 * CHUNK)
+    yield store
+    store.close()
+
+
+def test_what_was_freed_last_is_room_for_the_next(roomy: LmdbStore) -> None:
+    size = 6 * CHUNK_FLOATS
+    create(roomy, "a", shape=(size,))
+    for count in range(1, 9):
+        assert add(roomy, "a", ones(size))["count"] == count
+    assert set(value(roomy, "a")) == {8.0}
+
+
+def test_what_was_deleted_is_room_for_others(roomy: LmdbStore) -> None:
+    size = 3 * CHUNK_FLOATS
+    names = ["a", "b", "c", "d", "e"]
+    create(roomy, *names, "next", shape=(size,))
+    for name in names:
+        add(roomy, name, ones(size))
+    for name, count in zip(names, range(1, 6), strict=True):
+        do(roomy, Delete(name=name))
+        assert add(roomy, "next", ones(size))["count"] == count
+
+
+def test_a_request_for_many_finds_what_was_freed_last(roomy: LmdbStore) -> None:
+    size = CHUNK_FLOATS
+    names = [f"a{number}" for number in range(6)]
+    create(roomy, *names, shape=(size,))
+    for count in range(1, 6):
+        outcome = do(roomy, *[Add(name=name, gradient=ones(size)) for name in names])
+        assert [one["count"] for one in outcome.receipts.values()] == [count] * 6
+
+
+def test_a_batch_finds_what_was_freed_last(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, gate = 3 * CHUNK_FLOATS, Gate(monkeypatch)
+    create(roomy, "a", "b", shape=(size,))
+    for count in range(1, 6):
+        adds = [request(Add(name=name, gradient=ones(size))) for name in ("a", "b")]
+        done = [one.result(PATIENCE).receipts for one in gate.together(roomy, adds)]
+        assert [one["count"] for receipts in done for one in receipts.values()] == [count] * 2
+
+
+def test_what_finds_no_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(roomy, "large", shape=(20 * CHUNK_FLOATS,))
+    tries = Counter[str]()
+    monkeypatch.setattr(module, "reached", lambda point: tries.update([point]))
+    for expected in (2, 3, 4):  # there is nothing to make room of the second time
+        with pytest.raises(StoreFull):
+            add(roomy, "large", ones(1))
+        assert tries["chunk"] == 16 * expected
+
+
+@pytest.mark.usefixtures("untidied")
+def test_buffers_that_have_expired_are_room_for_others(roomy: LmdbStore, clock: Clock) -> None:
+    size = 3 * CHUNK_FLOATS
+    create(roomy, "stays", shape=(size,))
+    names = ["a", "b", "c", "d"]
+    create(roomy, *names, shape=(size,), ttl_seconds=10.0)
+    for name in names:
+        add(roomy, name, ones(size))
+    add(roomy, "stays", ones(size))
+    with pytest.raises(StoreFull):
+        add(roomy, "stays", ones(size))
+    clock.advance(10)
+    assert add(roomy, "stays", ones(size))["count"] == 2
+    assert roomy.size()[0] == 1
+
+
+@pytest.mark.usefixtures("untidied")
+def test_small_buffers_that_have_expired_are_room_for_others(tmp_path: Path, clock: Clock) -> None:
+    store = open_lmdb(tmp_path, clock, max_bytes=1 << 18)
+    create(store, "stays", "new", shape=(400,))
+    add(store, "stays", ones(400))
+    rules = spec((400,), ttl_seconds=10.0)
+    error, number = None, 0
+    while error is None:
+        number += 1
+        changes = Create(name=f"a{number}", spec=rules), Add(name=f"a{number}", gradient=ones(400))
+        error = [store.submit(request(change)) for change in changes][-1].exception(PATIENCE)
+    assert type(error) is StoreFull
+    clock.advance(9.5)
+    with pytest.raises(StoreFull):
+        add(store, "new", ones(400))
+    clock.advance(0.5)  # too soon for another look at what has expired, were there room
+    assert add(store, "new", ones(400))["count"] == 1
+    assert set(value(store, "stays")) == {1.0}
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)  # a store that a test left open may use it
+
+
+def test_a_full_disk_changes_nothing_until_there_is_room(small_disk: Path, clock: Clock) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(1 << 20))
+    store = open_lmdb(small_disk / "store", clock)
+    create(store, "more", shape=(200_000,))
+    names = fills(store, 20_000)
+    assert names
+    before = state(store)
+    for _ in range(3):
+        with pytest.raises(StoreFull, match="^The disk of the store.* is full.*; nothing was changed"):
+            do(store, Add(name="more", gradient=ones(200_000)))
+    assert state(store) == before
+    before.pop("more")
+    ballast.unlink()
+    assert add(store, "more", ones(1))["count"] == 1
+    assert {name: found for name, found in state(store).items() if name != "more"} == before
+    store.close()
+    again = open_lmdb(small_disk / "store", clock)
+    assert {name: found for name, found in state(again).items() if name != "more"} == before
+    again.close()
+
+
+def test_room_of_what_was_freed_is_used_again(tmp_path: Path, clock: Clock) -> None:
+    store = open_lmdb(tmp_path, clock, max_bytes=16 << 20)
+    create(store, "stays")
+    for _ in range(30):
+        create(store, "a", shape=(LARGE,), keep=2)
+        for _ in range(3):
+            add(store, "a", ones(1))
+            do(store, Take(name="a"))
+        do(store, Delete(name="a"))
+    store.close()
+    assert (tmp_path / "data.mdb").stat().st_size < 4 << 20
+    assert (tmp_path / "values").stat().st_size < 16 << 20
