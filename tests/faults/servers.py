@@ -41,7 +41,11 @@ class Server:
         self.log = log or store.with_name(f"{store.name}.log")
         given = {"store": f"lmdb:{store}", "workers": workers, "port": self.port, **settings}
         self._command = [sys.executable, "-m", module, "serve"]
-        self._environment = {**os.environ, **{f"GRADSERVE_{name.upper()}": str(one) for name, one in given.items()}}
+        self._environment = {
+            **os.environ,
+            "TMPDIR": str(self.log.parent),  # where processes that are killed leave their files
+            **{f"GRADSERVE_{name.upper()}": str(one) for name, one in given.items()},
+        }
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
