@@ -120,6 +120,7 @@ def _export(settings: Settings, path: Path, prefix: str) -> int:
 
 
 def _import(settings: Settings, path: Path) -> int:
+    _path(settings)  # of what is in memory, nothing would be left
     store = store_at(settings)
     try:
         limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)

@@ -65,6 +65,9 @@ class GradserveError(Exception):
         self.detail = detail
         self.context = {name: cut(value) if isinstance(value, str) else value for name, value in context.items()}
 
+    def __str__(self) -> str:
+        return self.detail  # which whoever passes the error on may have made longer
+
     @classmethod
     def title(cls) -> str:
         """The first line of the docstring, without its full stop."""

@@ -22,7 +22,7 @@ from service.buffers._environment import Environment, Reader
 from service.buffers._slots import CHUNK
 from service.buffers.changes import Delete, Request, Restore
 from service.buffers.names import bare_name, check_length, check_name
-from service.buffers.store import Record, Spec, Store, spec_of
+from service.buffers.store import Record, Spec, Store, name_buffer, spec_of
 from service.codecs import safetensors
 from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, MalformedBody, shown
@@ -43,12 +43,16 @@ def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[i
         with env.reading() as txn, unfinished.open("wb") as file, np.errstate(all="ignore"):
             reader = Reader(env, txn)
             now = time.time()
-            records = {one.name: one for one in reader.records(prefix) if one.lives(now)}
+            records = {one.name: one for one in reader.records(prefix, strict=True) if one.lives(now)}
             ordered = safetensors.in_order({name: (one.spec.dtype, one.spec.shape) for name, one in records.items()})
             about = {name: _described(one) for name, one in records.items()}
             file.write(safetensors.head(ordered, {"buffers": orjson.dumps(about).decode()}))
             for name in ordered:
-                _write(reader, records[name], file)
+                try:
+                    _write(reader, records[name], file)
+                except BufferCorrupt as error:
+                    name_buffer(error, name, one_of_many=True)
+                    raise
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
@@ -205,29 +209,33 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
                     yield f"{WRONG}the buffer {name!r} is damaged"
                     continue
                 for what, value in _values(record):
+                    if value is None:
+                        continue
+                    parts.setdefault(value, [])
                     try:
-                        if value is not None:
-                            parts |= reader.values.parts_of(value)
-                            _read_through(reader, record.spec, value)
+                        parts |= reader.values.parts_of(value)
+                        _read_through(reader, record.spec, value)
                     except BufferCorrupt:
                         yield f"{WRONG}{what} of the buffer {name!r} is damaged"
             stray = set(reader.value_ids()) - parts.keys()
             slots = Counter(slot for each in parts.values() for slot in each)
             free = reader.free_slots()
-            keys = reader.entries()["keys"]
+            keys, damaged_keys = reader.entries()["keys"], reader.damaged_keys()
             counts, counted = reader.counts(), reader.counted_anew()
             wrong = [one for one in sorted(counts | counted) if counts.get(one, 0) != counted.get(one, 0)]
             if not reader.is_counted():
                 wrong = []  # an older version wrote last; the next to write counts anew
         yield f"{records} buffers, {len(parts)} values, {len(slots)} slots in use, {len(free)} free"
         yield f"{keys} idempotency keys"
+        if damaged_keys:
+            yield f"{WRONG}{damaged_keys} idempotency keys are damaged: who repeats such a request is not answered"
         for one in wrong:
             yield (
                 f"{WRONG}the namespace {one!r} has {counted.get(one, 0)} buffers, not {counts.get(one, 0)}, as counted"
                 " for GRADSERVE_MAX_BUFFERS; start the server again, which then counts anew"
             )
         for value in sorted(stray):
-            yield f"{WRONG}value {value} belongs to no buffer"
+            yield f"{WRONG}value {value} belongs to no buffer that can be read"
         for slot in sorted({slot for slot, count in slots.items() if count > 1} | slots.keys() & set(free)):
             yield f"{WRONG}slot {slot} has more than one use"
     finally:

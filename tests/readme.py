@@ -41,8 +41,7 @@ def operators() -> str:
 
 
 def errors() -> str:
-    concrete = [error for error in tree() if error.code != "invalid_request"]
-    rows = sorted((str(error.status), f"`{error.code}`", error.title()) for error in concrete)
+    rows = sorted((str(error.status), f"`{error.code}`", error.title()) for error in tree())
     return table(("status", "code", "meaning"), rows)
 
 

@@ -162,10 +162,62 @@ def test_the_doctor(tmp_path: Path) -> None:
     assert "1 things are wrong" in out
 
 
-def test_memory_has_nothing_to_look_at() -> None:
-    for command in (["doctor"], ["export", "x"]):
+def damage(path: Path, database: bytes, key: bytes | None = None) -> None:
+    """Flip a bit in the middle of an entry; without a key, of the first one."""
+    with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
+        db = env.open_db(database, txn=txn)
+        cursor = txn.cursor(db=db)
+        assert cursor.set_key(key) if key is not None else cursor.first()
+        entry = bytearray(cursor.value())
+        entry[len(entry) // 2] ^= 1
+        txn.put(cursor.key(), bytes(entry), db=db)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """A store with the buffers a, b and c; to b was added with a key."""
+    path = tmp_path / "three"
+    with serving(store=f"lmdb:{path}") as url, httpx.Client(base_url=url) as client:
+        for name in "abc":
+            put(client, name, shape=[4])
+        client.post("/v1/buffers/b/accumulate", json={"gradient": 1}, headers={"Idempotency-Key": "k"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("database", "key", "wrong"),
+    [
+        (b"buffers", b"b", ["the buffer 'b' is damaged", "value 4 belongs to no buffer that can be read"]),
+        (b"values", None, ["the running value of the buffer 'b' is damaged"]),
+        (b"keys", None, ["1 idempotency keys are damaged: who repeats such a request is not answered"]),
+    ],
+)
+def test_what_is_damaged_is_told_once_and_not_exported(
+    three: Path, tmp_path: Path, database: bytes, key: bytes | None, wrong: list[str]
+) -> None:
+    damage(three, database, key)
+    status, out, _ = run("doctor", "--store", f"lmdb:{three}")
+    assert status == 1
+    assert [line.removeprefix("WRONG: ") for line in out.splitlines() if line.startswith("WRONG: ")] == wrong
+    status, out, complaint = run("export", str(tmp_path / "x"), "--store", f"lmdb:{three}")
+    if database == b"keys":
+        assert (status, out.startswith("3 buffers")) == (0, True)
+    else:
+        assert (status, "'b'" in complaint, (tmp_path / "x").exists()) == (1, True, False)
+        assert run("export", str(tmp_path / "x"), "--store", f"lmdb:{three}", "--prefix", "c")[0] == 0
+
+
+def test_what_is_in_memory_is_no_store_for_commands(tmp_path: Path) -> None:
+    file = str(tmp_path / "saved")
+    assert run("export", file, "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
+    for command in (["doctor"], ["export", "x"], ["import", file]):
         status, _, complaint = run(*command, "--store", "memory:")
         assert (status, "memory:" in complaint) == (1, True)
+
+
+def _empty(path: Path) -> Path:
+    LmdbStore(path / "empty", max_bytes=1 << 24).close()
+    return path / "empty"
 
 
 def test_limits_hold_for_an_import(

@@ -116,7 +116,7 @@ class BufferRequest:
         if len(self._body):
             raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
         known = recalled(self.store, self._key)
-        return [one.name for one in self.store.records(prefix)] if known is None else [*known.receipts]
+        return [one.name for one in self.store.records(prefix, strict=True)] if known is None else [*known.receipts]
 
     async def named(self, prefix: str | None, timeout: float, work: Callable[[list[str], float], Awaitable[R]]) -> R:
         """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done.

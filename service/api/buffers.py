@@ -54,7 +54,7 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
     "/{name}",
     summary="Create a buffer",
     operation_id="create_buffer",
-    openapi_extra=openapi.buffer_operation(NewBuffer, Metadata, created=True),
+    openapi_extra=openapi.buffer_operation(NewBuffer, Metadata, openapi.ONE, created=True),
 )
 async def create(request: Request, name: str) -> Response:
     check_given_once(request)
@@ -83,7 +83,12 @@ async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -
     return _json({"buffers": [one.as_json() for one in found], "next_cursor": found[-1].name if more else None})
 
 
-@router.get("/{name}", summary="A buffer's metadata", response_model=Metadata)
+@router.get(
+    "/{name}",
+    summary="A buffer's metadata",
+    response_model=Metadata,
+    openapi_extra=openapi.headers(*openapi.READING),
+)
 async def get(request: Request, name: str) -> Response:
     _check_no_query(request)
     record = store_of(request.scope).record(check_name(name))
@@ -92,7 +97,7 @@ async def get(request: Request, name: str) -> Response:
     return _json(record.as_json(), headers={"ETag": record.etag})
 
 
-@router.delete("/{name}", summary="Forget a buffer", status_code=204)
+@router.delete("/{name}", summary="Forget a buffer", status_code=204, openapi_extra=openapi.headers(*openapi.ONE))
 async def delete(request: Request, name: str) -> Response:
     _check_no_query(request)
     asked = await BufferRequest.of(request)
@@ -105,7 +110,7 @@ async def delete(request: Request, name: str) -> Response:
     "/{name}/value",
     summary="A buffer's value, or that of an epoch that has closed",
     operation_id="value",
-    openapi_extra=openapi.buffer_operation(None, RECEIPT),
+    openapi_extra=openapi.buffer_operation(None, RECEIPT, openapi.READING),
 )
 async def value(request: Request, name: str, query: Annotated[ValueQuery, Query()]) -> Response:
     check_given_once(request)
@@ -133,7 +138,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
     "/{name}/accumulate",
     summary="Add a gradient",
     operation_id="accumulate",
-    openapi_extra=openapi.buffer_operation(openapi.GRADIENT, RECEIPT),
+    openapi_extra=openapi.buffer_operation(openapi.GRADIENT, RECEIPT, openapi.ONE),
 )
 async def accumulate(request: Request, name: str, query: Annotated[AccumulateQuery, Query()]) -> Response:
     check_given_once(request)
@@ -149,7 +154,7 @@ async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> An
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
     if query.answered is not None:
         asked.hold_values([name])
-    outcome = await asked.change([_add(name, tensors["gradient"], query, match_of(request.scope))])
+    outcome = await asked.change([_add(name, "gradient", tensors["gradient"], query, match_of(request.scope))])
     return await asked.answer(outcome, query.encoding, one=True)
 
 
@@ -179,7 +184,7 @@ async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str
     "/{name}/zero",
     summary="Discard the sum, and begin the next epoch",
     operation_id="zero",
-    openapi_extra=openapi.buffer_operation(None, RECEIPT),
+    openapi_extra=openapi.buffer_operation(None, RECEIPT, openapi.ONE),
 )
 async def zero(request: Request, name: str) -> Response:
     _check_no_query(request)
@@ -193,7 +198,7 @@ async def zero(request: Request, name: str) -> Response:
     "/{name}/take",
     summary="Close the epoch and answer its value",
     operation_id="take",
-    openapi_extra=openapi.buffer_operation(None, RECEIPT),
+    openapi_extra=openapi.buffer_operation(None, RECEIPT, openapi.ONE),
 )
 async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]) -> Response:
     check_given_once(request)
@@ -212,7 +217,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     "/accumulate",
     summary="Add gradients to many buffers, to all or none",
     operation_id="accumulate_many",
-    openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, openapi.RECEIPTS),
+    openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, openapi.RECEIPTS, openapi.MANY),
 )
 async def accumulate_many(request: Request, query: Annotated[AccumulateQuery, Query()]) -> Response:
     check_given_once(request)
@@ -226,7 +231,7 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     tensors = await asked.tensors(None)
     if not tensors:
         raise MissingTensor("accumulate needs one tensor for each buffer, by its name", tensor="")
-    changes = [_add(check_name(name), one, query, None) for name, one in tensors.items()]
+    changes = [_add(check_name(name), name, one, query, None) for name, one in tensors.items()]
     if query.answered is not None:
         asked.hold_values(tensors)
     outcome = await asked.change(changes)
@@ -237,7 +242,7 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     "/zero",
     summary="Discard the sums of many buffers",
     operation_id="zero_many",
-    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS),
+    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS, openapi.MANY),
 )
 async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) -> Response:
     check_given_once(request)
@@ -251,7 +256,7 @@ async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) 
     "/take",
     summary="Close the epochs of many buffers and answer their values",
     operation_id="take_many",
-    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS),
+    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS, openapi.MANY),
 )
 async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) -> Response:
     check_given_once(request)
@@ -271,7 +276,7 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     "/value",
     summary="The values of many buffers at one moment",
     operation_id="value_many",
-    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS),
+    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS, ()),
 )
 async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]) -> Response:
     check_given_once(request)
@@ -299,11 +304,12 @@ def _check_may_read(request: Request, query: AccumulateQuery) -> None:
         caller_of(request.scope).require("buffers:read")
 
 
-def _add(name: str, gradient: Array, query: AccumulateQuery, match: frozenset[str] | None) -> Add:
+def _add(name: str, tensor: str, gradient: Array, query: AccumulateQuery, match: frozenset[str] | None) -> Add:
     return Add(
         name=name,
         match=match,
         gradient=gradient,
+        tensor=tensor,
         weight=query.weight,
         do_update=query.do_update,
         overwrite=query.overwrite,

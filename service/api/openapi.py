@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def operation(operator: Operator) -> dict[str, Any]:
 
     problem = {"content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}}
     return {
+        **headers(*ONE),
         "requestBody": {"required": True, "content": {**json("Request", dict(operator.example)), **_SAFETENSORS}},
         "responses": {
             "200": {
@@ -52,6 +54,27 @@ def operation(operator: Operator) -> dict[str, Any]:
             "503": {"description": "The server is starting or stopping", **problem},
         },
     }
+
+
+_HEADERS: dict[str, dict[str, Any]] = {
+    "Idempotency-Key": {
+        "description": "The change is made once, however often the request comes with this key.",
+        "schema": {"type": "string", "maxLength": 255},
+    },
+    "If-Match": {"description": "The tag that the buffer must have.", "schema": {"type": "string"}},
+    "If-None-Match": {
+        "description": "The tag that the client has seen: while it is the buffer's, the answer is 304, without a body.",
+        "schema": {"type": "string"},
+    },
+}
+
+ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If-None-Match",)
+"""The headers of requests that change one buffer, that change several, and that read one."""
+
+
+def headers(*names: str) -> dict[str, Any]:
+    """The headers that an endpoint knows."""
+    return {"parameters": [{"name": name, "in": "header", **_HEADERS[name]} for name in names]}
 
 
 RECEIPTS: dict[str, Any] = {
@@ -78,9 +101,16 @@ GRADIENTS: dict[str, Any] = {
 
 
 def buffer_operation(
-    body: dict[str, Any] | type[BaseModel] | None, answer: dict[str, Any] | type[BaseModel], *, created: bool = False
+    body: dict[str, Any] | type[BaseModel] | None,
+    answer: dict[str, Any] | type[BaseModel],
+    knows: Sequence[str],
+    *,
+    created: bool = False,
 ) -> dict[str, Any]:
-    """The request and the answers of a buffer's endpoint, whose tensors may also travel as safetensors."""
+    """The request, with the headers that it `knows`, and the answers of a buffer's endpoint.
+
+    Its tensors may also travel as safetensors.
+    """
 
     def schema(of: dict[str, Any] | type[BaseModel]) -> dict[str, Any]:
         return {"schema": of if isinstance(of, dict) else of.model_json_schema()}
@@ -92,20 +122,7 @@ def buffer_operation(
     if created:
         responses["201"] = {"description": "The new buffer", **success}
     operation: dict[str, Any] = {
-        "parameters": [
-            {
-                "name": "Idempotency-Key",
-                "in": "header",
-                "description": "The request is made once, however often it comes with this key.",
-                "schema": {"type": "string", "maxLength": 255},
-            },
-            {
-                "name": "If-Match",
-                "in": "header",
-                "description": "The tag that the buffer must have.",
-                "schema": {"type": "string"},
-            },
-        ],
+        **headers(*knows),
         "responses": {**responses, "4XX": {"description": "What is wrong", **problem}},
     }
     if body is not None:

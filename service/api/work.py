@@ -165,7 +165,7 @@ def _perform(
     alone = inline and len(body) <= INLINE_BYTES
     if job.buffers is NO_BUFFERS:
         return finish(engine.run(operator, job.tensors, job.attributes, job.wanted, alone=alone), {})
-    return _perform_on_buffers(store_of(scope), engine, scope, operator, body, job, alone, finish)
+    return _perform_on_buffers(store_of(scope), engine, scope, operator, plain, job, alone, finish)
 
 
 def text_of(body: memoryview) -> int:
@@ -249,7 +249,7 @@ def _perform_on_buffers(
     if not targets:
         return finish(outputs, {})
     changes = [
-        Add(name=buffer, gradient=outputs[output], weight=weight, epoch=epoch, match=match)
+        Add(name=buffer, gradient=outputs[output], tensor=output, weight=weight, epoch=epoch, match=match)
         for output, buffer in targets.items()
     ]
     return Adding(changes, key, states, partial(answered, outputs))

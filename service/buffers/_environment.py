@@ -28,7 +28,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -224,8 +224,11 @@ class Reader:
         sealed = self._txn.get(name.encode(), db=self._env.buffers)
         return None if sealed is None else unpacked(name, sealed)
 
-    def records(self, prefix: str = "", after: str = "") -> Iterator[Record]:
-        """The buffers in the order of their names: with this prefix, behind `after`."""
+    def records(self, prefix: str = "", after: str = "", *, strict: bool = False) -> Iterator[Record]:
+        """The buffers in the order of their names: with this prefix, behind `after`.
+
+        Those that are damaged are left out, or, if `strict`, raise `BufferCorrupt`.
+        """
         with self._txn.cursor(db=self._env.buffers) as cursor:
             if not cursor.set_range(max(prefix, after).encode() or b"\0"):
                 return
@@ -236,8 +239,18 @@ class Reader:
                         return
                     continue
                 if name != after:
-                    with suppress(BufferCorrupt):  # whoever asks for it is told
-                        yield unpacked(name, sealed)
+                    try:
+                        record = unpacked(name, sealed)
+                    except BufferCorrupt:
+                        if strict:
+                            raise
+                        continue  # whoever asks for it is told
+                    yield record
+
+    def damaged_keys(self) -> int:
+        """How many idempotency keys are not as they were stored."""
+        with self._txn.cursor(db=self._env.keys) as cursor:
+            return sum(opened(sealed, seed_of(bytes(digest))) is None for digest, sealed in cursor)
 
     def recall(self, digest: bytes, oldest: int) -> Known | None:
         """What is stored with a key, unless it is older than `oldest`."""

@@ -21,6 +21,7 @@ from service.buffers.store import (
     Record,
     Spec,
     Transaction,
+    name_buffer,
     unknown,
 )
 from service.dtypes import DType, compute_dtype
@@ -32,6 +33,7 @@ from service.errors import (
     Invalid,
     InvalidParameter,
     KeyReused,
+    NonfiniteGradient,
     NothingToAverage,
     PreconditionFailed,
     ShapeMismatch,
@@ -107,6 +109,8 @@ class Add(Change):
     """
 
     gradient: Array | Gradient
+    tensor: str = "gradient"
+    """What the request calls the gradient."""
     weight: float = 1.0
     do_update: bool = True
     overwrite: bool = False
@@ -135,23 +139,28 @@ class Add(Change):
 
     def _onto(self, spec: Spec) -> Gradient:
         if isinstance(self.gradient, np.ndarray):
-            return Dense(self.gradient, spec.shape)
+            return Dense(self.gradient, spec.shape, self.tensor)
         if self.gradient.shape == spec.shape:
             return self.gradient
         size = math.prod(self.gradient.shape)
         if size > spec.size:  # before it is made as large
             raise ShapeMismatch(
-                f"The output has shape {list(self.gradient.shape)}, but the buffer {self.name!r} {list(spec.shape)}",
+                f"{self.tensor} has shape {list(self.gradient.shape)}, but the buffer {self.name!r} {list(spec.shape)}",
                 buffer=self.name,
+                tensor=self.tensor,
             )
         whole = self.gradient.piece(0, size) if size else None
         flat = np.zeros(size, self.gradient.dtype) if whole is None else whole
-        return Dense(flat.reshape(self.gradient.shape), spec.shape)
+        return Dense(flat.reshape(self.gradient.shape), spec.shape, self.tensor)
 
     def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
         if not self.do_update:
             return record.receipt(updated=False), txn.load(record.spec, record.value) if self.want_value else None
-        value = txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
+        try:
+            value = txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
+        except NonfiniteGradient as error:
+            error.context["tensor"] = self.tensor
+            raise
         record = record.changed(
             value=value,
             updated=now,
@@ -309,7 +318,7 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
                 txn.remember(key, Known(key.fingerprint, outcome.receipts, {change.name: 0}), now)
             return outcome
         except GradserveError as error:
-            _name(error, change.name, one_of_many=many)
+            name_buffer(error, change.name, one_of_many=many)
             raise
         records.append(record)
     outcome, ids = Outcome({}), {}
@@ -317,7 +326,7 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
         try:
             outcome.receipts[change.name], value = change.apply(txn, record, now)
         except GradserveError as error:
-            _name(error, change.name, one_of_many=many)
+            name_buffer(error, change.name, one_of_many=many)
             raise
         if value is not None:
             outcome.values[change.name] = value
@@ -327,14 +336,6 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
     if key is not None:
         txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
     return outcome
-
-
-def _name(error: GradserveError, name: str, *, one_of_many: bool) -> None:
-    """Let the error say which buffer it is about."""
-    if "buffer" not in error.context:
-        if one_of_many:
-            error.detail += f" (the buffer is {name!r})"
-        error.context["buffer"] = name
 
 
 def _alive(txn: Transaction, name: str, now: float) -> Record | None:

@@ -38,11 +38,12 @@ from service.buffers.store import (
     Known,
     Record,
     Snapshot,
+    name_buffer,
     told,
     uncounted,
     unknown,
 )
-from service.errors import GradserveError, StoreFailed, StoreFull
+from service.errors import BufferCorrupt, GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +118,13 @@ class LmdbStore:
         with self._env.reading() as txn:
             return self._alive(txn, name)
 
-    def records(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[Record]:
+    def records(
+        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+    ) -> list[Record]:
         found: list[Record] = []
         now = self._clock()
         with self._env.reading() as txn:
-            for record in Reader(self._env, txn).records(prefix, after):
+            for record in Reader(self._env, txn).records(prefix, after, strict=strict):
                 if limit is not None and len(found) == limit:
                     break
                 if record.lives(now):
@@ -136,7 +139,12 @@ class LmdbStore:
                 record = self._alive(txn, name)
                 closed = None if epoch is None else record.kept(epoch)
                 value = record.value if closed is None else closed.value
-                snapshots.append(Snapshot(record, reader.values.load(record.spec, value, self._allocate), closed))
+                try:
+                    loaded = reader.values.load(record.spec, value, self._allocate)
+                except BufferCorrupt as error:
+                    name_buffer(error, name, one_of_many=True)
+                    raise
+                snapshots.append(Snapshot(record, loaded, closed))
         return snapshots
 
     def recall(self, key: Key) -> Known | None:

@@ -83,7 +83,9 @@ class MemoryStore:
         with self._lock:
             return self._alive(name)
 
-    def records(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[Record]:
+    def records(
+        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+    ) -> list[Record]:
         with self._lock:
             now = self._clock()
             names = sorted(name for name in self._state.records if name.startswith(prefix) and name > after)
@@ -107,7 +109,9 @@ class MemoryStore:
             return self._transaction().recall(key)
 
     def generation(self) -> int:
-        return self._generation
+        with self._lock:
+            self._expire(self._clock())
+            return self._generation
 
     def close(self) -> None:
         self._state = _State()
@@ -130,6 +134,7 @@ class MemoryStore:
                 txn = self._transaction()
                 txn.remove(record)
                 txn.commit()
+                self._generation += 1
 
     def _alive(self, name: str) -> Record:
         record = self._state.records.get(name)

@@ -58,8 +58,11 @@ class Namespaced:
         with self._seen_from_inside():
             return self._own(self._store.record(self._head + name))
 
-    def records(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[Record]:
-        found = self._store.records(self._head + prefix, self._head + after, limit)
+    def records(
+        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+    ) -> list[Record]:
+        with self._seen_from_inside():
+            found = self._store.records(self._head + prefix, self._head + after, limit, strict=strict)
         return [self._own(one) for one in found if self._head or not one.name.startswith("~")]
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:

@@ -227,17 +227,16 @@ class Gradient(Protocol):
 
 
 class Dense:
-    """An array, broadcast into `shape`, as a gradient. Raises `ShapeMismatch`."""
+    """An array, broadcast into `shape`, as a gradient. Raises `ShapeMismatch`, which tells its `name`."""
 
-    def __init__(self, array: Array, shape: tuple[int, ...]) -> None:
+    def __init__(self, array: Array, shape: tuple[int, ...], name: str = "gradient") -> None:
         if array.shape != shape:
             try:
                 array = np.broadcast_to(array, shape)
             except ValueError:
                 raise ShapeMismatch(
-                    f"gradient has shape {list(array.shape)}, which does not broadcast into the buffer's,"
-                    f" {list(shape)}",
-                    tensor="gradient",
+                    f"{name} has shape {list(array.shape)}, which does not broadcast into the buffer's, {list(shape)}",
+                    tensor=name,
                 ) from None
         self.shape, self.dtype = shape, array.dtype
         self._flat = _flat(array)
@@ -316,6 +315,14 @@ def unknown(name: str) -> UnknownBuffer:
     return UnknownBuffer(f"There is no buffer {shown(name)}; PUT /v1/buffers/{{name}} creates one", buffer=name)
 
 
+def name_buffer(error: GradserveError, name: str, *, one_of_many: bool) -> None:
+    """Let the error say which buffer it is about; in words, too, where the request does not tell."""
+    if "buffer" not in error.context:
+        if one_of_many:
+            error.detail += f" (the buffer is {name!r})"
+        error.context["buffer"] = name
+
+
 def told(error: E) -> E:
     """`error` as a future takes it: an error of ours without its traceback and context, whose frames have the future,
     and the request, which only the collector of reference cycles could free then."""
@@ -335,9 +342,7 @@ def add_piece(spec: Spec, result: Array, total: Array | int, piece: Array | None
         assert piece is not None
         accumulate.add(result, total, piece, weight)
     if spec.nonfinite == "reject" and not np.isfinite(result).all():
-        raise NonfiniteGradient(
-            "The gradient would make the buffer infinite or NaN, which nonfinite=reject refuses", tensor="gradient"
-        )
+        raise NonfiniteGradient("The gradient would make the buffer infinite or NaN, which nonfinite=reject refuses")
 
 
 @dataclass(frozen=True)
@@ -377,8 +382,13 @@ class Store(Protocol):
     def record(self, name: str) -> Record:
         """The buffer as it is. Raises `UnknownBuffer`."""
 
-    def records(self, prefix: str = "", after: str = "", limit: int | None = None) -> list[Record]:
-        """Buffers in the order of their names, as they are at one moment: those behind `after`."""
+    def records(
+        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+    ) -> list[Record]:
+        """Buffers in the order of their names, as they are at one moment: those behind `after`.
+
+        Those that are damaged are left out, or, if `strict`, raise `BufferCorrupt`.
+        """
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         """Buffers with their values at one moment, or when they closed `epoch`.

@@ -218,6 +218,18 @@ def test_the_gradient_that_is_at_fault_is_named(http: httpx.Client) -> None:
         assert names[1] in str(problem), problem
 
 
+def test_the_tensor_that_is_at_fault_is_named(http: httpx.Client) -> None:
+    a, b = create(http, nonfinite="reject"), create(http)
+    problem = assert_problem(http.post("/v1/buffers/accumulate", json={a: 1, b: [1, 2, 3]}), 422, "shape_mismatch", b)
+    assert (problem["tensor"], problem["buffer"]) == (b, b)
+    problem = assert_problem(http.post("/v1/buffers/accumulate", json={a: "NaN", b: 1}), 422, "nonfinite_gradient")
+    assert (problem["tensor"], problem["buffer"]) == (a, a)
+    for dY, code in (([1, 2, 3], "shape_mismatch"), (["NaN", 1], "nonfinite_gradient")):
+        answer = http.post(f"/v1/ops/ReluGrad?into=dX:{a}", json={"dY": dY, "X": [1] * len(dY)})
+        problem = assert_problem(answer, 422, code)
+        assert (problem["tensor"], problem["buffer"]) == ("dX", a)
+
+
 def test_one_add_completes_several_quorums(http: httpx.Client) -> None:
     a, b, c = create(http, quorum=2), create(http, quorum=2), create(http, quorum=3)
     gradients = {a: [1, 1], b: [2, 2], c: [3, 3]}

@@ -135,6 +135,16 @@ def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
     assert ended == [disturbed, calm]
 
 
+@pytest.mark.parametrize("what", ["value", "take"])
+def test_a_buffer_that_expires_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
+    name = create(http, ttl_seconds=0.5)
+    if what == "value":
+        waiting = wait_in(pool, get, http, name, epoch=0, timeout=2 * PATIENCE)
+    else:
+        waiting = wait_in(pool, post, http, name, "take", min_count=1, timeout=2 * PATIENCE)
+    assert_problem(waiting.result(PATIENCE), 404, "unknown_buffer", name)
+
+
 def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http)
     waiting = [

@@ -39,6 +39,26 @@ def test_requests_and_answers_are_as_shown(client: httpx.Client, schema: Any, op
     assert not conforms(schema, f"{op}Answer", {name: 1 for name in answer})
 
 
+def test_the_headers_that_each_endpoint_knows(schema: Any) -> None:
+    one, many, reading = {"Idempotency-Key", "If-Match"}, {"Idempotency-Key"}, {"If-None-Match"}
+    expected = {
+        ("put", "/{name}"): one,
+        ("get", "/{name}"): reading,
+        ("delete", "/{name}"): one,
+        ("get", "/{name}/value"): reading,
+        **{("post", f"/{{name}}/{what}"): one for what in ("accumulate", "zero", "take")},
+        **{("post", f"/{what}"): many for what in ("accumulate", "zero", "take")},
+        ("post", "/value"): set(),
+        ("get", ""): set(),
+    }
+    for (method, path), headers in expected.items():
+        shown = schema["paths"][f"/v1/buffers{path}"][method].get("parameters", [])
+        assert {one["name"] for one in shown if one["in"] == "header"} == headers, (method, path)
+    for op in OPERATORS:
+        shown = schema["paths"][f"/v1/ops/{op}"]["post"]["parameters"]
+        assert {one["name"] for one in shown if one["in"] == "header"} == one
+
+
 def test_requests_and_answers_with_buffers_are_as_shown(client: httpx.Client, schema: Any) -> None:
     """What a buffer gives is not in the body, what goes into one is answered by a receipt, and not all is asked for."""
     example = dict(OPERATORS["GRUGrad"].example)

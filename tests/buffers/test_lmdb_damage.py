@@ -133,8 +133,9 @@ def test_a_damaged_value_harms_one_buffer(reopen: Callable[[], LmdbStore], tmp_p
     for change in [Take(name="hurt"), Add(name="hurt", gradient=ones(1))]:
         with pytest.raises(BufferCorrupt, match="is damaged on the disk"):
             do(store, Add(name="well", gradient=ones(1)), change, Add(name="z", gradient=ones(1)))
-    with pytest.raises(BufferCorrupt):
+    with pytest.raises(BufferCorrupt, match=r"\(the buffer is 'hurt'\)$") as caught:
         store.read(["well", "hurt"])
+    assert caught.value.context == {"buffer": "hurt"}
     assert [record.count for record in store.records()] == [1, 1, 1]
     assert value(store, "well").tolist() == [1] * LARGE
     assert add(store, "well", ones(1))["count"] == 2
@@ -187,7 +188,10 @@ def test_a_damaged_record_harms_one_buffer(hurt: LmdbStore) -> None:
         assert caught.value.context == {"buffer": "hurt"}
     assert value(hurt, "well").tolist() == [1, 2]
     assert add(hurt, "well", [1, 2])["count"] == 2
-    assert [record.name for record in hurt.records("w")] == ["well"]
+    assert [record.name for record in hurt.records()] == ["well"]
+    assert [record.name for record in hurt.records("w", strict=True)] == ["well"]
+    with pytest.raises(BufferCorrupt, match="'hurt' is damaged on the disk"):
+        hurt.records(strict=True)
 
 
 def test_a_damaged_record_that_is_due_harms_nobody_else(hurt: LmdbStore, clock: Clock) -> None:

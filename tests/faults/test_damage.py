@@ -146,8 +146,9 @@ def test_a_damaged_value_is_reported_and_the_others_are_served(store: Path) -> N
                 client.once("POST", "/v1/buffers/take", params={"prefix": ""}),
                 client.once("POST", "/v1/buffers/wounded/accumulate", key=new_key(), **gradient),
                 client.once("POST", "/v1/buffers/accumulate", **tensors(before=np.ones(SIZE), wounded=np.ones(SIZE))),
+                client.once("POST", "/v1/ops/ReluGrad", params={"from": "dY:wounded"}, **tensors(X=np.ones(SIZE))),
             ):
-                assert_problem(answer, 500, "buffer_corrupt")
+                assert assert_problem(answer, 500, "buffer_corrupt")["buffer"] == "wounded"
         assert (client.value("before") == numbers(0)).all()
         assert client.add("xanthic", np.ones(SIZE))["count"] == 2
         assert (client.value("xanthic") == numbers(2) + 1).all()
@@ -166,6 +167,9 @@ def test_a_damaged_record_is_reported_and_the_others_are_served(store: Path) -> 
         assert_problem(client.once("GET", "/v1/buffers/wounded/value"), 500, "buffer_corrupt", "wounded")
         refused = client.once("POST", "/v1/buffers/wounded/accumulate", key=new_key(), **gradient)
         assert_problem(refused, 500, "buffer_corrupt", "wounded")
+        for what in ("zero", "take", "value"):
+            refused = client.once("POST", f"/v1/buffers/{what}", params={"prefix": ""})
+            assert_problem(refused, 500, "buffer_corrupt", "wounded")
         assert (client.value("before") == numbers(0)).all()
         assert client.add("xanthic", np.ones(SIZE))["count"] == 2
         assert (client.value("xanthic") == numbers(2) + 1).all()
