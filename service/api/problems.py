@@ -59,7 +59,7 @@ def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None =
 
 def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter") -> Invalid:
     """pydantic's word on one parameter as an error of ours."""
-    name = str(error["loc"][-1])
+    name = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")  # not the place in a list
     if error["type"] == "extra_forbidden":
         return UnknownParameter(f"There is no {kind} {shown(name)} here", parameter=name)
     message = f"{name}: {error['msg']}"

@@ -125,11 +125,8 @@ class Backward:
             self.reset[d, steps, block] = part
         np.subtract(1, reset, out=rest)
         np.multiply(part, rest, out=to_r)
-        if layout.padded is not None:
-            padded = layout.padded[steps, block]
-            gates[padded] = 0
-            if self.reset is not None:
-                self.reset[d, steps, block][padded] = 0
+        if layout.padded is not None and self.reset is not None:
+            self.reset[d, steps, block][layout.padded[steps, block]] = 0
         return passing, reset
 
     def _fill_previous(self, d: int, steps: slice, block: slice, previous: Array) -> None:

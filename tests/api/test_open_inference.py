@@ -269,6 +269,17 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
         400,
         ("alpha", "'0.5'"),
     ),
+    "an attribute's list": (
+        "/v2/models/GRUTraining/infer",
+        {
+            "json": {
+                "inputs": [{**listed(name, [1.0]), "shape": [1, 1, 1]} for name in ("X", "W", "R")],
+                "parameters": {"activations": ["Sigmoid", 1]},
+            }
+        },
+        400,
+        ("activations: ", "but is 1"),
+    ),
     "an output twice": (
         RELU,
         {"json": {"inputs": ONE, "outputs": [{"name": "dX"}] * 2}},

@@ -162,6 +162,11 @@ def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
     }
 
 
+def test_an_empty_list_is_not_the_default(server: Any) -> None:
+    with pytest.raises(InvalidInput, match="^activations is empty"):
+        server.ops.gru_training([[[1.0]]], [[[1.0]] * 3], [[[1.0]] * 3], activations=[])
+
+
 @pytest.mark.parametrize("case", failing())
 def test_errors_by_what_they_mean(server: Any, case: str) -> None:
     server.buffers["w"].create((2,))

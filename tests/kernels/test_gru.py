@@ -30,11 +30,16 @@ LENGTHS = (None, [3, 1, 0], [2, 3, 3])
 OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False), LENGTHS))
 
 
-@pytest.fixture(params=["alone", "shared"])
+@pytest.fixture(params=["alone", "shared", "cut"])
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work is cut as if it were too little for several threads, as here it is, or not."""
-    if request.param == "shared":
+    """The work is cut as if it were too little for several threads, as here it is, or not, or as if it were much."""
+    if request.param != "alone":
         monkeypatch.setattr(_gru_layout, "LEAST_SHARED", 0)
+    if request.param == "cut":  # a sequence in each block, 2 steps in a chunk, 1 in a piece, and a task for each gate
+        for name, value in (("ROWS", 1), ("STEPS", 2), ("SEQUENCES", 1)):
+            monkeypatch.setattr(_gru_layout, name, value)
+        for name in ("PIECE", "WIDE"):
+            monkeypatch.setattr(_gru_backward, name, 1)
 
 
 def case(
@@ -48,6 +53,7 @@ def case(
     inputs: int = 2,
     H: int = 4,
     dtype: Any = np.float64,
+    lengths_dtype: Any = np.int64,
 ) -> dict[str, Any]:
     """Inputs of GRUTraining, by name."""
     D, rng = 2 if direction == "bidirectional" else 1, np.random.default_rng(5)
@@ -60,7 +66,7 @@ def case(
         "W": normal(D, 3 * H, inputs),
         "R": normal(D, 3 * H, H),
         "B": normal(D, 6 * H) if bias else None,
-        "SL": None if lengths is None else np.array(lengths),
+        "SL": None if lengths is None else np.array(lengths, lengths_dtype),
         "H0": normal(D, N, H) if start else None,
     }
 
@@ -130,6 +136,17 @@ def test_last_bits(
         np.testing.assert_allclose(made[name], array, rtol=4e-15, atol=4e-15, err_msg=name)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_lengths_of_32_bits(direction: str) -> None:
+    narrow, wide = (case(direction, lengths=[3, 1, 0], lengths_dtype=dtype) for dtype in (np.int32, np.int64))
+    pairs = [
+        zip(train(*narrow.values(), direction=direction), train(*wide.values(), direction=direction), strict=True),
+        zip(*(gradients(given, direction=direction)[0].values() for given in (narrow, wide)), strict=True),
+    ]
+    for got, expected in itertools.chain(*pairs):
+        np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_floats_are_computed_in_float32(dtype: str) -> None:
     narrow = case(dtype=DTYPES[dtype])
@@ -185,13 +202,15 @@ def test_what_stands_beyond_a_length_does_not_count(direction: str, linear_befor
         np.testing.assert_array_equal(got, expected)
     HAll, _, ZRH = whole
     beyond = np.arange(3)[:, None, None, None] >= given["SL"][:, None]
-    grads = [np.where(beyond, filler, 1.0) * np.ones(HAll.shape) for filler in (5.0, np.nan)]
-    results = [
-        back(*inputs.values(), HAll, ZRH, grad, **attributes)
-        for inputs, grad in zip((given, spoilt), grads, strict=True)
-    ]
-    for got, expected in zip(results[1], results[0], strict=True):
-        np.testing.assert_array_equal(got, expected)
+    fillers = ((given, 5.0, 0.0), (spoilt, np.nan, np.nan), (spoilt, np.inf, np.inf))
+    results = []
+    for inputs, in_grad, in_made in fillers:
+        grad = np.where(beyond, in_grad, 1.0) * np.ones(HAll.shape)
+        made = [np.where(beyond, in_made, array) for array in (HAll, ZRH)]
+        results.append(back(*inputs.values(), *made, grad, **attributes))
+    for other in results[1:]:
+        for got, expected in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(got, expected)
     assert not results[0][0][1:, 1].any()
     assert not results[0][0][:, 2].any()
 
@@ -209,6 +228,7 @@ def test_what_stands_beyond_a_length_is_zero_whatever_the_weights_are(direction:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.usefixtures("shared")
 def test_what_overflows_does_not_warn(dtype: str) -> None:
     kind = DTYPES[dtype]
     largest = np.asarray(ml_dtypes.finfo(kind).max, kind)  # type: ignore[no-untyped-call]
@@ -248,6 +268,30 @@ def test_only_outputs_are_asked_for_as_such(dtype: str, linear_before_reset: int
         made = train(*given.values(), linear_before_reset=linear_before_reset)
         made += back(*given.values(), made[0], made[2], made[0], linear_before_reset=linear_before_reset)
     assert sorted(asked) == sorted(str((one.shape, one.dtype)) for one in made)
+
+
+@pytest.mark.parametrize("wanted", [("dX",), ("dW", "dB"), ("dR",)])
+def test_what_is_not_asked_for_is_not_computed(wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is there memory for it, but for dH0, through which the gradient goes."""
+    given = case()
+    HAll, _, ZRH = train(*given.values())
+    asked, computed = list[tuple[int, ...]](), set[str]()
+
+    def allocate(shape: tuple[int, ...], dtype: Any) -> Array:
+        asked.append(shape)
+        return np.empty(shape, dtype)
+
+    products = _gru_backward.Backward._products
+
+    def counted(self: _gru_backward.Backward, d: int, steps: slice) -> Any:
+        computed.update(self.made)
+        return products(self, d, steps)
+
+    monkeypatch.setattr(_gru_backward.Backward, "_products", counted)
+    with workspace(Workspace(allocate=allocate)):
+        made = back(*given.values(), HAll, ZRH, HAll, wanted=wanted)
+    assert computed == {*wanted, "dH0"}
+    assert sorted(asked) == sorted([given["H0"].shape, *(one.shape for one in made if one is not None)])
 
 
 def test_nan_propagates_with_bias_and_without() -> None:
@@ -337,12 +381,17 @@ def test_shapes_of_what_comes_back(name: str) -> None:
         back(*case().values(), *map(np.zeros, given.values()))
 
 
-def test_attributes_in_any_letter_case() -> None:
-    given = case()
-    expected = train(*given.values())
-    got = train(*given.values(), activations=["Sigmoid", "TANH"], hidden_size=4)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_attributes_in_any_letter_case(direction: str) -> None:
+    given = case(direction)
+    expected = train(*given.values(), direction=direction)
+    names = ["Sigmoid", "TANH", "sigmoid", "tanh"][: 2 * len(given["W"])]
+    got = train(*given.values(), direction=direction, activations=names, hidden_size=4)
     for mine, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+    for wrong in (names[:-1], [*names, "tanh"], names[:-1] + ["relu"], names[::-1], []):
+        with pytest.raises(InvalidParameter, match="activations"):
+            train(*given.values(), direction=direction, activations=wrong)
 
 
 def test_left_out_gradients_are_zeros() -> None:

@@ -373,6 +373,9 @@ def _path(name: str, what: str = "") -> str:
 def _query(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that are not left out, as a URL has them."""
     given = {name: one for name, one in parameters.items() if one is not None}
+    for name, one in given.items():
+        if isinstance(one, list | tuple) and not one:  # of which a URL would have nothing, as if it were left out
+            raise InvalidInput(f"{name} is empty: leave it out, or say what it is", code="invalid_parameter")
     return {name: str(one).lower() if isinstance(one, bool | np.bool_) else one for name, one in given.items()}
 
 

@@ -16,7 +16,7 @@ from tests.golden.values import generator
 
 LENGTHS = (None, [2, 4, 1])  # of 5 steps: none takes the last
 LONG = [28] * 9 + [27, 26, 25, 24, 17, 16, 15, 1]
-"""More sequences and steps than the kernels walk through at once, and ends of every kind between them."""
+"""Many sequences, which end together or one after the other."""
 
 
 def ask() -> Iterator[Case]:
