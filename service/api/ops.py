@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any
@@ -178,8 +179,9 @@ def buffers_of(
                     parameter=parameter,
                 )
             check_name(buffer)
-        if len(dict(named)) < len(named):
-            raise InvalidParameter(f"{parameter} has one name twice", parameter=parameter)
+        for name, count in Counter(name for name, _ in named).items():
+            if count > 1:
+                raise InvalidParameter(f"{parameter} has {name} twice", parameter=parameter)
         pairs.append(dict(named))
     for output in operator.outputs:
         if output.name in pairs[1] and output.kind.dtypes != FLOATS.dtypes:

@@ -75,6 +75,17 @@ def test_take(http: httpx.Client) -> None:
     assert ok(post(http, name, "take", encoding="base64"))["value"]["base64"] == "AAAAAAAAAAA="
 
 
+@pytest.mark.parametrize("sent", ["application/x-www-form-urlencoded", "text/plain"])
+def test_no_body_is_of_any_type(http: httpx.Client, sent: str) -> None:
+    """As of `curl -d ''`."""
+    name, headers = create(http), {"Content-Type": sent}
+    for what in ("zero", "take"):
+        answer = http.post(f"/v1/buffers/{name}/{what}", content=b"", headers=headers)
+        assert ok(answer)["updated"] is True
+    assert_problem(http.post(f"/v1/buffers/{name}/accumulate", content=b"", headers=headers), 400, "malformed_body")
+    assert http.delete(f"/v1/buffers/{name}", headers={**headers, "Content-Length": "0"}).status_code == 204
+
+
 def test_take_needs_min_count(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [1, 2])
