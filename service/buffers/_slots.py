@@ -30,8 +30,8 @@ _MOST_IN_FREE = 1000
 _SYNC_FILE_RANGE_WRITE = 2
 """Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
 
-_HINTS, _MOST_HELD = 4, 1 << 21
-"""The disk is told to begin when this part of what was written waits, or so many bytes: a small value is on its way
+_PARTS, _MOST_HELD = 4, 1 << 21
+"""The disk is told to begin when a quarter of what was written waits, or so many bytes: a small value is on its way
 early, and a large one is not held up by the telling, which takes as long as it takes to add a chunk."""
 
 _begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
@@ -69,7 +69,7 @@ class SlotFile:
             done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
         self._written += done
         self._held += done
-        if self._held >= min(self._written // _HINTS, _MOST_HELD):
+        if self._held >= min(self._written // _PARTS, _MOST_HELD):
             _begin_to_store(self._fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # 0 bytes: all that there is
             self._held = 0
 

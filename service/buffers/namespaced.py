@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from service.buffers.changes import Outcome, Request
 from service.buffers.store import Key, Known, Receipt, Record, Snapshot, Store, told
-from service.errors import GradserveError
+from service.errors import BufferCorrupt, GradserveError
 
 T = TypeVar("T")
 
@@ -61,8 +61,13 @@ class Namespaced:
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
     ) -> list[Record]:
-        with self._seen_from_inside():
-            found = self._store.records(self._head + prefix, self._head + after, limit, strict=strict)
+        try:
+            with self._seen_from_inside():
+                found = self._store.records(self._head + prefix, self._head + after, limit, strict=strict)
+        except BufferCorrupt as error:
+            if self._head or not error.context["buffer"].startswith("~"):
+                raise
+            found = self._store.records(prefix, after, limit)  # it is another's, and these come behind all of its own
         return [self._own(one) for one in found if self._head or not one.name.startswith("~")]
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:

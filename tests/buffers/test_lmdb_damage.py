@@ -13,6 +13,7 @@ import pytest
 
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.lmdb import LmdbStore
+from service.buffers.namespaced import Namespaced
 from service.errors import (
     BufferCorrupt,
     KeyReused,
@@ -192,6 +193,22 @@ def test_a_damaged_record_harms_one_buffer(hurt: LmdbStore) -> None:
     assert [record.name for record in hurt.records("w", strict=True)] == ["well"]
     with pytest.raises(BufferCorrupt, match="'hurt' is damaged on the disk"):
         hurt.records(strict=True)
+
+
+def test_a_damaged_record_harms_no_other_namespace(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    store = reopen()
+    create(store, "well")
+    for name in ("hurt", "well"):
+        create(Namespaced(store, "ann"), name, ttl_seconds=12345.678 if name == "hurt" else None)
+    create(Namespaced(store, "bob"), "well")
+    store.close()
+    flip(tmp_path / "store", b"12345.678")
+    store = reopen()
+    for namespace in ("", "bob"):
+        assert [record.name for record in Namespaced(store, namespace).records(strict=True)] == ["well"]
+    with pytest.raises(BufferCorrupt, match="of the buffer 'hurt' is damaged") as caught:
+        Namespaced(store, "ann").records(strict=True)
+    assert caught.value.context == {"buffer": "hurt"}
 
 
 def test_a_damaged_record_that_is_due_harms_nobody_else(hurt: LmdbStore, clock: Clock) -> None:
