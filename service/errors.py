@@ -241,7 +241,7 @@ class InvalidParameter(Invalid):
 
 
 class UnknownParameter(Invalid):
-    """A query parameter is not one of this endpoint's."""
+    """A query parameter, or a member of the body, is not one of this endpoint's."""
 
     code = "unknown_parameter"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,3 +43,11 @@ def assert_problem(answer: httpx.Response, status: int, code: str, *words: str) 
         assert word in problem["detail"], problem["detail"]
     assert "Traceback" not in answer.text
     return problem
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Return once it holds; fail after 20 seconds."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)

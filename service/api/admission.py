@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from starlette.types import Scope
 
 from service.api.context import Context, context_of
@@ -15,12 +17,13 @@ SMALL_BYTES = 1 << 16
 class Admission:
     """Counts the bytes that requests in flight hold, of which there may be `max_bytes` altogether.
 
-    One request may always have as much as it is allowed otherwise, if it is alone. Used by the event loop only.
+    One request may always have as much as it is allowed otherwise, if it is alone. Thread-safe.
     """
 
     def __init__(self, max_bytes: int, max_waiting: int, largest: int) -> None:
         self._max_bytes, self._max_waiting, self._largest = max_bytes, max_waiting, largest
         self.bytes = 0
+        self._lock = threading.Lock()
 
     def admit(self, context: Context, engine: Engine | None) -> None:
         """Let the request in, until it is released. Raises `Busy`."""
@@ -37,23 +40,30 @@ class Admission:
 
     def hold(self, context: Context, size: int) -> None:
         """Let the request hold `size` bytes more, until it is released. Raises `Busy`."""
-        if self.bytes and self.bytes + size > self._max_bytes:
-            raise Busy(
-                f"The requests in flight hold {self.bytes} bytes, and this one needs {size} more; the limit is"
-                f" {self._max_bytes} (GRADSERVE_MAX_BYTES_IN_FLIGHT)",
-                limit=self._max_bytes,
-            )
-        self.bytes += size
-        context.held += size
+        with self._lock:
+            if context.released:  # its client has left, and nobody looks at it any more
+                return
+            if self.bytes > context.held and self.bytes + size > self._max_bytes:
+                raise Busy(
+                    f"The requests in flight hold {self.bytes} bytes, and this one needs {size} more; the limit is"
+                    f" {self._max_bytes} (GRADSERVE_MAX_BYTES_IN_FLIGHT)",
+                    limit=self._max_bytes,
+                )
+            self.bytes += size
+            context.held += size
 
     def give_back(self, context: Context, size: int) -> None:
         """The request does not hold `size` bytes after all."""
-        self.bytes -= size
-        context.held -= size
+        with self._lock:
+            if not context.released:
+                self.bytes -= size
+                context.held -= size
 
     def release(self, context: Context) -> None:
         """The request has its answer, and holds nothing more."""
-        self.bytes -= context.held
+        with self._lock:
+            self.bytes -= context.held
+            context.released = True
 
 
 def hold(scope: Scope, size: int) -> None:

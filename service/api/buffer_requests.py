@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -62,6 +63,7 @@ class BufferRequest:
         self.engine, self.store = engine_of(request.scope), store_of(request.scope)
         self._key: Key | None = key_of(request.scope, body)
         self._form: json_codec.Form = "list"
+        self._tried = False
 
     @classmethod
     async def of(cls, request: Request) -> BufferRequest:
@@ -79,6 +81,11 @@ class BufferRequest:
         """The body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
         if self._sent != JSON:
             raise UnsupportedMediaType(f"Content-Type is {self._sent}, but must be {JSON} here")
+        members = [field.alias or name for name, field in model.model_fields.items()]
+        if not self._body:
+            raise MalformedBody(
+                f"The body is empty, and not JSON; it must be an object with the members {', '.join(members)}"
+            )
         try:
             made = model.model_validate_json(bytes(self._body))
             dict(json_codec.members_of(json_codec.parse(self._body), "The body"))  # of two, pydantic takes the last
@@ -90,12 +97,15 @@ class BufferRequest:
             if not error["loc"]:
                 raise MalformedBody(f"The body is {shown(error['input'])}, but must be an object") from None
             place = ".".join(map(str, error["loc"]))
-            raise invalid_parameter({**error, "loc": (place,)}, kind="member") from None
+            raise invalid_parameter({**error, "loc": (place,)}, "member", members) from None
 
     def check_no_body(self) -> None:
         """Raise `Invalid` for a body where nothing would read it."""
-        if len(self._body) > 64 or bytes(self._body).strip() not in (b"", b"{}"):
+        if not self._says_nothing():
             raise Invalid("This request has no body; what it may say stands in the query, like ?min_count=3")
+
+    def _says_nothing(self) -> bool:
+        return len(self._body) <= 64 and bytes(self._body).strip() in (b"", b"{}")
 
     def refusal(self, name: str, spec: Spec) -> GradserveError | None:
         """Why a new buffer must not be like this; one that is there may be, by limits that were higher once."""
@@ -106,28 +116,40 @@ class BufferRequest:
             return error
         return None
 
-    def names(self, prefix: str | None) -> list[str]:
-        """The buffers that the body names, or those that the prefix means: if the request was made before, then."""
-        if prefix is None:
-            names = self.model(Names).names
-            for name in names:
-                check_name(name)
-            return names
-        if len(self._body):
-            raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
-        known = recalled(self.store, self._key)
-        return [one.name for one in self.store.records(prefix, strict=True)] if known is None else [*known.receipts]
-
-    async def named(self, prefix: str | None, timeout: float, work: Callable[[list[str], float], Awaitable[R]]) -> R:
+    async def named(self, prefix: str | None, timeout: float, work: Callable[[list[str]], Awaitable[R]]) -> R:
         """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done.
 
-        It is also given how many of the `timeout` seconds are left.
+        While it raises what one can wait for, it is called again after each change, up to `timeout` seconds from now.
         """
-        end = time.monotonic() + timeout
-        for _ in range(MOST_LISTINGS if prefix is not None else 0):
-            with suppress(UnknownBuffer):  # deleted since they were listed
-                return await work(self.names(prefix), max(0.0, end - time.monotonic()))
-        return await work(self.names(prefix), max(0.0, end - time.monotonic()))
+        if prefix is None:
+            if self._says_nothing():
+                raise Invalid('Which buffers? Say {"names": [...]} in the body, or ?prefix= in the query')
+            names = _different(self.model(Names).names)
+            return await self.until(timeout, lambda: work(names))
+        if not self._says_nothing():
+            raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
+
+        async def attempt() -> R:
+            for _ in range(MOST_LISTINGS):
+                with suppress(UnknownBuffer):  # deleted since they were listed
+                    return await work(self._listed(prefix))
+            return await work(self._listed(prefix))
+
+        return await self.until(timeout, attempt)
+
+    def _listed(self, prefix: str) -> list[str]:
+        """The buffers with the prefix: if the request was made before, those of then. Raises `UnknownBuffer`."""
+        known = recalled(self.store, self._key)
+        if known is not None:
+            return [*known.receipts]
+        found = [one.name for one in self.store.records(prefix, strict=True)]
+        if not found:
+            raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
+        return found
+
+    async def until(self, timeout: float, attempt: Callable[[], Awaitable[R]]) -> R:
+        """What `attempt` returns once others have done what it waits for, up to `timeout` seconds from now."""
+        return await waiting_of(self._request).until(self._request.receive, timeout, attempt)
 
     async def tensors(self, known: set[str] | None) -> dict[str, Array]:
         """The tensors in the body, whose names must be `known`, if it is given."""
@@ -166,24 +188,18 @@ class BufferRequest:
         hold(self._request.scope, size)
         return size
 
-    async def take(self, changes: Sequence[Take], timeout: float) -> Outcome:
-        """Make the changes as soon as all buffers admit them, up to `timeout` seconds from now."""
-        tried = False
-
-        async def attempt() -> Outcome:
-            nonlocal tried
-            if tried and recalled(self.store, self._key) is None:  # a look is cheaper than a transaction
-                for one in changes:
-                    one.admit(self.store.record(one.name))
-            tried = True
-            size = self.hold_values(one.name for one in changes)
-            try:
-                return await self.change(changes)
-            except GradserveError:  # it may wait for long, and try again
-                give_back(self._request.scope, size)
-                raise
-
-        return await waiting_of(self._request).until(self._request.receive, timeout, attempt)
+    async def take(self, changes: Sequence[Take]) -> Outcome:
+        """Make the changes, if all buffers admit them; it may be called again."""
+        if self._tried and recalled(self.store, self._key) is None:  # a look is cheaper than a transaction
+            for one in changes:
+                one.admit(self.store.record(one.name))
+        self._tried = True
+        size = self.hold_values(one.name for one in changes)
+        try:
+            return await self.change(changes)
+        except GradserveError:  # it may wait for long, and try again
+            give_back(self._request.scope, size)
+            raise
 
     async def respond(self, *args: Any, **keywords: Any) -> Response:
         """What `answer` gives, as FastAPI wants it."""
@@ -214,6 +230,15 @@ class BufferRequest:
 
         small = sum(value.nbytes for value in outcome.values.values()) <= INLINE_TEXT
         return work() if small else await in_pool(self._request.scope, self._request.receive, self.engine, work)
+
+
+def _different(names: list[str]) -> list[str]:
+    """The names. Raises `InvalidName`, and `Invalid` for one that stands there twice."""
+    for name, count in Counter(names).items():
+        check_name(name)
+        if count > 1:
+            raise Invalid(f"{shown(name)} is named {count} times, but a request is for each buffer once at most")
+    return names
 
 
 def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json_codec.Form]:

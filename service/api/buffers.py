@@ -206,7 +206,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     asked.check_no_body()
     mean = query.reduce == "mean"
     changes = [Take(name=check_name(name), match=match_of(request.scope), min_count=query.min_count, mean=mean)]
-    outcome = await asked.take(changes, query.timeout)
+    outcome = await asked.until(query.timeout, lambda: asked.take(changes))
     return await asked.respond(outcome, query.encoding, one=True, reduce=query.reduce, dtype=query.dtype)
 
 
@@ -230,7 +230,7 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     asked = await BufferRequest.of(request)
     tensors = await asked.tensors(None)
     if not tensors:
-        raise MissingTensor("accumulate needs one tensor for each buffer, by its name", tensor="")
+        raise MissingTensor("The body has no tensor; accumulate needs one for each buffer, by its name")
     changes = [_add(check_name(name), name, one, query, None) for name, one in tensors.items()]
     if query.answered is not None:
         asked.hold_values(tensors)
@@ -248,7 +248,7 @@ async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) 
     check_given_once(request)
     refuse_match(request.scope)
     asked = await BufferRequest.of(request)
-    outcome = await asked.named(query.prefix, 0, lambda names, _: asked.change([Zero(name=name) for name in names]))
+    outcome = await asked.named(query.prefix, 0, lambda names: asked.change([Zero(name=name) for name in names]))
     return await asked.respond(outcome, None, one=False)
 
 
@@ -264,9 +264,8 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     asked = await BufferRequest.of(request)
     mean = query.reduce == "mean"
 
-    async def take(names: list[str], timeout: float) -> Outcome:
-        changes = [Take(name=name, min_count=query.min_count, mean=mean) for name in names]
-        return await asked.take(changes, timeout)
+    async def take(names: list[str]) -> Outcome:
+        return await asked.take([Take(name=name, min_count=query.min_count, mean=mean) for name in names])
 
     outcome = await asked.named(query.prefix, query.timeout, take)
     return await asked.respond(outcome, query.encoding, one=False, reduce=query.reduce, dtype=query.dtype)
@@ -282,7 +281,7 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
     check_given_once(request)
     asked = await BufferRequest.of(request)
 
-    async def attempt(names: list[str]) -> Answer:
+    async def read(names: list[str]) -> Answer:
         if query.epoch is not None:
             for name in names:
                 asked.store.record(name).kept(query.epoch)
@@ -290,10 +289,7 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
         work = partial(read_values, request, names, query, asked.answers, False)
         return await in_pool(request.scope, request.receive, asked.engine, work)
 
-    async def wait(names: list[str], timeout: float) -> Answer:
-        return await waiting_of(request).until(request.receive, timeout, partial(attempt, names))
-
-    return AnswerResponse(await asked.named(query.prefix, query.timeout, wait))
+    return AnswerResponse(await asked.named(query.prefix, query.timeout, read))
 
 
 # ----- what both share -----

@@ -16,7 +16,7 @@ CONTEXT = "gradserve"
 class Context:
     """One request: what came, who asks, what it holds, and what it has cost so far."""
 
-    __slots__ = ("caller", "headers", "held", "received", "request_id", "sent", "spent", "status")
+    __slots__ = ("caller", "headers", "held", "received", "released", "request_id", "sent", "spent", "status")
 
     def __init__(self, headers: dict[bytes, bytes]) -> None:
         self.headers = headers
@@ -24,7 +24,8 @@ class Context:
         self.caller: Caller = ANYONE
         self.request_id: str | None = None
         self.held = 0
-        """Bytes of memory that it was admitted with."""
+        """Bytes of memory that it was admitted with, until it is `released`."""
+        self.released = False
         self.status = 0
         """The status of its answer, once it has one."""
         self.received = self.sent = 0

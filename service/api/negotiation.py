@@ -22,7 +22,7 @@ def media_types(request: Request) -> tuple[str, str]:
     header = request.headers.get("content-type", JSON)
     sent = header.partition(";")[0].strip().lower()
     if sent not in MEDIA_TYPES:
-        if request.headers.get("content-length") != "0":
+        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
             raise UnsupportedMediaType(f"Content-Type is {shown(header)}, but must be one of {', '.join(MEDIA_TYPES)}")
         sent = JSON  # an empty body may be called anything: curl -d '' calls it a form
     accepted = ",".join(request.headers.getlist("accept"))

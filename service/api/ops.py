@@ -170,15 +170,16 @@ def buffers_of(
         ("from", sources, [one.name for one in operator.inputs]),
         ("into", into, operator.output_names),
     ):
-        named = [(name, buffer) for name, _, buffer in (one.partition(":") for one in given)]
-        for name, buffer in named:
+        named = []
+        for one in given:
+            name, _, buffer = one.partition(":")
             if name not in known or not buffer:
                 raise InvalidParameter(
-                    f"{parameter} is {shown(f'{name}:{buffer}')}, but must be one of {', '.join(known)}, a colon,"
+                    f"{parameter} is {shown(one)}, but must be one of {', '.join(known)}, a colon,"
                     " and the name of a buffer",
                     parameter=parameter,
                 )
-            check_name(buffer)
+            named.append((name, check_name(buffer)))
         for name, count in Counter(name for name, _ in named).items():
             if count > 1:
                 raise InvalidParameter(f"{parameter} has {name} twice", parameter=parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -57,11 +57,12 @@ def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None =
     return Response(json.dumps(content), error.status, headers, MEDIA_TYPE)
 
 
-def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter") -> Invalid:
-    """pydantic's word on one parameter as an error of ours."""
+def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter", known: Collection[str] = ()) -> Invalid:
+    """pydantic's word on one parameter, or on another `kind` of which there are the `known` ones, as an error."""
     name = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")  # not the place in a list
     if error["type"] == "extra_forbidden":
-        return UnknownParameter(f"There is no {kind} {shown(name)} here", parameter=name)
+        others = f"; there are {', '.join(known)}" if known else ""
+        return UnknownParameter(f"There is no {kind} {shown(name)} here{others}", parameter=name)
     message = f"{name}: {error['msg']}"
     if "input" in error and error["type"] != "missing":
         message += f", but is {shown(error['input'])}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,7 +105,7 @@ class Waiting:
         self._stopping = True
         self._wake()
 
-    async def until(self, receive: Receive, seconds: float, attempt: Callable[[], Coroutine[Any, Any, R]]) -> R:
+    async def until(self, receive: Receive, seconds: float, attempt: Callable[[], Awaitable[R]]) -> R:
         """What `attempt` returns, called again after each change while it raises `EpochOpen` or `TooFewGradients`.
 
         After `seconds` it is called a last time. The body must have been read. Raises `ClientDisconnect` if the client
@@ -115,7 +115,7 @@ class Waiting:
             return await attempt()
         return await while_connected(receive, self._attempts(seconds, attempt))
 
-    async def _attempts(self, seconds: float, attempt: Callable[[], Coroutine[Any, Any, R]]) -> R:
+    async def _attempts(self, seconds: float, attempt: Callable[[], Awaitable[R]]) -> R:
         end = asyncio.get_running_loop().time() + seconds
         while True:
             seen = self._store.generation()

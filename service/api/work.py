@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope
 
+from service.api.admission import hold
 from service.api.body import Answer, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
 from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.statistics import Statistics
 from service.api.waiting import in_pool
-from service.buffers.changes import Add, Outcome
+from service.buffers.changes import Add, Outcome, counted_once
 from service.buffers.store import Key, Receipt, Store
 from service.engine import Engine
 from service.errors import EpochGone, GradserveError, InvalidParameter
@@ -215,7 +216,7 @@ def _perform_on_buffers(
     def check_unchanged(before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
         for buffer, then, now in zip(sources.values(), before, states, strict=False):  # earlier versions stored none
             if then != now:
-                raise _not_again(f"the buffer {buffer!r}, that it is computed from, has changed since", receipts)
+                raise counted_once(f"the buffer {buffer!r}, that it is computed from, has changed since", receipts)
 
     def answered(outputs: Mapping[str, Any], outcome: Outcome) -> Answer:
         if outputs:
@@ -228,6 +229,7 @@ def _perform_on_buffers(
         return answered({}, Outcome(known.receipts, replayed=True))
     try:
         tensors = dict(job.tensors)
+        hold(scope, sum(store.record(buffer).spec.nbytes for buffer in sources.values()))
         snapshots = store.read([*sources.values()])
         states += [snapshot.state for snapshot in snapshots]
         if known is not None:
@@ -245,7 +247,7 @@ def _perform_on_buffers(
     except GradserveError as error:
         if known is None or isinstance(error, EpochGone):
             raise
-        raise _not_again(str(error), known.receipts) from None
+        raise counted_once(str(error), known.receipts) from None
     if not targets:
         return finish(outputs, {})
     changes = [
@@ -253,10 +255,3 @@ def _perform_on_buffers(
         for output, buffer in targets.items()
     ]
     return Adding(changes, key, states, partial(answered, outputs))
-
-
-def _not_again(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
-    return EpochGone(
-        f"This request was made before and counted once, but what it answers besides cannot be made anew: {why}",
-        receipts={name: dict(receipt) for name, receipt in receipts.items()},
-    )

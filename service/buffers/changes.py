@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,6 +205,12 @@ class Take(Change):
     def admit(self, record: Record | None) -> None:
         super().admit(record)
         assert record is not None
+        if record.spec.quorum is not None and self.min_count >= record.spec.quorum:
+            raise InvalidParameter(
+                f"min_count is {self.min_count}, but {self.name!r} closes an epoch by itself once it has its quorum of"
+                f" {record.spec.quorum}: wait for the value of that epoch",
+                parameter="min_count",
+            )
         if record.count < self.min_count:
             raise TooFewGradients(
                 f"The count of {self.name!r} is {record.count} in epoch {record.epoch}, but min_count is"
@@ -297,7 +303,10 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             record = _alive(txn, change.name, now)
             if record is not None and record.id != known.ids[change.name]:
                 record = None
-            value = change.again(txn, record, known.receipts[change.name])
+            try:
+                value = change.again(txn, record, known.receipts[change.name])
+            except EpochGone as error:
+                raise counted_once(error.detail, known.receipts) from None
             if value is not None:
                 outcome.values[change.name] = value
         return outcome
@@ -338,6 +347,14 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
     return outcome
 
 
+def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
+    """What a request is told that was made before, where what it answers besides the receipts cannot be had again."""
+    return EpochGone(
+        f"This request was made before and counted once, but what it answers besides cannot be made anew: {why}",
+        receipts={name: dict(receipt) for name, receipt in receipts.items()},
+    )
+
+
 def _alive(txn: Transaction, name: str, now: float) -> Record | None:
     """The buffer; None if there is none, or none any more, and then it is removed."""
     record = txn.get(name)
@@ -373,9 +390,5 @@ def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) 
     if receipt["closed"]:
         return txn.load(record.spec, record.kept(receipt["epoch"]).value)
     if record.version != receipt["version"]:
-        raise EpochGone(
-            f"{name!r} has changed since this receipt, and its value of then is not kept; the add was counted once",
-            buffer=name,
-            receipt=dict(receipt),
-        )
+        raise EpochGone(f"{name!r} has changed since this receipt, and its value of then is not kept", buffer=name)
     return txn.load(record.spec, record.value)

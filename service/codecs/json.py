@@ -178,6 +178,8 @@ def _parser(body: Body) -> simdjson.Parser:
 
 def parse(body: Body) -> Any:
     """The JSON value, whose numbers stay in the parser. Raises `MalformedBody`."""
+    if not body:
+        raise MalformedBody("The body is empty, and not JSON; it must be an object")
     try:
         return _parser(body).parse(body)
     except (ValueError, RuntimeError) as error:

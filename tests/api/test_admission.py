@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.serving import assert_problem, serving
+from tests.serving import assert_problem, serving, wait_until
 
 SAFETENSORS = "application/vnd.safetensors"
 
@@ -59,12 +59,18 @@ def is_refused(url: str, body: bytes) -> bool:
     return True
 
 
+def held_by(url: str) -> float:
+    """The bytes that requests in flight hold."""
+    held = re.search(r"^gradserve_in_flight_bytes (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    assert held is not None
+    return float(held[1])
+
+
 def wait_until_held(url: str) -> None:
     """Until the server has taken the half-sent request up, which a large one that comes first would keep out."""
     large = relu(40_000)
     for _ in range(1000):
-        held = re.search(r"^gradserve_in_flight_bytes (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
-        if held is not None and float(held[1]) + len(large) > 1 << 20 and is_refused(url, large):
+        if held_by(url) + len(large) > 1 << 20 and is_refused(url, large):
             return
     raise AssertionError("everything is let in")
 
@@ -254,6 +260,34 @@ def test_values_that_are_taken_count_too(url: str) -> None:
             assert_problem(client.post("/v1/buffers/a/take?min_count=3"), 429, "busy")
     with httpx.Client(base_url=url, timeout=30) as client:
         assert client.post("/v1/buffers/a/take?min_count=2").json()["count"] == 2
+
+
+def test_values_that_are_computed_from_count_too(url: str) -> None:
+    size = 1 << 18
+    with httpx.Client(base_url=url, timeout=30) as client:
+        assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
+        request: dict[str, Any] = {"json": {}, "headers": {"Accept": SAFETENSORS}}
+        path = "/v1/ops/ReluGrad?from=dY:a&from=X:a"
+        with half_sent(url, relu(100_000)):
+            wait_until_held(url)
+            refused = client.post(path, **request)
+            assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT", str(2 * 4 * size))
+        wait_until(lambda: held_by(url) == 0)
+        assert client.post(path, **request).status_code == 200  # by itself it may have as much as it needs
+        wait_until(lambda: held_by(url) == 0)
+
+
+def test_a_request_alone_is_never_told_to_come_again(url: str) -> None:
+    """Its body and what it asks for may be more together than all that are in flight may hold."""
+    size = 1 << 18
+    with httpx.Client(base_url=url, timeout=30) as client:
+        assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
+        body = safetensors.numpy.save({"gradient": np.ones(size, np.float32)})
+        answer = client.post(
+            "/v1/buffers/a/accumulate?return=value", content=body, headers={"Content-Type": SAFETENSORS}
+        )
+        assert answer.status_code == 200, answer.text
+        assert safetensors.numpy.load(answer.content)["value"].sum() == size
 
 
 def test_who_waits_for_values_holds_none(url: str) -> None:

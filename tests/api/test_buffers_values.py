@@ -341,6 +341,18 @@ def test_tensors_that_are_missing_or_unknown(http: httpx.Client) -> None:
     assert metadata(http, name)["version"] == 0
 
 
+@pytest.mark.parametrize("request_line", ["GET {name}/value", "POST {name}/zero", "POST {name}/take", "DELETE {name}"])
+def test_a_request_without_a_body_has_no_type_of_one(http: httpx.Client, request_line: str) -> None:
+    """Some clients send the same headers with all requests, and no Content-Length where there is no body."""
+    name = create(http)
+    method, path = request_line.format(name=name).split()
+    request = http.build_request(method, f"/v1/buffers/{path}", headers={"Content-Type": "text/plain"})
+    request.headers.pop("content-length", None)
+    assert http.send(request).is_success
+    chunked = http.request("POST", f"/v1/buffers/{name}/zero", content=iter([b"{}"]), headers=request.headers)
+    assert_problem(chunked, 415, "unsupported_media_type", "'text/plain'")
+
+
 @pytest.mark.parametrize("path", ["/v1/buffers/{name}/accumulate", "/v1/buffers/accumulate"])
 def test_bodies_that_cannot_be_read(http: httpx.Client, path: str) -> None:
     name = create(http)

@@ -170,6 +170,39 @@ def test_a_wait_with_if_match_ends_when_the_tag_changes(http: httpx.Client, pool
     assert_problem(waiting.result(PATIENCE), 412, "precondition_failed")
 
 
+def test_a_wait_for_a_prefix_is_for_those_that_are_there_then(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    prefix = fresh("late.")
+    first, second = create(http, f"{prefix}:a"), create(http, f"{prefix}:b")
+    params = {"prefix": f"{prefix}:", "min_count": 1, "timeout": 60}
+    waiting = wait_in(pool, http.post, "/v1/buffers/take", params=params)
+    http.delete(f"/v1/buffers/{first}")
+    late = create(http, f"{prefix}:c")
+    add(http, second, [1, 2])
+    time.sleep(0.05)
+    assert not waiting.done()
+    add(http, late, [3, 4])
+    taken = ok(waiting.result(PATIENCE))["buffers"]
+    assert {name: one["value"]["data"] for name, one in taken.items()} == {second: [1, 2], late: [3, 4]}
+
+
+@pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
+def test_a_wait_for_a_prefix_ends_with_the_last_buffer(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
+    name = create(http)
+    waiting = wait_in(pool, http.post, f"/v1/buffers/{what}&prefix={name}&timeout=60")
+    http.delete(f"/v1/buffers/{name}")
+    assert_problem(waiting.result(PATIENCE), 404, "unknown_buffer", name)
+
+
+@pytest.mark.parametrize("path", ["/{name}/take?", "/take?prefix={name}&"])
+def test_nobody_waits_for_more_than_the_quorum(http: httpx.Client, path: str) -> None:
+    """The count goes back to zero when it is reached."""
+    name = create(http, quorum=2)
+    answer = http.post(f"/v1/buffers{path.format(name=name)}min_count=2&timeout=60")
+    problem = assert_problem(answer, 422, "invalid_parameter", "min_count is 2", "quorum of 2", f"'{name}'")
+    assert problem["parameter"] == "min_count"
+    assert_problem(post(http, name, "take", min_count=1), 409, "too_few_gradients")
+
+
 @pytest.mark.parametrize("end", ["/{name}/take?", "/take?prefix={name}&"])
 def test_who_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
     name = create(http)

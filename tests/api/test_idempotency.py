@@ -27,6 +27,7 @@ from tests.api.calls import (
     fresh,
     loaded,
     metadata,
+    naming,
     ok,
     post,
     saved,
@@ -73,7 +74,6 @@ MUTATIONS: dict[str, Callable[[str, str], Request]] = {
         f"/v1/buffers/take?prefix={a}",
         {"headers": {"Accept": MEDIA_TYPE}},
     ),
-    "take a prefix of none": lambda a, b: ("POST", f"/v1/buffers/take?prefix={a}.none", {}),
     "into": lambda a, b: ("POST", f"/v1/ops/ReluGrad?into=dX:{a}", {"json": {"dY": [1, 2], "X": [1, 1]}}),
     "gather into": lambda a, b: (
         "POST",
@@ -269,6 +269,20 @@ def test_a_take_is_asked_for_again(http: httpx.Client, key: dict[str, str]) -> N
     ok(post(http, name, "take"))
     assert_problem(post(http, name, "take", own), 410, "epoch_gone", name)
     assert metadata(http, name)["epoch"] == 3
+
+
+def test_a_take_whose_value_is_gone_is_told_that_it_was_made(http: httpx.Client, key: dict[str, str]) -> None:
+    a, b = create(http), create(http)
+    add(http, a, [1, 2])
+    add(http, b, [3, 4])
+    first = ok(http.post("/v1/buffers/take", json=naming(a, b), headers=key))["buffers"]
+    http.delete(f"/v1/buffers/{a}")
+    again = assert_problem(
+        http.post("/v1/buffers/take", json=naming(a, b), headers=key), 410, "epoch_gone", "counted once", f"'{a}'"
+    )
+    receipts = {name: {what: one[what] for what in one if what != "value"} for name, one in first.items()}
+    assert again["receipts"] == receipts
+    assert value(http, b, epoch=receipts[b]["epoch"]) == [3, 4]
 
 
 def test_a_take_is_never_replayed_with_other_numbers(http: httpx.Client, key: dict[str, str]) -> None:

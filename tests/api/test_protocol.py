@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from service.api import protocol
 from service.codecs import safetensors
 from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Make, assert_right, v1
-from tests.serving import serving
+from tests.serving import serving, wait_until
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: test\r\n\r\n"
 POLL = b"GET /v1/buffers/open/value?epoch=0&timeout=300 HTTP/1.1\r\nHost: test\r\n\r\n"
@@ -35,13 +35,6 @@ def in_flight(url: str, name: str = "") -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     (value,) = (line.split()[1] for line in lines if line.startswith(f"gradserve_in_flight{name} "))
     return float(value) - (not name)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # ----- what is no head, or a very long one -----

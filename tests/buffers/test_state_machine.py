@@ -138,8 +138,11 @@ class Model:
             raise RefusedError("precondition_failed")
         if isinstance(change, Create) and change.spec != buffer.spec:
             raise RefusedError("buffer_exists")
-        if isinstance(change, Take) and buffer.count < change.min_count:
-            raise RefusedError("too_few_gradients")
+        if isinstance(change, Take):
+            if buffer.spec.quorum is not None and change.min_count >= buffer.spec.quorum:
+                raise RefusedError("invalid_parameter")
+            if buffer.count < change.min_count:
+                raise RefusedError("too_few_gradients")
         if isinstance(change, Add):
             if change.epoch not in (None, buffer.epoch):
                 raise RefusedError("stale_epoch")
