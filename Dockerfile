@@ -18,6 +18,7 @@ LABEL org.opencontainers.image.title="gradserve" \
       org.opencontainers.image.description="Gradient kernels and gradient accumulation as an HTTP service"
 COPY --from=build /venv /venv
 COPY --from=build --chown=10001:10001 /data /data
+COPY deploy/healthcheck.py /usr/local/share/gradserve/
 ENV PATH=/venv/bin:$PATH \
     GRADSERVE_HOST=0.0.0.0 \
     GRADSERVE_PORT=8000 \
@@ -28,6 +29,6 @@ WORKDIR /data
 VOLUME /data
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
-    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['GRADSERVE_PORT']), timeout=4); c.request('GET', '/v2/health/ready'); sys.exit(c.getresponse().status != 200)"]
+    CMD ["python", "/usr/local/share/gradserve/healthcheck.py"]
 ENTRYPOINT ["gradserve"]
 CMD ["serve"]

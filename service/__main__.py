@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import math
+import os
+import signal
+import ssl
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
 
@@ -19,11 +24,13 @@ from service.api.app import store_at
 from service.api.server import run
 from service.arena import keep_freed_memory
 from service.buffers.url import path_of
-from service.errors import GradserveError, StoreFailed
+from service.errors import GradserveError, InvalidParameter, StoreFailed, shown
 from service.kernels import OPERATORS
 from service.keys import SCOPES, KeyFileInvalid, add, load, remove
 from service.limits import Limits
 from service.settings import Settings
+
+END_OF_TIME = datetime(9999, 1, 1).timestamp()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("ops", help="list the operators")
     doctor = commands.add_parser("doctor", help="check the store of the buffers, and say what is in it")
     export = commands.add_parser("export", help="write buffers, as they are at one moment, to a safetensors file")
-    export.add_argument("path", metavar="PATH", help="the file; it is replaced if it is there")
+    export.add_argument("path", type=Path, metavar="PATH", help="the file; it is replaced if it is there")
     export.add_argument("--prefix", default="", help="only buffers whose names begin so")
     importing = commands.add_parser("import", help="create buffers from a file that export wrote")
-    importing.add_argument("path", metavar="PATH", help="the file")
+    importing.add_argument("path", type=Path, metavar="PATH", help="the file")
     for command in (doctor, export, importing):
         command.add_argument("--store", help="the store, before GRADSERVE_STORE")
     keys = commands.add_parser("keys", help="the API keys of GRADSERVE_KEYS").add_subparsers(
@@ -61,8 +68,6 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--keys", metavar="FILE", help="the file, before GRADSERVE_KEYS")
     commands.add_parser("settings", help="list the settings, their values and meanings")
     options = parser.parse_args(arguments)
-    if options.command == "ops":
-        return _ops()
     given = {
         name: value for name in ("host", "port", "store", "keys") if (value := getattr(options, name, None)) is not None
     }
@@ -70,26 +75,55 @@ def main(arguments: list[str] | None = None) -> int:
         settings = Settings(**given)
     except ValidationError as invalid:
         for error in invalid.errors():
+            if error["type"] == "default_factory_not_called":  # what it would be made from is wrong
+                continue
             name = "GRADSERVE_" + "_".join(map(str, error["loc"])).upper()
             print(f"gradserve: {name} is {error['input']!r}: {error['msg']}", file=sys.stderr)
         return 2
     try:
-        match options.command:
-            case "settings":
-                return _settings(settings)
-            case "doctor":
-                return _doctor(settings)
-            case "export":
-                return _export(settings, Path(options.path), options.prefix)
-            case "import":
-                return _import(settings, Path(options.path))
-            case "keys":
-                return _keys(settings, options)
-            case _:
-                return _serve(settings)
+        status = _run(options, settings)
+        sys.stdout.flush()  # here, where it can be told what hinders it
+        return status
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written at the end
+        return 1
     except (GradserveError, KeyFileInvalid, OSError) as error:
         print(f"gradserve: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: argparse.Namespace, settings: Settings) -> int:
+    match options.command:
+        case "ops":
+            return _ops()
+        case "settings":
+            return _settings(settings)
+        case "doctor":
+            return _doctor(settings)
+        case "export":
+            return _export(settings, options.path, options.prefix)
+        case "import":
+            return _import(settings, options.path)
+        case "keys":
+            return _keys(settings, options)
+        case _:
+            return _serve(settings)
+
+
+@contextmanager
+def _stopping_cleanly() -> Iterator[None]:
+    """SIGTERM ends what is done meanwhile as Ctrl-C does: nothing half done is left."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ops() -> int:
@@ -114,17 +148,22 @@ def _doctor(settings: Settings) -> int:
 
 
 def _export(settings: Settings, path: Path, prefix: str) -> int:
-    count, size = transfer.export(_path(settings), settings.store_bytes, path, prefix)
-    print(f"{count} buffers, {size} bytes")
+    if not prefix.isascii():
+        raise InvalidParameter(f"--prefix is {shown(prefix)}, but the names of buffers are of ASCII characters")
+    with _stopping_cleanly():
+        count, size = transfer.export(_path(settings), settings.store_bytes, path, prefix)
+    # What is no file may be read on, and this is not for its reader.
+    print(f"{count} buffers, {size} bytes", file=sys.stdout if path.is_file() else sys.stderr)
     return 0
 
 
 def _import(settings: Settings, path: Path) -> int:
     _path(settings)  # of what is in memory, nothing would be left
     store = store_at(settings)
+    limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
     try:
-        limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
-        names = transfer.restore(store, path, limits, settings.max_name_length)
+        with _stopping_cleanly():
+            names = transfer.restore(store, path, limits, settings.max_name_length)
     finally:
         store.close()
     print(f"{len(names)} buffers")
@@ -133,7 +172,7 @@ def _import(settings: Settings, path: Path) -> int:
 
 def _keys(settings: Settings, options: argparse.Namespace) -> int:
     path = settings.keys
-    if path is None:
+    if path is None or not path.name:
         raise KeyFileInvalid("Say which file the keys are in: GRADSERVE_KEYS, or --keys FILE")
     match options.change:
         case "add":
@@ -158,13 +197,13 @@ def _moment(text: str) -> float:
         moment = datetime.fromisoformat(text).timestamp() if days is None else time.time() + days * 24 * 3600
     except ValueError:
         raise KeyFileInvalid(f"--expires is {text!r}, but must be like 2027-01-31 or 90d") from None
-    if not time.time() < moment < math.inf:
-        raise KeyFileInvalid(f"--expires is {text!r}, but must be a moment that is yet to come")
+    if not time.time() < moment < END_OF_TIME:
+        raise KeyFileInvalid(f"--expires is {text!r}, but must be a moment that is yet to come, before the year 9999")
     return moment
 
 
 def _shown(moment: float) -> str:
-    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(min(max(moment, 0), END_OF_TIME)).strftime("%Y-%m-%d %H:%M")
 
 
 def _path(settings: Settings) -> Path:
@@ -177,7 +216,8 @@ def _path(settings: Settings) -> Path:
 def _serve(settings: Settings) -> int:
     if settings.keys is None and not settings.allow_anonymous and not _is_loopback(settings.host):
         print(
-            f"gradserve: {settings.host} can be reached from other machines, and anyone there could use the service.\n"
+            f"gradserve: {settings.host or 'an empty host'} can be reached from other machines, and anyone there could"
+            " use the service.\n"
             "Set GRADSERVE_KEYS (see gradserve keys add --help), or listen on 127.0.0.1, or set"
             " GRADSERVE_ALLOW_ANONYMOUS=true if that is meant.",
             file=sys.stderr,
@@ -191,6 +231,16 @@ def _serve(settings: Settings) -> int:
     if (settings.tls_certificate is None) is not (settings.tls_key is None):
         print("gradserve: GRADSERVE_TLS_CERTIFICATE and GRADSERVE_TLS_KEY go together", file=sys.stderr)
         return 2
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        try:  # here, where it can be told once, rather than in every worker
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key, bytes)
+        except OSError as error:
+            print(
+                f"gradserve: GRADSERVE_TLS_CERTIFICATE is {settings.tls_certificate} and GRADSERVE_TLS_KEY"
+                f" {settings.tls_key}, but they are no certificate and its key, PEM and not encrypted: {error}",
+                file=sys.stderr,
+            )
+            return 2
     if settings.tracing:
         try:
             import_module("service.api.tracing")

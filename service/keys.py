@@ -152,6 +152,8 @@ def add(path: Path, name: str, scopes: list[str], namespace: str = "", expires: 
 
 def remove(path: Path, name: str) -> None:
     """Remove the key of this name from the file. Raises `KeyFileInvalid`."""
+    if not path.exists():
+        raise KeyFileInvalid(f"{path} is not there")
     with _changing(path) as keys:
         left = [key for key in keys if key.name != name]
         if len(left) == len(keys):

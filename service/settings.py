@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class Settings(BaseSettings):
     """The server's settings. An invalid value stops the start with a message that names the variable."""
 
-    model_config = SettingsConfigDict(env_prefix="GRADSERVE_", env_ignore_empty=True, frozen=True)
+    model_config = SettingsConfigDict(env_prefix="GRADSERVE_", env_ignore_empty=True, frozen=True, allow_inf_nan=False)
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -38,10 +38,15 @@ class Settings(BaseSettings):
         description="Where buffers are kept: lmdb:PATH, on disk, or memory:, until the process ends.",
     )
     store_bytes: PositiveInt = Field(
-        64 << 30, description="Largest size of the store on disk, in bytes; it takes what it needs, up to this."
+        64 << 30,
+        le=1 << 60,
+        description="Largest size of the store on disk, in bytes; it takes what it needs, up to this.",
     )
     idempotency_seconds: float = Field(
-        24 * 3600, ge=24 * 3600, description="Seconds for which an Idempotency-Key is remembered, a day at least."
+        24 * 3600,
+        ge=24 * 3600,
+        le=1e9,
+        description="Seconds for which an Idempotency-Key is remembered, a day at least.",
     )
     max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,29 +40,53 @@ def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[i
     The store may be in use. Raises `StoreFailed` and `BufferCorrupt`, and OSError for the file: then there is none.
     """
     env = Environment(store, max_bytes=max_bytes, readonly=True)
-    unfinished = path.with_name(path.name + ".unfinished")
     try:
-        with env.reading() as txn, unfinished.open("wb") as file, np.errstate(all="ignore"):
+        with _replacing(path) as file, env.reading() as txn, np.errstate(all="ignore"):
             reader = Reader(env, txn)
             now = time.time()
             records = {one.name: one for one in reader.records(prefix, strict=True) if one.lives(now)}
             ordered = safetensors.in_order({name: (one.spec.dtype, one.spec.shape) for name, one in records.items()})
             about = {name: _described(one) for name, one in records.items()}
-            file.write(safetensors.head(ordered, {"buffers": orjson.dumps(about).decode()}))
+            size: int = file.write(safetensors.head(ordered, {"buffers": orjson.dumps(about).decode()}))
             for name in ordered:
                 try:
                     _write(reader, records[name], file)
                 except BufferCorrupt as error:
                     name_buffer(error, name, one_of_many=True)
                     raise
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        unfinished.replace(path)
+                size += records[name].spec.nbytes
         return len(records), size
     finally:
-        unfinished.unlink(missing_ok=True)
         env.close()
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Any]:
+    """A file that takes the place of the one at `path`, or of the one that a link there leads to, once it is whole.
+
+    If it does not come to that, all is as before. A device or a pipe is written to as it is.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    target = path.resolve()
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
+    try:
+        file = unfinished.open("xb")
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    try:
+        with file:
+            if target.exists():
+                shutil.copymode(target, unfinished)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _write(reader: Reader, record: Record, file: Any) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -34,14 +35,25 @@ def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("PORT", "80000"), ("PORT", "http"), ("THREADS", "0"), ("MAX_BODY_BYTES", "1 GB")]
+    ("name", "value"),
+    [
+        ("PORT", "80000"),
+        ("PORT", "http"),
+        ("THREADS", "0"),
+        ("MAX_BODY_BYTES", "1 GB"),
+        ("STORE_BYTES", "9" * 21),
+        ("IDEMPOTENCY_SECONDS", "inf"),
+        ("REQUEST_TIMEOUT", "nan"),
+    ],
 )
 def test_a_bad_setting_is_named(
     name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"GRADSERVE_{name}", value)
     assert main(["serve"]) == 2
-    assert f"GRADSERVE_{name} is '{value}': " in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert f"GRADSERVE_{name} is '{value}': " in complaint
+    assert complaint.count("\n") == 1
 
 
 def test_an_option_comes_before_the_environment(
@@ -56,6 +68,41 @@ def test_an_option_comes_before_the_environment(
 def test_beyond_loopback_is_refused(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", host]) == 2
     assert "GRADSERVE_ALLOW_ANONYMOUS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("case", ["missing", "no PEM", "encrypted"])
+def test_a_certificate_that_cannot_be_used_is_named(
+    case: str,
+    workers: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    if case == "no PEM":
+        certificate.write_text("nonsense")
+        key.write_text("nonsense")
+    if case == "encrypted":
+        command = f"openssl req -x509 -newkey rsa:2048 -keyout {key} -out {certificate} -passout pass:word -subj /CN=x"
+        subprocess.run(command.split(), check=True, capture_output=True)
+    monkeypatch.setenv("GRADSERVE_WORKERS", str(workers))
+    monkeypatch.setenv("GRADSERVE_TLS_CERTIFICATE", str(certificate))
+    monkeypatch.setenv("GRADSERVE_TLS_KEY", str(key))
+    assert main(["serve"]) == 2
+    complaint = capsys.readouterr().err
+    for word in ("GRADSERVE_TLS_CERTIFICATE", str(certificate), "GRADSERVE_TLS_KEY", str(key)):
+        assert word in complaint
+
+
+def test_who_reads_no_further_is_not_complained_of() -> None:
+    listing = subprocess.Popen([sys.executable, "-m", "service", "ops"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert listing.stdout is not None
+    listing.stdout.close()
+    assert listing.wait(30) == 1
+    assert listing.stderr is not None
+    assert listing.stderr.read() == b""
+    listing.stderr.close()
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["serve", "--nonsense"]])

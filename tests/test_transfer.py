@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from service.dtypes import FLOAT32
 from service.errors import MalformedBody
 from service.keys import add as add_key
 from service.limits import Limits
-from tests.serving import serving
+from tests.serving import serving, wait_until
 
 LARGE = 100_003
 
@@ -128,10 +131,63 @@ def test_files_that_cannot_be_imported(tmp_path: Path, content: Any, words: str)
     assert "0 buffers" in run("doctor", "--store", store)[1]
 
 
+def test_an_export_goes_where_a_link_leads_and_into_what_is_no_file(tmp_path: Path) -> None:
+    store = f"lmdb:{tmp_path}/a"
+    with serving(store=store) as url, httpx.Client(base_url=url) as client:
+        put(client, "a", shape=[3])
+        add(client, "a", [1, 2, 3])
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.touch(0o600)
+    link.symlink_to("target")
+    others = {tmp_path / "target.unfinished": "mine"}
+    for path, text in others.items():
+        path.write_text(text)
+    assert run("export", str(link), "--store", store)[:2] == (0, f"1 buffers, {target.stat().st_size} bytes\n")
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert load_file(target)["a"].tolist() == [1, 2, 3]
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_bytes)
+        assert run("export", str(pipe), "--store", store)[:2] == (0, "")
+        assert read.result(30) == target.read_bytes()
+    assert pipe.is_fifo()
+    status, _, complaint = run("export", str(tmp_path), "--store", store)
+    assert (status, str(tmp_path) in complaint, "directory" in complaint) == (1, True, True)
+    assert {path: path.read_text() for path in others} == others
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "target", "link", "pipe", "target.unfinished"}
+
+
+def test_an_export_that_is_ended_leaves_no_file(tmp_path: Path) -> None:
+    store = f"lmdb:{tmp_path}/a"
+    with serving(store=store) as url, httpx.Client(base_url=url) as client:
+        for number in range(60):
+            put(client, f"a{number}", shape=[1 << 20])
+            add(client, f"a{number}", 1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        export = subprocess.Popen(
+            [sys.executable, "-m", "service", "export", tmp_path / "x", "--store", store], stderr=subprocess.PIPE
+        )
+        wait_until(lambda: any("unfinished" in path.name for path in tmp_path.iterdir()))
+        export.send_signal(number)
+        assert (export.wait(30), export.communicate()[1]) == (128 + number, b"")
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("prefix", ["\udcff", "ä"])
+def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
+    status, _, complaint = run("export", str(tmp_path / "x"), "--prefix", prefix, "--store", f"lmdb:{_empty(tmp_path)}")
+    assert (status, complaint) == (
+        1,
+        f"gradserve: --prefix is {prefix!r}, but the names of buffers are of ASCII characters\n",
+    )
+
+
 def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with serving(store=f"lmdb:{tmp_path}/a"):
         pass
-    assert run("export", str(tmp_path / "no" / "x"), "--store", f"lmdb:{tmp_path}/a")[0] == 1
+    status, _, complaint = run("export", str(tmp_path / "no" / "x"), "--store", f"lmdb:{tmp_path}/a")
+    assert (status, complaint.endswith(f"No such file or directory: '{tmp_path}/no/x'\n")) == (1, True)
     status, _, complaint = run("export", str(tmp_path / "x"), "--store", f"lmdb:{tmp_path}/none")
     assert (status, complaint) == (1, f"gradserve: There is no store in {tmp_path}/none\n")
     assert not (tmp_path / "x").exists()

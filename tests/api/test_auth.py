@@ -326,6 +326,7 @@ def test_the_command(tmp_path: Path) -> None:
         (("add", "x", "--expires", "0d"), "yet to come"),
         (("add", "x", "--expires", "nand"), "yet to come"),
         (("add", "x", "--expires", "infd"), "yet to come"),
+        (("add", "x", "--expires", "9999999d"), "before the year 9999"),
         (("rm", "nobody"), "nobody"),
     ],
 )
@@ -338,6 +339,12 @@ def test_the_commands_mistakes(tmp_path: Path, arguments: tuple[str, ...], words
     assert words in failed.stderr
     assert "Traceback" not in failed.stderr
     assert file.read_text() == before
+
+
+def test_to_remove_a_key_makes_no_file(tmp_path: Path) -> None:
+    failed = run("keys", "rm", "x", GRADSERVE_KEYS=str(tmp_path / "keys.json"))
+    assert (failed.returncode, failed.stderr) == (1, f"gradserve: {tmp_path}/keys.json is not there\n")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_command_wants_a_file() -> None:
