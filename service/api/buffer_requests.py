@@ -138,14 +138,9 @@ class BufferRequest:
         return await self.until(timeout, attempt)
 
     def _listed(self, prefix: str) -> list[str]:
-        """The buffers with the prefix: if the request was made before, those of then. Raises `UnknownBuffer`."""
+        """The buffers with the prefix: if the request was made before, those of then."""
         known = recalled(self.store, self._key)
-        if known is not None:
-            return [*known.receipts]
-        found = [one.name for one in self.store.records(prefix, strict=True)]
-        if not found:
-            raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
-        return found
+        return [one.name for one in self.store.records(prefix, strict=True)] if known is None else [*known.receipts]
 
     async def until(self, timeout: float, attempt: Callable[[], Awaitable[R]]) -> R:
         """What `attempt` returns once others have done what it waits for, up to `timeout` seconds from now."""
@@ -253,6 +248,11 @@ def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json
             tensors[name] = document.base64(name, form.base64, dtype, form.shape or [])
     document.finish()
     return tensors, "base64" if any(form.base64 is not None for form in forms.values()) else "list"
+
+
+def none_with(prefix: str | None) -> UnknownBuffer:
+    """What is said where a prefix means no buffer, and something of one is wanted."""
+    return UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix or '')}")
 
 
 def read_values(request: Request, names: Sequence[str], query: ValueQuery, answers: str, one: bool) -> Answer:

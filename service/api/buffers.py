@@ -29,7 +29,7 @@ from service.api.buffer_models import (
     TakeQuery,
     ValueQuery,
 )
-from service.api.buffer_requests import VARY, BufferRequest, read_values, waiting_of
+from service.api.buffer_requests import VARY, BufferRequest, none_with, read_values, waiting_of
 from service.api.changes import match_of, refuse_match, replayed, store_of, tags_of
 from service.api.context import caller_of, engine_of
 from service.api.negotiation import JSON, check_given_once, media_types
@@ -265,6 +265,8 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     mean = query.reduce == "mean"
 
     async def take(names: list[str]) -> Outcome:
+        if not names:
+            raise none_with(query.prefix)
         return await asked.take([Take(name=name, min_count=query.min_count, mean=mean) for name in names])
 
     outcome = await asked.named(query.prefix, query.timeout, take)
@@ -282,6 +284,8 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
     asked = await BufferRequest.of(request)
 
     async def read(names: list[str]) -> Answer:
+        if not names:
+            raise none_with(query.prefix)
         if query.epoch is not None:
             for name in names:
                 asked.store.record(name).kept(query.epoch)

@@ -74,6 +74,7 @@ MUTATIONS: dict[str, Callable[[str, str], Request]] = {
         f"/v1/buffers/take?prefix={a}",
         {"headers": {"Accept": MEDIA_TYPE}},
     ),
+    "zero a prefix of none": lambda a, b: ("POST", f"/v1/buffers/zero?prefix={a}.none", {}),
     "into": lambda a, b: ("POST", f"/v1/ops/ReluGrad?into=dX:{a}", {"json": {"dY": [1, 2], "X": [1, 1]}}),
     "gather into": lambda a, b: (
         "POST",

@@ -163,6 +163,9 @@ def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
 
 
 def test_an_empty_list_is_not_the_default(server: Any) -> None:
+    for weight in (10**400, "much"):
+        with pytest.raises(InvalidInput, match="^weight is no number that a float can be"):
+            server.buffers["w"].accumulate([1], weight=weight)
     with pytest.raises(InvalidInput, match="^activations is empty"):
         server.ops.gru_training([[[1.0]]], [[[1.0]] * 3], [[[1.0]] * 3], activations=[])
 

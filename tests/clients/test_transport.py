@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import socket
 import ssl
@@ -21,6 +22,7 @@ from gradserve_client import (
     Client,
     ConnectionFailed,
     EpochOpen,
+    InvalidInput,
     ServerFailed,
     TimedOut,
     TooLarge,
@@ -226,6 +228,14 @@ def test_a_server_that_is_silent_gets_the_body_and_is_not_asked_again(monkeypatc
         assert [b"expect" in head for head in server.heads] == [True, False]
 
 
+def test_a_server_that_does_not_want_to_be_asked_is_not_asked_again() -> None:
+    unasked = b"HTTP/1.1 417 Expectation Failed\r\nContent-Length: 0\r\n\r\n"
+    with Asked(unasked, b"", b"") as server, httpx.Client(base_url=server.url, transport=Transport()) as client:
+        assert [client.post("/", content=bytes(ASKED)).status_code for _ in range(2)] == [200, 200]
+        assert server.bodies == [0, ASKED, ASKED]
+        assert [b"expect" in head for head in server.heads] == [True, False, False]
+
+
 def test_a_small_body_is_sent_at_once() -> None:
     with Asked(b"") as server, httpx.Client(base_url=server.url, transport=Transport()) as client:
         assert client.post("/", content=bytes(ASKED - 1)).status_code == 200
@@ -264,6 +274,26 @@ def test_a_url_may_have_a_path(kind: str, path: str) -> None:
     assert b"authorization: bearer secret\r\n" in request.lower()
     assert request.lower().count(b"\r\nhost:") == 1
     assert b"accept-encoding" not in request.lower()
+
+
+@pytest.mark.parametrize("length", [10**14, 10**30])
+def test_an_answer_that_says_it_is_endless(length: int) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % length
+    with Talker(lambda connection, request: connection.sendall(head)) as talker:
+        with Client(talker.url, max_retries=0) as server, pytest.raises(ConnectionFailed, match="memory"):
+            server.operators()
+
+
+def test_to_wait_forever_is_no_mistake(kind: str, url: str) -> None:
+    with connected(kind, url, timeout=math.inf, attempt_timeout=math.inf) as server:
+        assert server.is_ready()
+
+
+def test_a_proxy_that_there_is_no_way_to(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(InvalidInput, match="socks5://127.0.0.1:1"), connected(kind, "http://gradserve.example"):
+        pass
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])

@@ -103,7 +103,7 @@ def run(
             **_query(
                 {
                     "outputs": outputs if outputs is None or isinstance(outputs, str) else ",".join(outputs),
-                    "weight": None if weight is None else float(weight),
+                    "weight": None if weight is None else _weight(weight),
                     "epoch": epoch,
                 }
             ),
@@ -383,13 +383,20 @@ def _adding(weight: float, epoch: int | None, overwrite: bool, do_update: bool, 
     """The parameters of an add that are not as they would be anyway."""
     return _query(
         {
-            "weight": None if weight == 1 else float(weight),
+            "weight": None if weight == 1 else _weight(weight),
             "epoch": epoch,
             "overwrite": overwrite or None,
             "do_update": None if do_update else False,
             "return": "value" if return_value else None,
         }
     )
+
+
+def _weight(weight: float) -> float:
+    try:
+        return float(weight)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidInput(f"weight is no number that a float can be: {error}", code="invalid_parameter") from None
 
 
 def _if_match(tag: str | None) -> dict[str, str]:

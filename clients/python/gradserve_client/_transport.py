@@ -32,6 +32,9 @@ ASK_SECONDS = 1.0
 PIECE = 1 << 20
 """Bytes that are received between two reports of how many have come."""
 
+UNASKED = 417
+"""The status by which a server says that it does not want to be asked."""
+
 STATUS = slice(9, 12)
 """Where the status stands in an answer."""
 
@@ -64,6 +67,13 @@ class Transport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request, and read the whole answer. Raises `httpx.TransportError`."""
+        response, body = self._exchange(request)
+        if response.status == UNASKED and not self._asks:
+            response, body = self._exchange(request)
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.getheaders()]
+        return httpx.Response(response.status, headers=headers, stream=Body(body))
+
+    def _exchange(self, request: httpx.Request) -> tuple[http.client.HTTPResponse, bytearray]:
         timeout = request.extensions.get("timeout", {})
         connection = self._connection(request.url, timeout.get("connect"))
         try:
@@ -86,8 +96,7 @@ class Transport(httpx.BaseTransport):
             connection.close()
         else:
             self._keep(connection)
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.getheaders()]
-        return httpx.Response(response.status, headers=headers, stream=Body(body))
+        return response, body
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -142,8 +151,8 @@ class Transport(httpx.BaseTransport):
             connection.putheader("Expect", "100-continue")
         connection.endheaders()
         if asked and (answer := limits.answer(sock, ASK_SECONDS)) != b"100":
-            self._asks = answer is not None
-            if self._asks:
+            self._asks = answer not in (None, b"%d" % UNASKED)
+            if answer is not None:
                 return False
         try:
             for piece in request.stream:
@@ -261,6 +270,8 @@ def _translate(error: BaseException, connecting: str | None = None) -> NoReturn:
         if connecting:
             raise httpx.ConnectError(f"{connecting}: {error}") from error
         raise httpx.ReadError(str(error) or type(error).__name__) from error
+    if isinstance(error, (MemoryError, OverflowError)):
+        raise httpx.RemoteProtocolError("the answer says that it is longer than there is memory for") from error
     if isinstance(error, ValueError):  # of http.client, for what must not stand in a request
         raise httpx.LocalProtocolError(str(error)) from error
     raise error

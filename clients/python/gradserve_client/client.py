@@ -6,7 +6,7 @@ import os
 import time
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -34,6 +34,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _PIECE = 1 << 20
 """Bytes that the asynchronous client hands over at once."""
 
+_FOREVER = 1e8
+"""Seconds, three years."""
+
 _UNLIMITED = httpx.Limits(max_keepalive_connections=MOST_IDLE)
 """Many calls may wait for an epoch at once; one that would close it must not wait until they are through."""
 
@@ -59,7 +62,10 @@ class _Settings:
         for name, seconds in {"timeout": timeout, "attempt_timeout": attempt_timeout}.items():
             if not seconds > 0:
                 raise InvalidInput(f"{name} is {seconds!r}, but must be a number of seconds above 0")
-        self.patience = Patience(timeout, attempt_timeout, max_retries)
+        if not (max_retries is None or (isinstance(max_retries, int) and max_retries >= 0)):
+            raise InvalidInput(f"max_retries is {max_retries!r}, but must be None or an integer from 0 up")
+        # A socket's clock ends somewhere, too.
+        self.patience = Patience(min(timeout, _FOREVER), min(attempt_timeout, _FOREVER), max_retries)
         api_key = api_key or os.environ.get("GRADSERVE_API_KEY")
         self.headers = {
             "Host": self.url.netloc.decode("ascii"),
@@ -97,6 +103,14 @@ class _Settings:
             return None
         proxy = urllib.request.getproxies().get(self.url.scheme)
         return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+
+
+def _through(transport: Callable[..., T], proxy: str | None) -> T:
+    """An httpx transport, by the proxy that the environment names. Raises `InvalidInput` if there is no such way."""
+    try:
+        return transport(proxy=proxy, limits=_UNLIMITED)
+    except (ImportError, ValueError) as error:
+        raise InvalidInput(f"The proxy of the environment is {proxy!r}: {error}") from error
 
 
 class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
@@ -159,7 +173,7 @@ class Client:
         self._settings = _Settings(url, api_key, timeout, attempt_timeout, max_retries)
         if transport is None:
             proxy = self._settings.proxy()
-            transport = Transport() if proxy is None else httpx.HTTPTransport(proxy=proxy, limits=_UNLIMITED)
+            transport = Transport() if proxy is None else _through(httpx.HTTPTransport, proxy)
         self._transport = transport
         self.ops = Ops(self)
         """The operators, a method each."""
@@ -272,7 +286,8 @@ class Client:
 class AsyncClient:
     """The same as `Client`, awaited: `async with AsyncClient(url) as server: dX = await server.ops.relu_grad(dY, X)`.
 
-    Its methods have the same arguments and results, and the same patience.
+    Its methods have the same arguments and results, and the same patience. It belongs to the event loop in which it is
+    first used.
     """
 
     def __init__(
@@ -286,7 +301,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._settings = _Settings(url, api_key, timeout, attempt_timeout, max_retries)
-        self._transport = transport or httpx.AsyncHTTPTransport(proxy=self._settings.proxy(), limits=_UNLIMITED)
+        self._transport = transport or _through(httpx.AsyncHTTPTransport, self._settings.proxy())
         self.ops = AsyncOps(self)
         """The operators, a method each."""
         self.buffers = AsyncBuffers(self)
