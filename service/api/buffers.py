@@ -54,7 +54,7 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
     "/{name}",
     summary="Create a buffer",
     operation_id="create_buffer",
-    openapi_extra=openapi.buffer_operation(NewBuffer, Metadata, openapi.ONE, created=True),
+    openapi_extra=openapi.buffer_operation(NewBuffer, Metadata, openapi.CREATING, created=True),
 )
 async def create(request: Request, name: str) -> Response:
     check_given_once(request)
@@ -66,7 +66,8 @@ async def create(request: Request, name: str) -> Response:
     refusal = asked.refusal(name, spec)
     if refusal is not None and (len(name) > LONGEST_NAME or len(spec.shape) > MAX_RANK):  # no buffer is like that
         raise refusal
-    made = Create(name=check_name(name), match=match_of(request.scope), spec=spec, refusal=refusal)
+    match, unless = match_of(request.scope), _tags_not_wanted(request)
+    made = Create(name=check_name(name), match=match, unless=unless, spec=spec, refusal=refusal)
     outcome = await asked.change([made])
     receipt = dict(outcome.receipts[name])
     status = 201 if receipt.pop("created") else 200
@@ -319,10 +320,13 @@ def _add(name: str, tensor: str, gradient: Array, query: AccumulateQuery, match:
 
 
 def _is_known(request: Request, etag: str) -> bool:
+    return bool(_tags_not_wanted(request) & {"*", etag})
+
+
+def _tags_not_wanted(request: Request) -> frozenset[str]:
     header = request.headers.get("if-none-match")
-    if header is None:
-        return False
-    return bool({one.removeprefix("W/") for one in tags_of("If-None-Match", header)} & {"*", etag})
+    tags = frozenset() if header is None else tags_of("If-None-Match", header)
+    return frozenset(one.removeprefix("W/") for one in tags)
 
 
 def _check_no_query(request: Request) -> None:

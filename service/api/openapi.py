@@ -63,13 +63,16 @@ _HEADERS: dict[str, dict[str, Any]] = {
     },
     "If-Match": {"description": "The tag that the buffer must have.", "schema": {"type": "string"}},
     "If-None-Match": {
-        "description": "The tag that the client has seen: while it is the buffer's, the answer is 304, without a body.",
+        "description": "The tag that the client has seen: while it is the buffer's, the answer is 304, without a body;"
+        " or, to create a buffer, `*`: there must be none yet.",
         "schema": {"type": "string"},
     },
 }
 
 ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If-None-Match",)
 """The headers of requests that change one buffer, that change several, and that read one."""
+
+CREATING = (*ONE, *READING)
 
 
 def headers(*names: str) -> dict[str, Any]:

@@ -70,9 +70,10 @@ class Change:
 
 @dataclass(kw_only=True)
 class Create(Change):
-    """Create the buffer, if there is none like it."""
+    """Create the buffer, if there is none like it, nor one whose tag is among those that `unless` names."""
 
     spec: Spec
+    unless: frozenset[str] = frozenset()
     refusal: GradserveError | None = None
     """Why a new one must not be like this."""
 
@@ -84,6 +85,11 @@ class Create(Change):
                 raise self.refusal
             return
         super().admit(record)
+        if self.unless & {"*", record.etag}:
+            raise PreconditionFailed(
+                f"If-None-Match is {', '.join(sorted(self.unless))}, but there is {self.name!r}, at {record.etag}",
+                buffer=self.name,
+            )
         asked, there = self.spec.as_json(), record.spec.as_json()
         if asked != there:
             differing = ", ".join(

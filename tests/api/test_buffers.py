@@ -293,6 +293,24 @@ def test_what_has_not_changed_is_not_sent(http: httpx.Client) -> None:
         assert http.get(path, headers={"If-None-Match": tag}).status_code == 200
 
 
+def test_a_buffer_is_created_only_where_there_is_none(http: httpx.Client) -> None:
+    name, tag = fresh(), '"0-0"'
+    path, rules, key = f"/v1/buffers/{name}", {"shape": [2]}, {"Idempotency-Key": fresh("key")}
+    first = http.put(path, json=rules, headers={"If-None-Match": "*", **key})
+    assert (first.status_code, first.headers["etag"]) == (201, tag)
+    for unless in ("*", tag, f'"9-9", {tag}'):
+        again = http.put(path, json=rules, headers={"If-None-Match": unless})
+        assert assert_problem(again, 412, "precondition_failed", "If-None-Match", f"'{name}'", tag)["buffer"] == name
+    assert http.put(path, json=rules, headers={"If-None-Match": '"9-9"'}).status_code == 200
+    assert_problem(http.put(path, json=rules, headers={"If-None-Match": "x"}), 422, "invalid_parameter", "'x'")
+    repeated = http.put(path, json=rules, headers={"If-None-Match": "*", **key})
+    assert (repeated.status_code, repeated.content, repeated.headers["Idempotency-Replayed"]) == (
+        201,
+        first.content,
+        "true",
+    )
+
+
 def test_the_tag_of_a_closed_epoch_stays(http: httpx.Client) -> None:
     name = create(http, keep=2)
     add(http, name, [1, 2])
