@@ -88,7 +88,7 @@ async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -
     "/{name}",
     summary="A buffer's metadata",
     response_model=Metadata,
-    openapi_extra=openapi.headers(*openapi.READING),
+    openapi_extra={**openapi.headers(*openapi.READING), **openapi.UNCHANGED},
 )
 async def get(request: Request, name: str) -> Response:
     _check_no_query(request)

@@ -74,6 +74,8 @@ ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If
 
 CREATING = (*ONE, *READING)
 
+UNCHANGED: dict[str, Any] = {"responses": {"304": {"description": "The buffer still has a tag that If-None-Match names"}}}
+
 
 def headers(*names: str) -> dict[str, Any]:
     """The headers that an endpoint knows."""
@@ -124,6 +126,8 @@ def buffer_operation(
     responses = {"200": {"description": "The receipt" if safe else "There was such a buffer", **success}}
     if created:
         responses["201"] = {"description": "The new buffer", **success}
+    if knows == READING:
+        responses |= UNCHANGED["responses"]
     operation: dict[str, Any] = {
         **headers(*knows),
         "responses": {**responses, "4XX": {"description": "What is wrong", **problem}},
