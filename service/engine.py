@@ -48,13 +48,20 @@ class Engine:
     def submit(self, work: Callable[[], R]) -> Future[R]:
         """Call `work` in the pool. A future that is cancelled before it starts is dropped."""
 
+        waiting = [work]
+
         def start() -> R:
             self._count_waiting(-1)
-            return work()
+            return waiting.pop()()
+
+        def drop(ended: Future[R]) -> None:
+            if ended.cancelled():
+                self._count_waiting(-1)
+                waiting.clear()  # the pool keeps what is cancelled until a thread comes to it
 
         self._count_waiting(1)
         future = self._pool.submit(start)
-        future.add_done_callback(lambda done: self._count_waiting(-1) if done.cancelled() else None)
+        future.add_done_callback(drop)
         return future
 
     def _count_waiting(self, change: int) -> None:

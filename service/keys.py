@@ -14,9 +14,10 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,6 @@ class ApiKey:
     created: float
     expires: float | None
 
-    def allows(self, scope: str) -> bool:
-        """Whether the key is good for this."""
-        return scope in self.scopes or "admin" in self.scopes
-
     def lives(self, now: float) -> bool:
         """Whether it has not expired."""
         return self.expires is None or now < self.expires
@@ -74,6 +71,7 @@ class KeyFile:
         self.path, self._clock = path, clock
         self._keys: dict[str, ApiKey] = {}
         self._seen: tuple[int, ...] | None = None
+        self._told = ""
 
     def find(self, secret: str) -> ApiKey | None:
         """The key of this secret, unless it has expired."""
@@ -85,17 +83,19 @@ class KeyFile:
 
     def _refresh(self) -> None:
         try:
-            stat = os.stat(self.path)
-            seen: tuple[int, ...] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            found = os.stat(self.path)
+            seen: tuple[int, ...] = (found.st_mtime_ns, found.st_size, found.st_ino)
         except OSError:
             seen = ()
         if seen == self._seen:
             return
-        self._seen = seen
         try:
             self._keys = {key.id: key for key in load(self.path)}
-        except KeyFileInvalid as error:
-            logger.error("gradserve goes on with the keys it has: %s", error)
+            self._seen = seen
+        except KeyFileInvalid as error:  # which may pass: it is read again for the next request
+            if str(error) != self._told:
+                logger.error("gradserve goes on with the keys it has: %s", error)
+            self._told = str(error)
 
 
 def load(path: Path) -> list[ApiKey]:
@@ -167,13 +167,21 @@ def _digest(secret: str) -> str:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[ApiKey]]:
-    """The keys, stored on leaving. The file is replaced as a whole, and one process changes it at a time."""
+    """The keys, stored on leaving. The file is replaced as a whole, and one process changes it at a time.
+
+    Whoever could read it before still can.
+    """
+    path = path.resolve()
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = load(path)
         yield keys
         made = path.with_name(f"{path.name}.new")
         with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            with suppress(FileNotFoundError):
+                before = path.stat()
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
             json.dump({"format": _FORMAT, "keys": [asdict(key) for key in keys]}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

@@ -58,13 +58,18 @@ class Settings(BaseSettings):
     max_name_length: int = Field(200, ge=1, le=200, description="Most characters in the name of a new buffer.")
     max_buffers: PositiveInt = Field(100_000, description="Most buffers in a namespace.")
     max_bytes_in_flight: PositiveInt = Field(
-        1 << 30, description="Bytes of all requests in flight, beyond which large ones are told to come again."
+        1 << 30,
+        description="Bytes of the requests in flight in each process, beyond which large ones are told to come again.",
     )
     max_waiting: PositiveInt = Field(
-        256, description="Requests that may wait for a thread, beyond which large ones are told to come again."
+        256,
+        description="Requests that may wait for a thread in each process, beyond which large ones are told to come"
+        " again.",
     )
     request_timeout: PositiveFloat = Field(
-        60, description="Seconds without a byte after which a request whose body is not complete is given up."
+        60,
+        description="Seconds without a byte, or with less than 16 KB a second, after which a request whose body is not"
+        " complete is given up.",
     )
     keep_alive: PositiveInt = Field(
         75,
@@ -72,7 +77,7 @@ class Settings(BaseSettings):
         " to read more of an answer.",
     )
     reuse_bytes: int = Field(
-        256 << 20, ge=0, description="Memory of past requests, in bytes, that is kept for later ones."
+        256 << 20, ge=0, description="Memory of past requests, in bytes, that each process keeps for later ones."
     )
     access_log: bool = Field(False, description="Log a line for each request.")
     log_format: Literal["text", "json"] = Field("text", description="How the log, on stderr, is written.")

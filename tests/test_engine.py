@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,3 +84,17 @@ def test_what_is_cancelled_before_it_starts_never_runs(engine: Engine) -> None:
     assert all(future.result() for future in busy)
     engine.submit(lambda: None).result()
     assert not ran
+
+
+def test_what_is_cancelled_is_let_go_of_at_once(engine: Engine) -> None:
+    let_go, held = threading.Event(), ones(10)
+    gone = weakref.ref(held)
+    busy = [engine.submit(lambda: let_go.wait(30)) for _ in range(2)]
+    waiting = engine.submit(partial(engine.run, RELU, {"dY": held, "X": held}, {}))
+    del held
+    assert gone() is not None
+    assert waiting.cancel()
+    assert gone() is None
+    assert engine.waiting == 0
+    let_go.set()
+    assert all(future.result() for future in busy)

@@ -153,8 +153,8 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
             yield
     finally:
         app.engine = app.store = None
+        engine.close()  # first, for what runs in it may read the store
         store.close()
-        engine.close()
 
 
 def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Committed = uncounted) -> Store:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.admission import SMALL_BYTES, hold
 from service.api.context import context_of, settings_of
-from service.api.protocol import EXCHANGE, Exchange
+from service.api.protocol import EXCHANGE, LEAST_RATE, Exchange
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]
@@ -77,7 +77,8 @@ async def _read(
         return whole
     except TimeoutError:
         raise RequestTimeout(
-            f"Nothing came for {patience:g} seconds (GRADSERVE_REQUEST_TIMEOUT), but the body is not complete",
+            f"The body is not complete, but nothing came for {patience:g} seconds (GRADSERVE_REQUEST_TIMEOUT), or less"
+            f" than {LEAST_RATE} bytes a second",
             limit=patience,
         ) from None
 
@@ -86,6 +87,8 @@ async def _grown(scope: Scope, receive: Receive, limit: int, patience: float) ->
     """A body that is small, of unknown length, or comes under another server."""
     body, more, held = bytearray(), True, 0
     chunked = b"content-length" not in context_of(scope).headers
+    clock = asyncio.get_running_loop().time
+    began = clock()
     async with asyncio.timeout(patience) as timeout:
         while more:
             message = await receive()
@@ -98,8 +101,8 @@ async def _grown(scope: Scope, receive: Receive, limit: int, patience: float) ->
             if chunked and len(body) - held > SMALL_BYTES:
                 hold(scope, len(body) - held)
                 held = len(body)
-            if more:
-                timeout.reschedule(asyncio.get_running_loop().time() + patience)
+            if more and (not held or len(body) >= LEAST_RATE * (clock() - began - patience)):
+                timeout.reschedule(clock() + patience)
     return memoryview(body)
 
 

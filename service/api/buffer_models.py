@@ -103,6 +103,7 @@ class TakeQuery(_Query):
     """When and how a value is taken."""
 
     min_count: int = Field(0, ge=0, description="Gradients that must be in.")
+    epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
     timeout: Timeout = 0.0
     reduce: Reduce = "sum"
     dtype: AnswerDtype = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from service.api.admission import give_back, hold
 from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
-from service.api.buffer_models import Names, ValueQuery
+from service.api.buffer_models import MOST_NAMES, Names, ValueQuery
 from service.api.changes import answer, change, etag_after, key_of, recalled, replayed, store_of
 from service.api.context import context_of, engine_of, settings_of
 from service.api.negotiation import JSON, media_types
@@ -75,19 +75,23 @@ class BufferRequest:
         if coding is not None:
             limit = settings_of(request.scope).max_inflated_bytes
             body = await in_pool(request.scope, request.receive, engine, partial(inflate, body, coding, limit))
+            hold(request.scope, len(body))
         return cls(request, sent, answers, body)
 
     def model(self, model: type[M]) -> M:
         """The body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
         if self._sent != JSON:
             raise UnsupportedMediaType(f"Content-Type is {self._sent}, but must be {JSON} here")
+        text = bytes(self._body)
+        if text.count(b",") > MOST_NAMES + len(model.model_fields):  # which would take long to find out otherwise
+            raise Invalid(f"The body has lists of more than {MOST_NAMES} elements; that is the limit")
         members = [field.alias or name for name, field in model.model_fields.items()]
         if not self._body:
             raise MalformedBody(
                 f"The body is empty, and not JSON; it must be an object with the members {', '.join(members)}"
             )
         try:
-            made = model.model_validate_json(bytes(self._body))
+            made = model.model_validate_json(text)
             dict(json_codec.members_of(json_codec.parse(self._body), "The body"))  # of two, pydantic takes the last
             return made
         except ValidationError as invalid:
@@ -116,23 +120,40 @@ class BufferRequest:
             return error
         return None
 
-    async def named(self, prefix: str | None, timeout: float, work: Callable[[list[str]], Awaitable[R]]) -> R:
+    async def named(
+        self,
+        prefix: str | None,
+        timeout: float,
+        look: Callable[[str], object],
+        work: Callable[[list[str]], Awaitable[R]],
+    ) -> R:
         """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done.
 
         While it raises what one can wait for, it is called again after each change, up to `timeout` seconds from now.
+        `look` raises the same for a single buffer.
         """
         if prefix is None:
             if self._says_nothing():
                 raise Invalid('Which buffers? Say {"names": [...]} in the body, or ?prefix= in the query')
             names = _different(self.model(Names).names)
+            self._body = memoryview(b"")  # to wait may take long
             return await self.until(timeout, lambda: work(names))
         if not self._says_nothing():
             raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
 
+        listed = deque[str]()
+        """Those of the last listing that were not ready then: as long as one is not, there is no need to list anew."""
+
         async def attempt() -> R:
+            while listed and recalled(self.store, self._key) is None:
+                with suppress(UnknownBuffer):
+                    look(listed[0])
+                listed.popleft()
             for _ in range(MOST_LISTINGS):
+                listed.clear()
+                listed.extend(self._listed(prefix))
                 with suppress(UnknownBuffer):  # deleted since they were listed
-                    return await work(self._listed(prefix))
+                    return await work([*listed])
             return await work(self._listed(prefix))
 
         return await self.until(timeout, attempt)
@@ -174,14 +195,22 @@ class BufferRequest:
         finally:
             context_of(self._request.scope).spent["store"] = time.perf_counter_ns() - began
 
-    def hold_values(self, names: Iterable[str]) -> int:
-        """Let the request hold the values of the buffers, of those that are there. The bytes. Raises `Busy`."""
+    @contextmanager
+    def holding_values(self, names: Iterable[str]) -> Iterator[None]:
+        """The request holds the values of the buffers, of those that are there, from now on. Raises `Busy`.
+
+        If what is done with them fails, it may wait for long, and be tried again: until then it holds none.
+        """
         size = 0
         for name in names:
             with suppress(UnknownBuffer, BufferCorrupt):  # whoever changes or reads it is told
                 size += self.store.record(name).spec.nbytes
         hold(self._request.scope, size)
-        return size
+        try:
+            yield
+        except GradserveError:
+            give_back(self._request.scope, size)
+            raise
 
     async def take(self, changes: Sequence[Take]) -> Outcome:
         """Make the changes, if all buffers admit them; it may be called again."""
@@ -189,12 +218,8 @@ class BufferRequest:
             for one in changes:
                 one.admit(self.store.record(one.name))
         self._tried = True
-        size = self.hold_values(one.name for one in changes)
-        try:
+        with self.holding_values(one.name for one in changes):
             return await self.change(changes)
-        except GradserveError:  # it may wait for long, and try again
-            give_back(self._request.scope, size)
-            raise
 
     async def respond(self, *args: Any, **keywords: Any) -> Response:
         """What `answer` gives, as FastAPI wants it."""

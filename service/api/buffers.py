@@ -153,9 +153,8 @@ async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> An
     tensors = await asked.tensors({"gradient"})
     if "gradient" not in tensors:
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
-    if query.answered is not None:
-        asked.hold_values([name])
-    outcome = await asked.change([_add(name, "gradient", tensors["gradient"], query, match_of(request.scope))])
+    with asked.holding_values([name] if query.answered is not None else []):
+        outcome = await asked.change([_add(name, "gradient", tensors["gradient"], query, match_of(request.scope))])
     return await asked.answer(outcome, query.encoding, one=True)
 
 
@@ -205,9 +204,8 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     check_given_once(request)
     asked = await BufferRequest.of(request)
     asked.check_no_body()
-    mean = query.reduce == "mean"
-    changes = [Take(name=check_name(name), match=match_of(request.scope), min_count=query.min_count, mean=mean)]
-    outcome = await asked.until(query.timeout, lambda: asked.take(changes))
+    one = _take(query, check_name(name), match_of(request.scope))
+    outcome = await asked.until(query.timeout, lambda: asked.take([one]))
     return await asked.respond(outcome, query.encoding, one=True, reduce=query.reduce, dtype=query.dtype)
 
 
@@ -233,9 +231,8 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     if not tensors:
         raise MissingTensor("The body has no tensor; accumulate needs one for each buffer, by its name")
     changes = [_add(check_name(name), name, one, query, None) for name, one in tensors.items()]
-    if query.answered is not None:
-        asked.hold_values(tensors)
-    outcome = await asked.change(changes)
+    with asked.holding_values(tensors if query.answered is not None else []):
+        outcome = await asked.change(changes)
     return await asked.answer(outcome, query.encoding, one=False)
 
 
@@ -249,7 +246,11 @@ async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) 
     check_given_once(request)
     refuse_match(request.scope)
     asked = await BufferRequest.of(request)
-    outcome = await asked.named(query.prefix, 0, lambda names: asked.change([Zero(name=name) for name in names]))
+
+    async def zero(names: list[str]) -> Outcome:
+        return await asked.change([Zero(name=name) for name in names])
+
+    outcome = await asked.named(query.prefix, 0, asked.store.record, zero)
     return await asked.respond(outcome, None, one=False)
 
 
@@ -263,14 +264,16 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     check_given_once(request)
     refuse_match(request.scope)
     asked = await BufferRequest.of(request)
-    mean = query.reduce == "mean"
+
+    def look(name: str) -> None:
+        _take(query, name).admit(asked.store.record(name))
 
     async def take(names: list[str]) -> Outcome:
         if not names:
             raise none_with(query.prefix)
-        return await asked.take([Take(name=name, min_count=query.min_count, mean=mean) for name in names])
+        return await asked.take([_take(query, name) for name in names])
 
-    outcome = await asked.named(query.prefix, query.timeout, take)
+    outcome = await asked.named(query.prefix, query.timeout, look, take)
     return await asked.respond(outcome, query.encoding, one=False, reduce=query.reduce, dtype=query.dtype)
 
 
@@ -284,17 +287,22 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
     check_given_once(request)
     asked = await BufferRequest.of(request)
 
+    def look(name: str) -> None:
+        record = asked.store.record(name)
+        if query.epoch is not None:
+            record.kept(query.epoch)
+
     async def read(names: list[str]) -> Answer:
         if not names:
             raise none_with(query.prefix)
         if query.epoch is not None:
             for name in names:
-                asked.store.record(name).kept(query.epoch)
-        asked.hold_values(names)
-        work = partial(read_values, request, names, query, asked.answers, False)
-        return await in_pool(request.scope, request.receive, asked.engine, work)
+                look(name)
+        with asked.holding_values(names):
+            work = partial(read_values, request, names, query, asked.answers, False)
+            return await in_pool(request.scope, request.receive, asked.engine, work)
 
-    return AnswerResponse(await asked.named(query.prefix, query.timeout, read))
+    return AnswerResponse(await asked.named(query.prefix, query.timeout, look, read))
 
 
 # ----- what both share -----
@@ -303,6 +311,10 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
 def _check_may_read(request: Request, query: AccumulateQuery) -> None:
     if query.answered is not None:
         caller_of(request.scope).require("buffers:read")
+
+
+def _take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -> Take:
+    return Take(name=name, match=match, min_count=query.min_count, epoch=query.epoch, mean=query.reduce == "mean")
 
 
 def _add(name: str, tensor: str, gradient: Array, query: AccumulateQuery, match: frozenset[str] | None) -> Add:

@@ -74,7 +74,9 @@ ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If
 
 CREATING = (*ONE, *READING)
 
-UNCHANGED: dict[str, Any] = {"responses": {"304": {"description": "The buffer still has a tag that If-None-Match names"}}}
+UNCHANGED: dict[str, Any] = {
+    "responses": {"304": {"description": "The buffer still has a tag that If-None-Match names"}},
+}
 
 
 def headers(*names: str) -> dict[str, Any]:

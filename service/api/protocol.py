@@ -181,7 +181,8 @@ class Exchange:
     async def receive_into(self, memory: memoryview, patience: float) -> bool:
         """Fill `memory`, which must be as long as the body, of which nothing was received. False if the client goes.
 
-        Raises TimeoutError after `patience` seconds in which nothing comes; the answer then closes the connection.
+        Raises TimeoutError after `patience` seconds in which nothing comes, or, over a longer time, less than
+        `LEAST_RATE`; the answer then closes the connection.
         """
         protocol, cycle = self._protocol, self._cycle
         begun, cycle.body = cycle.body, bytearray()
@@ -195,7 +196,7 @@ class Exchange:
             cycle.waiting_for_100_continue = False
         elif socket is not None:
             rest = _received(socket, rest)
-        if len(rest) and not await self._receive(_Receiver(protocol, rest, patience, socket)):
+        if len(rest) and not await self._receive(_Receiver(protocol, rest, len(memory), patience, socket)):
             return False
         protocol.parser = httptools.HttpRequestParser(protocol)  # the old one still waits for the body
         protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -268,6 +269,10 @@ class Exchange:
                     return
 
 
+LEAST_RATE = 1 << 14
+"""Bytes a second, on the average, that a body must come at if it takes longer than a request may be silent."""
+
+
 class _LastBody:
     """What a parser tells of a body, for the connection's last request."""
 
@@ -286,11 +291,15 @@ class _LastBody:
 
 
 class _Receiver(asyncio.BufferedProtocol):
-    """Takes the place of `owner` for the time of a body; `done` says at last whether all of it came."""
+    """Takes the place of `owner` for the time of a body of `size` bytes, of which the last go into `memory`.
 
-    def __init__(self, owner: Protocol, memory: memoryview, patience: float, socket: int | None) -> None:
+    `done` says at last whether all of it came.
+    """
+
+    def __init__(self, owner: Protocol, memory: memoryview, size: int, patience: float, socket: int | None) -> None:
         self.owner, self._rest, self._patience, self._socket = owner, memory, patience, socket
         self.done: asyncio.Future[bool] = owner.loop.create_future()
+        self._began, self._size = owner.loop.time(), size
         self._wait()
 
     def stop(self) -> None:
@@ -301,7 +310,8 @@ class _Receiver(asyncio.BufferedProtocol):
         self._timer = self.owner.loop.call_later(self._patience, self._judge, len(self._rest))
 
     def _judge(self, missing: int) -> None:
-        if len(self._rest) < missing:
+        came, late = self._size - len(self._rest), self.owner.loop.time() - self._began - self._patience
+        if len(self._rest) < missing and came >= LEAST_RATE * late:
             self._wait()
         elif not self.done.done():
             self.done.set_exception(TimeoutError())

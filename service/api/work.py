@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from starlette.types import Receive, Scope
 
 from service.api.admission import hold
@@ -78,10 +79,7 @@ class _LargeError(Exception):
 def statistics_of(scope: Scope) -> Statistics:
     """The statistics of the caller's namespace."""
     kept: dict[str, Statistics] = scope["app"].statistics
-    namespace = caller_of(scope).namespace
-    if namespace not in kept:
-        kept[namespace] = Statistics()
-    return kept[namespace]
+    return kept.setdefault(caller_of(scope).namespace, Statistics())
 
 
 async def respond(
@@ -142,7 +140,10 @@ def _perform(
     engine = engine_of(scope)
     started = time.perf_counter_ns()
     came_in, goes_out_in = codings
-    plain = body if came_in is None else inflate(body, came_in, settings_of(scope).max_inflated_bytes)
+    plain = body
+    if came_in is not None:
+        plain = inflate(body, came_in, settings_of(scope).max_inflated_bytes)
+        hold(scope, len(plain))
     job = decode(engine, plain)
     if inline and (len(body) > INLINE_TEXT or job.buffers is not NO_BUFFERS) and _takes_long(job, len(body)):
         raise _LargeError
@@ -150,6 +151,9 @@ def _perform(
 
     def finish(results: Mapping[str, Array | Receipt], headers: Mapping[str, str]) -> Answer:
         computed = time.perf_counter_ns()
+        more = sum([one.nbytes for one in results.values() if isinstance(one, np.ndarray)]) - len(plain)
+        if more > 0:
+            hold(scope, more)
         answer = job.encode(results)
         if goes_out_in is not None:
             headers = {**headers, "Content-Encoding": goes_out_in}

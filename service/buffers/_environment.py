@@ -39,7 +39,7 @@ import numpy as np
 import orjson
 import xxhash
 
-from service.buffers._slots import CHUNK, SlotFile, slot_count, store_full
+from service.buffers._slots import CHUNK, NUMBER, SlotFile, slot_count, store_full
 from service.buffers._values import ValueReader, opened, seal
 from service.buffers.names import namespace_of
 from service.buffers.store import Closed, Key, Known, Record, spec_of
@@ -77,7 +77,7 @@ class Environment:
                 raise StoreFailed(f"There is no store in {path}")
             if mark.exists() and (not data.exists() or not data.stat().st_size):
                 raise StoreFailed(f"The store in {path} is damaged: data.mdb is missing or empty")
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._env = lmdb.open(
                 str(path),
                 map_size=2 * max_bytes + MAP_MARGIN,
@@ -85,6 +85,7 @@ class Environment:
                 max_readers=1024,
                 meminit=False,
                 readonly=readonly,
+                mode=0o600,
             )
         except (lmdb.Error, OSError) as error:
             raise StoreFailed(f"The store in {path} cannot be opened: {error}") from None
@@ -133,7 +134,7 @@ class Environment:
         if not info["last_txnid"] or size >= expected:
             return
         try:
-            with TemporaryDirectory() as place:
+            with TemporaryDirectory(dir=self.path if os.access(self.path, os.W_OK) else None) as place:
                 self._env.copy(place)
                 os.truncate(Path(place) / "data.mdb", expected)
                 copy = Environment(Path(place), max_bytes=self.max_bytes)
@@ -142,6 +143,10 @@ class Environment:
                 finally:
                     copy.close()
         except (lmdb.Error, BufferCorrupt, StoreFailed, struct.error) as error:
+            if os.strerror(errno.ENOSPC) in str(error):
+                raise StoreFailed(
+                    f"There is no room to see whether the store in {self.path} is whole: {error}"
+                ) from None
             raise StoreFailed(f"The store in {self.path} is cut short: data.mdb has {size} bytes ({error})") from None
 
     def walk(self) -> None:
@@ -314,7 +319,9 @@ class Reader:
 
     def used(self) -> int:
         """Bytes of the pages and slots in use."""
-        return self.taken() - len(self.free_slots()) * CHUNK
+        with self._txn.cursor(db=self._env.free) as cursor:
+            free = sum(len(found) // NUMBER.size for found in cursor.iternext(keys=False))
+        return self.taken() - free * CHUNK
 
     def entries(self) -> dict[str, int]:
         """How many entries the databases have."""

@@ -55,7 +55,7 @@ class SlotFile:
     """The file of the slots, CHUNK bytes each."""
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
-        self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o600)
         self._written = self._held = 0  # bytes since the last sync, and those of which the disk was not told
 
     def read(self, slot: int, memory: memoryview) -> bool:

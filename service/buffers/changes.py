@@ -126,13 +126,7 @@ class Add(Change):
     def admit(self, record: Record | None) -> None:
         super().admit(record)
         assert record is not None
-        if self.epoch is not None and self.epoch != record.epoch:
-            late = "has passed" if self.epoch < record.epoch else "has not begun"
-            raise StaleEpoch(
-                f"Epoch {self.epoch} of {self.name!r} {late}: the buffer is in epoch {record.epoch}",
-                buffer=self.name,
-                epoch=record.epoch,
-            )
+        _check_epoch(record, self.epoch)
         dtype = compute_dtype(record.spec.dtype)
         total = self.weight if self.overwrite else record.weight + self.weight
         if not (self.weight in (0, 1) or _is_in_range(abs(self.weight), dtype)) or not math.isfinite(total):
@@ -202,15 +196,17 @@ class Zero(Change):
 
 @dataclass(kw_only=True)
 class Take(Change):
-    """Close the epoch and answer its value, once at least `min_count` gradients are in."""
+    """Close the epoch and answer its value, once at least `min_count` gradients are in; with `epoch`, only this one."""
 
     min_count: int = 0
+    epoch: int | None = None
     mean: bool = False
     """Whether it is of use only if the weights do not sum to zero."""
 
     def admit(self, record: Record | None) -> None:
         super().admit(record)
         assert record is not None
+        _check_epoch(record, self.epoch)
         if record.spec.quorum is not None and self.min_count >= record.spec.quorum:
             raise InvalidParameter(
                 f"min_count is {self.min_count}, but {self.name!r} closes an epoch by itself once it has its quorum of"
@@ -383,6 +379,17 @@ def close(txn: Transaction, record: Record) -> tuple[Record, Closed]:
 
 def _next_epoch(record: Record) -> Record:
     return record.changed(epoch=record.epoch + 1, count=0, weight=0.0, value=None)
+
+
+def _check_epoch(record: Record, epoch: int | None) -> None:
+    """Raise `StaleEpoch` unless the buffer is in this epoch, if it is to be in one."""
+    if epoch is not None and epoch != record.epoch:
+        late = "has passed" if epoch < record.epoch else "has not begun"
+        raise StaleEpoch(
+            f"Epoch {epoch} of {record.name!r} {late}: the buffer is in epoch {record.epoch}",
+            buffer=record.name,
+            epoch=record.epoch,
+        )
 
 
 def _is_in_range(weight: float, dtype: DType) -> bool:

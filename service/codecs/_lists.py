@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import simdjson
 
-from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, DType
+from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, DType, cast
 from service.errors import InvalidTensor, shown
 from service.limits import Limits
 
@@ -115,7 +115,7 @@ def narrow(name: str, numbers: Array, shape: Shape, dtype: DType) -> Array:
         narrowed = numbers.astype(dtype)
     else:
         with np.errstate(over="ignore"):
-            narrowed = numbers.astype(dtype)
+            narrowed = cast(numbers, dtype)
         outside = np.isinf(narrowed)
         if outside.any():
             outside &= np.isfinite(numbers)

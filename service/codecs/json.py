@@ -39,8 +39,12 @@ Form: TypeAlias = Literal["list", "base64"]
 Body: TypeAlias = bytes | bytearray | memoryview
 
 
-DIAGNOSED_BYTES = 16 << 20
-"""The largest body of which an error says the place: to find it takes many times the body's memory."""
+DIAGNOSED_BYTES = 2 << 20
+"""The largest body of which an error says the place: to find it takes many times the body's memory, and the
+interpreter's lock for up to a quarter of a second."""
+
+LONGEST_INTEGER = 400
+"""Characters of an integer beyond which it is in no dtype's range; Python gives up at ten times as many."""
 
 MOST_MEMBERS = 4096
 """The most members of an object: simdjson finds each by going through those before it."""
@@ -187,7 +191,7 @@ def parse(body: Body) -> Any:
             raise MalformedBody(f"The body is not JSON, or has a number beyond 64 bits: {error}") from None
         # simdjson says neither where, nor which tensor a number beyond 64 bits is in: read it again, slowly.
         try:
-            return json.loads(bytes(body), parse_constant=_refuse_constant, object_pairs_hook=Pairs)
+            return json.loads(bytes(body), parse_constant=_refuse_constant, parse_int=_whole, object_pairs_hook=Pairs)
         except RecursionError:
             raise MalformedBody("The body is nested too deeply") from None
         except ValueError as error:
@@ -196,6 +200,10 @@ def parse(body: Body) -> Any:
 
 class Pairs(list[tuple[str, Any]]):
     """The members of an object in their order, duplicates included."""
+
+
+def _whole(text: str) -> float:
+    return int(text) if len(text) <= LONGEST_INTEGER else float(text)
 
 
 def _refuse_constant(text: str) -> None:

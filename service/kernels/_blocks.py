@@ -125,14 +125,16 @@ def helpers() -> Iterator[Callable[[Callable[[], None]], None]]:
     """
     space = _current.get()
     asked: list[Future[None]] = []
+    works: list[Callable[[], None]] = []
 
-    def quietly(work: Callable[[], None]) -> None:
+    def quietly(number: int) -> None:
         with np.errstate(all="ignore"):
-            work()
+            works[number]()
 
     def ask(work: Callable[[], None]) -> None:
         if space.pool is not None and sum(not helper.done() for helper in asked) < space.threads - 1:
-            asked.append(space.pool.submit(quietly, work))
+            works.append(work)
+            asked.append(space.pool.submit(quietly, len(works) - 1))
 
     try:
         with np.errstate(all="ignore"):
@@ -140,6 +142,7 @@ def helpers() -> Iterator[Callable[[Callable[[], None]], None]]:
     finally:
         running = [helper for helper in asked if not helper.cancel()]
         failures = [helper.exception() for helper in running]  # waits: they still write to our arrays
+        works.clear()  # the pool keeps what is cancelled until a thread comes to it
     for failure in failures:
         if failure is not None:
             raise failure

@@ -39,8 +39,11 @@ class Tasks:
         left = len(self._waits)
         change = threading.Condition(threading.Lock())
 
-        def take(done: int | None, *, patient: bool) -> int | None:
-            """The next task, after `done` has ended: None if there is none, or, if impatient, none yet."""
+        def take(done: int | None, *, patient: bool) -> tuple[int, Callable[[], None]] | None:
+            """The next task, after `done` has ended: None if there is none, or, if impatient, none yet.
+
+            It is no longer here then, for what it holds to be free once it has ended.
+            """
             nonlocal left
             with change:
                 for follower in self._followers[done] if done is not None else ():
@@ -57,14 +60,16 @@ class Tasks:
                 if ready:
                     change.notify()
                     ask(help_out)
-                return number
+                return number, self._works.pop(number)
 
         def work(*, patient: bool) -> None:
             nonlocal left
-            number = None
+            done = None
             try:
-                while (number := take(number, patient=patient)) is not None:
-                    self._works.pop(number)()  # popped, for what it holds to be free once it has ended
+                while (taken := take(done, patient=patient)) is not None:
+                    done, task = taken
+                    task()
+                    del taken, task
             except BaseException:
                 with change:
                     left = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.dtypes import BOOL, FLOAT64, DType, compute_dtype
+from service.dtypes import BFLOAT16, BOOL, FLOAT64, DType, cast, compute_dtype
 from service.errors import InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, new_output, share_out
 from service.kernels._op import T_GRAD, AnyTensor, Array, Flag, T, op
@@ -93,10 +93,12 @@ def converted(total: Array, dtype: DType, weight: float = 1.0) -> Array:
     For a weight beyond that dtype's range it is computed in float64.
     """
     if weight == 1:
-        return total if total.dtype == dtype else total.astype(dtype)
+        return total if total.dtype == dtype else cast(total, dtype)
     wide = np.promote_types(compute_dtype(total.dtype), compute_dtype(dtype))
     if not np.finfo(wide).tiny <= abs(weight) <= np.finfo(wide).max:
         wide = FLOAT64
+    if wide == FLOAT64 and dtype == BFLOAT16:
+        return cast(np.divide(total, weight, dtype=wide), dtype)
     result = np.empty(total.shape, dtype)
     np.divide(total, wide.type(weight), out=result, dtype=wide, casting="unsafe")
     return result

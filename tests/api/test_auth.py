@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from service.keys import add, load, remove
+from service.keys import KeyFile, add, load, remove
 from tests.serving import assert_problem, serving
 
 ADD = {"gradient": [1.0, 2.0]}
@@ -284,6 +285,40 @@ def test_a_file_that_someone_has_edited_wrongly_leaves_the_keys_as_they_were(
         assert httpx.get(f"{url}/v1/buffers", headers=headers).status_code == 403
         path.write_text("[" * 100_000)
         assert httpx.get(f"{url}/v1/ops", headers=headers).status_code == 200
+
+
+def test_a_file_that_could_not_be_read_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.json"
+    secrets = [add(path, name, ["ops"]) for name in ("ann", "bob")]
+    keys = KeyFile(path)
+    assert all(map(keys.find, secrets))
+    remove(path, "ann")
+    read, failures = Path.read_text, [OSError(errno.EMFILE, "Too many open files")]
+
+    def failing(path: Path, *args: Any) -> str:
+        if failures:
+            raise failures.pop()
+        return read(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    assert keys.find(secrets[0]) is not None
+    assert [keys.find(secret) is not None for secret in secrets] == [False, True]
+
+
+def test_the_file_stays_whose_it_is(tmp_path: Path) -> None:
+    """The service may run as another user than the one who changes its keys."""
+    file, link = tmp_path / "keys.json", tmp_path / "link.json"
+    add(file, "one", ["ops"])
+    link.symlink_to(file)
+    file.chmod(0o640)
+    owner = (12345, 54321) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    os.chown(file, *owner)
+    add(link, "two", ["ops"])
+    remove(link, "one")
+    stat = file.stat()
+    assert (stat.st_uid, stat.st_gid, stat.st_mode & 0o777) == (*owner, 0o640)
+    assert link.is_symlink()
+    assert [key.name for key in load(file)] == ["two"]
 
 
 def test_the_file_holds_no_secret_and_is_its_owners(tmp_path: Path) -> None:

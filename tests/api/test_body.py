@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import select
 import socket
 import threading
 import time
@@ -332,6 +333,24 @@ def test_connections_on_which_no_request_comes() -> None:
                 if status == 413:
                     connection.send(b"{")
                 assert connection.is_closed()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_that_comes_a_byte_at_a_time_is_given_up(impatient: str, chunked: bool) -> None:
+    """Its memory is there, and kept from others, from the beginning."""
+    message = v1(LARGE)
+    whole = message.chunked(80_000) if chunked else message.whole()
+    with Connection(impatient) as connection:
+        connection.send(whole[: len(message.head) + 81_000])
+        for number in range(60):
+            time.sleep(0.2)
+            if select.select([connection.socket], [], [], 0)[0]:
+                break
+            start = len(message.head) + 81_000 + number
+            connection.send(whole[start : start + 1])
+        else:
+            raise AssertionError("it goes on and on")
+        assert_too_late(connection.answer(), v1)
 
 
 def test_a_client_that_is_slow_but_goes_on() -> None:

@@ -124,6 +124,15 @@ def test_a_bad_member_is_named(http: httpx.Client, case: str) -> None:
         httpx.delete(f"{http.base_url}/v1/buffers/{name}")  # by a connection of its own: a bug closes the other
 
 
+def test_a_body_that_lists_too_much_is_refused_before_it_is_read(http: httpx.Client) -> None:
+    for method, path, member in (("PUT", fresh(), "shape"), ("POST", "take", "names")):
+        content = f'{{"{member}": [{"1," * 101_000}1]}}'
+        answer = http.request(
+            method, f"/v1/buffers/{path}", content=content, headers={"Content-Type": "application/json"}
+        )
+        assert_problem(answer, 422, "invalid_request", "100000 elements")
+
+
 def test_a_member_that_there_is_not(http: httpx.Client) -> None:
     answer = http.put(f"/v1/buffers/{fresh()}", json={"shape": [], "qourum": 3})
     assert assert_problem(answer, 422, "unknown_parameter", "member", "'qourum'")["parameter"] == "qourum"

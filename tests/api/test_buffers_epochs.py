@@ -165,6 +165,23 @@ def test_many(http: httpx.Client) -> None:
     assert {name: one["epoch"] for name, one in zeroed.items()} == {a: 4, b: 3}
 
 
+def test_a_take_of_another_epoch_takes_nothing(http: httpx.Client) -> None:
+    name, other = create(http), create(http)
+    add(http, name, [1, 2])
+    assert ok(post(http, name, "take", epoch=0, min_count=1))["closed"] is True
+    add(http, name, [3, 4])
+    before = state(http, name, other)
+    for epoch, word in ((0, "has passed"), (2, "has not begun")):
+        problem = assert_problem(
+            post(http, name, "take", epoch=epoch, timeout=60, min_count=2), 409, "stale_epoch", word, "in epoch 1"
+        )
+        assert problem["epoch"] == 1
+    many = http.post("/v1/buffers/take", json=naming(other, name), params={"epoch": 0})
+    assert_problem(many, 409, "stale_epoch", f"'{name}'")
+    assert state(http, name, other) == before
+    assert ok(post(http, name, "take", epoch=1))["value"]["data"] == [3, 4]
+
+
 def test_prefix_of_no_buffer(http: httpx.Client) -> None:
     prefix = fresh("none.")
     assert ok(http.post("/v1/buffers/zero", params={"prefix": prefix})) == {"buffers": {}}

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from service.buffers.lmdb import LmdbStore
 from tests.faults.servers import Server
-from tests.serving import assert_problem
+from tests.serving import assert_problem, serving
 
 SAFETENSORS = "application/vnd.safetensors"
 
@@ -75,6 +78,28 @@ def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server) -> None:
             assert_problem(answer, 503, "not_ready", "stopping")
             assert answer.headers["retry-after"] == "1"
     assert server.process.wait(30) == 0
+
+
+def test_the_store_is_there_until_the_last_read_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is the store's own: to read on after it is closed would end the process."""
+    began, ended, read = threading.Event(), list[object](), LmdbStore.read
+
+    def slow(*args: Any) -> Any:
+        began.set()
+        time.sleep(0.5)
+        try:
+            ended.append(len(read(*args)))
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    monkeypatch.setattr(LmdbStore, "read", slow)
+    with serving(store=f"lmdb:{tmp_path}/store", drain_timeout=1) as url:
+        httpx.put(f"{url}/v1/buffers/a", json={"shape": [10]}).raise_for_status()
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as connection:
+            connection.sendall(b"POST /v1/buffers/value?prefix=a HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            assert began.wait(30)
+    assert ended == [1]
 
 
 def test_what_takes_too_long_is_told_so(tmp_path: Path) -> None:

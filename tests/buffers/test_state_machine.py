@@ -139,6 +139,8 @@ class Model:
         if isinstance(change, Create) and change.spec != buffer.spec:
             raise RefusedError("buffer_exists")
         if isinstance(change, Take):
+            if change.epoch not in (None, buffer.epoch):
+                raise RefusedError("stale_epoch")
             if buffer.spec.quorum is not None and change.min_count >= buffer.spec.quorum:
                 raise RefusedError("invalid_parameter")
             if buffer.count < change.min_count:
@@ -246,7 +248,9 @@ changes: dict[str, st.SearchStrategy[Change]] = {
     "create": st.builds(Create, name=names, spec=specs),
     "add": adds,
     "zero": st.builds(Zero, name=names),
-    "take": st.builds(Take, name=names, min_count=st.sampled_from([0, 0, 1, 2])),
+    "take": st.builds(
+        Take, name=names, min_count=st.sampled_from([0, 0, 1, 2]), epoch=st.sampled_from([None, None, 0, 1])
+    ),
     "delete": st.builds(Delete, name=names),
 }
 many = st.lists(

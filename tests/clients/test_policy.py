@@ -226,7 +226,29 @@ def test_a_bad_url_is_told_at_once(kind: str, url: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("settings", [{"timeout": 0}, {"attempt_timeout": -1}, {"timeout": float("nan")}])
+def test_a_key_that_cannot_be_is_refused_and_not_told(kind: str, url: str) -> None:
+    with pytest.raises(InvalidInput, match="API key") as caught, connected(kind, url, api_key="gs_se\ncret"):
+        pass
+    assert "cret" not in str(caught.value)
+    with connected(kind, url, api_key="gs_secret\n") as server:
+        assert server.is_ready()
+
+
+def test_a_url_with_a_password_is_refused_and_not_told(kind: str) -> None:
+    with pytest.raises(InvalidInput, match="api_key") as caught, connected(kind, "http://ann:secret@gradserve.example"):
+        pass
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("retries", ["1", -1, 1.5])
+def test_retries_are_counted(kind: str, url: str, retries: Any) -> None:
+    with pytest.raises(InvalidInput, match="max_retries"), connected(kind, url, max_retries=retries):
+        pass
+
+
+@pytest.mark.parametrize(
+    "settings", [{"timeout": 0}, {"attempt_timeout": -1}, {"timeout": float("nan")}, {"timeout": "3"}]
+)
 def test_patience_is_a_number_of_seconds(kind: str, url: str, settings: Any) -> None:
     with pytest.raises(InvalidInput, match="timeout"), connected(kind, url, **settings):
         pass

@@ -275,7 +275,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 CALLS: list[Any] = [
     run("ReluGrad", {}, {}),
-    take("w", min_count=0, timeout=0, reduce="sum", dtype=None, if_match=None, idempotency_key="mine"),
+    take("w", min_count=0, epoch=None, timeout=0, reduce="sum", dtype=None, if_match=None, idempotency_key="mine"),
     operators(),
 ]
 

@@ -572,9 +572,14 @@ def test_one_worker_whose_epoch_was_taken_by_another_is_told(server: Client, pre
     first = GradientAccumulator(model, server, prefix=prefix)
     server.buffers.zero(prefix=prefix)
     backward(model, 2, 1)
-    GradientAccumulator(model, server, prefix=prefix).push()
+    second = GradientAccumulator(model, server, prefix=prefix)
+    second.push()
+    backward(model, 2, 2)
+    with pytest.raises(StaleEpoch, match="its gradients do not count$"):
+        first.push()
     with pytest.raises(StaleEpoch, match="without a quorum one worker pulls"):
         first.pull()
+    second.pull()  # the other's epoch was left alone
 
 
 def test_without_pytorch_the_import_says_what_to_install() -> None:

@@ -188,6 +188,12 @@ def test_large_integers_become_floats() -> None:
     assert read({"a": [10**30, (1 << 64) - 1, -5]}, "float64").tolist() == [1e30, 2.0**64, -5.0]
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_an_integer_that_is_far_too_long_is_out_of_range(digits: int) -> None:
+    with pytest.raises(InvalidTensor, match=r"a\[1\]"):
+        read(b'{"a": [1, %b]}' % (b"1" * digits))
+
+
 def test_a_large_body_that_is_not_json_is_refused_without_a_search() -> None:
     body = b'{"a": [' + b"1," * (DIAGNOSED_BYTES // 2) + b"}"
     with pytest.raises(MalformedBody, match="not JSON"):

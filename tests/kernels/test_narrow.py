@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from service.dtypes import BFLOAT16, cast
 from tests.kernels.calls import CALLS, ELEMENTWISE, NARROW_DTYPES, Array, Call
 from tests.kernels.equality import assert_same_bits
 
@@ -55,3 +60,34 @@ def test_sums_do_not_round_on_the_way(dtype: Any) -> None:
     probabilities = np.full(4097, 0.5, dtype)
     (first, *_) = Call("SoftmaxGrad", [grad, probabilities], {"axis": 0}).run().tolist()
     assert first == 0.0
+
+
+@given(st.floats(allow_nan=False))
+@example(1.00390625000001)
+@example(1.00390625)
+@example(-3.0e38)
+@example(3.4e38)
+@example(1e300)
+@example(1e-41)
+@example(5e-324)
+def test_float64_becomes_the_nearest_bfloat16(number: float) -> None:
+    with np.errstate(over="ignore"):
+        made = cast(np.array([number]), BFLOAT16)
+    assert np.signbit(made[0]) == np.signbit(number)
+    place = int(made.view(np.uint16)[0]) & 0x7FFF
+
+    def far(place: int) -> tuple[Fraction, int]:
+        """How far that bfloat16 is, and whether it is odd: of two as far, it is the even one."""
+        return abs(_value(place) - abs(_exactly(number))), place & 1
+
+    assert far(place) == min(map(far, range(max(place - 1, 0), min(place + 2, 0x7F81))))
+
+
+def _exactly(number: float) -> Fraction:
+    """Infinity as the bfloat16 after the largest, from where on numbers are rounded to it."""
+    return Fraction(number) if math.isfinite(number) else Fraction(2) ** 128
+
+
+def _value(place: int) -> Fraction:
+    """The `place`th bfloat16 from 0 up."""
+    return _exactly(float(np.array([place], np.uint16).view(BFLOAT16)[0]))

@@ -82,6 +82,7 @@ class AsyncBuffers:
         *,
         prefix: str | None = None,
         min_count: int = 0,
+        epoch: int | None = None,
         timeout: float = 0.0,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
@@ -93,6 +94,7 @@ class AsyncBuffers:
                 names,
                 prefix,
                 min_count=min_count,
+                epoch=epoch,
                 timeout=timeout,
                 reduce=reduce,
                 dtype=dtype,
@@ -215,6 +217,7 @@ class AsyncBuffer(BufferName):
         self,
         *,
         min_count: int = 0,
+        epoch: int | None = None,
         timeout: float = 0.0,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
@@ -223,12 +226,14 @@ class AsyncBuffer(BufferName):
     ) -> Taken:
         """Close the epoch, and have its value with the receipt: read and zero in one step.
 
-        It waits up to `timeout` seconds until at least `min_count` gradients are in, and then raises `EpochOpen`.
+        It waits up to `timeout` seconds until at least `min_count` gradients are in, and then raises `EpochOpen`; and
+        `StaleEpoch` if the buffer is not in `epoch`, if that is given.
         """
         return await self._client._run(
             _calls.take(
                 self.name,
                 min_count=min_count,
+                epoch=epoch,
                 timeout=timeout,
                 reduce=reduce,
                 dtype=dtype,

@@ -206,6 +206,7 @@ def take(
     name: Name,
     output: Output = None,
     min_count: Annotated[int, typer.Option(help="Only once so many gradients are in.")] = 0,
+    epoch: Annotated[int | None, typer.Option(help="Only if the buffer is in this one.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for them.")] = 0.0,
     reduce: Reducing = Reduction.sum,
     key: Key = None,
@@ -214,7 +215,7 @@ def take(
     session: Session = ctx.obj
     with session.server() as server, _files.writing(output) as write:
         taken = server.buffers[name].take(
-            min_count=min_count, timeout=timeout, reduce=_reduce(reduce), idempotency_key=key
+            min_count=min_count, epoch=epoch, timeout=timeout, reduce=_reduce(reduce), idempotency_key=key
         )
         try:
             write({name: taken.value})

@@ -94,6 +94,7 @@ class Buffers:
         *,
         prefix: str | None = None,
         min_count: int = 0,
+        epoch: int | None = None,
         timeout: float = 0.0,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
@@ -109,6 +110,7 @@ class Buffers:
                 names,
                 prefix,
                 min_count=min_count,
+                epoch=epoch,
                 timeout=timeout,
                 reduce=reduce,
                 dtype=dtype,
@@ -246,6 +248,7 @@ class Buffer(BufferName):
         self,
         *,
         min_count: int = 0,
+        epoch: int | None = None,
         timeout: float = 0.0,
         reduce: Reduce = "sum",
         dtype: npt.DTypeLike | None = None,
@@ -254,7 +257,8 @@ class Buffer(BufferName):
     ) -> Taken:
         """Close the epoch, and have its value with the receipt: read and zero in one step.
 
-        It waits up to `timeout` seconds until at least `min_count` gradients are in, and then raises `EpochOpen`.
+        It waits up to `timeout` seconds until at least `min_count` gradients are in, and then raises `EpochOpen`; and
+        `StaleEpoch` if the buffer is not in `epoch`, if that is given.
 
         >>> server.buffers["w1"].accumulate([[1, 2]], weight=2).closed
         False
@@ -265,6 +269,7 @@ class Buffer(BufferName):
             _calls.take(
                 self.name,
                 min_count=min_count,
+                epoch=epoch,
                 timeout=timeout,
                 reduce=reduce,
                 dtype=dtype,

@@ -59,14 +59,18 @@ class _Settings:
             raise InvalidInput(f"The URL is {url!r}: {error}") from error
         if self.url.scheme not in ("http", "https") or not self.url.host:
             raise InvalidInput(f"The URL is {url!r}, but must begin with http:// or https:// and a host")
+        if self.url.userinfo:
+            raise InvalidInput("The URL has a user or a password, which a gradserve server does not know; see api_key")
         for name, seconds in {"timeout": timeout, "attempt_timeout": attempt_timeout}.items():
-            if not seconds > 0:
+            if not (isinstance(seconds, (int, float)) and seconds > 0):
                 raise InvalidInput(f"{name} is {seconds!r}, but must be a number of seconds above 0")
         if not (max_retries is None or (isinstance(max_retries, int) and max_retries >= 0)):
             raise InvalidInput(f"max_retries is {max_retries!r}, but must be None or an integer from 0 up")
         # A socket's clock ends somewhere, too.
         self.patience = Patience(min(timeout, _FOREVER), min(attempt_timeout, _FOREVER), max_retries)
-        api_key = api_key or os.environ.get("GRADSERVE_API_KEY")
+        api_key = (api_key or os.environ.get("GRADSERVE_API_KEY") or "").strip()  # a file of it ends with a line break
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidInput("The API key has characters that no API key has")  # which ones nobody's log must know
         self.headers = {
             "Host": self.url.netloc.decode("ascii"),
             "User-Agent": f"gradserve-client/{version('gradserve-client')}",

@@ -139,10 +139,11 @@ class GradientAccumulator:
                 idempotency_key=f"{self._identity}-{self._epoch}-{self._pushes}",
             )
         except StaleEpoch as error:
+            kept = "; if that has closed, pull() brings its mean as long as it is kept"
             raise _explained(
                 error,
-                f"This worker is at epoch {self._epoch}, and its gradients do not count; if that has closed, pull()"
-                " brings its mean as long as it is kept",
+                f"This worker is at epoch {self._epoch}, and its gradients do not count"
+                + (kept if self._quorum is not None else ""),
             ) from None
         except KeyReused as error:
             place = f"push {self._pushes} of epoch {self._epoch}"
@@ -228,18 +229,18 @@ class GradientAccumulator:
 
     def _taken(self) -> Mapping[str, Array]:
         """The means of the epoch, which closes by this."""
-        taken = self._server.buffers.take(
-            list(self._parameters),
-            min_count=1,
-            reduce="mean",
-            idempotency_key=f"{self._identity}-{self._epoch}-take",
-        )
-        epoch = next(iter(taken.values())).epoch
-        if epoch != self._epoch:
-            raise StaleEpoch(
-                f"Epoch {self._epoch} was closed by somebody else, and this has closed epoch {epoch}: without a quorum"
-                " one worker pulls"
+        try:
+            taken = self._server.buffers.take(
+                list(self._parameters),
+                min_count=1,
+                epoch=self._epoch,
+                reduce="mean",
+                idempotency_key=f"{self._identity}-{self._epoch}-take",
             )
+        except StaleEpoch as error:
+            raise _explained(
+                error, f"Epoch {self._epoch} was closed by somebody else: without a quorum one worker pulls"
+            ) from None
         return {name: one.value for name, one in taken.items()}
 
     def _clear(self) -> None:
