@@ -174,6 +174,16 @@ def test_an_export_that_is_ended_leaves_no_file(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_store_is_its_users_alone(tmp_path: Path) -> None:
+    """What comes in over HTTP by API keys must not go out past them."""
+    with serving(store=f"lmdb:{tmp_path}/a") as url, httpx.Client(base_url=url) as client:
+        put(client, "large", shape=[LARGE])
+        add(client, "large", 1)
+    modes = {path.name: path.stat().st_mode & 0o077 for path in [tmp_path / "a", *(tmp_path / "a").iterdir()]}
+    assert {"a", "data.mdb", "lock.mdb", "values"} <= modes.keys()
+    assert {name: mode for name, mode in modes.items() if mode and name != "format"} == {}
+
+
 @pytest.mark.parametrize("prefix", ["\udcff", "ä"])
 def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
     status, _, complaint = run("export", str(tmp_path / "x"), "--prefix", prefix, "--store", f"lmdb:{_empty(tmp_path)}")

@@ -74,6 +74,8 @@ ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If
 
 CREATING = (*ONE, *READING)
 
+_KEY = {"type": "http", "scheme": "bearer", "description": "An API key, where the server has a file of them."}
+
 UNCHANGED: dict[str, Any] = {
     "responses": {"304": {"description": "The buffer still has a tag that If-None-Match names"}},
 }
@@ -228,6 +230,8 @@ def install(app: FastAPI) -> None:
             _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
             made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
             made["paths"]["/v2/models/{op}/infer"] = {"post": _INFER}
+            made["components"]["securitySchemes"] = {"key": _KEY}
+            made["security"] = [{}, {"key": []}]
             _tell_errors(made)
             app.openapi_schema = made
         return app.openapi_schema

@@ -31,7 +31,7 @@ from service.codecs._lists import (
     scalars_of,
     shape_of,
 )
-from service.dtypes import FLOAT32, NAMES, DType
+from service.dtypes import NAMES, DType
 from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
@@ -43,8 +43,8 @@ DIAGNOSED_BYTES = 2 << 20
 """The largest body of which an error says the place: to find it takes many times the body's memory, and the
 interpreter's lock for up to a quarter of a second."""
 
-LONGEST_INTEGER = 400
-"""Characters of an integer beyond which it is in no dtype's range; Python gives up at ten times as many."""
+LONGEST_INTEGER = 4000
+"""Characters of an integer beyond which it is taken for infinity: Python gives up at a few more."""
 
 MOST_MEMBERS = 4096
 """The most members of an object: simdjson finds each by going through those before it."""
@@ -64,7 +64,7 @@ class Document:
         self._body = body
         self._limits = limits
         self._lists = 0  # of which what was read so far consists
-        self._unproven: list[tuple[str, simdjson.Array, Shape]] = []
+        self._unproven: list[tuple[str, simdjson.Array, Shape, DType]] = []
         self.members = {name: _plain(name, value, limits) for name, value in members_of(parse(body), "The body")}
         limits.check_count(len(self.members))
 
@@ -83,7 +83,7 @@ class Document:
                 raise InvalidTensor(f"{name} has lists of shape {list(found)}, but says {list(shape)}", tensor=name)
         numbers = numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
         if numbers is not None and numbers.size == math.prod(found):
-            self._unproven.append((name, data, found))
+            self._unproven.append((name, data, found, dtype))
         else:
             numbers = scalars_of(name, data, found, dtype)
         return narrow(name, numbers, found, dtype).reshape(found if shape is None else shape)
@@ -108,8 +108,8 @@ class Document:
         Numbers are read flat, so `[1, [2]]` looks like `[1, 2]`. But then the body has a bracket too many.
         """
         if self._unproven and count(self._body, b"[") != self._lists:
-            for name, data, shape in self._unproven:
-                scalars_of(name, data, shape, FLOAT32)
+            for unproven in self._unproven:
+                scalars_of(*unproven)
 
     def _settle(self, name: str, shape: Sequence[int], dtype: DType) -> None:
         self._lists += 1

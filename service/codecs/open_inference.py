@@ -20,7 +20,7 @@ from service.codecs._bytes import Array, bytes_of, view, view_at, wrong_size
 from service.codecs._headers import as_object, check_shape, load
 from service.codecs._lists import LISTS, count_lists, narrow, numbers_of, scalars_of, shape_of
 from service.codecs.json import Pairs, count, list_text, members_of, parse
-from service.dtypes import BFLOAT16, BOOL, FLOAT32, OPEN_INFERENCE, DType
+from service.dtypes import BFLOAT16, BOOL, OPEN_INFERENCE, DType
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
@@ -175,7 +175,7 @@ class _Inputs:
     def __init__(self, text: memoryview, data: memoryview | None, limits: Limits) -> None:
         self._text, self._data, self._limits = text, data, limits
         self._end = self._lists = 0
-        self._unproven: list[tuple[str, Any, tuple[int, ...]]] = []
+        self._unproven: list[tuple[str, Any, tuple[int, ...], DType]] = []
 
     def read(self, head: _Head) -> dict[str, Array]:
         self._limits.check_count(len(head.inputs))
@@ -226,7 +226,7 @@ class _Inputs:
         self._lists += count_lists(found)
         numbers = numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
         if numbers is not None and numbers.size == math.prod(found):
-            self._unproven.append((name, data, found))
+            self._unproven.append((name, data, found, dtype))
         else:
             numbers = scalars_of(name, data, found, dtype)
         return narrow(name, numbers, found, dtype).reshape(shape)
@@ -237,8 +237,8 @@ class _Inputs:
         But then the JSON has more brackets than the tensors' lists, and those of the rest of the request, open.
         """
         if count(self._text, b"[") != self._lists + _lists(document):
-            for name, data, shape in self._unproven:
-                scalars_of(name, data, shape, FLOAT32)
+            for unproven in self._unproven:
+                scalars_of(*unproven)
 
 
 def _read(text: memoryview | bytes) -> dict[str, Any]:

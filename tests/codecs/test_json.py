@@ -177,6 +177,11 @@ def test_a_bracket_in_another_tensor_does_not_hide_a_mistake() -> None:
         document.finish()
 
 
+def test_a_list_among_integers_is_told_as_such() -> None:
+    with pytest.raises(InvalidTensor, match=r"a\[1\] is a list, but must be an integer of 64 bits"):
+        read(b'{"a": [1, [2]]}', "int64")
+
+
 def test_integers_are_exact() -> None:
     extremes = [-(1 << 63), (1 << 63) - 1, (1 << 53) + 1]
     assert read({"a": extremes}, "int64").tolist() == extremes
