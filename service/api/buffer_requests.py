@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from service.api.admission import give_back, hold
 from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
-from service.api.buffer_models import MOST_NAMES, Names, ValueQuery
+from service.api.buffer_models import Names, ValueQuery
 from service.api.changes import answer, change, etag_after, key_of, recalled, replayed, store_of
 from service.api.context import context_of, engine_of, settings_of
 from service.api.negotiation import JSON, media_types
@@ -51,6 +51,9 @@ R = TypeVar("R")
 VARY = "Accept, Accept-Encoding"
 """What an answer with values depends on besides its path."""
 
+MOST_ELEMENTS = 1 << 21
+"""Elements of lists in a body that says how, or which: to read more would hold up all requests for long."""
+
 MOST_LISTINGS = 10
 """How often the buffers of a prefix are listed anew, where one is deleted before it is reached."""
 
@@ -83,8 +86,8 @@ class BufferRequest:
         if self._sent != JSON:
             raise UnsupportedMediaType(f"Content-Type is {self._sent}, but must be {JSON} here")
         text = bytes(self._body)
-        if text.count(b",") > MOST_NAMES + len(model.model_fields):  # which would take long to find out otherwise
-            raise Invalid(f"The body has lists of more than {MOST_NAMES} elements; that is the limit")
+        if text.count(b",") > MOST_ELEMENTS:  # which would take long to find out otherwise
+            raise Invalid(f"The body has lists of more than {MOST_ELEMENTS} elements, of which none may have so many")
         members = [field.alias or name for name, field in model.model_fields.items()]
         if not self._body:
             raise MalformedBody(

@@ -21,7 +21,6 @@ from gradserve_client import (
     StaleEpoch,
     Taken,
     TooLarge,
-    Unauthorized,
 )
 
 from service.dtypes import DTYPES
@@ -243,8 +242,8 @@ def test_taken_is_a_receipt_with_a_value(server: Any) -> None:
 
 
 def test_the_api_key_is_sent(kind: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with connected(kind, url, api_key="schlüssel") as server, pytest.raises((InvalidInput, Unauthorized)):
-        server.operators()
+    with pytest.raises(InvalidInput), connected(kind, url, api_key="schlüssel"):
+        pass
     monkeypatch.setenv("GRADSERVE_URL", url)
     monkeypatch.delenv("GRADSERVE_API_KEY", raising=False)
     with connected(kind, "") as server:
