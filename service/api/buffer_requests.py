@@ -22,7 +22,7 @@ from service.api.context import context_of, engine_of, settings_of
 from service.api.negotiation import JSON, media_types
 from service.api.problems import invalid_parameter
 from service.api.tensors import judge
-from service.api.waiting import Waiting, in_pool
+from service.api.waiting import Waiting, in_pool, in_pool_after_change
 from service.api.work import INLINE_TEXT
 from service.buffers.changes import Change, Outcome, Take
 from service.buffers.names import check_length, check_name
@@ -144,8 +144,7 @@ class BufferRequest:
         if not self._says_nothing():
             raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
 
-        listed = deque[str]()
-        """Those of the last listing that were not ready then: as long as one is not, there is no need to list anew."""
+        listed = deque[str]()  # the last time, but for those that were ready since: while one is not, it does for all
 
         async def attempt() -> R:
             while listed and recalled(self.store, self._key) is None:
@@ -252,7 +251,7 @@ class BufferRequest:
             return _coded(self._request, answer(outcome.receipts, values, self.answers, form, headers, one=one))
 
         small = sum(value.nbytes for value in outcome.values.values()) <= INLINE_TEXT
-        return work() if small else await in_pool(self._request.scope, self._request.receive, self.engine, work)
+        return work() if small else await in_pool_after_change(self._request.receive, self.engine, work)
 
 
 def _different(names: list[str]) -> list[str]:

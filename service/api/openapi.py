@@ -73,12 +73,14 @@ ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If
 """The headers of requests that change one buffer, that change several, and that read one."""
 
 CREATING = (*ONE, *READING)
+"""Those of a request that creates a buffer."""
 
 _KEY = {"type": "http", "scheme": "bearer", "description": "An API key, where the server has a file of them."}
 
 UNCHANGED: dict[str, Any] = {
     "responses": {"304": {"description": "The buffer still has a tag that If-None-Match names"}},
 }
+"""What those that read a buffer may be answered, too."""
 
 
 def headers(*names: str) -> dict[str, Any]:

@@ -30,6 +30,9 @@ FAST_BYTES, LOOKS, LEAST_BYTES, MOST_AT_ONCE = 1 << 17, 40, 1 << 14, 1 << 21
 before the receiver goes to sleep, which takes longer, and again if at least so many came meanwhile; but after that many
 bytes it is the turn of others."""
 
+LEAST_RATE = 1 << 14
+"""Bytes a second, on the average, that a body must come at if it takes longer than a request may be silent."""
+
 BUSY_SECONDS, PAUSE_SECONDS = 0.02, 0.003
 """How long after an answer to another request a large one makes way for more, and how long between two pieces."""
 
@@ -267,10 +270,6 @@ class Exchange:
                     await asyncio.sleep(PAUSE_SECONDS)
                 if self._cycle.disconnected:
                     return
-
-
-LEAST_RATE = 1 << 14
-"""Bytes a second, on the average, that a body must come at if it takes longer than a request may be silent."""
 
 
 class _LastBody:

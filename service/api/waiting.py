@@ -46,6 +46,11 @@ async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable
         del future  # it has the exception, whose traceback has this frame: only the collector could free the body
 
 
+async def in_pool_after_change(receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
+    """The same for a request that has changed a buffer: it does not expire, as one that does is sent again."""
+    return await while_connected(receive, asyncio.wrap_future(engine.submit(work)))
+
+
 def _patience(scope: Scope) -> float:
     """How many seconds the client waits, by its Request-Timeout, but not longer than the server. Raises
     `InvalidParameter`."""

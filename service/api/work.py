@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 from starlette.types import Receive, Scope
 
 from service.api.admission import hold
@@ -15,11 +14,11 @@ from service.api.body import Answer, coding_of, deflate, inflate, read_body, wan
 from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
 from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.statistics import Statistics
-from service.api.waiting import in_pool
+from service.api.waiting import in_pool, in_pool_after_change
 from service.buffers.changes import Add, Outcome, counted_once
 from service.buffers.store import Key, Receipt, Store
 from service.engine import Engine
-from service.errors import EpochGone, GradserveError, InvalidParameter
+from service.errors import Busy, EpochGone, GradserveError, InvalidParameter
 from service.kernels import Operator
 from service.kernels._op import Array
 
@@ -79,7 +78,9 @@ class _LargeError(Exception):
 def statistics_of(scope: Scope) -> Statistics:
     """The statistics of the caller's namespace."""
     kept: dict[str, Statistics] = scope["app"].statistics
-    return kept.setdefault(caller_of(scope).namespace, Statistics())
+    namespace = caller_of(scope).namespace
+    found = kept.get(namespace)
+    return kept.setdefault(namespace, Statistics()) if found is None else found
 
 
 async def respond(
@@ -118,9 +119,8 @@ async def respond(
             began = time.perf_counter_ns()
             outcome = await change(store_of(scope), done.changes, done.key, done.sources)
             context.spent["store"] = time.perf_counter_ns() - began
-            done = (
-                done.finish(outcome) if small else await in_pool(scope, receive, engine, partial(done.finish, outcome))
-            )
+            finish = partial(done.finish, outcome)
+            done = finish() if small else await in_pool_after_change(receive, engine, finish)
         return done
     except GradserveError as error:
         error.context["op"] = operator.name
@@ -151,9 +151,6 @@ def _perform(
 
     def finish(results: Mapping[str, Array | Receipt], headers: Mapping[str, str]) -> Answer:
         computed = time.perf_counter_ns()
-        more = sum([one.nbytes for one in results.values() if isinstance(one, np.ndarray)]) - len(plain)
-        if more > 0:
-            hold(scope, more)
         answer = job.encode(results)
         if goes_out_in is not None:
             headers = {**headers, "Content-Encoding": goes_out_in}
@@ -167,10 +164,16 @@ def _perform(
         spent["kernel"], spent["encode"] = computed - decoded, encoded - computed
         return answer
 
-    alone = inline and len(body) <= INLINE_BYTES
+    def run(tensors: Mapping[str, Array], wanted: Sequence[str] | None) -> dict[str, Array]:
+        alone = inline and len(body) <= INLINE_BYTES
+        outputs = engine.run(operator, tensors, job.attributes, wanted, alone=alone)
+        # Here, not when they are answered: what is added into buffers would have been added then.
+        hold(scope, sum([one.nbytes for one in outputs.values()]) - len(plain))
+        return outputs
+
     if job.buffers is NO_BUFFERS:
-        return finish(engine.run(operator, job.tensors, job.attributes, job.wanted, alone=alone), {})
-    return _perform_on_buffers(store_of(scope), engine, scope, operator, plain, job, alone, finish)
+        return finish(run(job.tensors, job.wanted), {})
+    return _perform_on_buffers(store_of(scope), engine, scope, operator, plain, job, run, finish)
 
 
 def text_of(body: memoryview) -> int:
@@ -201,7 +204,7 @@ def _perform_on_buffers(
     operator: Operator,
     body: memoryview,
     job: Job,
-    alone: bool,
+    run: Callable[[Mapping[str, Array], Sequence[str]], dict[str, Array]],
     finish: Callable[[Mapping[str, Array | Receipt], Mapping[str, str]], Answer],
 ) -> Answer | Adding:
     sources, targets, weight, epoch = job.buffers
@@ -247,9 +250,9 @@ def _perform_on_buffers(
         if operator.sparse is not None and set(names) == set(targets):
             outputs = {names[0]: engine.in_pieces(operator, tensors, job.attributes)}
         else:
-            outputs = engine.run(operator, tensors, job.attributes, names, alone=alone)
+            outputs = run(tensors, names)
     except GradserveError as error:
-        if known is None or isinstance(error, EpochGone):
+        if known is None or isinstance(error, (EpochGone, Busy)):
             raise
         raise counted_once(str(error), known.receipts) from None
     if not targets:

@@ -186,6 +186,23 @@ def test_what_nobody_waits_for_is_not_begun() -> None:
             assert_problem(ask(**{"Request-Timeout": given}), 422, "invalid_parameter", "Request-Timeout")
 
 
+def test_what_was_done_is_never_said_not_to_be_begun() -> None:
+    """A take whose answer has to wait for a thread: whoever is told to send it again would take the next epoch."""
+    size, path = 1 << 20, "/v1/ops/GRUTraining?outputs=HFinal"
+    with serving(threads=1) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
+        assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
+        assert client.post("/v1/buffers/a/accumulate", json={"gradient": 1}).status_code == 200
+        given: dict[str, Any] = {"content": gru(), "headers": {"Content-Type": SAFETENSORS}}
+        long = [pool.submit(client.post, path, **given) for _ in range(2)]
+        while "gradserve_waiting 1.0" not in client.get("/metrics").text:
+            assert not all(one.done() for one in long), "they were over before they were seen"
+        headers = {"Request-Timeout": "0.001", "Accept": SAFETENSORS}
+        taken = client.post("/v1/buffers/a/take", headers=headers)
+        assert taken.status_code == 200, taken.text
+        assert safetensors.numpy.load(taken.content)["value"].sum() == size
+        assert [one.result().status_code for one in long] == [200, 200]
+
+
 def test_beyond_the_queue_large_requests_wait_outside() -> None:
     body = gru()
     refused = threading.Event()
@@ -298,6 +315,34 @@ def test_what_a_small_body_becomes_counts_too(url: str) -> None:
     wait_until(lambda: held_by(url) == 0)
     statuses = {name: httpx.post(f"{url}/v1/{path}", **more).status_code for name, (path, more) in requests.items()}
     assert statuses == {"inflated": 200, "outputs": 200, "names": 404}
+
+
+def test_what_is_told_to_come_again_has_added_nothing(url: str) -> None:
+    """Or, if it was made before, has not become anything that does not come again."""
+    steps, sequences, hidden = 3000, 4, 16
+    rng = np.random.default_rng(0)
+    shapes = {"X": (steps, sequences, 1), "W": (1, 3 * hidden, 1), "R": (1, 3 * hidden, hidden)}
+    body = safetensors.numpy.save({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()})
+    assert len(body) < 1 << 16
+    path, headers = f"{url}/v1/ops/GRUTraining?into=HFinal:a", {"Content-Type": SAFETENSORS}
+    with httpx.Client(timeout=60, headers=headers) as client:
+        shape = {"shape": [1, sequences, hidden]}
+        assert httpx.put(f"{url}/v1/buffers/a", json=shape).status_code == 201
+        for count, key in enumerate(({}, {"Idempotency-Key": "k"})):
+            with half_sent(url, relu(100_000)):
+                wait_until_held(url)
+                refused = client.post(path, content=body, headers=key)
+                assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
+                assert client.get(f"{url}/v1/buffers/a").json()["count"] == count
+            wait_until(lambda: held_by(url) == 0)
+            assert client.post(path, content=body, headers=key).status_code == 200
+        with half_sent(url, relu(100_000)):
+            wait_until_held(url)
+            assert_problem(client.post(path, content=body, headers=key), 429, "busy")
+        wait_until(lambda: held_by(url) == 0)
+        again = client.post(path, content=body, headers=key)
+        assert (again.status_code, again.headers["Idempotency-Replayed"]) == (200, "true")
+        assert client.get(f"{url}/v1/buffers/a").json()["count"] == 2
 
 
 def test_a_request_alone_is_never_told_to_come_again(url: str) -> None:
