@@ -193,7 +193,7 @@ class EpochGone(GradserveError):
 
 
 class PreconditionFailed(GradserveError):
-    """The buffer is not in the state that `If-Match` names."""
+    """The buffer is not in the state that `If-Match` or `If-None-Match` asks for."""
 
     status = 412
     code = "precondition_failed"
