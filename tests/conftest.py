@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,3 +22,16 @@ def url() -> Iterator[str]:
 def client(url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url, timeout=30) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate of localhost and 127.0.0.1, signed by itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    place = tmp_path_factory.mktemp("tls")
+    key, made = place / "key.pem", place / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    named = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", made, *named], check=True, capture_output=True)
+    return made, key

@@ -45,6 +45,13 @@ def assert_problem(answer: httpx.Response, status: int, code: str, *words: str) 
     return problem
 
 
+def in_flight(url: object, what: str = "") -> float:
+    """The requests that have no answer yet but the one that asks, or with `_bytes` what they hold."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    (value,) = (line.split()[1] for line in lines if line.startswith(f"gradserve_in_flight{what} "))
+    return float(value) - (not what)
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     """Return once it holds; fail after 20 seconds."""
     end = time.monotonic() + 20

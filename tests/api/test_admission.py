@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.serving import assert_problem, serving, wait_until
+from tests.serving import assert_problem, in_flight, serving, wait_until
 
 SAFETENSORS = "application/vnd.safetensors"
 
@@ -59,18 +57,11 @@ def is_refused(url: str, body: bytes) -> bool:
     return True
 
 
-def held_by(url: str) -> float:
-    """The bytes that requests in flight hold."""
-    held = re.search(r"^gradserve_in_flight_bytes (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
-    assert held is not None
-    return float(held[1])
-
-
 def wait_until_held(url: str) -> None:
     """Until the server has taken the half-sent request up, which a large one that comes first would keep out."""
     large = relu(40_000)
     for _ in range(1000):
-        if held_by(url) + len(large) > 1 << 20 and is_refused(url, large):
+        if in_flight(url, "_bytes") + len(large) > 1 << 20 and is_refused(url, large):
             return
     raise AssertionError("everything is let in")
 
@@ -151,7 +142,7 @@ def test_values_that_are_read_count_too(url: str) -> None:
         assert_problem(httpx.get(f"{url}/v1/buffers/v/value"), 429, "busy")
         assert_problem(httpx.post(f"{url}/v1/buffers/value", json={"names": ["v"]}), 429, "busy")
         assert httpx.get(f"{url}/v1/buffers/v").status_code == 200
-    wait_until(lambda: held_by(url) == 0)
+    wait_until(lambda: in_flight(url, "_bytes") == 0)
     assert httpx.get(f"{url}/v1/buffers/v/value", headers={"Accept": SAFETENSORS}).status_code == 200
 
 
@@ -289,9 +280,9 @@ def test_values_that_are_computed_from_count_too(url: str) -> None:
             wait_until_held(url)
             refused = client.post(path, **request)
             assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT", str(2 * 4 * size))
-        wait_until(lambda: held_by(url) == 0)
+        wait_until(lambda: in_flight(url, "_bytes") == 0)
         assert client.post(path, **request).status_code == 200  # by itself it may have as much as it needs
-        wait_until(lambda: held_by(url) == 0)
+        wait_until(lambda: in_flight(url, "_bytes") == 0)
 
 
 def test_what_a_small_body_becomes_counts_too(url: str) -> None:
@@ -312,7 +303,7 @@ def test_what_a_small_body_becomes_counts_too(url: str) -> None:
         wait_until_held(url)
         for path, more in requests.values():
             assert_problem(httpx.post(f"{url}/v1/{path}", **more), 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
-    wait_until(lambda: held_by(url) == 0)
+    wait_until(lambda: in_flight(url, "_bytes") == 0)
     statuses = {name: httpx.post(f"{url}/v1/{path}", **more).status_code for name, (path, more) in requests.items()}
     assert statuses == {"inflated": 200, "outputs": 200, "names": 404}
 
@@ -334,12 +325,12 @@ def test_what_is_told_to_come_again_has_added_nothing(url: str) -> None:
                 refused = client.post(path, content=body, headers=key)
                 assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
                 assert client.get(f"{url}/v1/buffers/a").json()["count"] == count
-            wait_until(lambda: held_by(url) == 0)
+            wait_until(lambda: in_flight(url, "_bytes") == 0)
             assert client.post(path, content=body, headers=key).status_code == 200
         with half_sent(url, relu(100_000)):
             wait_until_held(url)
             assert_problem(client.post(path, content=body, headers=key), 429, "busy")
-        wait_until(lambda: held_by(url) == 0)
+        wait_until(lambda: in_flight(url, "_bytes") == 0)
         again = client.post(path, content=body, headers=key)
         assert (again.status_code, again.headers["Idempotency-Replayed"]) == (200, "true")
         assert client.get(f"{url}/v1/buffers/a").json()["count"] == 2
@@ -362,7 +353,7 @@ def test_who_waits_for_values_holds_none(url: str) -> None:
     with httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor() as pool:
         assert client.put("/v1/buffers/a", json={"shape": [1 << 18]}).status_code == 201
         waiting = pool.submit(httpx.post, f"{url}/v1/buffers/a/take?min_count=1&timeout=30", timeout=60)
-        time.sleep(0.2)
+        wait_until(lambda: in_flight(url) == 1)
         assert not is_refused(url, relu(100_000))
         assert client.post("/v1/buffers/a/accumulate", json={"gradient": 1}).status_code == 200
         assert waiting.result().json()["count"] == 1

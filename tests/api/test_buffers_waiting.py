@@ -29,7 +29,7 @@ from tests.api.calls import (
     serving_workers,
     value,
 )
-from tests.serving import assert_problem, serving
+from tests.serving import assert_problem, in_flight, serving, wait_until
 
 # ----- waiting -----
 
@@ -233,8 +233,8 @@ def test_who_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
     path = f"/v1/buffers{end.format(name=name)}min_count=1&timeout=60"
     with socket.create_connection((http.base_url.host, http.base_url.port or 80)) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
-        time.sleep(0.2)
-    time.sleep(0.2)
+        wait_until(lambda: in_flight(http.base_url) == 1)
+    wait_until(lambda: in_flight(http.base_url) == 0)
     add(http, name, [1, 2])
     time.sleep(0.1)
     assert metadata(http, name)["epoch"] == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +33,7 @@ from tests.api.calls import (
     state,
     value,
 )
-from tests.serving import assert_problem, serving
+from tests.serving import assert_problem, in_flight, serving, wait_until
 from tests.test_contract import example
 
 ONES = {"gradient": [1, 1]}
@@ -416,7 +415,7 @@ def test_the_same_take_waits_twice(http: httpx.Client, pool: ThreadPoolExecutor,
     """As after a retry, while the server has not seen yet that the first connection is gone."""
     name = create(http)
     waiting = [pool.submit(post, http, name, "take", key, min_count=1, timeout=5) for _ in range(2)]
-    time.sleep(0.1)
+    wait_until(lambda: in_flight(http.base_url) == 2)
     add(http, name, [1, 2])
     answers = [one.result(PATIENCE) for one in waiting]
     assert [one.status_code for one in answers] == [200, 200]

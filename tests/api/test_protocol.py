@@ -13,7 +13,7 @@ import pytest
 from service.api import protocol
 from service.codecs import safetensors
 from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Make, assert_right, v1
-from tests.serving import serving, wait_until
+from tests.serving import in_flight, serving, wait_until
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: test\r\n\r\n"
 POLL = b"GET /v1/buffers/open/value?epoch=0&timeout=300 HTTP/1.1\r\nHost: test\r\n\r\n"
@@ -28,13 +28,6 @@ def strict() -> Iterator[str]:
         httpx.put(f"{url}/v1/buffers/open", json={"shape": [2]}).raise_for_status()
         httpx.put(f"{url}/v1/buffers/large", json={"shape": [HALF]}).raise_for_status()
         yield url
-
-
-def in_flight(url: str, name: str = "") -> float:
-    """What the server has in flight, without the request that asks."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    (value,) = (line.split()[1] for line in lines if line.startswith(f"gradserve_in_flight{name} "))
-    return float(value) - (not name)
 
 
 # ----- what is no head, or a very long one -----

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -311,18 +309,6 @@ def test_the_proxy_of_the_environment_is_used(kind: str, monkeypatch: pytest.Mon
             assert near.requests[0].startswith(b"GET /v1/ops HTTP/1.1\r\n")
     (request,) = talker.requests
     assert request.startswith(b"GET http://gradserve.example/v1/ops HTTP/1.1\r\n")
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
-    place = tmp_path_factory.mktemp("tls")
-    key, made = place / "key.pem", place / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    named = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", key, "-out", made, *named], check=True, capture_output=True)
-    return made, key
 
 
 def test_https(kind: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
