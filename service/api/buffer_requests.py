@@ -66,7 +66,6 @@ class BufferRequest:
         self.engine, self.store = engine_of(request.scope), store_of(request.scope)
         self._key: Key | None = key_of(request.scope, body)
         self._form: json_codec.Form = "list"
-        self._tried = False
 
     @classmethod
     async def of(cls, request: Request) -> BufferRequest:
@@ -132,25 +131,26 @@ class BufferRequest:
     ) -> R:
         """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done.
 
-        While it raises what one can wait for, it is called again after each change, up to `timeout` seconds from now.
-        `look` raises the same for a single buffer.
+        `look` raises for one of them what `work` would for it; see `until`.
         """
         if prefix is None:
             if self._says_nothing():
                 raise Invalid('Which buffers? Say {"names": [...]} in the body, or ?prefix= in the query')
             names = _different(self.model(Names).names)
             self._body = memoryview(b"")  # to wait may take long
-            return await self.until(timeout, lambda: work(names))
+            return await self.until(timeout, lambda: work(names), lambda: [*map(look, names)])
         if not self._says_nothing():
             raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
 
         listed = deque[str]()  # the last time, but for those that were ready since: while one is not, it does for all
 
-        async def attempt() -> R:
-            while listed and recalled(self.store, self._key) is None:
+        def look_at_listed() -> None:
+            while listed:
                 with suppress(UnknownBuffer):
                     look(listed[0])
                 listed.popleft()
+
+        async def attempt() -> R:
             for _ in range(MOST_LISTINGS):
                 listed.clear()
                 listed.extend(self._listed(prefix))
@@ -158,16 +158,28 @@ class BufferRequest:
                     return await work([*listed])
             return await work(self._listed(prefix))
 
-        return await self.until(timeout, attempt)
+        return await self.until(timeout, attempt, look_at_listed)
 
     def _listed(self, prefix: str) -> list[str]:
         """The buffers with the prefix: if the request was made before, those of then."""
         known = recalled(self.store, self._key)
         return [one.name for one in self.store.records(prefix, strict=True)] if known is None else [*known.receipts]
 
-    async def until(self, timeout: float, attempt: Callable[[], Awaitable[R]]) -> R:
-        """What `attempt` returns once others have done what it waits for, up to `timeout` seconds from now."""
-        return await waiting_of(self._request).until(self._request.receive, timeout, attempt)
+    async def until(self, timeout: float, attempt: Callable[[], Awaitable[R]], look: Callable[[], object]) -> R:
+        """What `attempt` returns once others have done what it waits for, up to `timeout` seconds from now.
+
+        It is called again after a change if `look`, which costs less, does not raise, or the request was made before.
+        """
+        tried = False
+
+        async def look_and_attempt() -> R:
+            nonlocal tried
+            if tried and recalled(self.store, self._key) is None:
+                look()
+            tried = True
+            return await attempt()
+
+        return await waiting_of(self._request).until(self._request.receive, timeout, look_and_attempt)
 
     async def tensors(self, known: set[str] | None) -> dict[str, Array]:
         """The tensors in the body, whose names must be `known`, if it is given."""
@@ -215,11 +227,7 @@ class BufferRequest:
             raise
 
     async def take(self, changes: Sequence[Take]) -> Outcome:
-        """Make the changes, if all buffers admit them; it may be called again."""
-        if self._tried and recalled(self.store, self._key) is None:  # a look is cheaper than a transaction
-            for one in changes:
-                one.admit(self.store.record(one.name))
-        self._tried = True
+        """Make the changes, and hold the values that they answer."""
         with self.holding_values(one.name for one in changes):
             return await self.change(changes)
 

@@ -205,7 +205,11 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     asked = await BufferRequest.of(request)
     asked.check_no_body()
     one = _take(query, check_name(name), match_of(request.scope))
-    outcome = await asked.until(query.timeout, lambda: asked.take([one]))
+
+    def look() -> None:
+        one.admit(asked.store.record(name))
+
+    outcome = await asked.until(query.timeout, lambda: asked.take([one]), look)
     return await asked.respond(outcome, query.encoding, one=True, reduce=query.reduce, dtype=query.dtype)
 
 
