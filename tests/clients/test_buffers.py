@@ -18,7 +18,7 @@ from gradserve_client import (
     NotFound,
     PreconditionFailed,
     TooManyBuffers,
-    _calls,
+    _buffer_calls,
     _policy,
 )
 
@@ -205,7 +205,7 @@ def test_many_are_named_in_one_way(server: Any, which: dict[str, Any]) -> None:
 
 
 def test_a_long_list_has_pages(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_calls, "PAGE", 3)
+    monkeypatch.setattr(_buffer_calls, "PAGE", 3)
     names = [f"page.{number:04}" for number in range(10)]
     for name in names:
         server.buffers[name].create(())

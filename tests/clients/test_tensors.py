@@ -14,10 +14,11 @@ import pytest
 import safetensors.numpy
 import torch
 from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
-from gradserve_client._calls import operators, run, take
+from gradserve_client._buffer_calls import take
+from gradserve_client._calls import operators, run
 from gradserve_client._policy import Answer
+from gradserve_client._requests import read_answer
 from gradserve_client._tensors import DTYPES, as_array, decode, encode
-from gradserve_client.client import _read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -285,7 +286,7 @@ CALLS: list[Any] = [
 def test_a_damaged_answer_is_the_servers_failure(body: bytes) -> None:
     for call in CALLS:
         try:
-            read: Any = _read(call, Answer(200, httpx.Headers(), bytearray(body)), "asked")
+            read: Any = read_answer(call, Answer(200, httpx.Headers(), bytearray(body)), "asked")
         except ServerFailed as error:
             found = (error.status, error.request_id, error.idempotency_key)
         else:

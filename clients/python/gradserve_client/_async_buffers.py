@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from gradserve_client import _calls
-from gradserve_client._calls import Reduce
+from gradserve_client import _buffer_calls
+from gradserve_client._buffer_calls import Reduce
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
 
@@ -35,7 +35,7 @@ class AsyncBuffers:
         found: list[BufferInfo] = []
         cursor: str | None = ""
         while cursor is not None:
-            page, cursor = await self._client._run(_calls.page(prefix, cursor))
+            page, cursor = await self._client._run(_buffer_calls.page(prefix, cursor))
             found += page
         return found
 
@@ -51,7 +51,7 @@ class AsyncBuffers:
     ) -> dict[str, Receipt]:
         """Add `weight` times each gradient to the buffer of its name, in one request; see `Buffer.accumulate`."""
         return await self._client._run(
-            _calls.accumulate_many(
+            _buffer_calls.accumulate_many(
                 gradients,
                 weight=weight,
                 epoch=epoch,
@@ -73,7 +73,7 @@ class AsyncBuffers:
     ) -> dict[str, Array]:
         """The values by name, all of one moment; see `Buffer.value`."""
         return await self._client._run(
-            _calls.value_many(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+            _buffer_calls.value_many(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
 
     async def take(
@@ -90,7 +90,7 @@ class AsyncBuffers:
     ) -> dict[str, Taken]:
         """Close the epochs, and have the receipts with the values by name; see `Buffer.take`."""
         return await self._client._run(
-            _calls.take_many(
+            _buffer_calls.take_many(
                 names,
                 prefix,
                 min_count=min_count,
@@ -110,7 +110,7 @@ class AsyncBuffers:
         idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
         """Discard the sums, and begin the next epochs; see `Buffer.zero`."""
-        return await self._client._run(_calls.zero_many(names, prefix, idempotency_key=idempotency_key))
+        return await self._client._run(_buffer_calls.zero_many(names, prefix, idempotency_key=idempotency_key))
 
 
 class AsyncBuffer(BufferName):
@@ -140,7 +140,7 @@ class AsyncBuffer(BufferName):
         Raises `Conflict` if it is there and differs, `TooManyBuffers`, and `InvalidInput`.
         """
         return await self._client._run(
-            _calls.create(
+            _buffer_calls.create(
                 self.name,
                 shape,
                 dtype=dtype,
@@ -154,7 +154,7 @@ class AsyncBuffer(BufferName):
 
     async def info(self) -> BufferInfo:
         """All about it but its value. Raises `NotFound`."""
-        return await self._client._run(_calls.info(self.name))
+        return await self._client._run(_buffer_calls.info(self.name))
 
     async def accumulate(
         self,
@@ -181,7 +181,7 @@ class AsyncBuffer(BufferName):
         Raises `NotFound`, `InvalidInput`, `StaleEpoch`, `PreconditionFailed` and `StoreFull`.
         """
         return await self._client._run(
-            _calls.accumulate(
+            _buffer_calls.accumulate(
                 self.name,
                 gradient,
                 weight=weight,
@@ -210,7 +210,7 @@ class AsyncBuffer(BufferName):
         `Conflict` for the mean of weights that sum to zero.
         """
         return await self._client._run(
-            _calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+            _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
 
     async def take(
@@ -230,7 +230,7 @@ class AsyncBuffer(BufferName):
         `StaleEpoch` if the buffer is not in `epoch`, if that is given.
         """
         return await self._client._run(
-            _calls.take(
+            _buffer_calls.take(
                 self.name,
                 min_count=min_count,
                 epoch=epoch,
@@ -244,8 +244,12 @@ class AsyncBuffer(BufferName):
 
     async def zero(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> Receipt:
         """Discard the sum, and begin the next epoch."""
-        return await self._client._run(_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        return await self._client._run(
+            _buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key)
+        )
 
     async def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
         """Forget the buffer, its value and its closed epochs. Raises `NotFound`."""
-        return await self._client._run(_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        return await self._client._run(
+            _buffer_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key)
+        )

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from gradserve_client import _files
-from gradserve_client._calls import Reduce
+from gradserve_client._buffer_calls import Reduce
 from gradserve_client._session import (
     Session,
     console,

@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from gradserve_client import _buffer_commands, _files, _watch
+from gradserve_client._requests import DEFAULT_URL
 from gradserve_client._session import (
     Session,
     console,
@@ -25,7 +26,6 @@ from gradserve_client._session import (
     tensor_lines,
 )
 from gradserve_client._tensors import Array
-from gradserve_client.client import DEFAULT_URL
 from gradserve_client.errors import NotFound
 from gradserve_client.models import OperatorInfo, Receipt
 

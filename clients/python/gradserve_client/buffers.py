@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from gradserve_client import _calls
-from gradserve_client._calls import Reduce
+from gradserve_client import _buffer_calls
+from gradserve_client._buffer_calls import Reduce
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
 
@@ -38,7 +38,7 @@ class Buffers:
         found: list[BufferInfo] = []
         cursor: str | None = ""
         while cursor is not None:
-            page, cursor = self._client._run(_calls.page(prefix, cursor))
+            page, cursor = self._client._run(_buffer_calls.page(prefix, cursor))
             found += page
         return found
 
@@ -59,7 +59,7 @@ class Buffers:
         (1, 32.0)
         """
         return self._client._run(
-            _calls.accumulate_many(
+            _buffer_calls.accumulate_many(
                 gradients,
                 weight=weight,
                 epoch=epoch,
@@ -85,7 +85,7 @@ class Buffers:
         {'w1': array([[0., 0.]], dtype=float32), 'w2': array([0.], dtype=float32)}
         """
         return self._client._run(
-            _calls.value_many(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+            _buffer_calls.value_many(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
 
     def take(
@@ -106,7 +106,7 @@ class Buffers:
         ['layer1.bias', 'layer1.weight']
         """
         return self._client._run(
-            _calls.take_many(
+            _buffer_calls.take_many(
                 names,
                 prefix,
                 min_count=min_count,
@@ -130,7 +130,7 @@ class Buffers:
         >>> server.buffers.zero(["w1"])["w1"].epoch
         1
         """
-        return self._client._run(_calls.zero_many(names, prefix, idempotency_key=idempotency_key))
+        return self._client._run(_buffer_calls.zero_many(names, prefix, idempotency_key=idempotency_key))
 
 
 class Buffer(BufferName):
@@ -163,7 +163,7 @@ class Buffer(BufferName):
         30720000
         """
         return self._client._run(
-            _calls.create(
+            _buffer_calls.create(
                 self.name,
                 shape,
                 dtype=dtype,
@@ -181,7 +181,7 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].info().shape
         (1, 2)
         """
-        return self._client._run(_calls.info(self.name))
+        return self._client._run(_buffer_calls.info(self.name))
 
     def accumulate(
         self,
@@ -211,7 +211,7 @@ class Buffer(BufferName):
         1
         """
         return self._client._run(
-            _calls.accumulate(
+            _buffer_calls.accumulate(
                 self.name,
                 gradient,
                 weight=weight,
@@ -242,7 +242,9 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].value()
         array([[0., 0.]], dtype=float32)
         """
-        return self._client._run(_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout))
+        return self._client._run(
+            _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+        )
 
     def take(
         self,
@@ -266,7 +268,7 @@ class Buffer(BufferName):
         array([[1., 2.]], dtype=float32)
         """
         return self._client._run(
-            _calls.take(
+            _buffer_calls.take(
                 self.name,
                 min_count=min_count,
                 epoch=epoch,
@@ -284,11 +286,11 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].zero().epoch
         1
         """
-        return self._client._run(_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        return self._client._run(_buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
 
     def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
         """Forget the buffer, its value and its closed epochs. Raises `NotFound`.
 
         >>> server.buffers["w1"].delete()
         """
-        return self._client._run(_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        return self._client._run(_buffer_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key))

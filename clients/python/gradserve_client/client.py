@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import urlencode
 
 import anyio
 import httpx
@@ -19,130 +15,16 @@ from gradserve_client import _calls
 from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_ops import AsyncOps
 from gradserve_client._calls import Input, Into
-from gradserve_client._policy import Answer, Call, Patience, Send, Wait, exchange
+from gradserve_client._policy import Answer, Call, Patience, Wait, exchange
+from gradserve_client._requests import Settings, joined, read_answer, through
 from gradserve_client._tensors import Array
-from gradserve_client._transport import MOST_IDLE, Transport
+from gradserve_client._transport import Transport
 from gradserve_client.buffers import Buffers
-from gradserve_client.errors import GradserveError, InvalidInput, ServerFailed
+from gradserve_client.errors import GradserveError
 from gradserve_client.models import OperatorInfo, Receipt
 from gradserve_client.ops import Ops
 
 T = TypeVar("T")
-
-DEFAULT_URL = "http://127.0.0.1:8000"
-
-_PIECE = 1 << 20
-"""Bytes that the asynchronous client hands over at once."""
-
-_FOREVER = 1e8
-"""Seconds, three years."""
-
-_UNLIMITED = httpx.Limits(max_keepalive_connections=MOST_IDLE)
-"""Many calls may wait for an epoch at once; one that would close it must not wait until they are through."""
-
-
-class _Settings:
-    """What both clients are made with."""
-
-    def __init__(
-        self,
-        url: str | None,
-        api_key: str | None,
-        timeout: float,
-        attempt_timeout: float,
-        max_retries: int | None,
-    ) -> None:
-        url = url or os.environ.get("GRADSERVE_URL") or DEFAULT_URL
-        try:
-            self.url = httpx.URL(url.rstrip("/"))
-        except httpx.InvalidURL as error:
-            raise InvalidInput(f"The URL is {url!r}: {error}") from error
-        if self.url.scheme not in ("http", "https") or not self.url.host:
-            raise InvalidInput(f"The URL is {url!r}, but must begin with http:// or https:// and a host")
-        if self.url.userinfo:
-            raise InvalidInput("The URL has a user or a password, which a gradserve server does not know; see api_key")
-        for name, seconds in {"timeout": timeout, "attempt_timeout": attempt_timeout}.items():
-            if not (isinstance(seconds, (int, float)) and seconds > 0):
-                raise InvalidInput(f"{name} is {seconds!r}, but must be a number of seconds above 0")
-        if not (max_retries is None or (isinstance(max_retries, int) and max_retries >= 0)):
-            raise InvalidInput(f"max_retries is {max_retries!r}, but must be None or an integer from 0 up")
-        # A socket's clock ends somewhere, too.
-        self.patience = Patience(min(timeout, _FOREVER), min(attempt_timeout, _FOREVER), max_retries)
-        api_key = (api_key or os.environ.get("GRADSERVE_API_KEY") or "").strip()  # a file of it ends with a line break
-        if not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidInput("The API key has characters that no API key has")  # which ones nobody's log must know
-        self.headers = {
-            "Host": self.url.netloc.decode("ascii"),
-            "User-Agent": f"gradserve-client/{version('gradserve-client')}",
-            **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
-        }
-
-    def request(self, call: Call[Any], request_id: str, send: Send) -> httpx.Request:
-        """What is sent for the call."""
-        headers = {**self.headers, **call.headers, "X-Request-ID": request_id, "Request-Timeout": f"{send.silence:.3f}"}
-        if call.key is not None:
-            headers["Idempotency-Key"] = call.key
-        size = sum(len(piece) for piece in call.body)
-        if size or call.method in ("POST", "PUT"):
-            headers["Content-Length"] = str(size)
-        query = {**call.query, "timeout": call.poll} if call.wait else call.query
-        target = f"{call.path}?{urlencode(query, doseq=True)}".rstrip("?")
-        url = self.url.copy_with(raw_path=self.url.raw_path.partition(b"?")[0].rstrip(b"/") + target.encode())
-        seconds = min(send.silence, self.patience.attempt_timeout)
-        timeouts = {"connect": seconds, "write": seconds, "pool": seconds, "read": send.silence}
-        try:
-            return httpx.Request(
-                call.method,
-                url,
-                headers=headers,
-                stream=_Pieces(call.body),
-                extensions={"timeout": timeouts, "until": send.until},
-            )
-        except (UnicodeEncodeError, httpx.InvalidURL) as error:
-            raise InvalidInput(f"The request cannot be sent: {error}") from error
-
-    def proxy(self) -> str | None:
-        """The proxy that the environment names for the server."""
-        if urllib.request.proxy_bypass(self.url.host):
-            return None
-        proxy = urllib.request.getproxies().get(self.url.scheme)
-        return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
-
-
-def _through(transport: Callable[..., T], proxy: str | None) -> T:
-    """An httpx transport, by the proxy that the environment names. Raises `InvalidInput` if there is no such way."""
-    try:
-        return transport(proxy=proxy, limits=_UNLIMITED)
-    except (ImportError, ValueError) as error:
-        raise InvalidInput(f"The proxy of the environment is {proxy!r}: {error}") from error
-
-
-class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A body in pieces, which can be sent any number of times."""
-
-    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
-        self._pieces = pieces
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self._pieces  # type: ignore[misc]  # a view is as good as bytes to a socket
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for piece in self._pieces:
-            view = memoryview(piece)
-            for start in range(0, len(view), _PIECE):
-                yield view[start : start + _PIECE]  # type: ignore[misc]
-
-
-def _read(call: Call[T], answer: Answer, request_id: str) -> T:
-    try:
-        return call.read(answer)
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ServerFailed(
-            f"The answer cannot be read; is this a gradserve server? {type(error).__name__}: {error}",
-            status=answer.status,
-            request_id=answer.headers.get("x-request-id", request_id),
-            idempotency_key=call.key,
-        ) from error
 
 
 class Client:
@@ -174,10 +56,10 @@ class Client:
         max_retries: int | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._settings = _Settings(url, api_key, timeout, attempt_timeout, max_retries)
+        self._settings = Settings(url, api_key, timeout, attempt_timeout, max_retries)
         if transport is None:
             proxy = self._settings.proxy()
-            transport = Transport() if proxy is None else _through(httpx.HTTPTransport, proxy)
+            transport = Transport() if proxy is None else through(httpx.HTTPTransport, proxy)
         self._transport = transport
         self.ops = Ops(self)
         """The operators, a method each."""
@@ -262,7 +144,7 @@ class Client:
             try:
                 step = steps.send(done)
             except StopIteration as end:
-                return _read(call, end.value, request_id)
+                return read_answer(call, end.value, request_id)
             finally:
                 done = None  # or an error and this frame would keep each other alive, and with them the call's arrays
             if isinstance(step, Wait):
@@ -277,7 +159,7 @@ class Client:
             assert isinstance(response.stream, httpx.SyncByteStream)
             try:
                 for piece in response.stream:
-                    body = _joined(body, piece)
+                    body = joined(body, piece)
                     if time.monotonic() > until:
                         return httpx.ReadTimeout("the answer took too long")
             finally:
@@ -304,8 +186,8 @@ class AsyncClient:
         max_retries: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._settings = _Settings(url, api_key, timeout, attempt_timeout, max_retries)
-        self._transport = transport or _through(httpx.AsyncHTTPTransport, self._settings.proxy())
+        self._settings = Settings(url, api_key, timeout, attempt_timeout, max_retries)
+        self._transport = transport or through(httpx.AsyncHTTPTransport, self._settings.proxy())
         self.ops = AsyncOps(self)
         """The operators, a method each."""
         self.buffers = AsyncBuffers(self)
@@ -374,7 +256,7 @@ class AsyncClient:
             try:
                 step = steps.send(done)
             except StopIteration as end:
-                return _read(call, end.value, request_id)
+                return read_answer(call, end.value, request_id)
             if isinstance(step, Wait):
                 await anyio.sleep(step.seconds)
                 done = None
@@ -389,7 +271,7 @@ class AsyncClient:
                 assert isinstance(response.stream, httpx.AsyncByteStream)
                 try:
                     async for piece in response.stream:
-                        body = _joined(body, piece)
+                        body = joined(body, piece)
                 finally:
                     await response.stream.aclose()
         except TimeoutError:
@@ -397,11 +279,3 @@ class AsyncClient:
         except httpx.TransportError as error:
             return error
         return Answer(response.status_code, response.headers, body or bytearray())
-
-
-def _joined(body: bytearray | None, piece: bytes) -> bytearray:
-    """The body so far and what came: a body that comes whole, in memory of its own, is not copied."""
-    if body is None:
-        return piece if isinstance(piece, bytearray) else bytearray(piece)
-    body += piece
-    return body
