@@ -21,8 +21,9 @@ from service.buffers._environment import (
     seed_of,
 )
 from service.buffers._values import Kept, ValueWriter, seal
+from service.buffers.gradients import Gradient
 from service.buffers.names import namespace_of
-from service.buffers.store import Allocate, Array, Gradient, Key, Known, Record, Spec, too_many
+from service.buffers.store import Allocate, Array, Key, Known, Record, Spec, too_many
 from service.errors import BufferCorrupt
 
 MOST_EXPIRED = 100

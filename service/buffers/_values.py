@@ -26,7 +26,8 @@ import orjson
 import xxhash
 
 from service.buffers._slots import CHUNK, NUMBER, Databases, Slots
-from service.buffers.store import Allocate, Array, Dense, Gradient, Spec, add_piece
+from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.store import Allocate, Array, Spec
 from service.dtypes import BOOL, DTYPES, NAMES
 from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows

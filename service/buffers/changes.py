@@ -10,20 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from service.buffers.store import (
-    Array,
-    Closed,
-    Dense,
-    Gradient,
-    Key,
-    Known,
-    Receipt,
-    Record,
-    Spec,
-    Transaction,
-    name_buffer,
-    unknown,
-)
+from service.buffers.gradients import Dense, Gradient
+from service.buffers.store import Array, Closed, Key, Known, Receipt, Record, Spec, Transaction, name_buffer, unknown
 from service.dtypes import DType, compute_dtype
 from service.errors import (
     BufferCorrupt,

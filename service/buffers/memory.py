@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from service.buffers.changes import Outcome, Request, perform
+from service.buffers.gradients import Gradient, add_piece
 from service.buffers.names import namespace_of
 from service.buffers.store import (
     KEY_SECONDS,
@@ -21,13 +22,11 @@ from service.buffers.store import (
     Allocate,
     Array,
     Committed,
-    Gradient,
     Key,
     Known,
     Record,
     Snapshot,
     Spec,
-    add_piece,
     told,
     too_many,
     uncounted,

@@ -20,18 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 import numpy as np
 import orjson
 
+from service.buffers.gradients import Gradient
 from service.dtypes import DTYPES, NAMES, DType
 from service.errors import (
     EpochGone,
     EpochOpen,
     GradserveError,
-    NonfiniteGradient,
-    ShapeMismatch,
     TooManyBuffers,
     UnknownBuffer,
     shown,
 )
-from service.kernels import accumulate
 
 if TYPE_CHECKING:
     from service.buffers.changes import Outcome, Request
@@ -216,43 +214,6 @@ class Record:
         }
 
 
-class Gradient(Protocol):
-    """A gradient of which any piece can be had by itself."""
-
-    shape: tuple[int, ...]
-    dtype: DType
-
-    def piece(self, start: int, stop: int) -> Array | None:
-        """The elements from `start` to `stop` of the flat gradient; None where there is nothing to add at all."""
-
-
-class Dense:
-    """An array, broadcast into `shape`, as a gradient. Raises `ShapeMismatch`, which tells its `name`."""
-
-    def __init__(self, array: Array, shape: tuple[int, ...], name: str = "gradient") -> None:
-        if array.shape != shape:
-            try:
-                array = np.broadcast_to(array, shape)
-            except ValueError:
-                raise ShapeMismatch(
-                    f"{name} has shape {list(array.shape)}, which does not broadcast into the buffer's, {list(shape)}",
-                    tensor=name,
-                ) from None
-        self.shape, self.dtype = shape, array.dtype
-        self._flat = _flat(array)
-
-    def piece(self, start: int, stop: int) -> Array:
-        """The elements from `start` to `stop`, of the flat array."""
-        return self._flat[start:stop]
-
-
-def _flat(array: Array) -> Array | np.flatiter[Array]:
-    """The array as what flat slices can be taken of, without a copy."""
-    if array.flags.c_contiguous or not array.size:
-        return array.reshape(-1)
-    return array.squeeze().flat  # it goes through 32 dimensions; more, none of them 1, would be 2**33 elements
-
-
 class Key(NamedTuple):
     """An idempotency key: the caller that it belongs to, its text, and the fingerprint of the request it came with."""
 
@@ -329,20 +290,6 @@ def told(error: E) -> E:
     if isinstance(error, GradserveError):
         error.__traceback__ = error.__context__ = None
     return error
-
-
-def add_piece(spec: Spec, result: Array, total: Array | int, piece: Array | None, weight: float, anew: bool) -> None:
-    """One piece of an add, all arrays flat. Raises `NonfiniteGradient` where the buffer refuses the result.
-
-    NumPy's floating-point warnings are the caller's to silence.
-    """
-    if anew:
-        accumulate.replace(result, total, np.zeros(1, spec.dtype) if piece is None else piece, weight)
-    else:
-        assert piece is not None
-        accumulate.add(result, total, piece, weight)
-    if spec.nonfinite == "reject" and not np.isfinite(result).all():
-        raise NonfiniteGradient("The gradient would make the buffer infinite or NaN, which nonfinite=reject refuses")
 
 
 @dataclass(frozen=True)
