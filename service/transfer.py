@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import orjson
 
-from service.buffers._environment import Environment, Reader
+from service.buffers._environment import Environment
+from service.buffers._reader import Reader
 from service.buffers._slots import CHUNK
 from service.buffers.changes import Delete, Request, Restore
 from service.buffers.names import bare_name, check_length, check_name

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from service.__main__ import main
-from service.buffers._environment import COUNT, TIME, WRITER
+from service.buffers._format import COUNT, TIME, WRITER
 from service.buffers.changes import Create, Request
 from service.buffers.lmdb import LmdbStore
 from service.buffers.store import Spec

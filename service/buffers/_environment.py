@@ -1,69 +1,25 @@
-"""The LMDB environment of a store, and what a transaction reads in it.
-
-Format 1, in the databases of the environment:
-
-    meta     b"format" -> the number of the format, as text; b"last_id" -> the last id given, and b"slots" ->
-             the number of slots, 8 bytes each; b"writer" -> a mark of the last transaction; b"count:" and a
-             namespace -> how many buffers it has, 8 bytes, if the mark has `MARK_SIZE` bytes: versions that do not
-             count leave a shorter one
-    buffers  name -> a `Record` as JSON, sealed
-    values   id of a value, 8 bytes -> its elements and b"i", or its chunks: slot and checksum, 8 bytes each, what waits
-             to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
-    free     number of the transaction that freed them, 8 bytes, a number, 4 bytes -> slots, 8 bytes each
-    keys     digest of caller and key -> time, fingerprint, receipts, ids of buffers, and, unless an earlier version
-             wrote it, states of the buffers that the request was computed from, as JSON, sealed
-    times    time, 8 bytes, number of a transaction, 8 bytes -> the digests of the keys that it stored
-    deadlines  time, 8 bytes, name -> nothing: when to see whether a buffer has expired
-
-Keys are big-endian, times microseconds since 1970, numbers in chunks and entries little-endian. What is sealed ends
-with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of large
-values (`_values.py`, `_slots.py`); a file `format` tells that all was complete once.
-"""
+"""The LMDB environment of a store: its files, its databases, and its transactions."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import lmdb
-import numpy as np
-import orjson
-import xxhash
 
-from service.buffers._slots import CHUNK, NUMBER, SlotFile, slot_count, store_full
-from service.buffers._values import ValueReader, opened, seal
-from service.buffers.names import namespace_of
-from service.buffers.store import Closed, Key, Known, Record, spec_of
+from service.buffers._format import DATABASES, FORMAT
+from service.buffers._reader import Reader
+from service.buffers._slots import SlotFile, store_full
 from service.errors import BufferCorrupt, StoreFailed, StoreFull
-
-FORMAT = 1
 
 MAP_MARGIN = 64 << 20
 """Bytes of LMDB's map beyond twice the limit: to forget something, LMDB first needs room."""
-
-DATABASES = ("buffers", "values", "free", "keys", "times", "deadlines")
-
-WRITER = b"writer"
-"""Where in `meta` each transaction leaves a mark: while it is its own, what the writer remembers is true."""
-
-MARK_SIZE = 24
-"""Bytes of the mark. A transaction that finds another size counts the buffers anew."""
-
-COUNT = b"count:"
-"""What the names of the counts in `meta` begin with; those of namespaces follow."""
-
-DIGEST_SIZE = 16
-TIME = struct.Struct(">Q")
-KEY_HEAD = struct.Struct(">Q16s")
 
 
 class Environment:
@@ -217,125 +173,6 @@ class Environment:
         self.file.close()
 
 
-class Reader:
-    """What a transaction sees, as objects."""
-
-    def __init__(self, env: Environment, txn: Any) -> None:
-        self._env, self._txn = env, txn
-        self.values = ValueReader(env, txn)
-
-    def get(self, name: str) -> Record | None:
-        """The buffer. Raises `BufferCorrupt`."""
-        sealed = self._txn.get(name.encode(), db=self._env.buffers)
-        return None if sealed is None else unpacked(name, sealed)
-
-    def records(self, prefix: str = "", after: str = "", *, strict: bool = False) -> Iterator[Record]:
-        """The buffers in the order of their names: with this prefix, behind `after`.
-
-        Those that are damaged are left out, or, if `strict`, raise `BufferCorrupt`.
-        """
-        with self._txn.cursor(db=self._env.buffers) as cursor:
-            if not cursor.set_range(max(prefix, after).encode() or b"\0"):
-                return
-            for found, sealed in cursor:
-                name = bytes(found).decode()
-                if not name.startswith(prefix):
-                    if name > prefix:
-                        return
-                    continue
-                if name != after:
-                    try:
-                        record = unpacked(name, sealed)
-                    except BufferCorrupt:
-                        if strict:
-                            raise
-                        continue  # whoever asks for it is told
-                    yield record
-
-    def damaged_keys(self) -> int:
-        """How many idempotency keys are not as they were stored."""
-        with self._txn.cursor(db=self._env.keys) as cursor:
-            return sum(opened(sealed, seed_of(bytes(digest))) is None for digest, sealed in cursor)
-
-    def recall(self, digest: bytes, oldest: int) -> Known | None:
-        """What is stored with a key, unless it is older than `oldest`."""
-        sealed = self._txn.get(digest, db=self._env.keys)
-        if sealed is None:
-            return None
-        data = opened(sealed, seed_of(digest))
-        if data is None:
-            raise BufferCorrupt("What is stored with this Idempotency-Key is damaged on the disk")
-        stored, fingerprint = KEY_HEAD.unpack_from(data)
-        receipts, ids, *sources = orjson.loads(data[KEY_HEAD.size :])
-        return Known(fingerprint, receipts, ids, tuple(*sources)) if stored > oldest else None
-
-    def sound_records(self) -> Iterator[tuple[str, Record | None]]:
-        """Every buffer's name, with the buffer if it is not damaged."""
-        with self._txn.cursor(db=self._env.buffers) as cursor:
-            for found, sealed in cursor:
-                name = bytes(found).decode(errors="replace")
-                try:
-                    yield name, unpacked(name, sealed)
-                except BufferCorrupt:
-                    yield name, None
-
-    def is_counted(self) -> bool:
-        """Whether the last that wrote keeps the counts of buffers."""
-        return len(self._txn.get(WRITER, default=b"", db=self._env.meta)) == MARK_SIZE
-
-    def counts(self) -> dict[str, int]:
-        """How many buffers each namespace has by its count."""
-        counts = {}
-        with self._txn.cursor(db=self._env.meta) as cursor:
-            found = cursor.set_range(COUNT)
-            while found and bytes(cursor.key()).startswith(COUNT):
-                counts[bytes(cursor.key()[len(COUNT) :]).decode()] = TIME.unpack(cursor.value())[0]
-                found = cursor.next()
-        return counts
-
-    def counted_anew(self) -> dict[str, int]:
-        """How many buffers each namespace has, all of them looked at."""
-        with self._txn.cursor(db=self._env.buffers) as cursor:
-            names = (bytes(found).decode(errors="replace") for found in cursor.iternext(values=False))
-            return Counter(map(namespace_of, names))
-
-    def value_ids(self) -> list[int]:
-        """The ids of all values."""
-        with self._txn.cursor(db=self._env.values) as cursor:
-            return [TIME.unpack(found)[0] for found in cursor.iternext(values=False)]
-
-    def free_slots(self) -> list[int]:
-        """The slots that nothing refers to."""
-        with self._txn.cursor(db=self._env.free) as cursor:
-            return [slot for found in cursor.iternext(keys=False) for slot in np.frombuffer(found, "<i8").tolist()]
-
-    def taken(self) -> int:
-        """Bytes of the pages in use and of all slots."""
-        pages = 0
-        for name in DATABASES:
-            stat = self._txn.stat(getattr(self._env, name))
-            pages += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
-        return pages + slot_count(self._env, self._txn) * CHUNK
-
-    def used(self) -> int:
-        """Bytes of the pages and slots in use."""
-        with self._txn.cursor(db=self._env.free) as cursor:
-            free = sum(len(found) // NUMBER.size for found in cursor.iternext(keys=False))
-        return self.taken() - free * CHUNK
-
-    def entries(self) -> dict[str, int]:
-        """How many entries the databases have."""
-        return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
-
-    def anything_due(self, oldest_key: int, now: float) -> bool:
-        """Whether a key or a buffer has expired, or must be looked at."""
-        for db, limit in ((self._env.times, oldest_key), (self._env.deadlines, microseconds(now))):
-            with self._txn.cursor(db=db) as cursor:
-                if is_due(cursor, limit):
-                    return True
-        return False
-
-
 def _is_full(path: Path) -> bool:
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize < 4 << 20
@@ -347,48 +184,6 @@ def _sync_directory(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def is_due(cursor: Any, limit: int) -> bool:
-    """Whether the first entry, to which the cursor moves, has a time up to `limit`."""
-    return bool(cursor.first()) and bool(TIME.unpack_from(cursor.key())[0] <= limit)
-
-
-def microseconds(seconds: float) -> int:
-    return max(0, int(seconds * 1e6))
-
-
-def digest_of(key: Key) -> bytes:
-    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=DIGEST_SIZE).digest()
-
-
-def seed_of(text: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(text)
-
-
-def packed(record: Record) -> bytes:
-    fields = [
-        orjson.Fragment(record.spec.text),
-        record.id,
-        record.created,
-        record.updated,
-        record.epoch,
-        record.version,
-        record.count,
-        record.weight,
-        record.value,
-        [astuple(one) for one in record.closed],
-    ]
-    return seal(orjson.dumps(fields), seed_of(record.name.encode()))
-
-
-def unpacked(name: str, sealed: memoryview) -> Record:
-    data = opened(sealed, seed_of(name.encode()))
-    if data is None:
-        raise BufferCorrupt(f"What is stored of the buffer {name!r} is damaged on the disk", buffer=name)
-    fields: list[Any] = orjson.loads(data)
-    spec, *state, closed = fields
-    return Record(name, spec_of(spec), *[*state, tuple(Closed(*one) for one in closed)])
 
 
 def translated(error: Exception, path: Path, max_bytes: int) -> Exception:

@@ -7,20 +7,11 @@ from typing import Any
 
 import orjson
 
-from service.buffers._environment import (
-    COUNT,
-    DIGEST_SIZE,
-    KEY_HEAD,
-    TIME,
-    Environment,
-    Reader,
-    digest_of,
-    is_due,
-    microseconds,
-    packed,
-    seed_of,
-)
-from service.buffers._values import Kept, ValueWriter, seal
+from service.buffers._environment import Environment
+from service.buffers._format import COUNT, DIGEST_SIZE, KEY_HEAD, TIME, digest_of, microseconds, packed, seed_of
+from service.buffers._reader import Reader, is_due
+from service.buffers._value_writer import Kept, ValueWriter
+from service.buffers._values import seal
 from service.buffers.gradients import Gradient
 from service.buffers.names import namespace_of
 from service.buffers.store import Allocate, Array, Key, Known, Record, Spec, too_many

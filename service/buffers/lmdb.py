@@ -5,7 +5,7 @@ and then answers them all; whoever comes meanwhile is in the next. LMDB lets one
 see the last commit, whoever is writing. A commit is complete on the disk or not there at all, so that a crash needs no
 repair.
 
-The format is described in `_environment.py`.
+The format is described in `_format.py`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 import lmdb
 import numpy as np
 
-from service.buffers._environment import MARK_SIZE, WRITER, Environment, Reader, digest_of, microseconds, translated
+from service.buffers._environment import Environment, translated
+from service.buffers._format import MARK_SIZE, WRITER, digest_of, microseconds
+from service.buffers._reader import Reader
 from service.buffers._slots import store_full
 from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction
-from service.buffers._values import Kept
+from service.buffers._value_writer import Kept
 from service.buffers.changes import Add, Create, Outcome, Request, Restore, perform
 from service.buffers.store import (
     KEY_SECONDS,

@@ -14,7 +14,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from service.buffers._environment import COUNT, MARK_SIZE, TIME, WRITER, packed
+from service.buffers._format import COUNT, MARK_SIZE, TIME, WRITER, packed
 from service.buffers.changes import Add, Create, Delete, Request, Restore, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.buffers.namespaced import Namespaced

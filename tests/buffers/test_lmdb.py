@@ -17,7 +17,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from service.buffers import _values
+from service.buffers import _value_writer
 from service.buffers import lmdb as module
 from service.buffers._environment import Environment
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Take, Zero
@@ -289,7 +289,7 @@ def test_all_ways_to_change_a_value_by_turns(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     """Some are remembered, others are not, some wait, and more are to be remembered than may be."""
-    monkeypatch.setattr(_values, "KEPT_BYTES", 3 * (elements * 4 + 2 * _values.ARRAY_BYTES))
+    monkeypatch.setattr(_value_writer, "KEPT_BYTES", 3 * (elements * 4 + 2 * _value_writer.ARRAY_BYTES))
     store, names, draw = reopen(), ["a", "b", "c", "d", "e"], random.Random(3)
     shape = (elements // 3, 3) if elements % 3 == 0 else (elements, 1)
     create(store, *names, shape=shape)
@@ -322,7 +322,7 @@ def test_all_ways_to_change_a_value_by_turns(
 
 def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     """Each that waits makes every read, and every add after it, longer."""
-    store, most = reopen(), _values.MOST_GRADIENTS
+    store, most = reopen(), _value_writer.MOST_GRADIENTS
     create(store, "a", shape=(LARGE, 1))
     for number in range(2 * most + 2):
         add(store, "a", GatheredRows(np.array([LARGE, 1]), np.array([number, 0]), np.ones((2, 1), np.float32)))
@@ -338,8 +338,8 @@ def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Pa
 
 
 def test_no_more_values_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_values, "KEPT_BYTES", 2 * (16 + _values.ARRAY_BYTES))
-    kept, arrays = _values.Kept(), {number: ones(4) for number in range(3)}
+    monkeypatch.setattr(_value_writer, "KEPT_BYTES", 2 * (16 + _value_writer.ARRAY_BYTES))
+    kept, arrays = _value_writer.Kept(), {number: ones(4) for number in range(3)}
     for number, array in arrays.items():
         kept.keep(number, array)
     assert kept.take(0) is None

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.buffers import _values as values_module
+from service.buffers import _value_writer, _values
 from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
 from service.buffers.store import Spec, Store
 from service.dtypes import DTYPES, NAMES
@@ -428,8 +428,9 @@ class MemoryMachine(Machine):
 class LmdbMachine(Machine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(values_module, "CHUNK", SMALL_CHUNK)
-        self.patch.setattr(values_module, "INLINE", SMALL_CHUNK // 2)
+        for module in (_values, _value_writer):
+            self.patch.setattr(module, "CHUNK", SMALL_CHUNK)
+        self.patch.setattr(_value_writer, "INLINE", SMALL_CHUNK // 2)
         self.directory = tempfile.TemporaryDirectory()
         super().__init__()
 
