@@ -165,7 +165,7 @@ _STATE: _Members = {
     "version": _WHOLE,
     "count": _WHOLE,
     "weight": _NUMBER,
-    "created": _NUMBER,
+    "created": ("seconds since 1970, from 0 to 10^11", lambda value: _is_number(value) and 0 <= value <= 1e11),
 }
 
 _RULES: _Members = {

@@ -67,9 +67,11 @@ def _needed(scope: Scope) -> list[str]:
     """What a key must be good for. Where a request names buffers otherwise than by its path, that is asked later."""
     path: str = scope["path"]
     if path == "/v1/buffers" or path.startswith("/v1/buffers/"):
-        if scope["method"] in ("GET", "HEAD") or (scope["method"], path) == ("POST", "/v1/buffers/value"):
+        method = scope["method"]
+        if method in ("GET", "HEAD") or (method, path) == ("POST", "/v1/buffers/value"):
             return ["buffers:read"]
-        return ["buffers:write", "buffers:read"] if path.endswith("/take") else ["buffers:write"]
+        takes = method == "POST" and path.endswith("/take")
+        return ["buffers:write", "buffers:read"] if takes else ["buffers:write"]
     if path == "/metrics":
         return ["admin"]
     return ["ops"] if path.startswith(("/v1/ops", "/v2")) else []

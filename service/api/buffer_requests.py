@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,6 +54,9 @@ VARY = "Accept, Accept-Encoding"
 MOST_ELEMENTS = 1 << 21
 """Elements of lists in a body that says how, or which: to read more would hold up all requests for long."""
 
+FEW = 256
+"""Buffers that are looked at in the event loop. More take longer than the way to a thread."""
+
 MOST_LISTINGS = 10
 """How often the buffers of a prefix are listed anew, where one is deleted before it is reached."""
 
@@ -61,15 +64,14 @@ MOST_LISTINGS = 10
 class BufferRequest:
     """A request with its body read, on its way through the store."""
 
-    def __init__(self, request: Request, sent: str, answers: str, body: memoryview) -> None:
-        self._request, self._sent, self.answers, self._body = request, sent, answers, body
+    def __init__(self, request: Request, sent: str, answers: str, body: memoryview, key: Key | None) -> None:
+        self._request, self._sent, self.answers, self._body, self._key = request, sent, answers, body, key
         self.engine, self.store = engine_of(request.scope), store_of(request.scope)
-        self._key: Key | None = key_of(request.scope, body)
         self._form: json_codec.Form = "list"
 
     @classmethod
-    async def of(cls, request: Request) -> BufferRequest:
-        """Read the body, and inflate it where it is compressed."""
+    async def of(cls, request: Request, *, changes: bool = True) -> BufferRequest:
+        """Read the body, and inflate it where it is compressed. Only who `changes` something has a key."""
         sent, answers = media_types(request)
         coding = coding_of(context_of(request.scope).headers)
         engine = engine_of(request.scope)
@@ -78,7 +80,7 @@ class BufferRequest:
             limit = settings_of(request.scope).max_inflated_bytes
             body = await in_pool(request.scope, request.receive, engine, partial(inflate, body, coding, limit))
             hold(request.scope, len(body))
-        return cls(request, sent, answers, body)
+        return cls(request, sent, answers, body, key_of(request.scope, body) if changes else None)
 
     def model(self, model: type[M]) -> M:
         """The body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
@@ -136,11 +138,13 @@ class BufferRequest:
         if prefix is None:
             if self._says_nothing():
                 raise Invalid('Which buffers? Say {"names": [...]} in the body, or ?prefix= in the query')
-            names = _different(self.model(Names).names)
+            count = bytes(self._body).count(b",") + 1
+            names = await self.look_up(count, lambda: _different(self.model(Names).names))
             self._body = memoryview(b"")  # to wait may take long
-            return await self.until(timeout, lambda: work(names), lambda: [*map(look, names)])
-        if not self._says_nothing():
+        elif not self._says_nothing():
             raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
+        else:
+            names = []
 
         listed = deque[str]()  # the last time, but for those that were ready since: while one is not, it does for all
 
@@ -151,21 +155,38 @@ class BufferRequest:
                 listed.popleft()
 
         async def attempt() -> R:
-            for _ in range(MOST_LISTINGS):
+            left = 1 if prefix is None else MOST_LISTINGS
+            while True:
                 listed.clear()
-                listed.extend(self._listed(prefix))
-                with suppress(UnknownBuffer):  # deleted since they were listed
+                listed.extend(names if prefix is None else await self._listed(prefix))
+                try:
                     return await work([*listed])
-            return await work(self._listed(prefix))
+                except UnknownBuffer:  # of a prefix, deleted since it was listed
+                    left -= 1
+                    if not left:
+                        raise
 
-        return await self.until(timeout, attempt, look_at_listed)
+        return await self.until(timeout, attempt, lambda: self.look_up(len(listed), look_at_listed))
 
-    def _listed(self, prefix: str) -> list[str]:
+    async def _listed(self, prefix: str) -> list[str]:
         """The buffers with the prefix: if the request was made before, those of then."""
         known = recalled(self.store, self._key)
-        return [one.name for one in self.store.records(prefix, strict=True)] if known is None else [*known.receipts]
+        if known is not None:
+            return [*known.receipts]
+        found = self.store.records(prefix, limit=FEW + 1, strict=True)
+        if len(found) > FEW:
+            found = await self.look_up(len(found), partial(self.store.records, prefix, strict=True))
+        return [one.name for one in found]
 
-    async def until(self, timeout: float, attempt: Callable[[], Awaitable[R]], look: Callable[[], object]) -> R:
+    async def look_up(self, count: int, work: Callable[[], R]) -> R:
+        """What `work` returns, which looks at so many buffers: in the pool, where they are more than a few."""
+        if count <= FEW:
+            return work()
+        return await in_pool(self._request.scope, self._request.receive, self.engine, work)
+
+    async def until(
+        self, timeout: float, attempt: Callable[[], Awaitable[R]], look: Callable[[], Awaitable[None]]
+    ) -> R:
         """What `attempt` returns once others have done what it waits for, up to `timeout` seconds from now.
 
         It is called again after a change if `look`, which costs less, does not raise, or the request was made before.
@@ -175,7 +196,7 @@ class BufferRequest:
         async def look_and_attempt() -> R:
             nonlocal tried
             if tried and recalled(self.store, self._key) is None:
-                look()
+                await look()
             tried = True
             return await attempt()
 
@@ -209,16 +230,13 @@ class BufferRequest:
         finally:
             context_of(self._request.scope).spent["store"] = time.perf_counter_ns() - began
 
-    @contextmanager
-    def holding_values(self, names: Iterable[str]) -> Iterator[None]:
+    @asynccontextmanager
+    async def holding_values(self, names: Collection[str]) -> AsyncIterator[None]:
         """The request holds the values of the buffers, of those that are there, from now on. Raises `Busy`.
 
         If what is done with them fails, it may wait for long, and be tried again: until then it holds none.
         """
-        size = 0
-        for name in names:
-            with suppress(UnknownBuffer, BufferCorrupt):  # whoever changes or reads it is told
-                size += self.store.record(name).spec.nbytes
+        size = await self.look_up(len(names), lambda: sum(map(self._size_of, names)))
         hold(self._request.scope, size)
         try:
             yield
@@ -226,9 +244,15 @@ class BufferRequest:
             give_back(self._request.scope, size)
             raise
 
+    def _size_of(self, name: str) -> int:
+        try:
+            return self.store.record(name).spec.nbytes
+        except (UnknownBuffer, BufferCorrupt):
+            return 0  # whoever changes or reads it is told
+
     async def take(self, changes: Sequence[Take]) -> Outcome:
         """Make the changes, and hold the values that they answer."""
-        with self.holding_values(one.name for one in changes):
+        async with self.holding_values([one.name for one in changes]):
             return await self.change(changes)
 
     async def respond(self, *args: Any, **keywords: Any) -> Response:
@@ -258,7 +282,7 @@ class BufferRequest:
             form = encoding or self._form
             return _coded(self._request, answer(outcome.receipts, values, self.answers, form, headers, one=one))
 
-        small = sum(value.nbytes for value in outcome.values.values()) <= INLINE_TEXT
+        small = sum(value.nbytes for value in outcome.values.values()) <= INLINE_TEXT and len(outcome.receipts) <= FEW
         return work() if small else await in_pool_after_change(self._request.receive, self.engine, work)
 
 

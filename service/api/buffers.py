@@ -153,7 +153,7 @@ async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> An
     tensors = await asked.tensors({"gradient"})
     if "gradient" not in tensors:
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
-    with asked.holding_values([name] if query.answered is not None else []):
+    async with asked.holding_values([name] if query.answered is not None else []):
         outcome = await asked.change([_add(name, "gradient", tensors["gradient"], query, match_of(request.scope))])
     return await asked.answer(outcome, query.encoding, one=True)
 
@@ -206,7 +206,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     asked.check_no_body()
     one = _take(query, check_name(name), match_of(request.scope))
 
-    def look() -> None:
+    async def look() -> None:
         one.admit(asked.store.record(name))
 
     outcome = await asked.until(query.timeout, lambda: asked.take([one]), look)
@@ -235,7 +235,7 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     if not tensors:
         raise MissingTensor("The body has no tensor; accumulate needs one for each buffer, by its name")
     changes = [_add(check_name(name), name, one, query, None) for name, one in tensors.items()]
-    with asked.holding_values(tensors if query.answered is not None else []):
+    async with asked.holding_values(tensors if query.answered is not None else []):
         outcome = await asked.change(changes)
     return await asked.answer(outcome, query.encoding, one=False)
 
@@ -289,7 +289,7 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
 )
 async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]) -> Response:
     check_given_once(request)
-    asked = await BufferRequest.of(request)
+    asked = await BufferRequest.of(request, changes=False)
 
     def look(name: str) -> None:
         record = asked.store.record(name)
@@ -300,9 +300,8 @@ async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]
         if not names:
             raise none_with(query.prefix)
         if query.epoch is not None:
-            for name in names:
-                look(name)
-        with asked.holding_values(names):
+            await asked.look_up(len(names), lambda: [*map(look, names)])
+        async with asked.holding_values(names):
             work = partial(read_values, request, names, query, asked.answers, False)
             return await in_pool(request.scope, request.receive, asked.engine, work)
 
@@ -340,8 +339,7 @@ def _is_known(request: Request, etag: str) -> bool:
 
 
 def _tags_not_wanted(request: Request) -> frozenset[str]:
-    header = request.headers.get("if-none-match")
-    tags = frozenset() if header is None else tags_of("If-None-Match", header)
+    tags = tags_of(request.scope, "If-None-Match") or ()
     return frozenset(one.removeprefix("W/") for one in tags)
 
 

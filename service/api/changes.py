@@ -54,12 +54,15 @@ def key_of(scope: Scope, body: memoryview | bytes = b"") -> Key | None:
 
 def match_of(scope: Scope) -> frozenset[str] | None:
     """The tags in If-Match, `*` among them. Raises `InvalidParameter`."""
-    headers = Headers(scope=scope).getlist("if-match")
-    return tags_of("If-Match", ",".join(headers)) if headers else None
+    return tags_of(scope, "If-Match")
 
 
-def tags_of(name: str, header: str) -> frozenset[str]:
+def tags_of(scope: Scope, name: str) -> frozenset[str] | None:
     """The tags in a header: `"epoch-version"`, in quotation marks, or `*`. Raises `InvalidParameter`."""
+    lines = Headers(scope=scope).getlist(name)
+    if not lines:
+        return None
+    header = ",".join(lines)
     tags = frozenset(one.strip() for one in header.split(","))
     for tag in tags:
         if tag != "*" and not (len(tag) > 2 and tag.removeprefix("W/")[0] == tag[-1] == '"'):

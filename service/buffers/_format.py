@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import astuple
 from typing import Any
 
 import orjson
@@ -49,11 +48,13 @@ COUNT = b"count:"
 
 DIGEST_SIZE = 16
 TIME = struct.Struct(">Q")
+LATEST = 2.0**63
+"""Microseconds: a time beyond is stored as this."""
 KEY_HEAD = struct.Struct(">Q16s")
 
 
 def microseconds(seconds: float) -> int:
-    return max(0, int(seconds * 1e6))
+    return int(min(max(0.0, seconds * 1e6), LATEST))
 
 
 def digest_of(key: Key) -> bytes:
@@ -75,7 +76,7 @@ def packed(record: Record) -> bytes:
         record.count,
         record.weight,
         record.value,
-        [astuple(one) for one in record.closed],
+        [(one.epoch, one.version, one.count, one.weight, one.value) for one in record.closed],
     ]
     return seal(orjson.dumps(fields), seed_of(record.name.encode()))
 

@@ -278,8 +278,7 @@ class LmdbStore:
                 changes.remove_expired(now, MOST_EXPIRED)
                 self._env.check_readers()
             changes.finish(now)
-            grows = any(isinstance(change, (Create, Add, Restore)) for job in jobs for change in job.request.changes)
-            if grows and not changes.fits():
+            if any(map(_has_grown, jobs, answers)) and not changes.fits():
                 raise store_full(self._env.max_bytes)
             reached("before commit")
         return answers
@@ -333,6 +332,14 @@ class LmdbStore:
             pass  # a full disk, say; whoever adds next is told
         except Exception:  # the writer must live, whatever this was
             logger.exception("gradserve cannot tidy up the store in %s", self._env.path)
+
+
+def _has_grown(job: _Job, answer: Outcome | GradserveError) -> bool:
+    """Whether the request has added something; to repeat it, or to find that nothing is to be done, needs no room."""
+    if isinstance(answer, GradserveError) or answer.replayed:
+        return False
+    made = {name for name, receipt in answer.receipts.items() if receipt.get("created", receipt.get("updated"))}
+    return any(isinstance(one, (Create, Add, Restore)) and one.name in made for one in job.request.changes)
 
 
 def reached(point: str) -> None:

@@ -122,5 +122,5 @@ class Namespaced:
         if isinstance(value, str):
             return value.removeprefix(self._head)
         if isinstance(value, dict):
-            return {name: self._bare_in(one) for name, one in value.items()}
+            return {self._bare_in(name): self._bare_in(one) for name, one in value.items()}
         return value

@@ -146,6 +146,12 @@ def test_a_key_is_good_for_its_scopes_only(
     assert people["admin"].request(method, path, json=body).status_code not in (401, 403)
 
 
+def test_what_a_buffer_is_called_changes_nothing(people: dict[str, httpx.Client]) -> None:
+    for name in ("take", "value", "zero", "accumulate"):
+        assert people["writer"].put(f"/v1/buffers/{name}", json={"shape": [2]}).status_code == 201
+        assert people["writer"].delete(f"/v1/buffers/{name}").status_code == 204
+
+
 def test_every_key_may_read_the_limits(people: dict[str, httpx.Client]) -> None:
     for who in ("ops", "reader", "writer", "ann"):
         assert people[who].get("/v1/limits").status_code == 200
@@ -223,6 +229,17 @@ def test_keys_of_requests_are_the_namespaces_own(people: dict[str, httpx.Client]
         answer = ann.post("/v1/ops/ReluGrad?into=dX:k", json=RELU, headers=into)
         assert (answer.json()["dX"]["count"], answer.headers.get("idempotency-replayed")) == (2, replayed)
     assert bob.get("/v1/buffers/k").json()["count"] == 1
+
+
+def test_a_receipt_in_an_error_has_the_name_that_the_namespace_knows(people: dict[str, httpx.Client]) -> None:
+    ann, key = people["ann"], {"Idempotency-Key": "taken"}
+    ann.put("/v1/buffers/t", json={"shape": [2]})
+    for path in ("/v1/buffers/t/take", "/v1/buffers/take?prefix=t"):
+        key = {"Idempotency-Key": path}
+        epoch = ann.post(path, headers=key).json()
+        ann.post("/v1/buffers/t/take")
+        problem = assert_problem(ann.post(path, headers=key), 410, "epoch_gone", "counted once")
+        assert problem["receipts"]["t"]["name"] == "t", epoch
 
 
 def test_statistics_are_the_namespaces_own(people: dict[str, httpx.Client]) -> None:

@@ -310,6 +310,8 @@ def test_a_buffer_is_created_only_where_there_is_none(http: httpx.Client) -> Non
     for unless in ("*", tag, f'"9-9", {tag}'):
         again = http.put(path, json=rules, headers={"If-None-Match": unless})
         assert assert_problem(again, 412, "precondition_failed", "If-None-Match", f"'{name}'", tag)["buffer"] == name
+    lines = [("If-None-Match", '"9-9"'), ("If-None-Match", "*")]
+    assert_problem(http.put(path, json=rules, headers=lines), 412, "precondition_failed", "If-None-Match")
     assert http.put(path, json=rules, headers={"If-None-Match": '"9-9"'}).status_code == 200
     assert_problem(http.put(path, json=rules, headers={"If-None-Match": "x"}), 422, "invalid_parameter", "'x'")
     repeated = http.put(path, json=rules, headers={"If-None-Match": "*", **key})

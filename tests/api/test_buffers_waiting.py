@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from service.api import buffer_requests
 from service.buffers.memory import MemoryStore
 from tests.api.calls import (
     PATIENCE,
@@ -184,6 +186,55 @@ def test_a_wait_for_a_prefix_is_for_those_that_are_there_then(http: httpx.Client
     add(http, late, [3, 4])
     taken = ok(waiting.result(PATIENCE))["buffers"]
     assert {name: one["value"]["data"] for name, one in taken.items()} == {second: [1, 2], late: [3, 4]}
+
+
+@pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
+@pytest.mark.parametrize("few", [0, 256])
+def test_many_are_waited_for_in_the_pool_as_in_the_loop(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str, few: int
+) -> None:
+    monkeypatch.setattr(buffer_requests, "FEW", few)
+    with serving(threads=2) as url, httpx.Client(base_url=url, timeout=30) as http:
+        names = [create(http, f"p.{number}", quorum=2 if "value" in what else None) for number in range(5)]
+        named = wait_in(pool, http.post, f"/v1/buffers/{what}&timeout=60", json=naming(*names))
+        if "value" in what:
+            prefixed = wait_in(pool, http.post, f"/v1/buffers/{what}&prefix=p.&timeout=60")
+        for name in names * (2 if "value" in what else 1):
+            assert not named.done()
+            add(http, name, [1, 2])
+        taken = ok(named.result(PATIENCE))["buffers"]
+        if "value" in what:
+            assert ok(prefixed.result(PATIENCE))["buffers"] == taken
+        assert [*taken] == names
+        assert_problem(http.post(f"/v1/buffers/{what}", json=naming("none", *names)), 404, "unknown_buffer", "none")
+        assert [*ok(http.post("/v1/buffers/zero?prefix=p."))["buffers"]] == names
+
+
+@pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
+def test_who_waits_for_names_does_not_look_at_all_for_each_change(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Those that are ready are not looked at again while one is not."""
+    looks, record = Counter[str](), MemoryStore.record
+
+    def counted(store: MemoryStore, name: str) -> Any:
+        looks[name] += 1
+        return record(store, name)
+
+    monkeypatch.setattr(MemoryStore, "record", counted)
+    with serving() as url, httpx.Client(base_url=url, timeout=30) as http:
+        names = [create(http, quorum=1 if "value" in what else None) for _ in range(5)]
+        for name in names[:-1]:
+            add(http, name, [1, 2])
+        other = create(http)
+        waiting = wait_in(pool, http.post, f"/v1/buffers/{what}&timeout=60", json=naming(*names))
+        for _ in range(30):
+            add(http, other, [1, 1])
+            time.sleep(0.005)
+        add(http, names[-1], [1, 2])
+        assert len(ok(waiting.result(PATIENCE))["buffers"]) == 5
+    assert looks[names[-1]] > 10
+    assert max(looks[name] for name in names[:-1]) < 10
 
 
 @pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])

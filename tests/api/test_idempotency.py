@@ -297,6 +297,15 @@ def test_a_take_is_never_replayed_with_other_numbers(http: httpx.Client, key: di
     assert not again.is_success or again.json()["value"]["data"] == [1, 2]
 
 
+def test_to_read_values_takes_no_key(http: httpx.Client, key: dict[str, str]) -> None:
+    name = create(http)
+    add(http, name, [1, 2], key)
+    for ask in ({"json": naming(name)}, {"params": {"prefix": name}}):
+        answer = http.post("/v1/buffers/value", headers=key, **ask)
+        assert ok(answer)["buffers"][name]["value"]["data"] == [1, 2]
+        assert REPLAYED not in answer.headers
+
+
 def test_a_value_is_never_replayed_with_an_older_receipt(http: httpx.Client, key: dict[str, str]) -> None:
     name = create(http)
     first = ok(add(http, name, [1, 2], key, **{"return": "value"}))

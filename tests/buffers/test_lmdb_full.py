@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.buffers.calls import (
     add,
     create,
     do,
+    key,
     ones,
     open_lmdb,
     request,
@@ -87,6 +89,25 @@ def test_one_request_that_is_too_much_fails_alone(
     errors = [one.exception(PATIENCE) for one in futures]
     assert [type(error) for error in errors] == [*[type(None)] * 5, StoreFull, *[type(None)] * 5]
     assert (store.record("small").count, store.record("large").count) == (10, 0)
+    store.close()
+
+
+def test_what_adds_nothing_needs_no_room(tmp_path: Path, clock: Clock) -> None:
+    """The limit is lower than it was. A client that is told 507 for an add that was made would make it twice."""
+    first = open_lmdb(tmp_path, clock, max_bytes=1 << 26)
+    creating, adding = Create(name="a", spec=spec((400_000,))), Add(name="a", gradient=ones(400_000))
+    created, added = do(first, creating, key=key("create")), do(first, adding, key=key("add"))
+    first.close()
+    store = open_lmdb(tmp_path, clock, max_bytes=1 << 20)
+    for changes, name, outcome in ((creating, "create", created), (adding, "add", added)):
+        again = do(store, changes, key=key(name))
+        assert (again.receipts, again.replayed) == (outcome.receipts, True)
+    assert do(store, creating).receipts["a"]["created"] is False
+    assert do(store, replace(adding, do_update=False)).receipts["a"]["count"] == 1
+    for change in (adding, Create(name="b", spec=spec())):
+        with pytest.raises(StoreFull):
+            do(store, change)
+    assert store.record("a").count == 1
     store.close()
 
 

@@ -74,7 +74,11 @@ def test_what_is_no_object(tmp_path: Path, clock: Clock, about: str, words: str)
         ({**STATE, "spec": None}, "has spec None, but it must be an object"),
         ({**STATE, "weight": "x"}, "has weight 'x', but it must be a number"),
         ({**STATE, "weight": True}, "has weight True, but it must be a number"),
-        ({**STATE, "created": None}, "has created None, but it must be a number"),
+        ({**STATE, "created": None}, "has created None, but it must be seconds since 1970"),
+        (
+            {**STATE, "created": 1e12},
+            r"has created 1000000000000.0, but .* from 0 to 10\^11$",
+        ),
         ({**STATE, "epoch": -1}, "has epoch -1, but it must be an integer from 0 up"),
         ({**STATE, "version": 1.0}, "has version 1.0, but"),
         ({**STATE, "count": True}, "has count True, but"),
