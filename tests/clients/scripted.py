@@ -68,6 +68,25 @@ def answer_cut(send: Answering) -> httpx.Response:
     raise httpx.RemoteProtocolError("peer closed connection without sending complete message body")
 
 
+def mangled(send: Answering) -> httpx.Response:
+    answer = send()
+    return _but(answer, answer.content[:-3])
+
+
+def refusal_mangled(send: Answering) -> httpx.Response:
+    return httpx.Response(409, headers=_but(send(), b"").headers, content=b'{"code":"epo')
+
+
+def stray(send: Answering) -> httpx.Response:
+    """The answer of a request that came before on the same connection."""
+    return httpx.Response(200, headers={"X-Request-ID": "another"}, json={"name": "scripted", "count": 777})
+
+
+def _but(answer: httpx.Response, body: bytes) -> httpx.Response:
+    headers = {name: one for name, one in answer.headers.items() if name != "content-length"}
+    return httpx.Response(answer.status_code, headers=headers, content=body)
+
+
 def silent(send: Answering) -> httpx.Response:
     raise httpx.ReadTimeout("silent")
 

@@ -369,7 +369,7 @@ def test_usage_errors(call: Call, arguments: list[str]) -> None:
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
-    """A server that wants a key to list operators, is slow to give values, and not ready for changes."""
+    """A server that wants a key to list operators, is slow to give values, and cannot store."""
 
     def do_GET(self) -> None:
         if self.path.startswith("/v1/buffers/slow/value"):
@@ -386,7 +386,7 @@ class Stub(http.server.BaseHTTPRequestHandler):
             self.answer(401, {"code": "unauthorized", "detail": "No\x1b[31m such\nkey"})
 
     def do_POST(self) -> None:
-        self.answer(503, {"code": "not_ready", "detail": "Not yet"})
+        self.answer(503, {"code": "store_failed", "detail": "No disk"})
 
     def answer(self, status: int, document: object) -> None:
         body = json.dumps(document).encode()
@@ -423,7 +423,7 @@ def test_what_moves_is_waited_for_longer_than_the_timeout(call: Call, stub: str)
 def test_a_change_that_is_in_doubt_can_be_repeated(call: Call, stub: str) -> None:
     done = call(stub, "--timeout", "0.2", "buffers", "zero", "b", "--key", "mine")
     assert done.code == 6
-    assert done.err == "error: Not yet (not_ready); in case it was done, repeat it with --key mine\n"
+    assert done.err == "error: No disk (store_failed); in case it was done, repeat it with --key mine\n"
 
 
 def test_a_file_that_cannot_be_written(call: Call, server: Client, tmp_path: Path) -> None:
@@ -463,17 +463,41 @@ def test_an_interrupt_while_waiting(server: Client) -> None:
     assert (process.returncode, said) == (130, b"")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupted_change_can_be_repeated(tmp_path: Path, number: signal.Signals, as_json: bool) -> None:
+    """It has a key that nobody else knows."""
+    arguments = [COMMAND, *["--json"] * as_json, "buffers", "take", "b", "-o", "taken.npy"]
+    with Watched() as seen:
+        process = subprocess.Popen(arguments, env=environment(seen.url), stderr=subprocess.PIPE, cwd=tmp_path)
+        assert seen.asked.wait(30)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    key = seen.headers["Idempotency-Key"]
+    if as_json:
+        error = json.loads(said)["error"]
+        assert (error["code"], error["idempotency_key"], error["maybe_done"]) == ("interrupted", key, True)
+    else:
+        assert said.decode() == f"error: Interrupted (interrupted); in case it was done, repeat it with --key {key}\n"
+    assert os.listdir(tmp_path) == []
+
+
 class Watched:
     """A server that tells when it is asked, and does not answer."""
 
     def __init__(self) -> None:
         self.asked, self._done = threading.Event(), threading.Event()
+        self.headers: Any = None
         outer = self
 
         class Silent(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                outer.headers = self.headers
                 outer.asked.set()
                 outer._done.wait(60)
+
+            do_POST = do_GET
 
             def log_message(self, *_: Any) -> None:
                 pass

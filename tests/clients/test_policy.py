@@ -34,10 +34,13 @@ from tests.clients.scripted import (
     answer_cut,
     answer_lost,
     late,
+    mangled,
     never_sent,
+    refusal_mangled,
     says,
     silent,
     stopped,
+    stray,
     through,
     unreachable,
 )
@@ -52,6 +55,9 @@ AGAIN: dict[str, list[Step]] = {
     "never sent": [never_sent, never_sent],
     "the answer is lost": [answer_lost],
     "the answer is cut": [answer_cut, answer_lost],
+    "the answer is damaged": [mangled],
+    "a refusal is damaged": [answer_lost, refusal_mangled],
+    "another's answer": [stray, stray],
     "silence": [silent],
     "late": [late, late],
     "unreachable": [unreachable],
@@ -74,7 +80,7 @@ def test_sent_again_until_answered_and_counted_once(kind: str, url: str, clock: 
             assert (other.content, other.url) == (first.content, first.url)
             assert other.headers == first.headers
         assert (receipt.count, receipt.weight) == (1, 3.0)
-        assert receipt.replayed is any(step in (answer_lost, answer_cut, late) for step in AGAIN[fault])
+        assert receipt.replayed is any(step in (answer_lost, answer_cut, late, mangled) for step in AGAIN[fault])
         assert server.buffers["scripted"].value().tolist() == [3.0, 6.0]
 
 
@@ -113,6 +119,50 @@ def test_never_sent_again(kind: str, url: str, clock: Clock, case: str) -> None:
         assert caught.value.idempotency_key == sent.headers["idempotency-key"]
         assert caught.value.request_id == sent.headers["x-request-id"]
         assert server.buffers["scripted"].info().count == 0
+
+
+DOUBT: dict[str, tuple[bool, list[Step]]] = {
+    "never sent": (False, [never_sent, unreachable]),
+    "busy": (False, [says(429, code="busy"), says(503, code="not_ready"), says(503, code="expired"), says(429)]),
+    "refused": (False, [says(422, code="invalid_tensor")]),
+    "no such page": (False, [says(404)]),
+    "lost": (True, [answer_lost]),
+    "lost, then busy": (True, [answer_lost, says(429, code="busy")]),
+    "lost, then nobody": (True, [late, never_sent]),
+    "lost, then a page": (True, [answer_lost, says(404)]),
+    "lost, then without a key": (True, [answer_lost, says(401, code="unauthorized")]),
+    "lost, then refused": (False, [silent, says(409, code="stale_epoch")]),
+    "still running": (True, [says(409, code="conflict", Retry_After="2")]),
+    "damaged": (True, [mangled]),
+    "a bug": (True, [says(500, code="internal")]),
+    "the store fails": (True, [says(503, code="store_failed")]),
+    "a proxy gives up": (True, [says(504)]),
+    "full": (False, [says(507, code="store_full")]),
+}
+
+
+@pytest.mark.parametrize("case", DOUBT)
+def test_an_error_says_whether_the_change_may_have_been_made(kind: str, url: str, clock: Clock, case: str) -> None:
+    doubt, steps = DOUBT[case]
+    transport = Scripted(*steps[:-1], forever=steps[-1])
+    with through(kind, url, transport) as server:
+        with pytest.raises(GradserveError) as caught:
+            server.buffers["scripted"].accumulate([1, 2])
+        assert caught.value.maybe_done is doubt
+        with pytest.raises(GradserveError) as caught:
+            server.buffers["scripted"].value()
+        assert caught.value.maybe_done is False
+
+
+@pytest.mark.parametrize("status", [200, 204])
+def test_whatever_answers_deletes_nothing(kind: str, url: str, clock: Clock, status: int) -> None:
+    transport = Scripted(never_sent, says(status, body=""))
+    with through(kind, url, transport) as server:
+        if status == 204:
+            server.buffers["scripted"].delete()
+        else:
+            with pytest.raises(ServerFailed, match="204"):
+                server.buffers["scripted"].delete()
 
 
 def test_a_key_for_each_call_and_ones_own(kind: str, url: str, clock: Clock) -> None:

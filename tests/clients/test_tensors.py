@@ -16,8 +16,7 @@ import torch
 from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
 from gradserve_client._buffer_calls import take
 from gradserve_client._calls import operators, run
-from gradserve_client._policy import Answer
-from gradserve_client._requests import read_answer
+from gradserve_client._policy import Answer, Patience, exchange
 from gradserve_client._tensors import DTYPES, as_array, decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -285,10 +284,13 @@ CALLS: list[Any] = [
 @settings(max_examples=500, deadline=None)
 def test_a_damaged_answer_is_the_servers_failure(body: bytes) -> None:
     for call in CALLS:
-        try:
-            read: Any = read_answer(call, Answer(200, httpx.Headers(), bytearray(body)), "asked")
-        except ServerFailed as error:
-            found = (error.status, error.request_id, error.idempotency_key)
+        steps = exchange(call, Patience(10, 10, 0), "asked")
+        next(steps)
+        with pytest.raises((StopIteration, ServerFailed)) as ended:
+            steps.send(Answer(200, httpx.Headers(), bytearray(body)))
+        if isinstance(ended.value, ServerFailed):
+            found = (ended.value.status, ended.value.request_id, ended.value.idempotency_key)
+            assert found == (200, "asked", call.key)
         else:
-            found = (200, "asked", call.key) if isinstance(read, (dict, list)) else read
-        assert found == (200, "asked", call.key)
+            assert isinstance(ended.value, StopIteration)
+            assert isinstance(ended.value.value, dict | list)

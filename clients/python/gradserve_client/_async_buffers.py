@@ -227,7 +227,8 @@ class AsyncBuffer(BufferName):
         """Close the epoch, and have its value with the receipt: read and zero in one step.
 
         It waits up to `timeout` seconds until at least `min_count` gradients are in, and then raises `EpochOpen`; and
-        `StaleEpoch` if the buffer is not in `epoch`, if that is given.
+        `StaleEpoch` if the buffer is not in `epoch`, if that is given. Where several take from a buffer, let it `keep`
+        more epochs than they are: a call whose answer was lost needs its value once more, or raises `EpochGone`.
         """
         return await self._client._run(
             _buffer_calls.take(

@@ -149,10 +149,15 @@ def zero(name: str, *, if_match: str | None, idempotency_key: str | None) -> Cal
 
 def delete(name: str, *, if_match: str | None, idempotency_key: str | None) -> Call[None]:
     """Forget the buffer."""
+
+    def read(answer: Answer) -> None:
+        if answer.status != 204:
+            raise ValueError(f"the status is {answer.status}, but must be 204")
+
     return Call(
         "DELETE",
         _path(name),
-        lambda answer: None,
+        read,
         headers={"Accept": JSON, **_if_match(if_match)},
         key=as_key(idempotency_key),
     )

@@ -25,7 +25,12 @@ Input: TypeAlias = TensorLike | BufferName
 
 def ready() -> Call[None]:
     """Whether the server takes requests."""
-    return Call("GET", "/v2/health/ready", lambda answer: None)
+
+    def read(answer: Answer) -> None:
+        if not json.loads(answer.body)["ready"]:
+            raise ValueError("it is not ready")
+
+    return Call("GET", "/v2/health/ready", read)
 
 
 def operators() -> Call[list[OperatorInfo]]:

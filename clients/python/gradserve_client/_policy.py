@@ -34,11 +34,28 @@ FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 """Seconds before the second attempt, doubled for each one after that, and their bound. Each is shortened by up to a
 half at random, so that many clients do not come back at once."""
 
+_ID = "x-request-id"
+
 LONGEST_POLL = 20.0
 """Seconds for which one request asks the server to wait. Whoever waits longer asks again: proxies cut silent ones."""
 
 _AGAIN = frozenset({408, 429, 502, 503, 504})
 """Statuses after which the same request may succeed."""
+
+_DECIDED = frozenset({404, 409, 410, 412, 422, 507})
+"""Statuses of the server's once it has looked whether the request was made before: it was not, and is not now."""
+
+_NOT_BEGUN = frozenset({"not_ready", "expired"})
+"""Codes of failures of the server's that come before anything is done."""
+
+_NEVER_SENT = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.PoolTimeout,
+    httpx.ProxyError,
+    httpx.UnsupportedProtocol,
+    httpx.LocalProtocolError,
+)
 
 
 @dataclass(frozen=True)
@@ -106,20 +123,27 @@ class Wait:
 
 
 def exchange(
-    call: Call[Any], patience: Patience, request_id: str
-) -> Generator[Send | Wait, Answer | httpx.TransportError | None, Answer]:
-    """The answer to the call, one of success. Raises `GradserveError`."""
+    call: Call[T], patience: Patience, request_id: str
+) -> Generator[Send | Wait, Answer | httpx.TransportError | None, T]:
+    """What the call returns. Raises `GradserveError`."""
     start = time.monotonic()
     enough, end = start + call.wait, start + call.wait + patience.timeout
     attempts = failures = 0
+    doubt = False
     while True:
         attempts += 1
         outcome = yield Send(min(patience.attempt_timeout + call.poll, max(end - time.monotonic(), 0.001)), end)
-        if isinstance(outcome, Answer) and outcome.status < 300:
-            return outcome
         assert outcome is not None
-        error = _error(outcome)
-        error.attempts, error.idempotency_key = attempts, call.key
+        if isinstance(outcome, Answer) and outcome.headers.get(_ID, request_id) != request_id:
+            outcome = httpx.RemoteProtocolError("the answer is that of another request")
+        try:
+            if isinstance(outcome, Answer) and outcome.status < 300:
+                return _read(call, outcome)
+            error = _error(outcome)
+        except ServerFailed as unreadable:
+            error = unreadable
+        doubt = _leaves_doubt(outcome, error, doubt)
+        error.attempts, error.idempotency_key, error.maybe_done = attempts, call.key, doubt and call.key is not None
         error.request_id = error.request_id or request_id
         cause = outcome if isinstance(outcome, httpx.TransportError) else None
         if isinstance(error, EpochOpen) and time.monotonic() < enough:
@@ -130,7 +154,7 @@ def exchange(
         spent = patience.max_retries is not None and failures > patience.max_retries
         delay = min(FIRST_DELAY * 2 ** min(failures - 1, 16), LONGEST_DELAY) * random.uniform(0.5, 1)
         delay = max(delay, error.retry_after or 0)
-        if spent or not _is_worth_another(outcome) or time.monotonic() + delay >= end:
+        if spent or not _is_worth_another(outcome, error) or time.monotonic() + delay >= end:
             try:
                 raise error from cause
             finally:  # or the error and this frame would keep each other alive, and with them the call's arrays
@@ -138,13 +162,39 @@ def exchange(
         yield Wait(delay)
 
 
-def _is_worth_another(outcome: Answer | httpx.TransportError) -> bool:
+def _is_worth_another(outcome: Answer | httpx.TransportError, error: GradserveError) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(outcome, Answer):
-        # Another request with this key is still running: the server says when to ask for what became of it.
-        return outcome.status in _AGAIN or (outcome.status == 409 and "retry-after" in outcome.headers)
+        damaged = _ID in outcome.headers and error.code is None  # the server's own, then, but not whole
+        return outcome.status in _AGAIN or _is_running(outcome) or damaged
     refused = isinstance(outcome, (httpx.UnsupportedProtocol, httpx.LocalProtocolError))
     return not refused and "CERTIFICATE_VERIFY_FAILED" not in str(outcome)
+
+
+def _is_running(answer: Answer) -> bool:
+    """Whether another request with this key is still running; the server says when to ask for what became of it."""
+    return answer.status == 409 and "retry-after" in answer.headers
+
+
+def _leaves_doubt(outcome: Answer | httpx.TransportError, error: GradserveError, before: bool) -> bool:
+    """Whether the change may have been made, after an attempt that failed and those `before` it."""
+    if not isinstance(outcome, Answer):
+        return before or not isinstance(outcome, _NEVER_SENT)
+    if error.code is not None and outcome.status in _DECIDED:
+        return _is_running(outcome)
+    return before or not (400 <= outcome.status < 500 or error.code in _NOT_BEGUN)
+
+
+def _read(call: Call[T], answer: Answer) -> T:
+    """What the call returns. Raises `ServerFailed` if the answer is none of a gradserve server, or not whole."""
+    try:
+        return call.read(answer)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ServerFailed(
+            f"The answer cannot be read; is this a gradserve server? {type(error).__name__}: {error}",
+            status=answer.status,
+            request_id=answer.headers.get(_ID),
+        ) from error
 
 
 def _error(outcome: Answer | httpx.TransportError) -> GradserveError:
@@ -175,7 +225,7 @@ def _refusal(answer: Answer) -> GradserveError:
         str(problem.get("detail")),
         status=answer.status,
         code=code,
-        request_id=answer.headers.get("x-request-id"),
+        request_id=answer.headers.get(_ID),
         retry_after=_retry_after(answer.headers.get("retry-after")),
         context={name: value for name, value in problem.items() if name not in known},
     )

@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 
 import httpx
 
-from gradserve_client._policy import Answer, Call, Patience, Send
+from gradserve_client._policy import Call, Patience, Send
 from gradserve_client._transport import MOST_IDLE
-from gradserve_client.errors import InvalidInput, ServerFailed
+from gradserve_client.errors import InvalidInput
 
 T = TypeVar("T")
 
@@ -119,19 +119,6 @@ class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
             view = memoryview(piece)
             for start in range(0, len(view), _PIECE):
                 yield view[start : start + _PIECE]  # type: ignore[misc]
-
-
-def read_answer(call: Call[T], answer: Answer, request_id: str) -> T:
-    """What the call returns. Raises `ServerFailed` if the answer is none of a gradserve server."""
-    try:
-        return call.read(answer)
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ServerFailed(
-            f"The answer cannot be read; is this a gradserve server? {type(error).__name__}: {error}",
-            status=answer.status,
-            request_id=answer.headers.get("x-request-id", request_id),
-            idempotency_key=call.key,
-        ) from error
 
 
 def joined(body: bytearray | None, piece: bytes) -> bytearray:

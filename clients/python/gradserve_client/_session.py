@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 import numpy as np
@@ -15,11 +15,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradserve_client._policy import Answer
+from gradserve_client._policy import Answer, Call, Patience
 from gradserve_client._progress import ShowsProgress
 from gradserve_client._tensors import Array
+from gradserve_client.cli import INTERRUPTED
 from gradserve_client.client import Client
+from gradserve_client.errors import GradserveError
 from gradserve_client.models import BufferInfo, Receipt
+
+T = TypeVar("T")
 
 _UNBOUNDED = 10_000
 """Columns of what is not a terminal: a line is never broken there."""
@@ -44,6 +48,14 @@ class Session:
 
 class _Patient(Client):
     """A client that gives up what does not move for `timeout` seconds, not what is large and comes slowly."""
+
+    def _run(self, call: Call[T], patience: Patience | None = None) -> T:
+        try:
+            return super()._run(call, patience)
+        except KeyboardInterrupt:
+            if call.key is None:
+                raise
+            raise GradserveError("Interrupted", code=INTERRUPTED, idempotency_key=call.key, maybe_done=True) from None
 
     def _send(self, request: httpx.Request, until: float) -> Answer | httpx.TransportError:
         request.extensions.pop("until", None)

@@ -63,7 +63,7 @@ class Transport(httpx.BaseTransport):
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._asks = True
+        self._asks, self._closed = True, False
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send the request, and read the whole answer. Raises `httpx.TransportError`."""
@@ -99,9 +99,9 @@ class Transport(httpx.BaseTransport):
         return response, body
 
     def close(self) -> None:
-        """Close the connections that are not in use."""
+        """Close the connections that are not in use, and each of the others once it is not."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle, self._idle, self._closed = self._idle, [], True
         for connection in idle:
             connection.close()
 
@@ -150,7 +150,7 @@ class Transport(httpx.BaseTransport):
         if asked := self._asks and size >= ASKED:
             connection.putheader("Expect", "100-continue")
         connection.endheaders()
-        if asked and (answer := limits.answer(sock, ASK_SECONDS)) != b"100":
+        if asked and not ((answer := limits.answer(sock, ASK_SECONDS)) or b"").startswith(b"1"):
             self._asks = answer not in (None, b"%d" % UNASKED)
             if answer is not None:
                 return False
@@ -166,7 +166,7 @@ class Transport(httpx.BaseTransport):
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
-            if len(self._idle) < MOST_IDLE:
+            if len(self._idle) < MOST_IDLE and not self._closed:
                 self._idle.append(connection)
                 return
         connection.close()
@@ -207,9 +207,19 @@ class _Limits:
 
     def response(self, sock: socket.socket, method: str | None = None) -> http.client.HTTPResponse:
         """An answer that is read within the limits, however slowly it comes."""
-        response = http.client.HTTPResponse(sock, method=method)
+        response = _Response(sock, method=method)
         response.fp = io.BufferedReader(_Reader(sock, response.fp.detach(), self))
         return response
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer before which others may come that say that it is on its way, such as 103."""
+
+    def begin(self) -> None:
+        super().begin()
+        while self.status in range(102, 200):
+            self.headers = self.msg = None  # type: ignore[assignment]  # which is how it is known to be read
+            super().begin()
 
 
 class _Reader(io.RawIOBase):

@@ -260,7 +260,8 @@ class Buffer(BufferName):
         """Close the epoch, and have its value with the receipt: read and zero in one step.
 
         It waits up to `timeout` seconds until at least `min_count` gradients are in, and then raises `EpochOpen`; and
-        `StaleEpoch` if the buffer is not in `epoch`, if that is given.
+        `StaleEpoch` if the buffer is not in `epoch`, if that is given. Where several take from a buffer, let it `keep`
+        more epochs than they are: a call whose answer was lost needs its value once more, or raises `EpochGone`.
 
         >>> server.buffers["w1"].accumulate([[1, 2]], weight=2).closed
         False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,13 +26,14 @@ from gradserve_client.errors import (
     Unavailable,
 )
 
-_IN_VAIN = (Busy, Unavailable, TimedOut, ConnectionFailed)
+INTERRUPTED = "interrupted"
+"""The code of what the user ended while it changed something."""
 
 _EXIT_CODES: dict[tuple[type[GradserveError], ...], int] = {
     (NotFound,): 3,
     (Conflict,): 4,
     (InvalidInput, Unauthorized, TooLarge): 5,
-    _IN_VAIN: 6,
+    (Busy, Unavailable, TimedOut, ConnectionFailed): 6,
 }
 
 
@@ -44,6 +46,7 @@ def main() -> None:
         if missing not in ("typer", "rich"):
             raise
         sys.exit(f"error: the command line needs {missing}: pip install 'gradserve-client[cli]'")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as by Ctrl-C, and leaves nothing behind
     anywhere, arguments = _sorted(sys.argv[1:])
     as_json = "--json" in anywhere
     try:
@@ -79,16 +82,18 @@ def _report(error: GradserveError, as_json: bool) -> int:
     """Say what went wrong. Returns the exit code."""
     code = error.code or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
     if as_json:
-        known = ("status", "request_id", "idempotency_key", "attempts", "retry_after", "context")
+        known = ("status", "request_id", "idempotency_key", "maybe_done", "attempts", "retry_after", "context")
         given = {name: value for name in known if (value := getattr(error, name))}
         line = json.dumps({"error": {"code": code, "detail": error.detail, **given}}, default=str)
     else:
         hint = ""
-        if error.idempotency_key and isinstance(error, _IN_VAIN):
+        if error.maybe_done:
             hint = f"; in case it was done, repeat it with --key {error.idempotency_key}"
         text = "".join(one if one.isprintable() else " " for one in error.detail)
         line = f"error: {text} ({code}){hint}"
     sys.stderr.write(line + "\n")
+    if code == INTERRUPTED:
+        return 130
     return next((number for kinds, number in _EXIT_CODES.items() if isinstance(error, kinds)), 1)
 
 

@@ -16,7 +16,7 @@ from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_ops import AsyncOps
 from gradserve_client._calls import Input, Into
 from gradserve_client._policy import Answer, Call, Patience, Wait, exchange
-from gradserve_client._requests import Settings, joined, read_answer, through
+from gradserve_client._requests import Settings, joined, through
 from gradserve_client._tensors import Array
 from gradserve_client._transport import Transport
 from gradserve_client.buffers import Buffers
@@ -144,7 +144,8 @@ class Client:
             try:
                 step = steps.send(done)
             except StopIteration as end:
-                return read_answer(call, end.value, request_id)
+                result: T = end.value
+                return result
             finally:
                 done = None  # or an error and this frame would keep each other alive, and with them the call's arrays
             if isinstance(step, Wait):
@@ -256,7 +257,8 @@ class AsyncClient:
             try:
                 step = steps.send(done)
             except StopIteration as end:
-                return read_answer(call, end.value, request_id)
+                result: T = end.value
+                return result
             if isinstance(step, Wait):
                 await anyio.sleep(step.seconds)
                 done = None

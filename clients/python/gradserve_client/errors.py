@@ -19,7 +19,8 @@
   x TimedOut                    408, or no answer in time; also a TimeoutError
   x ConnectionFailed            no connection, or none that lasted; also a ConnectionError
 
-The last four are raised only once all attempts were in vain.
+The last four are raised only once all attempts were in vain. Whichever it is, `maybe_done` says whether a change may
+have been made.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class GradserveError(Exception):
         request_id: str | None = None,
         idempotency_key: str | None = None,
         attempts: int = 0,
+        maybe_done: bool = False,
         retry_after: float | None = None,
         context: Mapping[str, Any] | None = None,
     ) -> None:
@@ -56,6 +58,9 @@ class GradserveError(Exception):
         """With this key the call can be made again, with the same arguments, and counts once nevertheless."""
         self.attempts = attempts
         """How often the request was sent."""
+        self.maybe_done = maybe_done
+        """Whether the change may have been made all the same: an attempt ended without word of it. Make the call again
+        with `idempotency_key` to know, and never with a new key: it might count twice."""
         self.retry_after = retry_after
         """In how many seconds the server asks to try again."""
         self.context = dict(context or {})
@@ -123,7 +128,7 @@ class Unavailable(GradserveError):
 
 
 class TimedOut(GradserveError, TimeoutError):
-    """No answer came in time. Whether a change was made is not known; `idempotency_key` lets it be asked for again."""
+    """No answer came in time."""
 
 
 class ConnectionFailed(GradserveError, ConnectionError):
