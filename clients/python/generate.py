@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 import subprocess
 import sys
@@ -124,11 +126,9 @@ def _addable(op: Operator) -> bool:
 
 
 def _def(op: Operator, more: list[str], result: str) -> str:
-    last = max(number for number, one in enumerate(op.inputs) if not one.optional)
-    inputs = [
-        f"{one.name}: Input" + (" | None" + " = None" * (number > last)) * one.optional
-        for number, one in enumerate(op.inputs)
-    ]
+    # What follows an input that may be left out can only be given by name then; the server says what it misses.
+    optional = itertools.accumulate((one.optional for one in op.inputs), operator.or_)
+    inputs = [f"{one.name}: Input{' | None = None' * may}" for one, may in zip(op.inputs, optional, strict=True)]
     attributes = [f"{one.name}: {_annotation(one)} = {_literal(one.default)}" for one in op.attributes]
     listed = ", ".join(["self", *inputs, "*", *attributes, *more])
     return f"def {op.kernel.__name__}({listed}) -> {result}"

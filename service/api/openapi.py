@@ -156,6 +156,23 @@ _TENSOR = {
     },
 }
 
+_NAMED = {"type": "string", "examples": ["dW:gru.W"]}
+
+_PARAMETERS = {
+    "type": "object",
+    "description": "The model's attributes, and what its endpoint under /v1/ops has as a query.",
+    "properties": {
+        "from": {"description": "Inputs to take from buffers, separated by commas.", **_NAMED},
+        "into": {"description": "Outputs to add to buffers, separated by commas.", **_NAMED},
+        "weight": {"type": "number", "description": "With `into`: the weight of what is added."},
+        "epoch": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "With `into`: the epoch that the buffers must be in.",
+        },
+    },
+}
+
 _INFER: dict[str, Any] = {
     "tags": ["open inference protocol"],
     "summary": "Run a model",
@@ -164,6 +181,7 @@ _INFER: dict[str, Any] = {
     "parameters": [
         {"name": "op", "in": "path", "required": True, "schema": {"type": "string"}},
         {"name": "Inference-Header-Content-Length", "in": "header", "schema": {"type": "integer", "minimum": 0}},
+        *headers(*ONE)["parameters"],
     ],
     "requestBody": {
         "required": True,
@@ -174,7 +192,7 @@ _INFER: dict[str, Any] = {
                     "required": ["inputs"],
                     "properties": {
                         "id": {"type": "string"},
-                        "parameters": {"type": "object"},
+                        "parameters": _PARAMETERS,
                         "inputs": {"type": "array", "items": _TENSOR},
                         "outputs": {"type": "array", "items": {"type": "object", "required": ["name"]}},
                     },

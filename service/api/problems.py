@@ -98,7 +98,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:
-        return answer(request.scope["path"], bug())
+        return answer(request.scope["path"], bug(), _CLOSING)
 
 
 async def answering(scope: Scope, receive: Receive, send: Send, work: Awaitable[Answer]) -> None:
@@ -112,7 +112,7 @@ async def answering(scope: Scope, receive: Receive, send: Send, work: Awaitable[
     except ClientDisconnect:
         pass  # nobody reads an answer
     except Exception:
-        await answer(path, bug())(scope, receive, send)
+        await answer(path, bug(), _CLOSING)(scope, receive, send)
         raise  # for the server to log
     else:
         await done.send(scope, send)
@@ -122,6 +122,9 @@ def bug() -> GradserveError:
     """The error of whatever nobody foresaw."""
     return GradserveError("The server failed to answer this request; its log says why")
 
+
+_CLOSING = {"Connection": "close"}
+"""The server closes the connection of a request that failed in it."""
 
 _METHODS = ("DELETE", "GET", "POST", "PUT")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,11 @@ def shape_of(name: str, data: Any, limits: Limits) -> Shape:
             break
         first = first[0]
     return tuple(shape)
+
+
+def is_empty(found: Shape, shape: Sequence[int]) -> bool:
+    """Whether lists of this shape can be a tensor of that `shape`: they end where a dimension is 0."""
+    return found[-1:] == (0,) and 0 in shape and (len(found) == 1 or tuple(shape[: len(found)]) == found)
 
 
 def count_lists(shape: Shape) -> int:

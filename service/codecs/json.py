@@ -26,6 +26,7 @@ from service.codecs._lists import (
     Array,
     Shape,
     count_lists,
+    is_empty,
     narrow,
     numbers_of,
     scalars_of,
@@ -79,7 +80,7 @@ class Document:
         self._lists += count_lists(found)
         if shape is not None:
             self._settle(name, shape, dtype)
-            if tuple(shape) != found and not _is_empty(found, shape):
+            if tuple(shape) != found and not is_empty(found, shape):
                 raise InvalidTensor(f"{name} has lists of shape {list(found)}, but says {list(shape)}", tensor=name)
         numbers = numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
         if numbers is not None and numbers.size == math.prod(found):
@@ -224,11 +225,6 @@ def members_of(value: Any, what: str) -> Iterator[tuple[str, Any]]:
             raise MalformedBody(f"{what} has a member named {shown(name)}, with a null character")
         seen.add(name)
         yield name, member if isinstance(value, Pairs) else value[name]
-
-
-def _is_empty(found: Shape, shape: Sequence[int]) -> bool:
-    """Whether lists of this shape can be a tensor of that `shape`: they end where a dimension is 0."""
-    return found[-1:] == (0,) and 0 in shape and (len(found) == 1 or tuple(shape[: len(found)]) == found)
 
 
 def _plain(name: str, value: Any, limits: Limits) -> Any:

@@ -18,7 +18,7 @@ import simdjson
 
 from service.codecs._bytes import Array, bytes_of, view, view_at, wrong_size
 from service.codecs._headers import as_object, check_shape, load
-from service.codecs._lists import LISTS, count_lists, narrow, numbers_of, scalars_of, shape_of
+from service.codecs._lists import LISTS, count_lists, is_empty, narrow, numbers_of, scalars_of, shape_of
 from service.codecs.json import Pairs, count, list_text, members_of, parse
 from service.dtypes import BFLOAT16, BOOL, OPEN_INFERENCE, DType
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, MalformedBody, shown
@@ -218,7 +218,7 @@ class _Inputs:
         if type(data) not in LISTS:
             raise InvalidTensor(f"{name}.data is {shown(data)}, but must be a list", tensor=name)
         found = shape_of(name, data, self._limits)
-        if found != tuple(shape) and found != (math.prod(shape),):
+        if found not in (tuple(shape), (math.prod(shape),)) and not is_empty(found, shape):
             raise InvalidTensor(
                 f"{name}.data has shape {list(found)}, but must have {list(shape)}, or be flat, of {math.prod(shape)}",
                 tensor=name,

@@ -21,13 +21,17 @@ def same_shape(**tensors: Array) -> None:
             )
 
 
-def normalize_axis(axis: int, rank: int, tensor: str) -> int:
-    """`axis` counted from the front, for a tensor of `rank` dimensions; raise if it has no such axis."""
+def normalize_axis(axis: int, rank: int, tensor: str, called: str | None = None) -> int:
+    """`axis` counted from the front, for a tensor of `rank` dimensions; raise if it has no such axis.
+
+    `called` is what the error says in words of what has the axes, if it is not `tensor` itself.
+    """
+    what = called or tensor
     if rank == 0:
-        raise AxisOutOfRange(f"axis {axis}: {tensor} is a scalar and has no axis", tensor=tensor, axis=axis)
+        raise AxisOutOfRange(f"axis {axis}: {what} is a scalar and has no axis", tensor=tensor, axis=axis)
     if not -rank <= axis < rank:
         raise AxisOutOfRange(
-            f"axis {axis} is not in [{-rank}, {rank - 1}], the axes of {tensor}, which has rank {rank}",
+            f"axis {axis} is not in [{-rank}, {rank - 1}], the axes of {what}, which has rank {rank}",
             tensor=tensor,
             axis=axis,
         )

@@ -26,8 +26,8 @@ STEPS = 16
 LEAST_SHARED = 40_000_000
 """Multiplications and additions that are worth a second thread: below, threads wait for each other, and for memory that
 another core has written, longer than they work."""
-MOST_EMPTY_STEPS = 1 << 16
-"""Steps, at most, where X has no bytes: a request of a few bytes must not work for minutes."""
+MOST_EMPTY = 1 << 16
+"""Steps times sequences, at most, where X has no bytes: a request of a few bytes must not work for minutes."""
 
 Direction = Literal["forward", "reverse", "bidirectional"]
 
@@ -115,12 +115,16 @@ def layout_of(
     H = R.shape[2]
     if H == 0:
         raise ShapeMismatch(f"R has shape {list(R.shape)}, but there must be a hidden unit", tensor="R")
-    check_shape("R", R, len(reverse), 3 * H, H)
+    if R.shape != (len(reverse), 3 * H, H):
+        units = H if hidden_size is None or hidden_size < 1 else hidden_size
+        check_shape("R", R, len(reverse), 3 * units, units)
     if hidden_size is not None and hidden_size != H:
         raise _refused("hidden_size", hidden_size, f"{H}, the last dimension of R, or left out")
-    if N and not I and S > MOST_EMPTY_STEPS:
+    if not X.size and max(S, 1) * N > MOST_EMPTY:
         raise ShapeMismatch(
-            f"X has shape {[S, N, I]}, but may have {MOST_EMPTY_STEPS} steps at most where I is 0", tensor="X"
+            f"X has shape {[S, N, I]}, but as it has no elements, its steps and sequences may be {MOST_EMPTY} at most,"
+            " multiplied",
+            tensor="X",
         )
     layout = Layout(S, N, I, H, len(reverse), reverse, SL, linear_before_reset == 1)
     if SL is not None:

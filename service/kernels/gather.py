@@ -97,7 +97,7 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
 def _bound(shape: Array, indices: Array, grad: Array, axis: int) -> tuple[tuple[int, ...], int, Array]:
     """The dimensions of the output, the axis from the front, and the index into it for each row of `grad`."""
     dims = _dims(shape)
-    axis = normalize_axis(axis, len(dims), "the tensor that shape describes")
+    axis = normalize_axis(axis, len(dims), "shape", "the tensor that shape describes")
     expected = (*dims[:axis], *indices.shape, *dims[axis + 1 :])
     if grad.shape != expected:
         raise ShapeMismatch(

@@ -14,6 +14,7 @@ import pytest
 from service.api import work
 from service.api.app import create_app
 from service.api.body import Answer
+from service.buffers.memory import MemoryStore
 from service.settings import Settings
 from tests.serving import assert_problem, serving
 
@@ -48,11 +49,14 @@ def test_a_bug_is_a_problem_without_its_traceback(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("secret")
 
     monkeypatch.setattr(work, "_perform", broken)
-    with serving() as url:
-        answer = httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": 1, "X": 1})
-        assert_problem(answer, 500, "internal", "log")
-        assert "secret" not in answer.text
-        assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+    monkeypatch.setattr(MemoryStore, "records", broken)
+    with serving() as url, httpx.Client(base_url=url) as client:
+        for method, path in (("POST", "/v1/ops/ReluGrad"), ("GET", "/v1/buffers")):
+            answer = client.request(method, path, json={"dY": 1, "X": 1})
+            assert_problem(answer, 500, "internal", "log")
+            assert "secret" not in answer.text
+            assert answer.headers["Connection"] == "close"
+            assert client.get("/v2/health/ready").status_code == 200
 
 
 class Gate:

@@ -56,6 +56,8 @@ def test_the_headers_that_each_endpoint_knows(schema: Any) -> None:
         assert {one["name"] for one in shown if one["in"] == "header"} == headers, (method, path)
         answers = schema["paths"][f"/v1/buffers{path}"][method]["responses"]
         assert ("304" in answers) == (headers == reading), (method, path)
+    infer = schema["paths"]["/v2/models/{op}/infer"]["post"]["parameters"]
+    assert {one["name"] for one in infer if one["in"] == "header"} == {*one, "Inference-Header-Content-Length"}
     for op in OPERATORS:
         shown = schema["paths"][f"/v1/ops/{op}"]["post"]["parameters"]
         assert {one["name"] for one in shown if one["in"] == "header"} == one

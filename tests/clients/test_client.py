@@ -104,6 +104,16 @@ def test_into_adds_and_gives_a_receipt(server: Any, key: str) -> None:
     assert server.buffers["w"].value().tolist() == [7.0, 2.0]
 
 
+def test_inputs_in_the_middle_may_be_left_out(server: Any) -> None:
+    gru = OPERATORS["GRUGrad"]
+    arrays = {name: array for name, array in example(gru).items() if name not in ("B", "SL", "H0")}
+    assert_same(server.ops.gru_grad(**arrays).dX, gru(arrays, {})["dX"])
+    del arrays["ZRH"]
+    with pytest.raises(InvalidInput, match="ZRH") as caught:
+        server.ops.gru_grad(**arrays)
+    assert caught.value.code == "missing_tensor"
+
+
 def test_into_for_one_of_several_outputs(server: Any) -> None:
     gru = OPERATORS["GRUGrad"]
     arrays, expected = example(gru), gru(example(gru), {})

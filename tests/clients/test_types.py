@@ -25,6 +25,7 @@ with Client("http://here", api_key="k", timeout=1) as server:
     reveal_type(server.ops.relu_grad(ones, ones, into=weights, idempotency_key="k"))  # Receipt
     reveal_type(server.ops.gru_grad(ones, ones, ones, None, None, None, ones, ones))  # GRUGradOutputs
     reveal_type(server.ops.gru_grad(ones, ones, ones, None, None, None, ones, ones).dX)  # ndarray
+    reveal_type(server.ops.gru_grad(ones, ones, ones, HAll=ones, ZRH=ones).dX)  # ndarray
     gru = server.ops.gru_grad
     reveal_type(gru(ones, ones, ones, None, None, None, ones, ones, outputs=["dX"]))  # dict[str, ndarray]
     reveal_type(gru(ones, ones, ones, None, None, None, ones, ones, into={"dW": "w"}))  # dict[str, ndarray | Receipt]

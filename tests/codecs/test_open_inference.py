@@ -176,6 +176,7 @@ def test_json_and_bytes_in_any_order() -> None:
         ([], [0]),
         ([], [3, 0]),
         ([[], [], []], [3, 0]),
+        ([[], [], []], [3, 0, 2]),
         ([], [0, 1 << 50]),
     ],
 )
@@ -204,6 +205,7 @@ def test_lists_are_flat_or_nested(data: Any, shape: list[int], datatype: str, pa
         ([[1], [2]], [2], r"a.data has shape \[2, 1\]"),
         ([], [1], r"a.data has shape \[0\]"),
         ([[]], [0], r"a.data has shape \[1, 0\]"),
+        ([[], []], [3, 0, 2], r"a.data has shape \[2, 0\]"),
         ([1], [0], r"a.data has shape \[1\]"),
         (5, [], r"a.data is 5, but must be a list"),
         ("AAAA", [1], "a.data is 'AAAA', but must be a list"),

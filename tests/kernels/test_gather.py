@@ -158,8 +158,10 @@ def test_grad_must_have_the_shape_of_what_was_gathered(
 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 2), 2), ((3, 2), -3), ((3,), 1 << 40)])
 def test_axis_out_of_range(shape: tuple[int, ...], axis: int) -> None:
-    with pytest.raises(AxisOutOfRange, match=rf"^axis {axis} is not in \[{-len(shape)}, {len(shape) - 1}\]"):
+    words = rf"^axis {axis} is not in \[{-len(shape)}, {len(shape) - 1}\], the axes of the tensor that shape describes"
+    with pytest.raises(AxisOutOfRange, match=words) as caught:
         gather_grad(np.array(shape), np.array([0]), np.ones((1, 2), np.float32), axis=axis)
+    assert caught.value.context == {"tensor": "shape", "axis": axis}
 
 
 def test_a_scalar_has_no_axis() -> None:
