@@ -28,8 +28,9 @@ import numpy as np
 
 from benchmarks.servers import Server, gradserve, serving
 from benchmarks.timing import alternate, table, verdict, watched
-from service.buffers.changes import Add, Create, Request
+from service.buffers.changes import Add, Create
 from service.buffers.lmdb import LmdbStore
+from service.buffers.requests import Request
 from service.buffers.store import Key, Spec
 from service.codecs import safetensors
 from service.dtypes import FLOAT32

@@ -23,8 +23,9 @@ import orjson
 from service.buffers._environment import Environment
 from service.buffers._reader import Reader
 from service.buffers._slots import CHUNK
-from service.buffers.changes import Delete, Request, Restore
+from service.buffers.changes import Delete, Restore
 from service.buffers.names import bare_name, check_length, check_name
+from service.buffers.requests import Request
 from service.buffers.store import Record, Spec, Store, name_buffer, spec_of
 from service.codecs import safetensors
 from service.dtypes import FLOATS

@@ -21,8 +21,9 @@ from safetensors.numpy import load_file, save_file
 
 from service.__main__ import main
 from service.buffers._format import COUNT, TIME, WRITER
-from service.buffers.changes import Create, Request
+from service.buffers.changes import Create
 from service.buffers.lmdb import LmdbStore
+from service.buffers.requests import Request
 from service.buffers.store import Spec
 from service.codecs.safetensors import decode
 from service.dtypes import FLOAT32

@@ -24,8 +24,9 @@ from service.api.problems import invalid_parameter
 from service.api.tensors import judge
 from service.api.waiting import Waiting, in_pool, in_pool_after_change
 from service.api.work import INLINE_TEXT
-from service.buffers.changes import Change, Outcome, Take
+from service.buffers.changes import Change, Take
 from service.buffers.names import check_length, check_name
+from service.buffers.requests import Outcome
 from service.buffers.store import Array, Key, Receipt, Spec
 from service.codecs import json as json_codec
 from service.codecs import safetensors

@@ -37,8 +37,9 @@ from service.api.problems import invalid_parameter
 from service.api.tensors import RECEIPT
 from service.api.waiting import in_pool
 from service.api.work import INLINE_BYTES, INLINE_TEXT
-from service.buffers.changes import Add, Create, Delete, Outcome, Take, Zero
+from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.names import LONGEST_NAME, check_name
+from service.buffers.requests import Outcome
 from service.buffers.store import Array, Record, Spec
 from service.codecs import json as json_codec
 from service.dtypes import DTYPES

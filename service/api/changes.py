@@ -14,9 +14,10 @@ from starlette.types import Scope
 from service.api.body import Answer
 from service.api.context import caller_of
 from service.api.negotiation import JSON
-from service.buffers.changes import Change, Outcome
-from service.buffers.changes import Request as Asked
+from service.buffers.changes import Change
 from service.buffers.namespaced import Namespaced
+from service.buffers.requests import Outcome
+from service.buffers.requests import Request as Asked
 from service.buffers.store import Array, Key, Known, Receipt, Store
 from service.codecs import json as json_codec
 from service.codecs import safetensors

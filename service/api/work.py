@@ -15,7 +15,8 @@ from service.api.changes import change, key_of, match_of, recalled, refuse_match
 from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.statistics import Statistics
 from service.api.waiting import in_pool, in_pool_after_change
-from service.buffers.changes import Add, Outcome, counted_once
+from service.buffers.changes import Add
+from service.buffers.requests import Outcome, counted_once
 from service.buffers.store import Key, Receipt, Store
 from service.engine import Engine
 from service.errors import Busy, EpochGone, GradserveError, InvalidParameter

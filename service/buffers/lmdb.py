@@ -30,7 +30,8 @@ from service.buffers._reader import Reader
 from service.buffers._slots import store_full
 from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction
 from service.buffers._value_writer import Kept
-from service.buffers.changes import Add, Create, Outcome, Request, Restore, perform
+from service.buffers.changes import Add, Create, Restore
+from service.buffers.requests import Outcome, Request, perform
 from service.buffers.store import (
     KEY_SECONDS,
     MOST_BUFFERS,

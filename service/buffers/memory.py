@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from service.buffers.changes import Outcome, Request, perform
 from service.buffers.gradients import Gradient, add_piece
 from service.buffers.names import namespace_of
+from service.buffers.requests import Outcome, Request, perform
 from service.buffers.store import (
     KEY_SECONDS,
     MOST_BUFFERS,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from service.buffers.changes import Outcome, Request
+from service.buffers.requests import Outcome, Request
 from service.buffers.store import Key, Known, Receipt, Record, Snapshot, Store, told
 from service.errors import BufferCorrupt, GradserveError
 

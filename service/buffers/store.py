@@ -32,7 +32,7 @@ from service.errors import (
 )
 
 if TYPE_CHECKING:
-    from service.buffers.changes import Outcome, Request
+    from service.buffers.requests import Outcome, Request
 
 Array = np.ndarray[Any, np.dtype[Any]]
 E = TypeVar("E", bound=BaseException)

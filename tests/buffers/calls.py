@@ -14,9 +14,10 @@ import pytest
 
 from service.buffers import lmdb as module
 from service.buffers._slots import CHUNK
-from service.buffers.changes import Add, Change, Create, Outcome, Request
+from service.buffers.changes import Add, Change, Create
 from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
+from service.buffers.requests import Outcome, Request
 from service.buffers.store import MOST_BUFFERS, Key, Receipt, Record, Spec, Store
 from service.dtypes import DTYPES
 from service.errors import GradserveError

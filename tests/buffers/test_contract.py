@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Restore, Take, Zero
+from service.buffers.changes import Add, Change, Create, Delete, Restore, Take, Zero
+from service.buffers.requests import Outcome, Request
 from service.buffers.store import Record, Store
 from service.errors import (
     BufferExists,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
+from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.namespaced import Namespaced
+from service.buffers.requests import Outcome, Request
 from service.buffers.store import Store
 from service.errors import (
     BufferExists,

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from service.buffers._format import COUNT, MARK_SIZE, TIME, WRITER, packed
-from service.buffers.changes import Add, Create, Delete, Request, Restore, Take, Zero
+from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.buffers.namespaced import Namespaced
+from service.buffers.requests import Request
 from service.buffers.store import Record, Store
 from service.errors import NonfiniteGradient, TooManyBuffers
 from tests.buffers.calls import (
@@ -220,7 +221,8 @@ def test_counts_are_there_again(reopen: Callable[[], LmdbStore]) -> None:
 CREATOR = """
 import sys
 from pathlib import Path
-from service.buffers.changes import Create, Delete, Request
+from service.buffers.changes import (Create, Delete)
+from service.buffers.requests import (Request)
 from service.buffers.lmdb import LmdbStore
 from service.buffers.store import Spec
 from service.dtypes import FLOAT32

@@ -20,8 +20,9 @@ import pytest
 from service.buffers import _value_writer
 from service.buffers import lmdb as module
 from service.buffers._environment import Environment
-from service.buffers.changes import Add, Change, Create, Delete, Outcome, Take, Zero
+from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import LmdbStore
+from service.buffers.requests import Outcome
 from service.errors import (
     StoreFailed,
 )
@@ -158,7 +159,8 @@ import sys
 from pathlib import Path
 import numpy as np
 from service.buffers.lmdb import LmdbStore
-from service.buffers.changes import Add, Request
+from service.buffers.changes import (Add)
+from service.buffers.requests import (Request)
 
 store = LmdbStore(Path(sys.argv[1]), max_bytes=1 << 30)
 gradient = np.full(20_000, float(sys.argv[2]), np.float32)

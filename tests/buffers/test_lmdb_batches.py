@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from service.buffers import lmdb as module
-from service.buffers.changes import Add, Delete, Request
+from service.buffers.changes import Add, Delete
 from service.buffers.lmdb import LmdbStore
+from service.buffers.requests import Request
 from service.errors import (
     GradserveError,
     NonfiniteGradient,

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service.buffers import _value_writer, _values
-from service.buffers.changes import Add, Change, Create, Delete, Outcome, Request, Take, Zero
+from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
+from service.buffers.requests import Outcome, Request
 from service.buffers.store import Spec, Store
 from service.dtypes import DTYPES, NAMES
 from service.errors import GradserveError

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from service.buffers.changes import Add, Request
+from service.buffers.changes import Add
 from service.buffers.lmdb import LmdbStore
+from service.buffers.requests import Request
 from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key
 
 CLIENTS = 4
