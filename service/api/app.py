@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
-from starlette.responses import RedirectResponse
+from starlette.responses import RedirectResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from service.api import buffers, health, logs, open_inference, openapi, ops, problems
@@ -29,7 +30,7 @@ from service.arena import keep_freed_memory
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
 from service.engine import Engine
-from service.errors import Busy, Forbidden, NotReady, StoreFailed, Unauthorized
+from service.errors import Busy, Forbidden, MalformedBody, NotReady, StoreFailed, Unauthorized
 from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
@@ -38,6 +39,8 @@ from service.settings import Settings
 def in_worker() -> FastAPI:
     """The application of a worker process, with the settings of the environment."""
     stop_without_parent()
+    for number in (signal.SIGHUP, signal.SIGQUIT):  # a terminal tells all its processes; the parent sees to it
+        signal.signal(number, signal.SIG_IGN)
     settings = Settings()
     keep_freed_memory(settings.reuse_bytes)
     return create_app(settings)
@@ -66,6 +69,9 @@ class Application(FastAPI):
             await super().__call__(scope, receive, send)
             return
         start = time.perf_counter_ns()
+        if scope["method"] == "HEAD":
+            scope.get("extensions", {}).clear()  # the usual way to send leaves the body out
+            scope = {**scope, "method": "GET"}
         context = scope[CONTEXT] = Context(dict(scope["headers"]))
         scope["app"] = self
         self.metrics.began()
@@ -107,6 +113,13 @@ class Application(FastAPI):
             if self.settings.access_log:
                 logs.log_request(scope, spent)
 
+    def unreadable(self, message: str) -> Response:
+        """The answer to what is no request: in the form of `/v1`, as nobody knows its path."""
+        context = Context({})
+        logs.identify(context)
+        headers = {"Connection": "close", "X-Request-ID": str(context.request_id)}
+        return problems.answer("", MalformedBody(message), headers)
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if path := open_inference.wants_inference(scope):
             work = open_inference.infer(scope, receive, path)
@@ -129,6 +142,7 @@ def create_app(settings: Settings) -> FastAPI:
         version=version("gradserve"),
         description="The gradient kernels of ONNX Runtime over HTTP, and buffers in which every gradient counts once.",
         lifespan=_lifespan,
+        redirect_slashes=False,  # it would lead from https: to http:, behind a proxy
     )
     app.include_router(ops.router)
     app.include_router(buffers.router)

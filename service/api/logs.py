@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from typing import Any
@@ -17,6 +18,9 @@ TRACE = "gradserve.trace"
 """Where in a request's scope the ids of its trace and its span are, if it has a span."""
 
 LONGEST_ID = 128
+
+TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}.*")
+"""The header that names a trace and a span, by W3C's Trace Context."""
 
 logger = logging.getLogger("gradserve.access")
 
@@ -63,8 +67,8 @@ def log_request(scope: Scope, nanoseconds: int) -> None:
         given["namespace"] = namespace
     if TRACE in scope:
         given["trace_id"], given["span_id"] = scope[TRACE]
-    elif (parent := headers.get(b"traceparent", b"").decode("latin-1").split("-")) and len(parent) == 4:
-        given["trace_id"], given["span_id"] = parent[1], parent[2]
+    elif parent := TRACEPARENT.fullmatch(headers.get(b"traceparent", b"")):
+        given["trace_id"], given["span_id"] = parent[1].decode(), parent[2].decode()
     text = "{method} {path} {status} {milliseconds} ms, {bytes} bytes, from {client}, {request_id}".format_map(given)
     logger.info("%s", text.encode("unicode_escape").decode(), extra={"fields": given})
 

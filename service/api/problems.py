@@ -126,8 +126,10 @@ def bug() -> GradserveError:
 _CLOSING = {"Connection": "close"}
 """The server closes the connection of a request that failed in it."""
 
-_METHODS = ("DELETE", "GET", "POST", "PUT")
+_METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 
 
 def _is_taken(app: FastAPI, scope: Scope) -> bool:
+    if scope["method"] == "HEAD":
+        scope = {**scope, "method": "GET"}
     return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

@@ -85,8 +85,8 @@ class Protocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._stay(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self._refuse("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            self._refuse(f"The request is no HTTP that this server reads: {error}")
         else:
             if self._unheeded > LONGEST_HEAD:
                 self._refuse(f"The head of this request has more than {LONGEST_HEAD} bytes.")
@@ -112,6 +112,13 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self.send_400_response(message)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be read as a request."""
+        answer = self.config.loaded_app.unreadable(msg)
+        lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *answer.raw_headers)]
+        self.transport.write(b"".join([b"HTTP/1.1 400 Bad Request\r\n", *lines, b"\r\n", bytes(answer.body)]))
+        self.transport.close()
 
     def end(self) -> None:
         """Throw away what comes from now on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from socket import socket
 from tempfile import TemporaryDirectory
 from types import FrameType
 
@@ -38,11 +39,18 @@ def server_config(settings: Settings) -> uvicorn.Config:
     )
 
 
+TOO = (signal.SIGHUP, signal.SIGQUIT)
+"""What stops the server besides SIGTERM and SIGINT, unless it was told to ignore them, as by nohup."""
+
+
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.
         signal.signal(number, lambda *_: None)
+    for number in TOO:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
     config = server_config(settings)
     if settings.workers == 1:
         _Server(config).run()
@@ -61,6 +69,18 @@ class _Server(uvicorn.Server):
 
 class _Workers(Multiprocess):
     """Those that die are replaced."""
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
+        ignored = [number for number in TOO if signal.getsignal(number) is signal.SIG_IGN]
+        super().__init__(config, sockets=sockets)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+    def handle_hup(self) -> None:
+        self._stop()
+
+    def handle_quit(self) -> None:
+        self._stop()
 
     def handle_int(self) -> None:
         self._stop()

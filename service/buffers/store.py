@@ -166,13 +166,12 @@ class Record:
     def kept(self, epoch: int) -> Closed:
         """The closed epoch. Raises `EpochOpen` if it is yet to close, and `EpochGone` if it is not kept any more."""
         if epoch >= self.epoch:
-            count = self.count if epoch == self.epoch else 0
             raise EpochOpen(
                 f"Epoch {epoch} of {self.name!r} has not closed: the buffer is in epoch {self.epoch},"
                 f" whose count is {self.count}{'' if self.spec.quorum is None else f' of {self.spec.quorum}'}",
                 buffer=self.name,
                 epoch=self.epoch,
-                count=count,
+                count=self.count,
             )
         for one in self.closed:
             if one.epoch == epoch:

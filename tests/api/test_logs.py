@@ -30,7 +30,8 @@ def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
         given = {"X-Request-ID": "mine-1", "traceparent": TRACE}
         answer = httpx.post(f"{server.url}/v1/ops/ReluGrad", json={"dY": [1.5], "X": [2]}, headers=given)
         assert answer.headers["x-request-id"] == "mine-1"
-        made = httpx.get(f"{server.url}/v1/nothing").headers["x-request-id"]
+        given = {"traceparent": TRACE.replace("0af7", "<b>7")}
+        made = httpx.get(f"{server.url}/v1/nothing", headers=given).headers["x-request-id"]
         found = [record for record in lines(server) if not record["path"].startswith("/v2/health")]
     first, second = found
     assert (first["method"], first["path"], first["status"]) == ("POST", "/v1/ops/ReluGrad", 200)
@@ -38,6 +39,7 @@ def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
     assert (first["bytes"], first["client"]) == (len(b'{"dY":[1.5],"X":[2]}'), "127.0.0.1")
     assert first["milliseconds"] > 0
     assert (second["status"], second["request_id"]) == (404, made)
+    assert "trace_id" not in second
     assert len(made) == 32
 
 

@@ -252,8 +252,8 @@ def test_paths_and_methods(client: httpx.Client) -> None:
     assert_problem(client.get("/v1/nothing"), 404, "not_found", "/v1/nothing")
     assert_problem(client.get("/v1/ops/Nothing"), 404, "unknown_operator", "Nothing")
     answer = client.put("/v1/ops/ReluGrad", json={})
-    assert_problem(answer, 405, "method_not_allowed", "PUT", "GET, POST")
-    assert answer.headers["allow"] == "GET, POST"
+    assert_problem(answer, 405, "method_not_allowed", "PUT", "GET, HEAD, POST")
+    assert answer.headers["allow"] == "GET, HEAD, POST"
 
 
 def test_every_code_is_met_somewhere() -> None:

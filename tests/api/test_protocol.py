@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -79,6 +80,51 @@ def test_nonsense_alone_is_refused(url: str) -> None:
         connection.send(b"nonsense\r\n\r\n")
         assert connection.answer().status == 400
         assert connection.is_closed()
+
+
+UNREADABLE = {
+    "a method": (b"FOO /v1/ops HTTP/1.1\r\nHost: x\r\n\r\n", "method"),
+    "lengths": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "Content-Length"),
+    "a chunk": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "chunk size"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_cannot_be_read_is_told_as_every_error_is(url: str, case: str) -> None:
+    sent, word = UNREADABLE[case]
+    with Connection(url) as connection:
+        connection.send(sent)
+        answer = connection.answer()
+        assert (answer.status, answer.headers["content-type"]) == (400, "application/problem+json")
+        problem = json.loads(answer.body)
+        assert problem["code"] == "malformed_body"
+        assert word in problem["detail"]
+        assert len(answer.headers["x-request-id"]) == 32
+        assert answer.headers["connection"] == "close"
+        assert connection.is_closed()
+
+
+HEADED = ["/v1/ops", "/v2/health/live", "/v2/health/ready", "/v2", "/v1/buffers", "/v1/buffers/open/value", "/metrics"]
+
+
+@pytest.mark.parametrize("path", HEADED)
+def test_head_is_get_without_the_body(url: str, path: str) -> None:
+    httpx.put(f"{url}/v1/buffers/open", json={"shape": [100_000]}).raise_for_status()
+    with httpx.Client(base_url=url) as client:
+        for _ in range(2):  # the connection is good for more
+            head, whole = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (200, b"")
+            for name in ("content-type", "etag"):
+                assert head.headers.get(name) == whole.headers.get(name)
+            if path != "/metrics":  # which counts
+                assert head.headers["content-length"] == str(len(whole.content))
+    answer = httpx.head(f"{url}/v1/buffers/open/zero")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+def test_a_slash_too_many_leads_nowhere(url: str) -> None:
+    """Behind a proxy that speaks HTTPS, a redirection would lead to plain HTTP."""
+    assert httpx.get(f"{url}/v1/ops/").status_code == 404
 
 
 # ----- a body is never a request -----

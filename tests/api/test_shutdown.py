@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -65,19 +66,34 @@ def test_what_is_in_flight_is_finished(server: Server) -> None:
     assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == 1
 
 
-def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server, number: signal.Signals) -> None:
     paths = ["/v1/buffers/a/value?epoch=0&timeout=300", "/v1/buffers/a/value?epoch=5&timeout=300"]
     with ThreadPoolExecutor(4) as pool, httpx.Client(base_url=server.url, timeout=60) as client:
         waiting = [pool.submit(client.get, path) for path in paths]
         waiting.append(pool.submit(client.post, "/v1/buffers/a/take?min_count=3&timeout=300"))
         for _ in range(50):  # once these are answered, those are being waited for
             httpx.get(f"{server.url}/v1/buffers/a")
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         for one in waiting:
             answer = one.result(60)
             assert_problem(answer, 503, "not_ready", "stopping")
             assert answer.headers["retry-after"] == "1"
     assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_hang_up_that_is_to_be_ignored_is(tmp_path: Path, workers: int) -> None:
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Server(tmp_path / "store", workers=workers) as server:
+            for process in (server.process.pid, *server.workers()):
+                os.kill(process, signal.SIGHUP)
+            time.sleep(1)  # the parent looks for signals twice a second
+            assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_store_is_there_until_the_last_read_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,8 @@ def test_never_sent_again(kind: str, url: str, clock: Clock, case: str) -> None:
 
 DOUBT: dict[str, tuple[bool, list[Step]]] = {
     "never sent": (False, [never_sent, unreachable]),
-    "busy": (False, [says(429, code="busy"), says(503, code="not_ready"), says(503, code="expired"), says(429)]),
+    "busy": (False, [says(429, code="busy"), says(503, code="expired"), says(429)]),
+    "stopping": (True, [says(503, code="not_ready")]),
     "refused": (False, [says(422, code="invalid_tensor")]),
     "no such page": (False, [says(404)]),
     "lost": (True, [answer_lost]),

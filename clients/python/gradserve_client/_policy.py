@@ -45,8 +45,8 @@ _AGAIN = frozenset({408, 429, 502, 503, 504})
 _DECIDED = frozenset({404, 409, 410, 412, 422, 507})
 """Statuses of the server's once it has looked whether the request was made before: it was not, and is not now."""
 
-_NOT_BEGUN = frozenset({"not_ready", "expired"})
-"""Codes of failures of the server's that come before anything is done."""
+_NOT_BEGUN = "expired"
+"""The code of a failure of the server's that comes before anything is done; a server that stops may have done it."""
 
 _NEVER_SENT = (
     httpx.ConnectError,
@@ -182,7 +182,7 @@ def _leaves_doubt(outcome: Answer | httpx.TransportError, error: GradserveError,
         return before or not isinstance(outcome, _NEVER_SENT)
     if error.code is not None and outcome.status in _DECIDED:
         return _is_running(outcome)
-    return before or not (400 <= outcome.status < 500 or error.code in _NOT_BEGUN)
+    return before or not (400 <= outcome.status < 500 or error.code == _NOT_BEGUN)
 
 
 def _read(call: Call[T], answer: Answer) -> T:
