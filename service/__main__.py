@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import ipaddress
 import os
 import signal
+import socket
 import ssl
 import sys
 import time
@@ -16,6 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
 
@@ -81,8 +84,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"gradserve: {name} is {error['input']!r}: {error['msg']}", file=sys.stderr)
         return 2
     try:
+        _check_variables()
         status = _run(options, settings)
-        sys.stdout.flush()  # here, where it can be told what hinders it
+        if sys.stdout is not None:  # as it is where the shell has closed it
+            sys.stdout.flush()  # here, where it can be told what hinders it
         return status
     except BrokenPipeError:  # whoever reads has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written at the end
@@ -110,6 +115,18 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
             return _keys(settings, options)
         case _:
             return _serve(settings)
+
+
+def _check_variables() -> None:
+    """Raise `InvalidParameter` for a variable that is a setting's but for a slip: KEY for KEYS would let in everybody.
+
+    Those of the compose file end with _FILE.
+    """
+    known = [f"GRADSERVE_{name.upper()}" for name in Settings.model_fields]
+    for name in os.environ.keys() - set(known):
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.92)
+        if name.startswith("GRADSERVE_") and not name.endswith("_FILE") and near and os.environ[name]:
+            raise InvalidParameter(f"{name} is no setting; is {near[0]} meant? gradserve settings lists all")
 
 
 @contextmanager
@@ -178,13 +195,21 @@ def _keys(settings: Settings, options: argparse.Namespace) -> int:
         case "add":
             scopes = [scope.strip() for scope in options.scopes.split(",")]
             expires = None if options.expires is None else _moment(options.expires)
-            print(add(path, options.name, scopes, options.namespace, expires))
+            secret = add(path, options.name, scopes, options.namespace, expires)
+            try:
+                print(secret, flush=True)
+            except OSError:  # nobody has seen it
+                remove(path, options.name)
+                raise
             print("This is the secret; it is not kept anywhere.", file=sys.stderr)
         case "rm":
             remove(path, options.name)
         case _:
+            if not path.exists():
+                raise KeyFileInvalid(f"{path} is not there")
+            keys = load(path)
             print(f"{'name':<20} {'namespace':<12} {'created':<17} {'expires':<17} scopes")
-            for key in load(path):
+            for key in keys:
                 ends = "never" if key.expires is None else _shown(key.expires)
                 print(f"{key.name:<20} {key.namespace:<12} {_shown(key.created):<17} {ends:<17} {','.join(key.scopes)}")
     return 0
@@ -214,6 +239,7 @@ def _path(settings: Settings) -> Path:
 
 
 def _serve(settings: Settings) -> int:
+    addresses = _addresses(settings)
     if settings.keys is None and not settings.allow_anonymous and not _is_loopback(settings.host):
         print(
             f"gradserve: {settings.host or 'an empty host'} can be reached from other machines, and anyone there could"
@@ -247,10 +273,41 @@ def _serve(settings: Settings) -> int:
         except ModuleNotFoundError as missing:
             print(f"gradserve: GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'", file=sys.stderr)
             return 2
+    _check_free(addresses)
     store_at(settings).close()  # what is wrong with it is better said here than in every worker
     keep_freed_memory(settings.reuse_bytes)
     run(settings)
     return 0
+
+
+def _addresses(settings: Settings) -> list[Any]:
+    """What the host means, as `socket.getaddrinfo` has it. Raises `InvalidParameter`."""
+    try:
+        host = settings.host or None
+        return socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise InvalidParameter(
+            f"GRADSERVE_HOST is {shown(settings.host)}, but must be an address or the name of one, without a port or"
+            " brackets"
+        ) from None
+
+
+def _check_free(addresses: list[Any]) -> None:
+    """Raise `InvalidParameter` if the server cannot listen there: said once, rather than after half a start."""
+    for family, kind, protocol, _, address in addresses:
+        try:
+            probe = socket.socket(family, kind, protocol)
+        except OSError:
+            continue  # there is no IPv6, say
+        with probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise InvalidParameter(
+                    f"The server cannot listen on {address[0]}, port {address[1]} (GRADSERVE_HOST, GRADSERVE_PORT):"
+                    f" {error.strerror}"
+                ) from None
 
 
 def _is_loopback(host: str) -> bool:

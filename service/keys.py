@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -124,7 +125,9 @@ def _key(given: Mapping[str, Any]) -> ApiKey:
         and isinstance(key.scopes, list)
         and SCOPES.keys() >= set(key.scopes)
         and isinstance(key.created, (int, float))
+        and math.isfinite(key.created)
         and isinstance(key.expires, (int, float, type(None)))
+        and (key.expires is None or math.isfinite(key.expires))
     ):
         raise KeyFileInvalid(f"The key {shown(str(key.name))} is not as gradserve keys add writes it")
     return replace(key, scopes=tuple(key.scopes))
@@ -172,6 +175,8 @@ def _changing(path: Path) -> Iterator[list[ApiKey]]:
     Whoever could read it before still can.
     """
     path = path.resolve()
+    if path.is_dir():
+        raise KeyFileInvalid(f"{path} is a directory, and no file of API keys")
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = load(path)

@@ -14,7 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -75,7 +77,7 @@ def _replacing(path: Path) -> Iterator[Any]:
     target = path.resolve()
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
-        file = unfinished.open("xb")
+        file = open(unfinished, "xb", opener=partial(os.open, mode=0o600))  # its user's alone, as the store is
     except OSError as error:
         error.filename = str(path)
         raise
@@ -116,7 +118,11 @@ def restore(store: Store, path: Path, limits: Limits, longest_name: int) -> list
     Raises `MalformedBody`, `BufferExists`, `StoreFull`, `TooManyBuffers`, what else `limits` and names raise, and
     OSError for the file.
     """
-    with path.open("rb") as file:
+    with path.open("rb") as given, TemporaryFile() as copy:
+        if not path.is_file():  # but a pipe, say
+            shutil.copyfileobj(given, copy)
+            copy.flush()
+        file = given if path.is_file() else copy
         if not os.fstat(file.fileno()).st_size:
             raise MalformedBody(f"{path} is empty")
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,7 +65,45 @@ def test_an_option_comes_before_the_environment(
     assert "GRADSERVE_PORT is 'nonsense'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+@pytest.mark.parametrize("host", ["300.1.1.1", "127.0.0.1:8000", "[::1]", "no such name", "a" * 70])
+def test_what_is_no_address_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--host", host]) == 1
+    assert f"GRADSERVE_HOST is '{host}', but must be an address" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_port_in_use_is_named(
+    workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADSERVE_WORKERS", str(workers))
+    monkeypatch.setenv("GRADSERVE_STORE", f"lmdb:{tmp_path}/store")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 1
+    complaint = capsys.readouterr().err
+    assert f"127.0.0.1, port {port} (GRADSERVE_HOST, GRADSERVE_PORT): Address already in use" in complaint
+    assert complaint.count("\n") == 1
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("KEY", "KEYS"), ("PRT", "PORT"), ("LOGLEVEL", "LOG_LEVEL")])
+def test_a_setting_that_there_is_not_is_named(
+    name: str, meant: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("GRADSERVE_TLS_CERTIFICATE_FILE", "GRADSERVE_API_KEY", "GRADSERVE_LISTEN"):  # which others read
+        monkeypatch.setenv(other, "x")
+    assert main(["ops"]) == 0
+    monkeypatch.setenv(f"GRADSERVE_{name}", "x")
+    assert main(["ops"]) == 1
+    assert f"GRADSERVE_{name} is no setting; is GRADSERVE_{meant} meant?" in capsys.readouterr().err
+
+
+def test_no_output_is_no_mistake() -> None:
+    done = subprocess.run(["sh", "-c", '"$0" -m service ops >&-', sys.executable], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_beyond_loopback_is_refused(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", host]) == 2
     assert "GRADSERVE_ALLOW_ANONYMOUS" in capsys.readouterr().err

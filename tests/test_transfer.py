@@ -152,11 +152,25 @@ def test_an_export_goes_where_a_link_leads_and_into_what_is_no_file(tmp_path: Pa
         read = pool.submit(pipe.read_bytes)
         assert run("export", str(pipe), "--store", store)[:2] == (0, "")
         assert read.result(30) == target.read_bytes()
+        copied = pool.submit(run, "import", str(pipe), "--store", f"lmdb:{tmp_path}/b")
+        pipe.write_bytes(target.read_bytes())
+        assert copied.result()[:2] == (0, "1 buffers\n")
+    new = tmp_path / "new"
+    assert run("export", str(new), "--store", f"lmdb:{tmp_path}/b")[0] == 0
+    assert (new.stat().st_mode & 0o777, load_file(new)["a"].tolist()) == (0o600, [1, 2, 3])
     assert pipe.is_fifo()
     status, _, complaint = run("export", str(tmp_path), "--store", store)
     assert (status, str(tmp_path) in complaint, "directory" in complaint) == (1, True, True)
     assert {path: path.read_text() for path in others} == others
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "target", "link", "pipe", "target.unfinished"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a",
+        "b",
+        "new",
+        "target",
+        "link",
+        "pipe",
+        "target.unfinished",
+    }
 
 
 def test_an_export_that_is_ended_leaves_no_file(tmp_path: Path) -> None:
