@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -151,8 +151,11 @@ class BufferRequest:
 
         def look_at_listed() -> None:
             while listed:
-                with suppress(UnknownBuffer):
+                try:
                     look(listed[0])
+                except UnknownBuffer:
+                    if prefix is None:
+                        raise
                 listed.popleft()
 
         async def attempt() -> R:

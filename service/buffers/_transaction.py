@@ -1,4 +1,4 @@
-"""A transaction that writes: LMDB's, as `changes.perform` wants it."""
+"""A transaction that writes: LMDB's, as `requests.perform` wants it."""
 
 from __future__ import annotations
 

@@ -249,12 +249,11 @@ class LmdbStore:
                 due = Reader(self._env, txn).anything_due(self._oldest_key(), now)
                 if not due and txn.get(WRITER, default=b"", db=self._env.meta) == self._room_made:
                     return False
-            for most in (MOST_EXPIRED, 0) if due else (0,):
-                with self._changing() as changes:
-                    changes.forget_keys(most)
-                    changes.remove_expired(now, most)
-                    changes.finish(now)
-                    changes.writes += 1  # so that it leaves a mark, and counts
+            if due:
+                self._clear(now)
+            with self._changing() as changes:
+                changes.finish(now)
+                changes.writes += 1  # so that it leaves a mark, and counts
             self._room_made = self._mark
         except (lmdb.Error, OSError, GradserveError):
             return False  # what there was no room for says so
@@ -316,6 +315,19 @@ class LmdbStore:
             self._mark = mark
             self._known |= changes.changed
 
+    def _clear(self, now: float) -> bool:
+        """Remove some of what has expired: as much as there is room to. Whether that was anything."""
+        for most in (500, 20, 1):
+            try:
+                with self._changing() as changes:
+                    changes.forget_keys(most)
+                    changes.remove_expired(now, min(most, MOST_EXPIRED))
+                    changes.finish(now)
+                return changes.writes > 0
+            except lmdb.MapFullError:  # a transaction writes anew what it takes something out of
+                continue
+        return False
+
     def _tidy_up(self) -> None:
         """Forget what has expired, in small transactions, until there is nothing, or something else to do."""
         try:
@@ -324,11 +336,7 @@ class LmdbStore:
                 with self._env.reading() as txn:
                     if not Reader(self._env, txn).anything_due(self._oldest_key(), self._clock()):
                         return
-                with self._changing() as changes:
-                    changes.forget_keys(500)
-                    changes.remove_expired(self._clock(), MOST_EXPIRED)
-                    changes.finish(self._clock())
-                more = changes.writes > 0
+                more = self._clear(self._clock())
         except (lmdb.Error, OSError, GradserveError):
             pass  # a full disk, say; whoever adds next is told
         except Exception:  # the writer must live, whatever this was

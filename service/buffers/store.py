@@ -4,8 +4,9 @@ A buffer is a sum with a memory: an add does `value += weight * gradient`, `weig
 `version += 1`. Its life is cut into epochs: `zero` discards the sum and begins the next one; `take`, or the add that
 completes the quorum, closes the epoch, whose value is then set aside for everyone to read.
 
-A request changes one or many buffers, all or none, and stores its idempotency key in the same transaction. What it does
-is written once, in `changes.py`, in terms of a `Transaction`; a store is what gives transactions.
+A request changes one or many buffers, all or none, and stores its idempotency key in the same transaction
+(`requests.py`). What it does is written once, in `changes.py`, in terms of a `Transaction`; a store is what gives
+transactions.
 """
 
 from __future__ import annotations

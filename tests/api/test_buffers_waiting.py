@@ -149,8 +149,10 @@ def test_a_buffer_that_expires_is_not_waited_for(http: httpx.Client, pool: Threa
 
 
 def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    name = create(http)
+    name, other = create(http), create(http)
     waiting = [
+        wait_in(pool, http.post, "/v1/buffers/take?min_count=1&timeout=60", json=naming(name, other)),
+        wait_in(pool, http.post, "/v1/buffers/value?epoch=0&timeout=60", json=naming(name, other)),
         wait_in(pool, get, http, name, epoch=0, timeout=60),
         wait_in(pool, post, http, name, "take", min_count=1, timeout=60),
     ]

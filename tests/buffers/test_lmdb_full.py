@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from service.buffers import _environment
 from service.buffers import lmdb as module
 from service.buffers._slots import CHUNK
-from service.buffers.changes import Add, Create, Delete, Take
+from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.errors import (
     StoreFull,
@@ -108,6 +110,32 @@ def test_what_adds_nothing_needs_no_room(tmp_path: Path, clock: Clock) -> None:
         with pytest.raises(StoreFull):
             do(store, change)
     assert store.record("a").count == 1
+    store.close()
+
+
+def test_keys_that_have_expired_make_room_however_full_it_is(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To forget one takes a little room, to forget many at once more than there is."""
+    monkeypatch.setattr(_environment, "MAP_MARGIN", 1 << 20)
+    store = open_lmdb(tmp_path, clock, max_bytes=1 << 18)
+    names = [f"{number}{'x' * 150}" for number in range(100)]
+    create(store, *names)
+    made = 0
+    for many in (100, 10, 1):
+        with suppress(StoreFull):
+            while made < 10_000:
+                do(store, *[Zero(name=name) for name in names[:many]], key=key(f"k{made}"))
+                made += 1
+    assert made < 10_000
+    clock.advance(25 * 3600)
+    for _ in range(100):
+        try:
+            create(store, "new")
+            break
+        except StoreFull:
+            continue
+    assert add(store, "new", [1, 2])["count"] == 1
     store.close()
 
 

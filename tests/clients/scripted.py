@@ -77,6 +77,16 @@ def refusal_mangled(send: Answering) -> httpx.Response:
     return httpx.Response(409, headers=_but(send(), b"").headers, content=b'{"code":"epo')
 
 
+def sent_on(send: Answering) -> httpx.Response:
+    return send()
+
+
+def renamed(send: Answering) -> httpx.Response:
+    answer = send()
+    answer.headers["X-Request-ID"] = "the proxy's own"
+    return answer
+
+
 def stray(send: Answering) -> httpx.Response:
     """The answer of a request that came before on the same connection."""
     return httpx.Response(200, headers={"X-Request-ID": "another"}, json={"name": "scripted", "count": 777})
@@ -100,9 +110,18 @@ def unreachable(send: Answering) -> httpx.Response:
     raise httpx.ConnectTimeout("no route")
 
 
-def says(status: int, *, code: str | None = None, body: str = "<html>Bad Gateway</html>", **headers: str) -> Step:
+def says(
+    status: int,
+    *,
+    code: str | None = None,
+    body: str = "<html>Bad Gateway</html>",
+    receipts: Any = None,
+    **headers: str,
+) -> Step:
     """An answer of whatever stands before the server, or, with a code, of the server."""
     problem = {"code": code, "detail": f"it is {code}", "status": status}
+    if receipts is not None:
+        problem["receipts"] = receipts
     names = {name.replace("_", "-"): value for name, value in headers.items()}
 
     def step(send: Answering) -> httpx.Response:

@@ -37,7 +37,9 @@ from tests.clients.scripted import (
     mangled,
     never_sent,
     refusal_mangled,
+    renamed,
     says,
+    sent_on,
     silent,
     stopped,
     stray,
@@ -57,7 +59,6 @@ AGAIN: dict[str, list[Step]] = {
     "the answer is cut": [answer_cut, answer_lost],
     "the answer is damaged": [mangled],
     "a refusal is damaged": [answer_lost, refusal_mangled],
-    "another's answer": [stray, stray],
     "silence": [silent],
     "late": [late, late],
     "unreachable": [unreachable],
@@ -121,6 +122,22 @@ def test_never_sent_again(kind: str, url: str, clock: Clock, case: str) -> None:
         assert server.buffers["scripted"].info().count == 0
 
 
+def test_the_answer_to_another_request_is_none(kind: str, url: str, clock: Clock) -> None:
+    transport = Scripted(sent_on, stray, stray)
+    with through(kind, url, transport) as server:
+        assert server.buffers["scripted"].info().count == 0
+        assert server.buffers["scripted"].accumulate([1, 2]).count == 1
+        assert len(transport.seen) == 4
+
+
+def test_a_proxy_may_give_requests_ids_of_its_own(kind: str, url: str, clock: Clock) -> None:
+    transport = Scripted(forever=renamed)
+    with through(kind, url, transport) as server:
+        for count in (1, 2):
+            assert server.buffers["scripted"].accumulate([1, 2]).count == count
+        assert len(transport.seen) == 2
+
+
 DOUBT: dict[str, tuple[bool, list[Step]]] = {
     "never sent": (False, [never_sent, unreachable]),
     "busy": (False, [says(429, code="busy"), says(503, code="expired"), says(429)]),
@@ -132,7 +149,11 @@ DOUBT: dict[str, tuple[bool, list[Step]]] = {
     "lost, then nobody": (True, [late, never_sent]),
     "lost, then a page": (True, [answer_lost, says(404)]),
     "lost, then without a key": (True, [answer_lost, says(401, code="unauthorized")]),
-    "lost, then refused": (False, [silent, says(409, code="stale_epoch")]),
+    "lost, then refused": (True, [silent, says(409, code="stale_epoch")]),
+    "refused for good": (False, [says(409, code="stale_epoch")]),
+    "gone": (False, [says(410, code="epoch_gone")]),
+    "gone, but made": (True, [says(410, code="epoch_gone", receipts={"scripted": {}})]),
+    "nginx cannot reach it": (True, [says(502, code="not_ready")]),
     "still running": (True, [says(409, code="conflict", Retry_After="2")]),
     "damaged": (True, [mangled]),
     "a bug": (True, [says(500, code="internal")]),

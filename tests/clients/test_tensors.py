@@ -16,7 +16,7 @@ import torch
 from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
 from gradserve_client._buffer_calls import take
 from gradserve_client._calls import operators, run
-from gradserve_client._policy import Answer, Patience, exchange
+from gradserve_client._policy import Answer, Echo, Patience, exchange
 from gradserve_client._tensors import DTYPES, as_array, decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,7 +284,7 @@ CALLS: list[Any] = [
 @settings(max_examples=500, deadline=None)
 def test_a_damaged_answer_is_the_servers_failure(body: bytes) -> None:
     for call in CALLS:
-        steps = exchange(call, Patience(10, 10, 0), "asked")
+        steps = exchange(call, Patience(10, 10, 0), Echo(), "asked")
         next(steps)
         with pytest.raises((StopIteration, ServerFailed)) as ended:
             steps.send(Answer(200, httpx.Headers(), bytearray(body)))

@@ -42,11 +42,8 @@ LONGEST_POLL = 20.0
 _AGAIN = frozenset({408, 429, 502, 503, 504})
 """Statuses after which the same request may succeed."""
 
-_DECIDED = frozenset({404, 409, 410, 412, 422, 507})
-"""Statuses of the server's once it has looked whether the request was made before: it was not, and is not now."""
-
-_NOT_BEGUN = "expired"
-"""The code of a failure of the server's that comes before anything is done; a server that stops may have done it."""
+_NOT_DONE = frozenset({"expired", "store_full"})
+"""Codes of failures of the server's after which nothing was changed. One that stops may have done it."""
 
 _NEVER_SENT = (
     httpx.ConnectError,
@@ -105,6 +102,19 @@ class Answer:
     body: bytearray
 
 
+class Echo:
+    """Answers have the ids of their requests, unless a proxy gives these ids of its own: that is known by the first."""
+
+    def __init__(self) -> None:
+        self._is_heard = False
+
+    def is_to(self, request_id: str, answer: Answer) -> bool:
+        """Whether the answer is to this request, as far as can be told."""
+        given = answer.headers.get(_ID)
+        self._is_heard |= given == request_id
+        return given in (None, request_id) or not self._is_heard
+
+
 @dataclass(frozen=True)
 class Send:
     """To be done: send the request, and give the answer, or the `httpx.TransportError` that came instead."""
@@ -123,7 +133,7 @@ class Wait:
 
 
 def exchange(
-    call: Call[T], patience: Patience, request_id: str
+    call: Call[T], patience: Patience, echo: Echo, request_id: str
 ) -> Generator[Send | Wait, Answer | httpx.TransportError | None, T]:
     """What the call returns. Raises `GradserveError`."""
     start = time.monotonic()
@@ -134,7 +144,7 @@ def exchange(
         attempts += 1
         outcome = yield Send(min(patience.attempt_timeout + call.poll, max(end - time.monotonic(), 0.001)), end)
         assert outcome is not None
-        if isinstance(outcome, Answer) and outcome.headers.get(_ID, request_id) != request_id:
+        if isinstance(outcome, Answer) and outcome.status < 300 and not echo.is_to(request_id, outcome):
             outcome = httpx.RemoteProtocolError("the answer is that of another request")
         try:
             if isinstance(outcome, Answer) and outcome.status < 300:
@@ -177,12 +187,15 @@ def _is_running(answer: Answer) -> bool:
 
 
 def _leaves_doubt(outcome: Answer | httpx.TransportError, error: GradserveError, before: bool) -> bool:
-    """Whether the change may have been made, after an attempt that failed and those `before` it."""
+    """Whether the change may have been made, after an attempt that failed and those `before` it.
+
+    A refusal takes no doubt away: an attempt from before may still be under way.
+    """
     if not isinstance(outcome, Answer):
         return before or not isinstance(outcome, _NEVER_SENT)
-    if error.code is not None and outcome.status in _DECIDED:
-        return _is_running(outcome)
-    return before or not (400 <= outcome.status < 500 or error.code == _NOT_BEGUN)
+    if _is_running(outcome) or "receipts" in error.context:  # which tell that it was made
+        return True
+    return before or not (400 <= outcome.status < 500 or error.code in _NOT_DONE)
 
 
 def _read(call: Call[T], answer: Answer) -> T:

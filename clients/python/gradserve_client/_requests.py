@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 import httpx
 
-from gradserve_client._policy import Call, Patience, Send
+from gradserve_client._policy import Call, Echo, Patience, Send
 from gradserve_client._transport import MOST_IDLE
 from gradserve_client.errors import InvalidInput
 
@@ -56,6 +56,7 @@ class Settings:
             raise InvalidInput(f"max_retries is {max_retries!r}, but must be None or an integer from 0 up")
         # A socket's clock ends somewhere, too.
         self.patience = Patience(min(timeout, _FOREVER), min(attempt_timeout, _FOREVER), max_retries)
+        self.echo = Echo()
         api_key = (api_key or os.environ.get("GRADSERVE_API_KEY") or "").strip()  # a file of it ends with a line break
         if not (api_key.isascii() and api_key.isprintable()):
             raise InvalidInput("The API key has characters that no API key has")  # which ones nobody's log must know

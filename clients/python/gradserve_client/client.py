@@ -138,7 +138,7 @@ class Client:
 
     def _run(self, call: Call[T], patience: Patience | None = None) -> T:
         request_id = uuid.uuid4().hex
-        steps = exchange(call, patience or self._settings.patience, request_id)
+        steps = exchange(call, patience or self._settings.patience, self._settings.echo, request_id)
         done: Answer | httpx.TransportError | None = None
         while True:
             try:
@@ -251,7 +251,7 @@ class AsyncClient:
 
     async def _run(self, call: Call[T], patience: Patience | None = None) -> T:
         request_id = uuid.uuid4().hex
-        steps = exchange(call, patience or self._settings.patience, request_id)
+        steps = exchange(call, patience or self._settings.patience, self._settings.echo, request_id)
         done: Answer | httpx.TransportError | None = None
         while True:
             try:
