@@ -45,13 +45,13 @@ TOO = (signal.SIGHUP, signal.SIGQUIT)
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT."""
+    config = server_config(settings)  # which takes a while; until then, a signal ends the process
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.
         signal.signal(number, lambda *_: None)
     for number in TOO:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
-    config = server_config(settings)
     if settings.workers == 1:
         _Server(config).run()
     else:
