@@ -311,10 +311,10 @@ def test_each_mistake_has_its_error(client: httpx.Client, case: str) -> None:
         ("PUT", RELU, "POST"),
         ("GET", "/v2/models/ReluGrad/versions/1/infer", "POST"),
         ("GET", "/v2/repository/index", "POST"),
-        ("POST", "/v2", "GET"),
-        ("POST", "/v2/models/ReluGrad", "GET"),
-        ("DELETE", "/v2/models/ReluGrad/ready", "GET"),
-        ("POST", "/v2/health/live", "GET"),
+        ("POST", "/v2", "GET, HEAD"),
+        ("POST", "/v2/models/ReluGrad", "GET, HEAD"),
+        ("DELETE", "/v2/models/ReluGrad/ready", "GET, HEAD"),
+        ("POST", "/v2/health/live", "GET, HEAD"),
     ],
 )
 def test_methods(client: httpx.Client, method: str, path: str, allowed: str) -> None:

@@ -26,9 +26,11 @@ SAFETENSORS = "application/vnd.safetensors"
 
 @pytest.fixture(params=[1, 2])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what runs the tests may ignore it, and the server would
     with Server(tmp_path / "store", workers=request.param) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
         yield server
+    signal.signal(signal.SIGHUP, before)
 
 
 def body() -> bytes:

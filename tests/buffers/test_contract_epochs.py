@@ -128,14 +128,15 @@ def test_zero_keeps_what_was_closed(store: Store) -> None:
     assert value(store, "a", 0).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(("epoch", "count"), [(1, 1), (2, 0)])
-def test_an_epoch_is_open_until_it_closes(store: Store, epoch: int, count: int) -> None:
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_epoch_is_open_until_it_closes(store: Store, epoch: int) -> None:
+    """The error tells how far the buffer is, also to who asks for a later epoch."""
     create(store, "a", quorum=5)
     do(store, Take(name="a"))
     add(store, "a", [1, 2])
     with pytest.raises(EpochOpen, match=r"^Epoch \d of 'a' .* in epoch 1\b.* of 5$") as caught:
         store.read(["a"], epoch)
-    assert caught.value.context == {"buffer": "a", "epoch": 1, "count": count}
+    assert caught.value.context == {"buffer": "a", "epoch": 1, "count": 1}
 
 
 @pytest.mark.parametrize(("epoch", "message"), [(0, "has passed"), (2, "has not begun")])
