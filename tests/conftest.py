@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,14 @@ import httpx
 import pytest
 
 from tests.serving import serving
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals() -> None:
+    """What runs the tests may ignore some, as a shell does for what is in the background, and so would their servers."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from service.api.server import TOO
 from service.buffers.lmdb import LmdbStore
 from tests.faults.servers import Server
 from tests.serving import assert_problem, serving
@@ -27,13 +26,9 @@ SAFETENSORS = "application/vnd.safetensors"
 
 @pytest.fixture(params=[1, 2])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    # What runs the tests may ignore them, and then the server would.
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in TOO}
     with Server(tmp_path / "store", workers=request.param) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
         yield server
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def body() -> bytes:
