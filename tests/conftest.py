@@ -14,7 +14,7 @@ from tests.serving import serving
 
 @pytest.fixture(scope="session", autouse=True)
 def signals() -> None:
-    """What runs the tests may ignore some, as a shell does for what is in the background, and so would their servers."""
+    """What runs the tests may ignore some, as a shell does for what is in the background; servers are not to."""
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
