@@ -24,7 +24,7 @@ from service.api.problems import invalid_parameter
 from service.api.tensors import judge
 from service.api.waiting import Waiting, in_pool, in_pool_after_change
 from service.api.work import INLINE_TEXT
-from service.buffers.changes import Change, Take
+from service.buffers.changes import Change
 from service.buffers.names import check_length, check_name
 from service.buffers.requests import Outcome
 from service.buffers.store import Array, Key, Receipt, Spec
@@ -254,8 +254,8 @@ class BufferRequest:
         except (UnknownBuffer, BufferCorrupt):
             return 0  # whoever changes or reads it is told
 
-    async def take(self, changes: Sequence[Take]) -> Outcome:
-        """Make the changes, and hold the values that they answer."""
+    async def change_holding_values(self, changes: Sequence[Change]) -> Outcome:
+        """Make the changes, whose answer has the values."""
         async with self.holding_values([one.name for one in changes]):
             return await self.change(changes)
 

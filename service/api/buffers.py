@@ -154,8 +154,8 @@ async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> An
     tensors = await asked.tensors({"gradient"})
     if "gradient" not in tensors:
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
-    async with asked.holding_values([name] if query.answered is not None else []):
-        outcome = await asked.change([_add(name, "gradient", tensors["gradient"], query, match_of(request.scope))])
+    change = asked.change if query.answered is None else asked.change_holding_values
+    outcome = await change([_add(name, "gradient", tensors["gradient"], query, match_of(request.scope))])
     return await asked.answer(outcome, query.encoding, one=True)
 
 
@@ -210,7 +210,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     async def look() -> None:
         one.admit(asked.store.record(name))
 
-    outcome = await asked.until(query.timeout, lambda: asked.take([one]), look)
+    outcome = await asked.until(query.timeout, lambda: asked.change_holding_values([one]), look)
     return await asked.respond(outcome, query.encoding, one=True, reduce=query.reduce, dtype=query.dtype)
 
 
@@ -236,8 +236,8 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     if not tensors:
         raise MissingTensor("The body has no tensor; accumulate needs one for each buffer, by its name")
     changes = [_add(check_name(name), name, one, query, None) for name, one in tensors.items()]
-    async with asked.holding_values(tensors if query.answered is not None else []):
-        outcome = await asked.change(changes)
+    change = asked.change if query.answered is None else asked.change_holding_values
+    outcome = await change(changes)
     return await asked.answer(outcome, query.encoding, one=False)
 
 
@@ -276,7 +276,7 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     async def take(names: list[str]) -> Outcome:
         if not names:
             raise none_with(query.prefix)
-        return await asked.take([_take(query, name) for name in names])
+        return await asked.change_holding_values([_take(query, name) for name in names])
 
     outcome = await asked.named(query.prefix, query.timeout, look, take)
     return await asked.respond(outcome, query.encoding, one=False, reduce=query.reduce, dtype=query.dtype)
