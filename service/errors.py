@@ -49,7 +49,9 @@ each docstring is the title of the answer and the text of the documentation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, ClassVar
 
 
@@ -341,7 +343,11 @@ class StoreFull(GradserveError):
     code = "store_full"
 
 
-def cut(text: str, longest: int = 80) -> str:
+LONGEST = 80
+"""Characters of a value that an error shows."""
+
+
+def cut(text: str, longest: int = LONGEST) -> str:
     """`text`, its end left out where it is long.
 
     >>> cut("abcdefgh", longest=6)
@@ -351,12 +357,23 @@ def cut(text: str, longest: int = 80) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as an error message shows it.
+    """`value` as an error message shows it, with JSON's words.
 
-    >>> shown(["a", None])
-    "['a', None]"
+    >>> shown(["a", None, {"b": True}])
+    "['a', null, {'b': true}]"
     """
-    return cut(repr(cut(value) if isinstance(value, str) else value))
+    match value:
+        case str():
+            text = repr(cut(value))
+        case None | bool():
+            text = json.dumps(value)
+        case list() | tuple():
+            text = f"[{', '.join(map(shown, value[:LONGEST]))}]"
+        case dict():
+            text = f"{{{', '.join(f'{shown(key)}: {shown(one)}' for key, one in islice(value.items(), LONGEST))}}}"
+        case _:
+            text = repr(value)
+    return cut(text)
 
 
 def tree(root: type[GradserveError] = GradserveError) -> Iterator[type[GradserveError]]:

@@ -74,7 +74,7 @@ def test_create_again_is_no_change(http: httpx.Client) -> None:
     [
         ({"shape": [3]}, ("shape [3]", "not [4]")),
         ({"dtype": "float16"}, ("dtype", "'float16'", "'float32'")),
-        ({"quorum": 2}, ("quorum 2", "not None")),
+        ({"quorum": 2}, ("quorum 2", "not null")),
         ({"keep": 2}, ("keep 2", "not 1")),
         ({"nonfinite": "reject"}, ("nonfinite", "'reject'")),
         ({"ttl_seconds": 60}, ("ttl_seconds 60",)),
@@ -91,10 +91,10 @@ def test_create_again_with_other_rules(http: httpx.Client, other: dict[str, Any]
 BODIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no shape": ({}, ("shape", "required")),
     "shape is a number": ({"shape": 3}, ("shape", "array", "3")),
-    "shape is null": ({"shape": None}, ("shape", "None")),
+    "shape is null": ({"shape": None}, ("shape", "null")),
     "negative dimension": ({"shape": [2, -1]}, ("shape.1", "-1")),
     "fractional dimension": ({"shape": [1.5]}, ("shape.0", "1.5")),
-    "a boolean for a dimension": ({"shape": [True]}, ("shape.0", "True")),
+    "a boolean for a dimension": ({"shape": [True]}, ("shape.0", "true")),
     "dimension beyond 64 bits": ({"shape": [10**30]}, ("shape.0",)),
     "dtype": ({"shape": [], "dtype": "float8"}, ("dtype", "'float8'", "'bfloat16'")),
     "integer dtype": ({"shape": [], "dtype": "int64"}, ("dtype", "'int64'", "'float32'")),
@@ -106,7 +106,7 @@ BODIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a text to keep": ({"shape": [], "keep": "2"}, ("keep", "'2'")),
     "no time": ({"shape": [], "ttl_seconds": 0}, ("ttl_seconds", "0")),
     "negative time": ({"shape": [], "ttl_seconds": -1}, ("ttl_seconds", "-1")),
-    "a boolean for a time": ({"shape": [], "ttl_seconds": True}, ("ttl_seconds", "True")),
+    "a boolean for a time": ({"shape": [], "ttl_seconds": True}, ("ttl_seconds", "true")),
     "longer than time lasts": ({"shape": [], "ttl_seconds": 1e300}, ("ttl_seconds",)),
     "nonfinite": ({"shape": [], "nonfinite": "maybe"}, ("nonfinite", "'allow' or 'reject'", "'maybe'")),
 }

@@ -255,7 +255,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
     "no model": ("/v2/models//infer", {"json": {}}, 404, ("/v2/models//infer",)),
     "a longer path": ("/v2/models/ReluGrad/infer/x", {"json": {}}, 404, ("/v2/models/ReluGrad/infer/x",)),
     "empty": (RELU, {"content": b""}, 400, ("not JSON",)),
-    "no inputs": (RELU, {"json": {}}, 400, ("inputs is None",)),
+    "no inputs": (RELU, {"json": {}}, 400, ("inputs is null",)),
     "missing": (RELU, {"json": {"inputs": ONE[:1]}}, 400, ("ReluGrad needs the input 'X'",)),
     "unknown": (RELU, {"json": {"inputs": [*ONE, listed("Y", [1])]}}, 400, ("no input 'Y'", "dY, X")),
     "twice": (RELU, {"json": {"inputs": ONE * 2}}, 400, ("two inputs named 'dY'",)),

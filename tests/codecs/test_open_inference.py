@@ -209,7 +209,7 @@ def test_lists_are_flat_or_nested(data: Any, shape: list[int], datatype: str, pa
         ([1], [0], r"a.data has shape \[1\]"),
         (5, [], r"a.data is 5, but must be a list"),
         ("AAAA", [1], "a.data is 'AAAA', but must be a list"),
-        (None, [1], "a.data is None, but must be a list"),
+        (None, [1], "a.data is null, but must be a list"),
         ({"a": 1}, [1], "a.data is .*, but must be a list"),
     ],
 )
@@ -327,10 +327,10 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = 
     "not JSON": ((b"{'inputs': []}",), {}, ("not JSON",)),
     "not UTF-8": ((b'{"inputs": "\xff"}',), {}, ("not JSON",)),
     "a list": (([],), {}, ("The request is []", "an object")),
-    "no inputs": (({},), {}, ("inputs is None", "a list")),
+    "no inputs": (({},), {}, ("inputs is null", "a list")),
     "inputs that are an object": (({"inputs": {}},), {}, ("inputs is {}", "a list")),
     "an input that is a number": (({"inputs": [5]},), {}, ("inputs is 5", "an object")),
-    "no name": (({"inputs": [{"datatype": "FP32"}]},), {}, ("inputs must each have a name", "None")),
+    "no name": (({"inputs": [{"datatype": "FP32"}]},), {}, ("inputs must each have a name", "null")),
     "a name that is a number": (({"inputs": [one(5, data=[1])]},), {}, ("a name", "5")),
     "parameters that are a list": (({"inputs": [], "parameters": []},), {}, ("parameters is []", "an object")),
     "parameters of an input": (
@@ -381,16 +381,16 @@ def test_each_request_that_cannot_be_read(case: str) -> None:
 
 
 INVALID: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "no datatype": ({"name": "a", "shape": [1], "data": [1]}, ("a.datatype is None", "FP32")),
+    "no datatype": ({"name": "a", "shape": [1], "data": [1]}, ("a.datatype is null", "FP32")),
     "an unknown datatype": (one(datatype="FP8", data=[1]), ("a.datatype is 'FP8'", "BF16", "BOOL")),
     "a datatype that is not read": (one(datatype="BYTES", data=["x"]), ("a.datatype is 'BYTES'",)),
     "NumPy's name": (one(datatype="float32", data=[1]), ("a.datatype is 'float32'",)),
     "a datatype that is a list": (one(datatype=["FP32"], data=[1]), ("a.datatype is ['FP32']",)),
-    "no shape": ({"name": "a", "datatype": "FP32", "data": [1]}, ("a.shape is None",)),
+    "no shape": ({"name": "a", "datatype": "FP32", "data": [1]}, ("a.shape is null",)),
     "a shape that is a number": (one(shape=1, data=[1]), ("a.shape is 1",)),
     "a negative dimension": (one(shape=[-1], data=[1]), ("a.shape is [-1]", "from 0 on")),
     "a fractional dimension": (one(shape=[1.0], data=[1]), ("a.shape is [1.0]",)),
-    "a boolean dimension": (one(shape=[True], data=[1]), ("a.shape is [True]",)),
+    "a boolean dimension": (one(shape=[True], data=[1]), ("a.shape is [true]",)),
     "a nested dimension": (one(shape=[[1]], data=[1]), ("a.shape is [[1]]",)),
     "a dimension beyond 63 bits": (one(shape=[1 << 63], data=[1]), ("a.shape is [9223372036854775808]",)),
     "neither": (one(), ("a must have either data or the parameter binary_data_size",)),
@@ -406,7 +406,7 @@ INVALID: dict[str, tuple[Any, tuple[str, ...]]] = {
     "bytes of one element more": (one(**size(8)), ("a.binary_data_size holds 8 bytes", "takes 4")),
     "bytes of no number": (one(**size("4")), ("a.binary_data_size is '4'", "number of bytes")),
     "bytes of a fraction": (one(**size(4.0)), ("a.binary_data_size is 4.0",)),
-    "bytes of a boolean": (one(**size(True)), ("a.binary_data_size is True",)),
+    "bytes of a boolean": (one(**size(True)), ("a.binary_data_size is true",)),
     "bytes below zero": (one(**size(-4)), ("a.binary_data_size is -4",)),
     "bytes beyond all": (one(**size(1 << 62)), ("a.binary_data_size holds 4611686018427387904 bytes",)),
 }
@@ -488,7 +488,7 @@ def test_what_is_asked_for(padding: bytes) -> None:
     ("more", "words"),
     [
         ({"parameters": {"binary_data_output": 1}}, "binary_data_output is 1, but must be true or false"),
-        ({"parameters": {"binary_data_output": None}}, "binary_data_output is None"),
+        ({"parameters": {"binary_data_output": None}}, "binary_data_output is null"),
         ({"outputs": [{"name": "x", "parameters": {"binary_data": "yes"}}]}, "binary_data is 'yes'"),
         ({"outputs": [{"name": "x", "parameters": {"classification": 3}}]}, "x has the parameter 'classification'"),
         ({"outputs": [{"name": "x", "parameters": {"shared_memory_region": "r"}}]}, "'shared_memory_region'"),
