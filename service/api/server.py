@@ -45,26 +45,24 @@ TOO = (signal.SIGHUP, signal.SIGQUIT)
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT."""
-    config = server_config(settings)  # which takes a while; until then, a signal ends the process
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn handles both, and raises them again once it has stopped: then there is nothing left to do.
-        signal.signal(number, lambda *_: None)
+    config = server_config(settings)
     for number in TOO:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
     if settings.workers == 1:
         _Server(config).run()
     else:
+        sockets = [config.bind_socket()]
         with TemporaryDirectory(prefix="gradserve-") as directory:
             os.environ[METRICS_DIRECTORY] = directory
-            _Workers(config, sockets=[config.bind_socket()]).run()
+            _Workers(config, sockets).run()
 
 
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(1)  # what was acknowledged is on the disk, and nothing else is worth waiting for
-        super().handle_exit(sig, frame)
+        self.should_exit = True  # and no more: uvicorn would raise the signal again at the end
 
 
 class _Workers(Multiprocess):
