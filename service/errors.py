@@ -97,7 +97,7 @@ class Unauthorized(GradserveError):
 
 
 class Forbidden(GradserveError):
-    """The API key is not good for this."""
+    """The API key is not good for this, or there is none and a page of another site asks."""
 
     status = 403
     code = "forbidden"

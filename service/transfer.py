@@ -146,8 +146,9 @@ def restore(store: Store, path: Path, limits: Limits, longest_name: int) -> list
         for one in asked.values():
             one.result()
     except BaseException:
-        for name in [name for name, one in asked.items() if one.exception() is None]:
-            store.submit(Request([Delete(name=name)])).result()
+        made = [name for name, one in asked.items() if one.exception() is None]
+        for removed in [store.submit(Request([Delete(name=name)])) for name in made]:
+            removed.result()
         raise
     return [*asked]
 

@@ -91,7 +91,7 @@ class Application(FastAPI):
         try:
             if self.settings.access_log or b"x-request-id" in context.headers:
                 logs.identify(context)
-            context.caller = admit(scope, self.keys, self.settings.metrics_open)
+            context.caller = admit(scope, context.headers, self.keys, self.settings.metrics_open)
             self.admission.admit(context, self.engine)
             if context.held:
                 self.metrics.set("gradserve_in_flight_bytes", self.admission.bytes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from starlette.types import Scope
 
-from service.errors import Forbidden, Unauthorized
+from service.errors import Forbidden, Unauthorized, shown
 from service.keys import SCOPES, KeyFile
 
 
@@ -29,9 +30,13 @@ ANYONE = Caller("", frozenset(SCOPES))
 """The caller where no keys are asked for."""
 
 
-def admit(scope: Scope, keys: KeyFile | None, metrics_open: str) -> Caller:
+def admit(scope: Scope, headers: Mapping[bytes, bytes], keys: KeyFile | None, metrics_open: str) -> Caller:
     """Who asks, if they may. Raises `Unauthorized` and `Forbidden`."""
-    if keys is None or _is_open(scope["path"]):
+    if keys is None:
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            _refuse_other_sites(headers)
+        return ANYONE
+    if _is_open(scope["path"]):
         return ANYONE
     if scope["path"] == "/metrics" and (metrics_open == "always" or metrics_open == "loopback" and _is_near(scope)):
         return ANYONE
@@ -49,6 +54,23 @@ def admit(scope: Scope, keys: KeyFile | None, metrics_open: str) -> Caller:
     for needed in _needed(scope):
         caller.require(needed)
     return caller
+
+
+def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
+    """Raise `Forbidden` for what a page of another site makes a browser send: without a key it could change buffers.
+
+    Browsers say where a request comes from in Sec-Fetch-Site, old ones in Origin; other clients have neither.
+    """
+    site = headers.get(b"sec-fetch-site")
+    if site in (b"same-origin", b"none"):
+        return
+    origin = headers.get(b"origin")
+    if site is None and (origin is None or origin.partition(b"://")[2] == headers.get(b"host")):
+        return
+    came = "" if origin is None else f", {shown(origin.decode('latin-1'))}"
+    raise Forbidden(
+        f"This request comes from a page of another site{came}; a server without API keys does not serve those"
+    )
 
 
 def _is_open(path: str) -> bool:

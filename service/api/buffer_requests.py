@@ -18,7 +18,7 @@ from service.api.admission import give_back, hold
 from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
 from service.api.buffer_models import Names, ValueQuery
 from service.api.changes import answer, change, etag_after, key_of, recalled, replayed, store_of
-from service.api.context import context_of, engine_of, settings_of
+from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.negotiation import JSON, media_types
 from service.api.problems import invalid_parameter
 from service.api.tensors import judge
@@ -134,7 +134,7 @@ class BufferRequest:
     ) -> R:
         """What `work` returns of the buffers that the body names, or of those that the prefix means when it is done.
 
-        `look` raises for one of them what `work` would for it; see `until`.
+        `look` raises for one of them what `work` would for it, and costs less.
         """
         if prefix is None:
             if self._says_nothing():
@@ -148,6 +148,7 @@ class BufferRequest:
             names = []
 
         listed = deque[str]()  # the last time, but for those that were ready since: while one is not, it does for all
+        tried = False
 
         def look_at_listed() -> None:
             while listed:
@@ -159,6 +160,10 @@ class BufferRequest:
                 listed.popleft()
 
         async def attempt() -> R:
+            nonlocal tried
+            if tried and recalled(self.store, self._key) is None:
+                await self.look_up(len(listed), look_at_listed)
+            tried = True
             left = 1 if prefix is None else MOST_LISTINGS
             while True:
                 listed.clear()
@@ -170,7 +175,7 @@ class BufferRequest:
                     if not left:
                         raise
 
-        return await self.until(timeout, attempt, lambda: self.look_up(len(listed), look_at_listed))
+        return await wait_for(self._request, timeout, attempt)
 
     async def _listed(self, prefix: str) -> list[str]:
         """The buffers with the prefix: if the request was made before, those of then."""
@@ -187,24 +192,6 @@ class BufferRequest:
         if count <= FEW:
             return work()
         return await in_pool(self._request.scope, self._request.receive, self.engine, work)
-
-    async def until(
-        self, timeout: float, attempt: Callable[[], Awaitable[R]], look: Callable[[], Awaitable[None]]
-    ) -> R:
-        """What `attempt` returns once others have done what it waits for, up to `timeout` seconds from now.
-
-        It is called again after a change if `look`, which costs less, does not raise, or the request was made before.
-        """
-        tried = False
-
-        async def look_and_attempt() -> R:
-            nonlocal tried
-            if tried and recalled(self.store, self._key) is None:
-                await look()
-            tried = True
-            return await attempt()
-
-        return await waiting_of(self._request).until(self._request.receive, timeout, look_and_attempt)
 
     async def tensors(self, known: set[str] | None) -> dict[str, Array]:
         """The tensors in the body, whose names must be `known`, if it is given."""
@@ -345,7 +332,9 @@ def _coded(request: Request, plain: Answer) -> Answer:
     return Answer(deflate(plain.pieces, coding), plain.media_type, headers)
 
 
-def waiting_of(request: Request) -> Waiting:
-    """Where requests wait for what others do."""
+async def wait_for(
+    request: Request, seconds: float, attempt: Callable[[], Awaitable[R]], *, closely: bool = False
+) -> R:
+    """What `attempt` returns, once others have done what it waits for, as `Waiting.until` has it."""
     waiting: Waiting = request.app.waiting
-    return waiting
+    return await waiting.until(caller_of(request.scope).namespace, request.receive, seconds, attempt, closely=closely)

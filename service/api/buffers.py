@@ -29,7 +29,7 @@ from service.api.buffer_models import (
     TakeQuery,
     ValueQuery,
 )
-from service.api.buffer_requests import VARY, BufferRequest, none_with, read_values, waiting_of
+from service.api.buffer_requests import VARY, BufferRequest, none_with, read_values, wait_for
 from service.api.changes import match_of, refuse_match, replayed, store_of, tags_of
 from service.api.context import caller_of, engine_of
 from service.api.negotiation import JSON, check_given_once, media_types
@@ -79,10 +79,15 @@ async def create(request: Request, name: str) -> Response:
 @router.get("", summary="Buffers", response_model=BufferList)
 async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
     check_given_once(request)
-    found = store_of(request.scope).records(query.prefix, query.cursor, query.limit + 1)
-    more = len(found) > query.limit
-    found = found[: query.limit]
-    return _json({"buffers": [one.as_json() for one in found], "next_cursor": found[-1].name if more else None})
+    store = store_of(request.scope)
+
+    def work() -> Response:
+        found = store.records(query.prefix, query.cursor, query.limit + 1)
+        more = len(found) > query.limit
+        found = found[: query.limit]
+        return _json({"buffers": [one.as_json() for one in found], "next_cursor": found[-1].name if more else None})
+
+    return await in_pool(request.scope, request.receive, engine_of(request.scope), work)
 
 
 @router.get(
@@ -117,7 +122,7 @@ async def delete(request: Request, name: str) -> Response:
 async def value(request: Request, name: str, query: Annotated[ValueQuery, Query()]) -> Response:
     check_given_once(request)
     _, answers = media_types(request)
-    store, waiting = store_of(request.scope), waiting_of(request)
+    store = store_of(request.scope)
 
     async def attempt() -> Record:
         record = store.record(check_name(name))
@@ -125,7 +130,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
             record.kept(query.epoch)
         return record
 
-    record = await waiting.until(request.receive, query.timeout, attempt)
+    record = await wait_for(request, query.timeout, attempt)
     tag = record.etag if query.epoch is None else f'"{query.epoch}-{record.kept(query.epoch).version}"'
     if _is_known(request, tag):
         return Response(status_code=304, headers={"ETag": tag, "Vary": VARY})
@@ -206,11 +211,8 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     asked = await BufferRequest.of(request)
     asked.check_no_body()
     one = _take(query, check_name(name), match_of(request.scope))
-
-    async def look() -> None:
-        one.admit(asked.store.record(name))
-
-    outcome = await asked.until(query.timeout, lambda: asked.change_holding_values([one]), look)
+    closely = one.match is not None  # a wait for a tag that the buffer had is over
+    outcome = await wait_for(request, query.timeout, lambda: asked.change_holding_values([one]), closely=closely)
     return await asked.respond(outcome, query.encoding, one=True, reduce=query.reduce, dtype=query.dtype)
 
 

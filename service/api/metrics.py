@@ -6,12 +6,13 @@ asked can add them up. What a process counted stays when it ends; what it holds 
 
 from __future__ import annotations
 
+import fcntl
 import mmap
-import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -20,6 +21,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from service.api.context import Context
+from service.api.workers import is_locked
 from service.errors import Busy
 
 METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
@@ -120,7 +122,8 @@ class Metrics(Collector):
         self._directory = directory
         self._numbers: Any = [0.0] * _SIZE
         if directory is not None:
-            with open(directory / f"{os.getpid()}.metrics", "w+b") as file:
+            with NamedTemporaryFile(dir=directory, suffix=".metrics", delete=False) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # for as long as the file is mapped
                 file.truncate(_SIZE * 8)
                 self._numbers = memoryview(mmap.mmap(file.fileno(), _SIZE * 8)).cast("d")
         self._registry = CollectorRegistry(auto_describe=False)
@@ -181,15 +184,7 @@ class Metrics(Collector):
         for file in self._directory.glob("*.metrics"):
             data = file.read_bytes()
             if len(data) == _SIZE * 8:
-                yield memoryview(data).cast("d"), _lives(int(file.stem))
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, PermissionError):  # PermissionError: the number is another's process' by now
-        return False
-    return True
+                yield memoryview(data).cast("d"), is_locked(file)
 
 
 def _metric(family: Family, tables: Iterable[Sequence[float]]) -> Metric:

@@ -8,9 +8,13 @@ answer's head by itself, which costs a system call, and the client two wake-ups.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import os
+import sys
+import termios
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import httptools
@@ -64,7 +68,7 @@ class Protocol(HttpToolsProtocol):
             self._running.message_event.set()
 
     def _judge(self) -> None:
-        now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        now, unsent = self.loop.time(), _unsent(self.transport)
         if unsent and unsent == self._unsent:
             self.transport.abort()
         self._unsent = unsent
@@ -263,10 +267,15 @@ class Exchange:
         add 4 KB, they slow these down by a tenth.
         """
         protocol, state, busy_until = self._protocol, self._protocol.server_state, 0.0
-        answered = state.total_requests
+        answered, written = state.total_requests, 0
         for piece in pieces:
             for start in range(0, len(piece), TURN_BYTES):
-                protocol.transport.write(piece[start : start + TURN_BYTES])
+                part = piece[start : start + TURN_BYTES]
+                protocol.transport.write(part)
+                written += len(part)
+                if written < TURN_BYTES:
+                    continue
+                written = 0
                 if protocol.flow.write_paused:
                     await protocol.flow.drain()
                 await asyncio.sleep(0)
@@ -346,6 +355,16 @@ class _Receiver(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self.owner.resume_writing()
+
+
+def _unsent(transport: asyncio.WriteTransport) -> int:
+    """Bytes of answers that the kernel has not taken yet; while there are any, with those that it has not sent."""
+    held = transport.get_write_buffer_size()
+    if held:
+        with suppress(OSError, ValueError):  # where the kernel does not tell, or the socket is closed
+            socket = transport.get_extra_info("socket").fileno()
+            held += int.from_bytes(fcntl.ioctl(socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return held
 
 
 def _plain_socket(protocol: Protocol) -> int | None:

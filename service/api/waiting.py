@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from service.api.context import context_of, settings_of
+from service.buffers.namespaced import Namespaced
 from service.buffers.store import Store
 from service.engine import Engine
-from service.errors import EpochOpen, Expired, InvalidParameter, NotReady, TooFewGradients, shown
+from service.errors import EpochOpen, Expired, GradserveError, InvalidParameter, NotReady, TooFewGradients, shown
 
 R = TypeVar("R")
 
 POLL_SECONDS = 0.002
 """How often a process with requests that wait looks whether another process has changed anything."""
+
+REST = 4
+"""Times as long as such a look took until the next, at least: thousands of buffers take long, and others are served."""
 
 
 async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
@@ -95,70 +99,134 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+class _Key(NamedTuple):
+    """What requests wait for: the next epoch of a buffer, a count that is not below `least`, or, with `closely`, any
+    change of it."""
+
+    namespace: str
+    name: str
+    least: int | None
+    closely: bool
+
+
+class _State(NamedTuple):
+    """What a buffer is to those that wait; `ready` if its count is not below theirs."""
+
+    id: int
+    epoch: int
+    ready: bool
+    version: int
+
+
+class _Watched:
+    """A state that requests wait for to be over."""
+
+    def __init__(self, state: _State) -> None:
+        self.state = state
+        self.over = asyncio.Event()
+        self.requests = 0
+
+
 class Waiting:
-    """Wakes requests that wait for a change in the store, whichever process makes it."""
+    """Wakes requests that wait for a buffer, whichever process changes it.
+
+    After a commit each buffer is looked at once, however many wait for it, and they are woken only if what they wait
+    for may be there: a thousand workers wait for an epoch, and as many gradients come before it closes.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._changed = asyncio.Event()
-        self._waiters = 0
+        self._watched: dict[_Key, _Watched] = {}
         self._stopping = False
         self._poller: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Let nobody wait any longer: the server stops."""
         self._stopping = True
-        self._wake()
+        self._wake([*self._watched])
 
-    async def until(self, receive: Receive, seconds: float, attempt: Callable[[], Awaitable[R]]) -> R:
-        """What `attempt` returns, called again after each change while it raises `EpochOpen` or `TooFewGradients`.
+    async def until(
+        self,
+        namespace: str,
+        receive: Receive,
+        seconds: float,
+        attempt: Callable[[], Awaitable[R]],
+        *,
+        closely: bool = False,
+    ) -> R:
+        """What `attempt` returns; while it raises `EpochOpen` or `TooFewGradients` of a buffer in the namespace, it is
+        called again when that may be over, or, with `closely`, whenever the buffer has changed.
 
         After `seconds` it is called a last time. The body must have been read. Raises `ClientDisconnect` if the client
         goes.
         """
         if seconds <= 0:
             return await attempt()
-        return await while_connected(receive, self._attempts(seconds, attempt))
+        return await while_connected(receive, self._attempts(namespace, seconds, attempt, closely))
 
-    async def _attempts(self, seconds: float, attempt: Callable[[], Awaitable[R]]) -> R:
+    async def _attempts(self, namespace: str, seconds: float, attempt: Callable[[], Awaitable[R]], closely: bool) -> R:
         end = asyncio.get_running_loop().time() + seconds
         while True:
-            seen = self._store.generation()
             try:
                 return await attempt()
-            except (EpochOpen, TooFewGradients):
-                pass
-            if not await self._change(seen, end):
+            except (EpochOpen, TooFewGradients) as error:
+                about: dict[str, Any] = error.context
+            key = _Key(namespace, about["buffer"], about.get("min_count"), closely)
+            if not await self._change(key, about["epoch"], end):
                 return await attempt()  # a buffer that has expired changes nothing, and is gone
 
-    async def _change(self, seen: int, end: float) -> bool:
-        """Wait for a generation other than `seen`. False if none comes by `end`."""
-        self._waiters += 1
+    async def _change(self, key: _Key, epoch: int, end: float) -> bool:
+        """Wait for an end of the state in which the buffer is, of this epoch. False if there is none by `end`."""
+        seen = self._store.generation()
+        state = self._state(key)
+        if state is None or state.epoch != epoch or state.ready:
+            return True
+        watched = self._watched.get(key)
+        if watched is None or watched.state != state:
+            self._wake([key])
+            watched = self._watched[key] = _Watched(state)
+        if self._poller is None:
+            self._poller = asyncio.create_task(self._poll(seen))
+        watched.requests += 1
         try:
-            if self._poller is None:
-                self._poller = asyncio.create_task(self._poll(seen))
             async with asyncio.timeout_at(end):
-                while self._store.generation() == seen:
+                while not watched.over.is_set():
                     if self._stopping:
                         raise NotReady("The server is stopping; ask again for what was waited for")
-                    await self._changed.wait()
+                    await watched.over.wait()
             return True
         except TimeoutError:
             return False
         finally:
-            self._waiters -= 1
+            watched.requests -= 1
+            if not watched.requests and self._watched.get(key) is watched:
+                del self._watched[key]
+
+    def _state(self, key: _Key) -> _State | None:
+        """None where whoever waits is to find out what is wrong."""
+        try:
+            record = Namespaced(self._store, key.namespace).record(key.name)
+        except GradserveError:
+            return None
+        ready = key.least is not None and record.count >= key.least
+        return _State(record.id, record.epoch, ready, record.version if key.closely else 0)
 
     async def _poll(self, seen: int) -> None:
+        clock, took = asyncio.get_running_loop().time, 0.0
         try:
-            while self._waiters:
-                await asyncio.sleep(POLL_SECONDS)
-                if self._store.generation() != seen:
-                    seen = self._store.generation()
-                    self._wake()
+            while self._watched:
+                await asyncio.sleep(max(POLL_SECONDS, REST * took))
+                began, now = clock(), self._store.generation()
+                if now != seen:
+                    seen = now
+                    self._wake([key for key, one in self._watched.items() if self._state(key) != one.state])
+                    await asyncio.sleep(0)  # those that are woken are a part of what this takes
+                took = clock() - began
         finally:
             self._poller = None
-            self._wake()  # were it to fail, whoever waits looks for itself
+            self._wake([*self._watched])  # were it to fail, whoever waits looks for itself
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _wake(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            if key in self._watched:
+                self._watched.pop(key).over.set()

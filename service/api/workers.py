@@ -39,21 +39,21 @@ class Workers:
         """Raise `NotReady` unless all of them serve."""
         if self._directory is None:
             return
-        missing = self._count - sum(map(_is_locked, self._directory.glob("*.serving")))
+        missing = self._count - sum(map(is_locked, self._directory.glob("*.serving")))
         if missing > 0:
             verb = "is" if missing == 1 else "are"
             raise NotReady(f"{missing} of {self._count} worker processes {verb} starting, or being replaced")
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
+    """Whether the process that locked this file lives: a number that it had may be another's by now."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except FileNotFoundError:
-        return False
-    path.unlink(missing_ok=True)  # its process is gone
+        pass
     return False
 
 

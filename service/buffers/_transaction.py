@@ -21,6 +21,40 @@ MOST_EXPIRED = 100
 """How many buffers that have expired are removed at a time."""
 
 
+MOST_KNOWN, MOST_KNOWN_EPOCHS = 1 << 14, 1 << 17
+"""The most records that the writer remembers, and closed epochs in all of them, of which each takes 0.2 KB."""
+
+
+class Remembered:
+    """Records as the last transactions saw and left them, None where there was none; too many are all let go of."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record | None] = {}
+        self._epochs = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._records
+
+    def __getitem__(self, name: str) -> Record | None:
+        return self._records[name]
+
+    def put(self, name: str, record: Record | None) -> None:
+        """Remember one, in place of that of the same name."""
+        if len(self._records) >= MOST_KNOWN or self._epochs >= MOST_KNOWN_EPOCHS:
+            self.clear()
+        self._epochs += _epochs(record) - _epochs(self._records.get(name))
+        self._records[name] = record
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._records.clear()
+        self._epochs = 0
+
+
+def _epochs(record: Record | None) -> int:
+    return 0 if record is None else len(record.closed)
+
+
 class LmdbTransaction(Reader):
     """A transaction that writes, as `perform` wants it."""
 
@@ -30,7 +64,7 @@ class LmdbTransaction(Reader):
         txn: Any,
         allocate: Allocate,
         oldest_key: int,
-        known: dict[str, Record | None],
+        known: Remembered,
         kept: Kept,
         max_buffers: int,
         written: Callable[[], None],
@@ -51,7 +85,7 @@ class LmdbTransaction(Reader):
         if name in self.changed:
             return self.changed[name]
         if name not in self._known:
-            self._known[name] = super().get(name)
+            self._known.put(name, super().get(name))
         return self._known[name]
 
     def put(self, record: Record) -> None:

@@ -204,6 +204,7 @@ class Take(Change):
                 buffer=self.name,
                 epoch=record.epoch,
                 count=record.count,
+                min_count=self.min_count,
             )
         if self.mean and not record.weight:
             raise NothingToAverage(f"The weights in {self.name!r} sum to zero: there is no mean", buffer=self.name)

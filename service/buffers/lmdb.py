@@ -28,7 +28,7 @@ from service.buffers._environment import Environment, translated
 from service.buffers._format import MARK_SIZE, WRITER, digest_of, microseconds
 from service.buffers._reader import Reader
 from service.buffers._slots import store_full
-from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction
+from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction, Remembered
 from service.buffers._value_writer import Kept
 from service.buffers.changes import Add, Create, Restore
 from service.buffers.requests import Outcome, Request, perform
@@ -59,9 +59,6 @@ more than an early start, which leaves half of them for the next."""
 
 NOBODY = b"nobody"
 """In place of the mark, before a process has written."""
-
-MOST_KNOWN = 1 << 14
-"""The most records that the writer remembers."""
 
 IDLE_SECONDS = 1.0
 """How long the writer waits for requests before it looks for what has expired."""
@@ -101,8 +98,8 @@ class LmdbStore:
         self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed, self._lock = False, threading.Lock()
-        self._next_deadline_check = 0.0
-        self._known: dict[str, Record | None] = {}
+        self._next_check = 0.0
+        self._known = Remembered()
         self._kept = Kept()
         self._mark = self._room_made = NOBODY
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
@@ -273,10 +270,11 @@ class LmdbStore:
                     answers.append(told(error))
                 reached("made")
             changes.forget_keys(2 * len(jobs) + 8)
-            if now > self._next_deadline_check:
-                self._next_deadline_check = now + IDLE_SECONDS
-                changes.remove_expired(now, MOST_EXPIRED)
+            most = 2 * len(jobs) + 8  # more than the requests can add
+            if now > self._next_check:
+                self._next_check, most = now + IDLE_SECONDS, MOST_EXPIRED
                 self._env.check_readers()
+            changes.remove_expired(now, min(most, MOST_EXPIRED))
             changes.finish(now)
             if any(map(_has_grown, jobs, answers)) and not changes.fits():
                 raise store_full(self._env.max_bytes)
@@ -290,9 +288,8 @@ class LmdbStore:
         self._kept = Kept()  # until this is committed
         with self._env.writing() as txn:
             others = txn.get(WRITER, default=b"", db=self._env.meta) != self._mark
-            if others or len(self._known) > MOST_KNOWN:
-                self._known.clear()
             if others:
+                self._known.clear()
                 kept.clear()
             changes = LmdbTransaction(
                 self._env,
@@ -313,7 +310,8 @@ class LmdbStore:
         self._kept = kept
         if changes.writes:
             self._mark = mark
-            self._known |= changes.changed
+            for name, record in changes.changed.items():
+                self._known.put(name, record)
 
     def _clear(self, now: float) -> bool:
         """Remove some of what has expired: as much as there is room to. Whether that was anything."""

@@ -425,3 +425,39 @@ def test_gradients_through_a_namespace_are_exact(people: dict[str, httpx.Client]
         assert ann.post("/v1/buffers/big/accumulate", content=body, headers=headers).status_code == 200
     answer = ann.get("/v1/buffers/big/value", headers={"Accept": "application/vnd.safetensors"})
     assert (safetensors.numpy.load(answer.content)["value"] == 3 * gradient).all()
+
+
+CHANGING = [("POST", "/v1/buffers/zero?prefix=x"), ("POST", "/v1/buffers/x/accumulate"), ("POST", "/v2/models/a/infer")]
+FOREIGN = [
+    {"Origin": "http://other.example", "Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Origin": "http://other.example"},
+    {"Origin": "null"},
+]
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGING)
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_pages_of_other_sites_are_refused_where_there_are_no_keys(
+    client: httpx.Client, method: str, path: str, headers: dict[str, str]
+) -> None:
+    answer = client.request(method, path, headers=headers, json=ADD)
+    assert answer.status_code == 403
+    assert "page of another site" in answer.text
+    assert headers.get("Origin", "") in answer.text
+    assert client.get("/v1/buffers", headers=headers).status_code == 200  # which the browser keeps to itself
+
+
+@pytest.mark.parametrize("site", ["same-origin", "none", None])
+def test_pages_of_this_site_and_programs_are_served(client: httpx.Client, site: str | None) -> None:
+    own = {"Sec-Fetch-Site": site} if site else {"Origin": str(client.base_url).rstrip("/")}
+    assert client.post("/v1/ops/ReluGrad", headers=own, json={"dY": [1], "X": [1]}).status_code == 200
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_a_key_is_enough_for_pages_of_other_sites(
+    locked: str, secrets: dict[str, str], headers: dict[str, str]
+) -> None:
+    key = {"Authorization": f"Bearer {secrets['ann']}"}
+    answer = httpx.post(f"{locked}/v1/ops/ReluGrad", headers={**headers, **key}, json={"dY": [1], "X": [1]})
+    assert answer.status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.api.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES
+from service.api.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES, Metrics
 from service.keys import add
 from tests.faults.servers import Server
 from tests.serving import serving
@@ -145,3 +146,16 @@ def test_who_may_read_them(tmp_path: Path, rule: str, near: int, forwarded: int)
         assert httpx.get(f"{url}/metrics", headers=asked).status_code == 200
         asked["Authorization"] = f"Bearer {other}"
         assert httpx.get(f"{url}/metrics", headers=asked).status_code == (200 if rule == "always" else 403)
+
+
+def test_a_process_does_not_undo_what_one_of_its_number_counted_before(tmp_path: Path) -> None:
+    before = Metrics(tmp_path)
+    before.committed(1, 0.1)
+    before.began()
+    del before  # as if its process had ended
+    gc.collect()
+    now = Metrics(tmp_path)
+    now.committed(1, 0.1)
+    found = {one.name: one.value for family in now.collect() for one in family.samples}
+    assert found["gradserve_commit_requests_count"] == 2
+    assert (found["gradserve_in_flight"], found["gradserve_workers"]) == (0, 1)

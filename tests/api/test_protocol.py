@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -200,13 +202,14 @@ def test_a_client_that_does_not_read_holds_nothing_for_long(strict: str) -> None
     assert httpx.get(f"{strict}/v1/buffers/large/value", headers=headers).status_code == 200
 
 
-def test_a_client_that_reads_slowly_gets_all(strict: str) -> None:
+@pytest.mark.parametrize("step", [4 * HALF // 64, 1 << 12])  # of the smaller, much fits into the kernel's buffer
+def test_a_client_that_reads_slowly_gets_all(strict: str, step: int) -> None:
     with socket.socket() as slow:
         ask_for_the_large(strict, slow)
         stream, got = slow.makefile("rb"), 0
         for _ in range(60):  # three seconds, in which the server looks three times
             time.sleep(0.05)
-            got += len(stream.read(4 * HALF // 64))
+            got += len(stream.read(step))
         got += len(stream.read(4 * HALF - got))
         assert got == 4 * HALF
 
@@ -236,3 +239,20 @@ def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.Mon
     assert len(rest) == (8 << 20) - sum(reads)
     assert len(reads) <= protocol.LOOKS * most
     assert sum(reads) == (protocol.MOST_AT_ONCE if step > 1 else protocol.LOOKS)
+
+
+def test_an_answer_in_many_pieces_makes_way_as_often_as_one_in_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, paused = Mock(), list[float]()
+    connection.flow.write_paused, connection.loop.time.return_value = False, 0.0
+    connection.server_state.total_requests = 0
+
+    async def sleep(seconds: float) -> None:
+        paused.append(seconds)
+        connection.server_state.total_requests += 1  # another request was answered meanwhile
+
+    monkeypatch.setattr(protocol, "asyncio", Mock(sleep=sleep))
+    exchange = protocol.Exchange(connection, Mock(disconnected=False))
+    for size in (100, protocol.TURN_BYTES, 16 * protocol.TURN_BYTES):
+        paused.clear()
+        asyncio.run(exchange._write_by_turns([bytes(size)] * (16 * protocol.TURN_BYTES // size)))
+        assert 14 <= sum(seconds > 0 for seconds in paused) <= 16

@@ -20,12 +20,13 @@ import pytest
 from service.buffers import _value_writer
 from service.buffers import lmdb as module
 from service.buffers._environment import Environment
+from service.buffers._transaction import MOST_KNOWN, MOST_KNOWN_EPOCHS, Remembered
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.buffers.requests import Outcome
-from service.errors import (
-    StoreFailed,
-)
+from service.buffers.store import Closed, Record, Spec
+from service.dtypes import FLOAT32
+from service.errors import StoreFailed
 from service.kernels.gather import GatheredRows
 from tests.buffers.calls import (
     KEY_SECONDS,
@@ -446,6 +447,36 @@ def test_many_buffers_that_have_expired_are_removed_as_adds_go_on(
         add(store, "a", [1, 2])
     store.close()
     assert entries_of(tmp_path / "store")["buffers"] == 1
+
+
+@pytest.mark.usefixtures("untidied")
+def test_buffers_are_removed_as_fast_as_others_expire(
+    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
+) -> None:
+    store = reopen()
+    create(store, *[f"b{number}" for number in range(500)], ttl_seconds=10.0)
+    clock.advance(20)
+    for number in range(50):
+        create(store, f"c{number}", ttl_seconds=10.0)
+    store.close()
+    assert entries_of(tmp_path / "store")["buffers"] == 50
+
+
+def test_what_the_writer_remembers_has_bounds() -> None:
+    closed = tuple(Closed(epoch, epoch, 1, 1.0, None) for epoch in range(1000))
+    record = Record("a", Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
+    known = Remembered()
+    for number in range(MOST_KNOWN_EPOCHS // 1000):
+        known.put(str(number), record)
+        known.put(str(number), record)
+    known.put("as many as there may be", record)
+    assert "0" in known
+    known.put("one too many", record)
+    assert "0" not in known
+    assert known["one too many"] is record
+    for number in range(MOST_KNOWN + 1):
+        known.put(str(number), None)
+    assert "one too many" not in known
 
 
 @pytest.mark.usefixtures("at_once")
