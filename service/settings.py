@@ -40,7 +40,7 @@ class Settings(BaseSettings):
     store_bytes: PositiveInt = Field(
         64 << 30,
         le=1 << 60,
-        description="Largest size of the store on disk, in bytes; it takes what it needs, up to this.",
+        description="Largest size of what the store holds, in bytes; the disk gives what is needed, up to this.",
     )
     idempotency_seconds: float = Field(
         24 * 3600,

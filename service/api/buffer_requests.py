@@ -73,7 +73,8 @@ class BufferRequest:
     @classmethod
     async def of(cls, request: Request, *, changes: bool = True) -> BufferRequest:
         """Read the body, and inflate it where it is compressed. Only who `changes` something has a key."""
-        sent, answers = media_types(request)
+        # Of a DELETE, nothing is answered that could be of one type or another.
+        sent, answers = (JSON, JSON) if request.method == "DELETE" else media_types(request)
         coding = coding_of(context_of(request.scope).headers)
         engine = engine_of(request.scope)
         body = await read_body(request.scope, request.receive, engine.buffer)

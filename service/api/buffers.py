@@ -34,7 +34,7 @@ from service.api.changes import match_of, refuse_match, replayed, store_of, tags
 from service.api.context import caller_of, engine_of
 from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.problems import invalid_parameter
-from service.api.tensors import RECEIPT
+from service.api.tensors import Receipt, Receipts
 from service.api.waiting import in_pool
 from service.api.work import INLINE_BYTES, INLINE_TEXT
 from service.buffers.changes import Add, Create, Delete, Take, Zero
@@ -117,7 +117,7 @@ async def delete(request: Request, name: str) -> Response:
     "/{name}/value",
     summary="A buffer's value, or that of an epoch that has closed",
     operation_id="value",
-    openapi_extra=openapi.buffer_operation(None, RECEIPT, openapi.READING),
+    openapi_extra=openapi.buffer_operation(None, Receipt, openapi.READING),
 )
 async def value(request: Request, name: str, query: Annotated[ValueQuery, Query()]) -> Response:
     check_given_once(request)
@@ -145,7 +145,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
     "/{name}/accumulate",
     summary="Add a gradient",
     operation_id="accumulate",
-    openapi_extra=openapi.buffer_operation(openapi.GRADIENT, RECEIPT, openapi.ONE),
+    openapi_extra=openapi.buffer_operation(openapi.GRADIENT, Receipt, openapi.ONE),
 )
 async def accumulate(request: Request, name: str, query: Annotated[AccumulateQuery, Query()]) -> Response:
     check_given_once(request)
@@ -190,7 +190,7 @@ async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str
     "/{name}/zero",
     summary="Discard the sum, and begin the next epoch",
     operation_id="zero",
-    openapi_extra=openapi.buffer_operation(None, RECEIPT, openapi.ONE),
+    openapi_extra=openapi.buffer_operation(None, Receipt, openapi.ONE),
 )
 async def zero(request: Request, name: str) -> Response:
     _check_no_query(request)
@@ -204,7 +204,7 @@ async def zero(request: Request, name: str) -> Response:
     "/{name}/take",
     summary="Close the epoch and answer its value",
     operation_id="take",
-    openapi_extra=openapi.buffer_operation(None, RECEIPT, openapi.ONE),
+    openapi_extra=openapi.buffer_operation(None, Receipt, openapi.ONE),
 )
 async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]) -> Response:
     check_given_once(request)
@@ -223,7 +223,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     "/accumulate",
     summary="Add gradients to many buffers, to all or none",
     operation_id="accumulate_many",
-    openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, openapi.RECEIPTS, openapi.MANY),
+    openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, Receipts, openapi.MANY),
 )
 async def accumulate_many(request: Request, query: Annotated[AccumulateQuery, Query()]) -> Response:
     check_given_once(request)
@@ -247,7 +247,7 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     "/zero",
     summary="Discard the sums of many buffers",
     operation_id="zero_many",
-    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS, openapi.MANY),
+    openapi_extra=openapi.buffer_operation(Names, Receipts, openapi.MANY),
 )
 async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) -> Response:
     check_given_once(request)
@@ -265,7 +265,7 @@ async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) 
     "/take",
     summary="Close the epochs of many buffers and answer their values",
     operation_id="take_many",
-    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS, openapi.MANY),
+    openapi_extra=openapi.buffer_operation(Names, Receipts, openapi.MANY),
 )
 async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) -> Response:
     check_given_once(request)
@@ -288,7 +288,7 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
     "/value",
     summary="The values of many buffers at one moment",
     operation_id="value_many",
-    openapi_extra=openapi.buffer_operation(Names, openapi.RECEIPTS, ()),
+    openapi_extra=openapi.buffer_operation(Names, Receipts, ()),
 )
 async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]) -> Response:
     check_given_once(request)

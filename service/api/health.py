@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from service.api.buffer_models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
 from service.api.changes import LONGEST_KEY, store_of
@@ -78,7 +78,7 @@ async def limits(request: Request) -> dict[str, int | float]:
     return {name: getattr(settings, name) for name in SETTINGS} | constants
 
 
-@router.get("/metrics", summary="What the server does, in Prometheus' format", response_class=Response)
+@router.get("/metrics", summary="What the server does, in Prometheus' format", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """With API keys, only for a key with the scope admin, and for whom `GRADSERVE_METRICS_OPEN` says."""
     kept: Metrics = request.app.metrics

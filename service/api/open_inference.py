@@ -65,8 +65,8 @@ async def all_statistics(request: Request) -> dict[str, Any]:
 
 @router.get("/models/{op}", summary="A model's inputs and outputs")
 @router.get("/models/{op}/versions/{number}", include_in_schema=False)
-async def model(op: str, number: str = VERSION) -> dict[str, Any]:
-    operator = _find(op, number)
+async def model(request: Request, op: str) -> dict[str, Any]:
+    operator = _find(op, _version(request))
 
     def described(tensor: Tensor) -> dict[str, Any]:
         return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1]}
@@ -82,8 +82,8 @@ async def model(op: str, number: str = VERSION) -> dict[str, Any]:
 
 @router.get("/models/{op}/config", summary="A model's configuration")
 @router.get("/models/{op}/versions/{number}/config", include_in_schema=False)
-async def config(op: str, number: str = VERSION) -> dict[str, Any]:
-    operator = _find(op, number)
+async def config(request: Request, op: str) -> dict[str, Any]:
+    operator = _find(op, _version(request))
 
     def described(tensor: Tensor) -> dict[str, Any]:
         return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1]}
@@ -99,16 +99,16 @@ async def config(op: str, number: str = VERSION) -> dict[str, Any]:
 
 @router.get("/models/{op}/ready", summary="The model takes requests")
 @router.get("/models/{op}/versions/{number}/ready", include_in_schema=False)
-async def ready(request: Request, op: str, number: str = VERSION) -> dict[str, Any]:
-    operator = _find(op, number)
+async def ready(request: Request, op: str) -> dict[str, Any]:
+    operator = _find(op, _version(request))
     engine_of(request.scope)
     return {"name": operator.name, "ready": True}
 
 
 @router.get("/models/{op}/stats", summary="A model's statistics")
 @router.get("/models/{op}/versions/{number}/stats", include_in_schema=False)
-async def statistics(request: Request, op: str, number: str = VERSION) -> dict[str, Any]:
-    return _statistics(request, _find(op, number).name)
+async def statistics(request: Request, op: str) -> dict[str, Any]:
+    return _statistics(request, _find(op, _version(request)).name)
 
 
 def _statistics(request: Request, *names: str) -> dict[str, Any]:
@@ -134,6 +134,11 @@ def _statistics(request: Request, *names: str) -> dict[str, Any]:
         }
 
     return {"model_stats": list(map(one, names))}
+
+
+def _version(request: Request) -> str:
+    number: str = request.path_params.get("number", VERSION)
+    return number
 
 
 def _find(name: str, number: str) -> Operator:

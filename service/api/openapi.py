@@ -12,14 +12,17 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from service.api.buffer_models import Metadata, Names, NewBuffer
 from service.api.problems import MEDIA_TYPE
-from service.api.tensors import RECEIPT, Problem, answer_model, request_model
+from service.api.tensors import Problem, Receipts, answer_model, request_model
+from service.buffers.names import NAME
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import OPEN_INFERENCE
 from service.kernels import OPERATORS, Operator
 
 _SAFETENSORS: dict[str, Any] = {safetensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+_BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 _REF = "#/components/schemas/{model}"
 
@@ -75,6 +78,17 @@ ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If
 CREATING = (*ONE, *READING)
 """Those of a request that creates a buffer."""
 
+
+def _told(name: str, description: str) -> dict[str, Any]:
+    return {name: {"description": description, "schema": {"type": "string"}}}
+
+
+_ETAG = _told("ETag", "The tag of the buffer's state.")
+_REPLAYED = _told("Idempotency-Replayed", "`true`: the request was made before, and this is its receipt of then.")
+_LOCATION = _told("Location", "The path of the buffer.")
+_RETRY = _told("Retry-After", "Seconds after which to try again; with 429 and 503.")
+"""Headers of answers."""
+
 _KEY = {"type": "http", "scheme": "bearer", "description": "An API key, where the server has a file of them."}
 
 UNCHANGED: dict[str, Any] = {
@@ -87,13 +101,6 @@ def headers(*names: str) -> dict[str, Any]:
     """The headers that an endpoint knows."""
     return {"parameters": [{"name": name, "in": "header", **_HEADERS[name]} for name in names]}
 
-
-RECEIPTS: dict[str, Any] = {
-    "type": "object",
-    "required": ["buffers"],
-    "properties": {"buffers": {"type": "object", "additionalProperties": RECEIPT}},
-}
-"""What a change of many buffers answers."""
 
 GRADIENT: dict[str, Any] = {
     "type": "object",
@@ -113,7 +120,7 @@ GRADIENTS: dict[str, Any] = {
 
 def buffer_operation(
     body: dict[str, Any] | type[BaseModel] | None,
-    answer: dict[str, Any] | type[BaseModel],
+    answer: type[BaseModel],
     knows: Sequence[str],
     *,
     created: bool = False,
@@ -124,14 +131,15 @@ def buffer_operation(
     """
 
     def schema(of: dict[str, Any] | type[BaseModel]) -> dict[str, Any]:
-        return {"schema": of if isinstance(of, dict) else of.model_json_schema()}
+        return {"schema": of if isinstance(of, dict) else {"$ref": _REF.format(model=of.__name__)}}
 
-    safe = _SAFETENSORS if isinstance(answer, dict) else {}
-    success = {"content": {"application/json": schema(answer), **safe}}
+    content = {"application/json": schema(answer), **({} if created else _SAFETENSORS)}
+    told = {**(_ETAG if answer is not Receipts else {}), **(_REPLAYED if "Idempotency-Key" in knows else {})}
+    success = {"content": content, "headers": told}
     problem = {"content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}}
-    responses = {"200": {"description": "The receipt" if safe else "There was such a buffer", **success}}
+    responses = {"200": {"description": "There was such a buffer" if created else "The receipt", **success}}
     if created:
-        responses["201"] = {"description": "The new buffer", **success}
+        responses["201"] = {"description": "The new buffer", **success, "headers": {**told, **_LOCATION}}
     if knows == READING:
         responses |= UNCHANGED["responses"]
     operation: dict[str, Any] = {
@@ -198,7 +206,7 @@ _INFER: dict[str, Any] = {
                     },
                 }
             },
-            "application/octet-stream": {},
+            **_BYTES,
         },
     },
     "responses": {
@@ -208,7 +216,7 @@ _INFER: dict[str, Any] = {
                 "application/json": {
                     "schema": {"type": "object", "properties": {"outputs": {"type": "array", "items": _TENSOR}}}
                 },
-                "application/octet-stream": {},
+                **_BYTES,
             },
         },
         "4XX": {
@@ -225,15 +233,19 @@ _INFER: dict[str, Any] = {
 def _tell_errors(made: dict[str, Any]) -> None:
     """Every operation may be refused, in the form of its API, which is not FastAPI's own."""
     problem = {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}
-    error = {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}}
+    plain = {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}}
     for path, operations in made["paths"].items():
-        content = error if path.startswith("/v2") else problem
+        content = plain if path.startswith("/v2") else problem
         for operation in operations.values():
             responses = operation["responses"]
             if "HTTPValidationError" in str(responses.get("422")):
                 del responses["422"]
-            responses.setdefault("4XX", {"description": "What is wrong with the request", "content": content})
-            responses.setdefault("5XX", {"description": "What is wrong with the server", "content": content})
+            for status, side in (("4XX", "request"), ("5XX", "server")):
+                error = {"description": f"What is wrong with the {side}", "content": content}
+                responses[status] = {**responses.get(status, error), "headers": _RETRY}
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path" and path.startswith("/v1/buffers"):
+                    parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
     for unused in ("HTTPValidationError", "ValidationError"):
         made["components"]["schemas"].pop(unused, None)
 
@@ -244,7 +256,7 @@ def install(app: FastAPI) -> None:
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            models: list[type[BaseModel]] = [Problem]
+            models: list[type[BaseModel]] = [Problem, Receipts, NewBuffer, Metadata, Names]
             for operator in OPERATORS.values():
                 models += [request_model(operator), answer_model(operator)]
             _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)

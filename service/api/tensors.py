@@ -15,7 +15,6 @@ from pydantic import (
     Field,
     StrictInt,
     ValidationError,
-    WithJsonSchema,
     create_model,
     model_validator,
 )
@@ -64,50 +63,18 @@ def judge(name: str, value: Any) -> Form:
 # What follows is for OpenAPI.
 
 Number = TypeAliasType("Number", 'float | Literal["NaN", "Infinity", "-Infinity"]')
-Numbers = TypeAliasType("Numbers", "Number | list[Numbers]")
-Integers = TypeAliasType("Integers", "int | list[Integers]")
-Booleans = TypeAliasType("Booleans", "bool | list[Booleans]")
-Values = TypeAliasType("Values", "Number | bool | list[Values]")
+Numbers = TypeAliasType("Numbers", Number | list[Any])
+Integers = TypeAliasType("Integers", int | list[Any])
+Booleans = TypeAliasType("Booleans", bool | list[Any])
+Values = TypeAliasType("Values", Number | bool | list[Any])
+"""A number, or lists of them as deep as the tensor has dimensions. Types that hold themselves would say all of it, but
+most programs that make clients of OpenAPI cannot read them."""
 
 _DATA: Mapping[str, Any] = {"float": Numbers, "integer": Integers, "flag": Booleans, "any": Values}
 
 
-_TENSOR_ANSWER: dict[str, Any] = {
-    "type": "object",
-    "required": ["dtype", "shape"],
-    "properties": {
-        "dtype": {"enum": list(FLOATS.dtypes)},
-        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "data": {},
-        "base64": {"type": "string"},
-    },
-}
-
-RECEIPT: dict[str, Any] = {
-    "type": "object",
-    "required": ["name", "updated", "closed", "epoch", "version", "count", "weight"],
-    "properties": {
-        "name": {"type": "string"},
-        "updated": {"type": "boolean", "description": "Whether the buffer was changed."},
-        "closed": {"type": "boolean", "description": "Whether the epoch closed, whose state the receipt then gives."},
-        "epoch": {"type": "integer"},
-        "version": {"type": "integer"},
-        "count": {"type": "integer"},
-        "weight": {"type": "number"},
-        "value": _TENSOR_ANSWER,
-    },
-}
-"""What a change of one buffer answers."""
-
-
-class Problem(BaseModel):
-    """An error (RFC 9457), with more members where they help."""
-
-    type: str = Field(examples=["urn:gradserve:problem:shape_mismatch"])
-    title: str
-    status: int
-    detail: str
-    code: str
+def _absent() -> Any:
+    """A default of what is left out rather than null: one that is made, not named, stays out of the schema."""
 
 
 @cache
@@ -125,10 +92,50 @@ def _output_type(kind: Kind) -> Any:
     name, data = kind.name.capitalize(), _DATA[kind.name]
     as_list = create_model(f"{name}ListAnswer", **head, data=(data, ...))
     as_base64 = create_model(f"{name}Base64Answer", **head, base64=(str, ...))
-    if kind.dtypes != FLOATS.dtypes:
-        return as_list | as_base64
-    receipt = WithJsonSchema({**RECEIPT, "description": "The receipt of the buffer, with `into`."})
-    return as_list | as_base64 | Annotated[dict[str, Any], receipt]
+    return as_list | as_base64
+
+
+class Receipt(BaseModel):
+    """What a change of a buffer did."""
+
+    name: str
+    updated: bool = Field(description="Whether the buffer was changed.")
+    closed: bool = Field(description="Whether the epoch closed, whose state the receipt then gives.")
+    epoch: int
+    version: int
+    count: int
+    weight: float
+    value: _output_type(FLOATS) = Field(default_factory=_absent)  # type: ignore[valid-type]
+
+
+class Receipts(BaseModel):
+    """What a change of several buffers did, by their names."""
+
+    buffers: dict[str, Receipt]
+
+
+class Problem(BaseModel):
+    """An error (RFC 9457), and where it helps, what it is about."""
+
+    type: str = Field(examples=["urn:gradserve:problem:shape_mismatch"])
+    title: str
+    status: int
+    detail: str
+    code: str
+    op: str = Field(default_factory=_absent)
+    tensor: str = Field(default_factory=_absent)
+    parameter: str = Field(default_factory=_absent)
+    axis: int = Field(default_factory=_absent)
+    index: int = Field(default_factory=_absent)
+    limit: float = Field(default_factory=_absent)
+    buffer: str = Field(default_factory=_absent)
+    epoch: int = Field(default_factory=_absent, description="The epoch that the buffer is in.")
+    count: int = Field(default_factory=_absent, description="The gradients in it.")
+    min_count: int = Field(default_factory=_absent)
+    scope: str = Field(default_factory=_absent, description="What the API key would have to be good for.")
+    receipts: dict[str, Receipt] = Field(
+        default_factory=_absent, description="Of a request that was made before, what it changed then."
+    )
 
 
 def request_model(operator: Operator) -> type[BaseModel]:
@@ -136,8 +143,7 @@ def request_model(operator: Operator) -> type[BaseModel]:
 
     def field(tensor: Tensor) -> Any:
         note = "Optional." if tensor.optional else "Needed, here or by `from`."
-        # A default that is made, not named, stays out of the schema: None itself is not an input.
-        return (_input_type(tensor.kind), Field(default_factory=lambda: None, description=note))
+        return (_input_type(tensor.kind), Field(default_factory=_absent, description=note))
 
     return _model(f"{operator.name}Request", ((tensor.name, field(tensor)) for tensor in operator.inputs))
 
@@ -147,7 +153,10 @@ def answer_model(operator: Operator) -> type[BaseModel]:
 
     def field(tensor: Tensor) -> Any:
         # Not required: the query parameter `outputs` leaves out what is not asked for.
-        return (_output_type(tensor.kind), Field(default_factory=lambda: None))
+        made = _output_type(tensor.kind)
+        if tensor.kind.dtypes == FLOATS.dtypes:
+            made |= Receipt  # with `into`
+        return (made, Field(default_factory=_absent))
 
     return _model(f"{operator.name}Answer", ((tensor.name, field(tensor)) for tensor in operator.outputs))
 

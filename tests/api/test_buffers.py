@@ -464,3 +464,9 @@ def test_a_store_that_fails_harms_nothing(tmp_path: Path) -> None:
             assert_problem(client.get(f"/v1/buffers/{name}"), 503, "store_failed", "MDB_READERS_FULL")
         assert ok(add(client, name, [1, 2]))["count"] == 2
         assert value(client, name) == [2, 4]
+
+
+@pytest.mark.parametrize("accept", ["application/problem+json", "text/html"])
+def test_what_has_no_answer_is_of_any_type(http: httpx.Client, accept: str) -> None:
+    http.put("/v1/buffers/short-lived", json={"shape": []}).raise_for_status()
+    assert http.delete("/v1/buffers/short-lived", headers={"Accept": accept}).status_code == 204

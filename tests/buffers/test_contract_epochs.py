@@ -69,7 +69,7 @@ def test_take_needs_min_count(store: Store) -> None:
     create(store, "a")
     add(store, "a", [1, 2])
     error = fails_alone(store, TooFewGradients, Take(name="a", min_count=2))
-    assert error.context == {"buffer": "a", "epoch": 0, "count": 1}
+    assert error.context == {"buffer": "a", "epoch": 0, "count": 1, "min_count": 2}
     add(store, "a", [1, 2])
     assert do(store, Take(name="a", min_count=2)).receipts["a"]["count"] == 2
 
