@@ -65,7 +65,9 @@ class GradserveError(Exception):
         """`detail` is a sentence for the person who made the mistake, `context` (tensor, limit, ...) for programs."""
         super().__init__(detail)
         self.detail = detail
-        self.context = {name: cut(value) if isinstance(value, str) else value for name, value in context.items()}
+        self.context = {
+            name: cut(value, LONGEST_MEMBER) if isinstance(value, str) else value for name, value in context.items()
+        }
 
     def __str__(self) -> str:
         return self.detail  # which whoever passes the error on may have made longer
@@ -343,8 +345,8 @@ class StoreFull(GradserveError):
     code = "store_full"
 
 
-LONGEST = 80
-"""Characters of a value that an error shows."""
+LONGEST, LONGEST_MEMBER = 80, 1000
+"""Characters of a value that an error shows, and of one that programs read: the name of a buffer is never cut."""
 
 
 def cut(text: str, longest: int = LONGEST) -> str:

@@ -180,6 +180,7 @@ class Waiting:
         seen = self._store.generation()
         state = self._state(key)
         if state is None or state.epoch != epoch or state.ready:
+            await asyncio.sleep(POLL_SECONDS)  # were this to come again and again, others are served
             return True
         watched = self._watched.get(key)
         if watched is None or watched.state != state:

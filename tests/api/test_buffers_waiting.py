@@ -77,6 +77,15 @@ def test_many_values_are_waited_for(http: httpx.Client, pool: ThreadPoolExecutor
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {a: [1, 1], b: [2, 2]}
 
 
+def test_the_buffer_that_is_waited_for_may_have_the_longest_name(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    name = create(http, "n" * 200, quorum=1)
+    problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open")
+    assert problem["buffer"] == name
+    waiting = wait_in(pool, get, http, name, epoch=0, timeout=60)
+    add(http, name, [1, 2])
+    assert ok(waiting.result(PATIENCE))["epoch"] == 0
+
+
 def test_a_take_waits_for_its_count(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name, other = create(http), create(http)
     waiting = wait_in(pool, post, http, name, "take", min_count=3, timeout=60)
