@@ -197,8 +197,10 @@ class BufferRequest:
     async def tensors(self, known: set[str] | None) -> dict[str, Array]:
         """The tensors in the body, whose names must be `known`, if it is given."""
         work = partial(self._tensors, known)
-        small = len(self._body) <= INLINE_TEXT or self._sent != JSON
-        return work() if small else await in_pool(self._request.scope, self._request.receive, self.engine, work)
+        text = len(self._body) if self._sent == JSON else int.from_bytes(self._body[:8], "little")  # the file's header
+        if text <= INLINE_TEXT:
+            return work()
+        return await in_pool(self._request.scope, self._request.receive, self.engine, work)
 
     def _tensors(self, known: set[str] | None) -> dict[str, Array]:
         if self._sent == JSON:
