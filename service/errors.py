@@ -50,8 +50,7 @@ each docstring is the title of the answer and the text of the documentation.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 
@@ -370,12 +369,22 @@ def shown(value: object) -> str:
         case None | bool():
             text = json.dumps(value)
         case list() | tuple():
-            text = f"[{', '.join(map(shown, value[:LONGEST]))}]"
+            text = f"[{_joined(map(shown, value))}]"
         case dict():
-            text = f"{{{', '.join(f'{shown(key)}: {shown(one)}' for key, one in islice(value.items(), LONGEST))}}}"
+            text = f"{{{_joined(f'{shown(key)}: {shown(one)}' for key, one in value.items())}}}"
         case _:
             text = repr(value)
     return cut(text)
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """The texts with commas between them, those left out that would be cut."""
+    joined = ""
+    for text in texts:
+        joined += f", {text}" if joined else text
+        if len(joined) > LONGEST:
+            break
+    return joined
 
 
 def tree(root: type[GradserveError] = GradserveError) -> Iterator[type[GradserveError]]:

@@ -64,7 +64,7 @@ def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
     site = headers.get(b"sec-fetch-site")
     if site in (b"same-origin", b"none"):
         return
-    origin = headers.get(b"origin")
+    origin = headers.get(b"origin") or None
     if site is None and (origin is None or origin.partition(b"://")[2] == headers.get(b"host")):
         return
     came = "" if origin is None else f", {shown(origin.decode('latin-1'))}"

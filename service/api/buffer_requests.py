@@ -22,7 +22,7 @@ from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.negotiation import JSON, media_types
 from service.api.problems import invalid_parameter
 from service.api.tensors import judge
-from service.api.waiting import Waiting, in_pool, in_pool_after_change
+from service.api.waiting import ANY, Waiting, in_pool, in_pool_after_change
 from service.api.work import INLINE_TEXT
 from service.buffers.changes import Change
 from service.buffers.names import check_length, check_name
@@ -336,8 +336,8 @@ def _coded(request: Request, plain: Answer) -> Answer:
 
 
 async def wait_for(
-    request: Request, seconds: float, attempt: Callable[[], Awaitable[R]], *, closely: bool = False
+    request: Request, seconds: float, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY
 ) -> R:
     """What `attempt` returns, once others have done what it waits for, as `Waiting.until` has it."""
     waiting: Waiting = request.app.waiting
-    return await waiting.until(caller_of(request.scope).namespace, request.receive, seconds, attempt, closely=closely)
+    return await waiting.until(caller_of(request.scope).namespace, request.receive, seconds, attempt, match)

@@ -35,7 +35,7 @@ from service.api.context import caller_of, engine_of
 from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.problems import invalid_parameter
 from service.api.tensors import Receipt, Receipts
-from service.api.waiting import in_pool
+from service.api.waiting import ANY, in_pool
 from service.api.work import INLINE_BYTES, INLINE_TEXT
 from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.names import LONGEST_NAME, check_name
@@ -211,8 +211,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     asked = await BufferRequest.of(request)
     asked.check_no_body()
     one = _take(query, check_name(name), match_of(request.scope))
-    closely = one.match is not None  # a wait for a tag that the buffer had is over
-    outcome = await wait_for(request, query.timeout, lambda: asked.change_holding_values([one]), closely=closely)
+    outcome = await wait_for(request, query.timeout, lambda: asked.change_holding_values([one]), one.match or ANY)
     return await asked.respond(outcome, query.encoding, one=True, reduce=query.reduce, dtype=query.dtype)
 
 

@@ -242,7 +242,9 @@ def _tell_errors(made: dict[str, Any]) -> None:
                 del responses["422"]
             for status, side in (("4XX", "request"), ("5XX", "server")):
                 error = {"description": f"What is wrong with the {side}", "content": content}
-                responses[status] = {**responses.get(status, error), "headers": _RETRY}
+                responses.setdefault(status, error)
+            for status in responses.keys() & {"4XX", "5XX", "503"}:
+                responses[status] = {**responses[status], "headers": _RETRY}
             for parameter in operation.get("parameters", ()):
                 if parameter["in"] == "path" and path.startswith("/v1/buffers"):
                     parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}

@@ -42,6 +42,8 @@ def server_config(settings: Settings) -> uvicorn.Config:
 TOO = (signal.SIGHUP, signal.SIGQUIT)
 """What stops the server besides SIGTERM and SIGINT, unless it was told to ignore them, as by nohup."""
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, *TOO)
+
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT."""
@@ -71,8 +73,14 @@ class _Workers(Multiprocess):
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         ignored = [number for number in TOO if signal.getsignal(number) is signal.SIG_IGN]
         super().__init__(config, sockets=sockets)
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN if number in ignored else self._told)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        self.signal_queue.append(number)  # which is looked at twice a second
+        for one in STOPPING:
+            if signal.getsignal(one) is not signal.SIG_IGN:
+                signal.signal(one, self._stop_at_once)
 
     def handle_hup(self) -> None:
         self._stop()
@@ -96,8 +104,6 @@ class _Workers(Multiprocess):
         self.should_exit.set()
         for one in self.sockets:
             one.close()  # or else connections would queue up that no worker accepts any more
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop_at_once)
 
     def _stop_at_once(self, number: int, frame: FrameType | None) -> None:
         for process in self.processes:

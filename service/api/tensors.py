@@ -133,7 +133,7 @@ class Problem(BaseModel):
     count: int = Field(default_factory=_absent, description="The gradients in it.")
     min_count: int = Field(default_factory=_absent)
     scope: str = Field(default_factory=_absent, description="What the API key would have to be good for.")
-    receipts: dict[str, Receipt] = Field(
+    receipts: dict[str, Any] = Field(
         default_factory=_absent, description="Of a request that was made before, what it changed then."
     )
 

@@ -22,8 +22,12 @@ R = TypeVar("R")
 POLL_SECONDS = 0.002
 """How often a process with requests that wait looks whether another process has changed anything."""
 
-REST = 4
-"""Times as long as such a look took until the next, at least: thousands of buffers take long, and others are served."""
+AT_ONCE, REST = 100, 4
+"""Buffers that are looked at before it is the turn of others, and times as long as all of them took until the next look
+at least."""
+
+ANY = frozenset({"*"})
+"""Every tag."""
 
 
 async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
@@ -100,22 +104,21 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class _Key(NamedTuple):
-    """What requests wait for: the next epoch of a buffer, a count that is not below `least`, or, with `closely`, any
-    change of it."""
+    """What requests wait for: the next epoch of a buffer, or a count that is not below `least`; or that its tag is none
+    of `match`."""
 
     namespace: str
     name: str
     least: int | None
-    closely: bool
+    match: frozenset[str]
 
 
 class _State(NamedTuple):
-    """What a buffer is to those that wait; `ready` if its count is not below theirs."""
+    """What a buffer is to those that wait; `over` if its count is not below theirs, or its tag is none of theirs."""
 
     id: int
     epoch: int
-    ready: bool
-    version: int
+    over: bool
 
 
 class _Watched:
@@ -151,35 +154,36 @@ class Waiting:
         receive: Receive,
         seconds: float,
         attempt: Callable[[], Awaitable[R]],
-        *,
-        closely: bool = False,
+        match: frozenset[str] = ANY,
     ) -> R:
         """What `attempt` returns; while it raises `EpochOpen` or `TooFewGradients` of a buffer in the namespace, it is
-        called again when that may be over, or, with `closely`, whenever the buffer has changed.
+        called again when that may be over, or the tag of the buffer is none of `match`.
 
         After `seconds` it is called a last time. The body must have been read. Raises `ClientDisconnect` if the client
         goes.
         """
         if seconds <= 0:
             return await attempt()
-        return await while_connected(receive, self._attempts(namespace, seconds, attempt, closely))
+        return await while_connected(receive, self._attempts(namespace, seconds, attempt, match))
 
-    async def _attempts(self, namespace: str, seconds: float, attempt: Callable[[], Awaitable[R]], closely: bool) -> R:
+    async def _attempts(
+        self, namespace: str, seconds: float, attempt: Callable[[], Awaitable[R]], match: frozenset[str]
+    ) -> R:
         end = asyncio.get_running_loop().time() + seconds
         while True:
             try:
                 return await attempt()
             except (EpochOpen, TooFewGradients) as error:
                 about: dict[str, Any] = error.context
-            key = _Key(namespace, about["buffer"], about.get("min_count"), closely)
+            key = _Key(namespace, about["buffer"], about.get("min_count"), match)
             if not await self._change(key, about["epoch"], end):
-                return await attempt()  # a buffer that has expired changes nothing, and is gone
+                return await attempt()  # which says what is missing; a buffer that expires changes nothing, and is gone
 
     async def _change(self, key: _Key, epoch: int, end: float) -> bool:
-        """Wait for an end of the state in which the buffer is, of this epoch. False if there is none by `end`."""
+        """Wait for an end of the state in which the buffer was, in this epoch. False if there is none by `end`."""
         seen = self._store.generation()
         state = self._state(key)
-        if state is None or state.epoch != epoch or state.ready:
+        if state is None or state.epoch != epoch or state.over:
             await asyncio.sleep(POLL_SECONDS)  # were this to come again and again, others are served
             return True
         watched = self._watched.get(key)
@@ -210,19 +214,27 @@ class Waiting:
         except GradserveError:
             return None
         ready = key.least is not None and record.count >= key.least
-        return _State(record.id, record.epoch, ready, record.version if key.closely else 0)
+        return _State(record.id, record.epoch, ready or not key.match & {"*", record.etag})
+
+    def _is_over(self, key: _Key) -> bool:
+        return self._state(key) != self._watched[key].state
 
     async def _poll(self, seen: int) -> None:
         clock, took = asyncio.get_running_loop().time, 0.0
         try:
             while self._watched:
                 await asyncio.sleep(max(POLL_SECONDS, REST * took))
-                began, now = clock(), self._store.generation()
-                if now != seen:
-                    seen = now
-                    self._wake([key for key, one in self._watched.items() if self._state(key) != one.state])
-                    await asyncio.sleep(0)  # those that are woken are a part of what this takes
-                took = clock() - began
+                now, took = self._store.generation(), 0.0
+                if now == seen:
+                    continue
+                seen, keys = now, [*self._watched]
+                for start in range(0, len(keys), AT_ONCE):
+                    began, some = clock(), keys[start : start + AT_ONCE]
+                    self._wake([key for key in some if key in self._watched and self._is_over(key)])
+                    took += clock() - began
+                    await asyncio.sleep(0)  # others are served
+        except GradserveError:
+            pass  # of which whoever waits is told
         finally:
             self._poller = None
             self._wake([*self._watched])  # were it to fail, whoever waits looks for itself

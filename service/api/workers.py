@@ -39,7 +39,12 @@ class Workers:
         """Raise `NotReady` unless all of them serve."""
         if self._directory is None:
             return
-        missing = self._count - sum(map(is_locked, self._directory.glob("*.serving")))
+        missing = self._count
+        for path in self._directory.glob("*.serving"):
+            if is_locked(path):
+                missing -= 1
+            else:
+                path.unlink(missing_ok=True)  # its process is gone
         if missing > 0:
             verb = "is" if missing == 1 else "are"
             raise NotReady(f"{missing} of {self._count} worker processes {verb} starting, or being replaced")

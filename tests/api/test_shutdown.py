@@ -146,3 +146,14 @@ def test_told_twice_it_stops_at_once_and_loses_nothing(server: Server) -> None:
         assert server.process.wait(10) == 1
     server.start()
     assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_told_twice_in_a_moment_it_stops_at_once(tmp_path: Path, workers: int) -> None:
+    with Server(tmp_path / "store", workers=workers) as server:
+        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
+        with half_sent(server):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)  # or else both would be one
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(10) == 1

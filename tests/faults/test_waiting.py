@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
-from service.api.waiting import Waiting
-from service.buffers.changes import Add, Create, Take
+from service.api.waiting import ANY, Waiting
+from service.buffers.changes import Add, Change, Create, Delete, Take
 from service.buffers.memory import MemoryStore
 from service.buffers.requests import Request
 from service.buffers.store import Record, Spec
 from service.dtypes import FLOAT32
+from service.errors import InvalidParameter, PreconditionFailed
+from tests.api.calls import PATIENCE
+
+R = TypeVar("R")
 
 SCALAR = np.ones((), np.float32)
 
@@ -40,11 +45,28 @@ async def stay() -> dict[str, Any]:
     return {"type": "http.disconnect"}
 
 
+def waited(store: MemoryStore, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY) -> R:
+    """What comes of a wait that would last for ten minutes."""
+
+    async def wait() -> R:
+        return await asyncio.wait_for(Waiting(store).until("", stay, 600, attempt, match), PATIENCE)
+
+    return asyncio.run(wait())
+
+
+def change(store: MemoryStore, *changes: Change) -> None:
+    store.submit(Request(changes)).result()
+
+
+W = Create(name="w", spec=Spec((), FLOAT32))
+ADD = Add(name="w", gradient=SCALAR)
+
+
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("kind", ["epoch", "count"])
+@pytest.mark.parametrize("kind", ["epoch", "count", "tag"])
 def test_a_change_in_the_moment_in_which_the_wait_begins(kind: str, before: bool) -> None:
     store = Racing()
-    store.submit(Request([Create(name="w", spec=Spec((), FLOAT32))])).result()
+    change(store, W)
     tries = 0
 
     async def attempt() -> int:
@@ -53,20 +75,39 @@ def test_a_change_in_the_moment_in_which_the_wait_begins(kind: str, before: bool
         record = MemoryStore.record(store, "w")
         if kind == "epoch":
             return record.kept(0).epoch
-        Take(name="w", min_count=1).admit(record)
+        with suppress(PreconditionFailed):
+            Take(name="w", min_count=5 if kind == "tag" else 1, match=match).admit(record)
         return 0
 
-    change = Take(name="w") if kind == "epoch" else Add(name="w", gradient=SCALAR)
-    store.race, store.before = lambda: store.submit(Request([change])).result(), before
-    assert asyncio.run(Waiting(store).until("", stay, 2, attempt)) == 0
+    match = frozenset({'"0-0"'} if kind == "tag" else ANY)
+    store.race, store.before = lambda: change(store, Take(name="w") if kind == "epoch" else ADD), before
+    assert waited(store, attempt, match) == 0
     assert tries == 2
+    store.close()
+
+
+def test_a_buffer_that_is_deleted_and_created_anew_meanwhile_is_another_one() -> None:
+    store = Racing()
+    change(store, W)
+
+    async def attempt() -> int:
+        Take(name="w", min_count=2).admit(MemoryStore.record(store, "w"))
+        return 0
+
+    def recreate() -> None:
+        change(store, Delete(name="w"))
+        change(store, Create(name="w", spec=Spec((), FLOAT32, quorum=2)))
+
+    store.race = recreate
+    with pytest.raises(InvalidParameter, match="quorum"):
+        waited(store, attempt)
     store.close()
 
 
 def test_only_what_may_be_there_wakes() -> None:
     store = MemoryStore()
     for name in ("w", "v"):
-        store.submit(Request([Create(name=name, spec=Spec((), FLOAT32))])).result()
+        change(store, Create(name=name, spec=Spec((), FLOAT32)))
     tries = 0
 
     async def attempt() -> int:
@@ -76,11 +117,11 @@ def test_only_what_may_be_there_wakes() -> None:
         return tries
 
     async def add() -> int:
-        waiting = asyncio.create_task(Waiting(store).until("", stay, 30, attempt))
+        waiting = asyncio.create_task(Waiting(store).until("", stay, 600, attempt))
         for name in ("v", "v", "w", "w", "w", "w", "w"):
             await asyncio.sleep(0.02)  # many polls; were there none, the test would only see less
-            store.submit(Request([Add(name=name, gradient=SCALAR)])).result()
-        return await waiting
+            change(store, Add(name=name, gradient=SCALAR))
+        return await asyncio.wait_for(waiting, PATIENCE)
 
     assert asyncio.run(add()) == 2
     store.close()
