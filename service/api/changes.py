@@ -16,12 +16,12 @@ from service.api.context import caller_of
 from service.api.negotiation import JSON
 from service.buffers.changes import Change
 from service.buffers.namespaced import Namespaced
-from service.buffers.requests import Outcome
+from service.buffers.requests import Outcome, check_same
 from service.buffers.requests import Request as Asked
 from service.buffers.store import Array, Key, Known, Receipt, Store
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.errors import InvalidParameter, KeyReused, NotReady, shown
+from service.errors import InvalidParameter, NotReady, shown
 
 LONGEST_KEY = 255
 
@@ -87,12 +87,8 @@ async def change(store: Store, changes: Sequence[Change], key: Key | None, sourc
 def recalled(store: Store, key: Key | None) -> Known | None:
     """What was stored with this key, if the request came before. Raises `KeyReused`."""
     known = None if key is None else store.recall(key)
-    if key is None or known is None:
-        return None
-    if known.fingerprint != key.fingerprint:
-        raise KeyReused(
-            f"The Idempotency-Key {shown(key.text)} was used for another request; a new request needs a new key"
-        )
+    if key is not None and known is not None:
+        check_same(key, known)
     return known
 
 

@@ -89,6 +89,8 @@ def install(app: FastAPI) -> None:
             return answer(request.scope["path"], MethodNotAllowed(detail), {"Allow": allowed})
         if error.status_code == 404:
             detail = f"There is nothing at {shown(request.url.path)}; see /docs for what there is"
+            if request.url.path.startswith("/v1/buffers/"):
+                detail += ". The name of a buffer has no slash"
             return answer(request.scope["path"], NotFound(detail))
         return answer(request.scope["path"], MalformedBody(str(error.detail)))
 

@@ -43,6 +43,7 @@ TOO = (signal.SIGHUP, signal.SIGQUIT)
 """What stops the server besides SIGTERM and SIGINT, unless it was told to ignore them, as by nohup."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, *TOO)
+"""All that stops it."""
 
 
 def run(settings: Settings) -> None:

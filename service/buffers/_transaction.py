@@ -20,7 +20,6 @@ from service.errors import BufferCorrupt
 MOST_EXPIRED = 100
 """How many buffers that have expired are removed at a time."""
 
-
 MOST_KNOWN, MOST_KNOWN_EPOCHS = 1 << 14, 1 << 17
 """The most records that the writer remembers, and closed epochs in all of them, of which each takes 0.2 KB."""
 

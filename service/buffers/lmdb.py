@@ -269,8 +269,8 @@ class LmdbStore:
                         raise _UndoneError(job, error) from None
                     answers.append(told(error))
                 reached("made")
-            changes.forget_keys(2 * len(jobs) + 8)
             most = 2 * len(jobs) + 8  # more than the requests can add
+            changes.forget_keys(most)
             if now > self._next_check:
                 self._next_check, most = now + IDLE_SECONDS, MOST_EXPIRED
                 self._env.check_readers()

@@ -43,10 +43,7 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
     """
     key = request.key
     if key is not None and (known := txn.recall(key)) is not None:
-        if known.fingerprint != key.fingerprint:
-            raise KeyReused(
-                f"The Idempotency-Key {shown(key.text)} was used for another request; a new request needs a new key"
-            )
+        check_same(key, known)
         outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
         for change in request.changes:
             if change.name not in known.receipts:
@@ -96,6 +93,15 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
     if key is not None:
         txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
     return outcome
+
+
+def check_same(key: Key, known: Known) -> None:
+    """Raise `KeyReused` unless the request is the one that came with its key before."""
+    if known.fingerprint != key.fingerprint:
+        raise KeyReused(
+            f"The Idempotency-Key {shown(key.text)} was used for another request: its path, query, Content-Type or body"
+            " was not the same, byte by byte. A new request needs a new key"
+        )
 
 
 def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:

@@ -470,3 +470,8 @@ def test_a_store_that_fails_harms_nothing(tmp_path: Path) -> None:
 def test_what_has_no_answer_is_of_any_type(http: httpx.Client, accept: str) -> None:
     http.put("/v1/buffers/short-lived", json={"shape": []}).raise_for_status()
     assert http.delete("/v1/buffers/short-lived", headers={"Accept": accept}).status_code == 204
+
+
+def test_a_name_with_a_slash_is_explained(http: httpx.Client) -> None:
+    for path in ("layer/weight", "layer%2Fweight"):
+        assert_problem(http.put(f"/v1/buffers/{path}", json={"shape": []}), 404, "not_found", "no slash")
