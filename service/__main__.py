@@ -176,14 +176,15 @@ def _export(settings: Settings, path: Path, prefix: str) -> int:
 
 def _import(settings: Settings, path: Path) -> int:
     _path(settings)  # of what is in memory, nothing would be left
-    store = store_at(settings)
     limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
-    try:
-        with _stopping_cleanly():
-            names = transfer.restore(store, path, limits, settings.max_name_length)
-    finally:
-        store.close()
-    print(f"{len(names)} buffers")
+    with _stopping_cleanly():
+        buffers = transfer.read(path, limits, settings.max_name_length)
+        store = store_at(settings)
+        try:
+            transfer.restore(store, buffers)
+        finally:
+            store.close()
+    print(f"{len(buffers)} buffers")
     return 0
 
 

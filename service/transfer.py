@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -112,11 +112,10 @@ def _described(record: Record) -> dict[str, Any]:
     }
 
 
-def restore(store: Store, path: Path, limits: Limits, longest_name: int) -> list[str]:
-    """Create the buffers of a file that `export` wrote: their names. All of them, or, on an error, none.
+def read(path: Path, limits: Limits, longest_name: int) -> list[Restore]:
+    """The buffers of a file that `export` wrote.
 
-    Raises `MalformedBody`, `BufferExists`, `StoreFull`, `TooManyBuffers`, what else `limits` and names raise, and
-    OSError for the file.
+    Raises `MalformedBody`, what else `limits` and names raise, and OSError for the file.
     """
     with path.open("rb") as given, TemporaryFile() as copy:
         if not path.is_file():  # but a pipe, say
@@ -135,13 +134,18 @@ def restore(store: Store, path: Path, limits: Limits, longest_name: int) -> list
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
             raise MalformedBody(f"{path} has no tensor {name!r} like its metadata says")
-    there = {one.name for one in store.records()} & records.keys()
+    return [Restore(name=name, record=record, value=tensors[name]) for name, record in records.items()]
+
+
+def restore(store: Store, buffers: Collection[Restore]) -> None:
+    """Create the buffers: all of them, or, on an error, none.
+
+    Raises `BufferExists`, `StoreFull` and `TooManyBuffers`.
+    """
+    there = {one.name for one in store.records()} & {one.name for one in buffers}
     if there:
         raise BufferExists(f"There are buffers of the same names already: {', '.join(sorted(there)[:5])}")
-    asked = {
-        name: store.submit(Request([Restore(name=name, record=record, value=tensors[name])]))
-        for name, record in records.items()
-    }
+    asked = {one.name: store.submit(Request([one])) for one in buffers}
     try:
         for one in asked.values():
             one.result()
@@ -150,7 +154,6 @@ def restore(store: Store, path: Path, limits: Limits, longest_name: int) -> list
         for removed in [store.submit(Request([Delete(name=name)])) for name in made]:
             removed.result()
         raise
-    return [*asked]
 
 
 def _is_whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> bool:

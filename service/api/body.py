@@ -29,7 +29,7 @@ DIRECT_BYTES = 1 << 16
 ALIGNMENT = 16
 """What the address of every element's size divides, and NumPy's memory begins at a multiple of."""
 
-_WINDOWS = {"gzip": 31, "deflate": 15}
+_WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 """zlib's names of the content codings."""
 
 

@@ -94,7 +94,7 @@ async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -
     "/{name}",
     summary="A buffer's metadata",
     response_model=Metadata,
-    openapi_extra={**openapi.headers(*openapi.READING), **openapi.UNCHANGED},
+    openapi_extra=openapi.METADATA,
 )
 async def get(request: Request, name: str) -> Response:
     _check_no_query(request)
@@ -104,7 +104,7 @@ async def get(request: Request, name: str) -> Response:
     return _json(record.as_json(), headers={"ETag": record.etag})
 
 
-@router.delete("/{name}", summary="Forget a buffer", status_code=204, openapi_extra=openapi.headers(*openapi.ONE))
+@router.delete("/{name}", summary="Forget a buffer", status_code=204, openapi_extra=openapi.DELETION)
 async def delete(request: Request, name: str) -> Response:
     _check_no_query(request)
     asked = await BufferRequest.of(request)

@@ -41,7 +41,7 @@ def operation(operator: Operator) -> dict[str, Any]:
 
     problem = {"content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}}
     return {
-        **headers(*ONE),
+        **_headers(*ONE),
         "requestBody": {"required": True, "content": {**json("Request", dict(operator.example)), **_SAFETENSORS}},
         "responses": {
             "200": {
@@ -91,15 +91,18 @@ _RETRY = _told("Retry-After", "Seconds after which to try again; with 429 and 50
 
 _KEY = {"type": "http", "scheme": "bearer", "description": "An API key, where the server has a file of them."}
 
-UNCHANGED: dict[str, Any] = {
-    "responses": {"304": {"description": "The buffer still has a tag that If-None-Match names"}},
-}
+_UNCHANGED: dict[str, Any] = {"304": {"description": "The buffer still has a tag that If-None-Match names"}}
 """What those that read a buffer may be answered, too."""
 
 
-def headers(*names: str) -> dict[str, Any]:
+def _headers(*names: str) -> dict[str, Any]:
     """The headers that an endpoint knows."""
     return {"parameters": [{"name": name, "in": "header", **_HEADERS[name]} for name in names]}
+
+
+METADATA: dict[str, Any] = {**_headers(*READING), "responses": {"200": {"headers": _ETAG}, **_UNCHANGED}}
+DELETION: dict[str, Any] = {**_headers(*ONE), "responses": {"204": {"headers": _REPLAYED}}}
+"""What these endpoints know and answer besides what FastAPI can tell."""
 
 
 GRADIENT: dict[str, Any] = {
@@ -141,9 +144,9 @@ def buffer_operation(
     if created:
         responses["201"] = {"description": "The new buffer", **success, "headers": {**told, **_LOCATION}}
     if knows == READING:
-        responses |= UNCHANGED["responses"]
+        responses |= _UNCHANGED
     operation: dict[str, Any] = {
-        **headers(*knows),
+        **_headers(*knows),
         "responses": {**responses, "4XX": {"description": "What is wrong", **problem}},
     }
     if body is not None:
@@ -189,7 +192,7 @@ _INFER: dict[str, Any] = {
     "parameters": [
         {"name": "op", "in": "path", "required": True, "schema": {"type": "string"}},
         {"name": "Inference-Header-Content-Length", "in": "header", "schema": {"type": "integer", "minimum": 0}},
-        *headers(*ONE)["parameters"],
+        *_headers(*ONE)["parameters"],
     ],
     "requestBody": {
         "required": True,

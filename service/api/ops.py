@@ -196,7 +196,8 @@ def buffers_of(
 
 def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
     """What a JSON body asks for, to be answered in the media type `answers`."""
-    document = json_codec.Document(body, engine.limits)
+    # Where all is in buffers, there is nothing to send.
+    document = json_codec.Document(body if len(body) or not query.sources else b"{}", engine.limits)
     buffers = _buffers(operator, query)
     check_names(operator, {**document.members, **buffers.sources})
     forms = {name: judge(name, value) for name, value in document.members.items()}

@@ -89,6 +89,15 @@ def test_one_buffer_for_two_inputs(http: httpx.Client) -> None:
     assert answer["dX"]["data"] == [2, 5]
 
 
+@pytest.mark.parametrize("headers", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
+def test_nothing_need_be_sent_where_all_is_in_buffers(http: httpx.Client, headers: dict[str, str]) -> None:
+    name = stored(http, [-1, 2])
+    one, both = {"from": [f"X:{name}"]}, {"from": [f"X:{name}", f"dY:{name}"]}
+    assert ok(http.post("/v1/ops/ReluGrad", params=both, headers=headers))["dX"]["data"] == [0, 2]
+    assert_problem(http.post("/v1/ops/ReluGrad", params=one, headers=headers), 422, "missing_tensor", "dY")
+    assert_problem(http.post("/v1/ops/ReluGrad", headers=headers), 400, "malformed_body", "empty")
+
+
 def test_from_a_large_buffer(http: httpx.Client) -> None:
     numbers = np.random.default_rng(1).standard_normal((300, 1000), np.float32)
     name = stored(http, numbers)

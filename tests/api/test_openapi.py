@@ -63,9 +63,12 @@ def test_answers_share_their_schemas(schema: Any) -> None:
             success = schema["paths"][path]["post"]["responses"]["200"]
             assert success["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{expected}"}
             assert "Idempotency-Replayed" in success["headers"]
-    made = schema["paths"]["/v1/buffers/{name}"]["put"]["responses"]
+    one = schema["paths"]["/v1/buffers/{name}"]
+    made = one["put"]["responses"]
     assert made["200"]["content"] == made["201"]["content"]
     assert made["201"]["headers"].keys() == {"ETag", "Idempotency-Replayed", "Location"}
+    assert one["get"]["responses"]["200"]["headers"].keys() == {"ETag"}
+    assert one["delete"]["responses"]["204"]["headers"].keys() == {"Idempotency-Replayed"}
 
 
 def test_names_of_buffers_have_a_pattern(schema: Any) -> None:
