@@ -92,7 +92,7 @@ class KeyFile:
             return
         try:
             self._keys = {key.id: key for key in load(self.path)}
-            self._seen = seen
+            self._seen, self._told = seen, ""
         except KeyFileInvalid as error:  # which may pass: it is read again for the next request
             if str(error) != self._told:
                 logger.error("gradserve goes on with the keys it has: %s", error)

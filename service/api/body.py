@@ -101,7 +101,7 @@ async def _grown(scope: Scope, receive: Receive, limit: int, patience: float) ->
             if chunked and len(body) - held > SMALL_BYTES:
                 hold(scope, len(body) - held)
                 held = len(body)
-            if more and (not held or len(body) >= LEAST_RATE * (clock() - began - patience)):
+            if more and len(body) + SMALL_BYTES >= LEAST_RATE * (clock() - began - patience):
                 timeout.reschedule(clock() + patience)
     return memoryview(body)
 

@@ -173,7 +173,7 @@ class BufferRequest:
                     return await work([*listed])
                 except UnknownBuffer:  # of a prefix, deleted since it was listed
                     left -= 1
-                    if not left:
+                    if not (left and listed):
                         raise
 
         return await wait_for(self._request, timeout, attempt)

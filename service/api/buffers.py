@@ -58,7 +58,6 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
     openapi_extra=openapi.buffer_operation(NewBuffer, Metadata, openapi.CREATING, created=True),
 )
 async def create(request: Request, name: str) -> Response:
-    check_given_once(request)
     _check_no_query(request)
     asked = await BufferRequest.of(request)
     given = asked.model(NewBuffer)

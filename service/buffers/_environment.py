@@ -174,7 +174,10 @@ class Environment:
 
 
 def _is_full(path: Path) -> bool:
-    disk = os.statvfs(path)
+    try:
+        disk = os.statvfs(path)
+    except OSError:  # what fails need not be full
+        return False
     return disk.f_bavail * disk.f_frsize < 4 << 20
 
 

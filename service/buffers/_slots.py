@@ -60,7 +60,10 @@ class SlotFile:
 
     def read(self, slot: int, memory: memoryview) -> bool:
         """Fill the memory. False if the file is too short."""
-        return os.preadv(self._fd, [memory], slot * CHUNK) == len(memory)
+        try:
+            return os.preadv(self._fd, [memory], slot * CHUNK) == len(memory)
+        except OSError:
+            return False
 
     def write(self, slot: int, data: memoryview) -> None:
         """Write a chunk. Raises OSError for a full disk."""

@@ -240,7 +240,7 @@ class Restore(Change):
 
     def apply(self, txn: Transaction, record: None, now: float) -> tuple[Receipt, Array | None]:
         txn.count_new(self.name, now)
-        made = self.record.changed(id=txn.new_id(), value=None, closed=(), updated=now)
+        made = self.record.changed(name=self.name, id=txn.new_id(), value=None, closed=(), updated=now)
         made = made.changed(value=txn.accumulate(made, Dense(self.value, made.spec.shape), 1.0, True))
         txn.put(made)
         return made.receipt(updated=True), None

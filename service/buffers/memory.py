@@ -32,6 +32,7 @@ from service.buffers.store import (
     uncounted,
     unknown,
 )
+from service.errors import StoreFailed
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -54,12 +55,15 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._state = _State()
         self._generation = 0
+        self._closed = False
 
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
         with self._lock, np.errstate(all="ignore"):
             start = time.perf_counter()
             try:
+                if self._closed:
+                    raise StoreFailed("The store is closed")
                 now = self._clock()
                 self._expire(now)
                 txn = self._transaction()
@@ -113,7 +117,8 @@ class MemoryStore:
             return self._generation
 
     def close(self) -> None:
-        self._state = _State()
+        with self._lock:
+            self._closed, self._state = True, _State()
 
     def _transaction(self) -> _Transaction:
         return _Transaction(self._state, self._allocate, self._max_buffers)
@@ -151,6 +156,12 @@ class _State:
         self.deadlines: list[tuple[float, int, str]] = []  # a heap: when a buffer, by id and name, may have expired
         self.last_id = 0
 
+    def drop_deadlines(self) -> None:
+        """Keep none of buffers that are gone, which would otherwise stay until they have passed."""
+        records = self.records.values()
+        self.deadlines[:] = [(one.expires, one.id, one.name) for one in records if one.expires is not None]
+        heapq.heapify(self.deadlines)
+
 
 class _Transaction:
     """What a request changes of `state`, apart from it until `commit`."""
@@ -170,6 +181,8 @@ class _Transaction:
         _merge(self._state.values, self._values)
         self._state.keys |= self._keys
         self._state.last_id = self._last_id
+        if len(self._state.deadlines) > 2 * len(self._state.records) + 100:
+            self._state.drop_deadlines()
 
     def _commit_new(self) -> None:
         for namespace, change in self._counted.items():

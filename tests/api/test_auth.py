@@ -322,6 +322,19 @@ def test_a_file_that_could_not_be_read_once_is_read_again(tmp_path: Path, monkey
     assert [keys.find(secret) is not None for secret in secrets] == [False, True]
 
 
+def test_a_file_that_breaks_again_is_told_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys.json"
+    secret = add(path, "ann", ["ops"])
+    good, keys = path.read_text(), KeyFile(path)
+    for _ in range(2):
+        path.write_text("{")
+        for _ in range(3):
+            keys.find(secret)
+        path.write_text(good)
+        assert keys.find(secret) is not None
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+
+
 def test_the_file_stays_whose_it_is(tmp_path: Path) -> None:
     """The service may run as another user than the one who changes its keys."""
     file, link = tmp_path / "keys.json", tmp_path / "link.json"

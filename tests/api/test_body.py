@@ -335,18 +335,20 @@ def test_connections_on_which_no_request_comes() -> None:
                 assert connection.is_closed()
 
 
+@SIZES
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_large_body_that_comes_a_byte_at_a_time_is_given_up(impatient: str, chunked: bool) -> None:
-    """Its memory is there, and kept from others, from the beginning."""
-    message = v1(LARGE)
+def test_a_body_that_comes_a_byte_at_a_time_is_given_up(impatient: str, size: int, chunked: bool) -> None:
+    """The memory of a large one is there, and kept from others, from the beginning."""
+    message = v1(size)
     whole = message.chunked(80_000) if chunked else message.whole()
+    begun = len(message.head) + (81_000 if size == LARGE else 40)
     with Connection(impatient) as connection:
-        connection.send(whole[: len(message.head) + 81_000])
+        connection.send(whole[:begun])
         for number in range(60):
             time.sleep(0.2)
             if select.select([connection.socket], [], [], 0)[0]:
                 break
-            start = len(message.head) + 81_000 + number
+            start = begun + number
             connection.send(whole[start : start + 1])
         else:
             raise AssertionError("it goes on and on")

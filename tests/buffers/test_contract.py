@@ -20,6 +20,7 @@ from service.errors import (
     EpochOpen,
     PreconditionFailed,
     StaleEpoch,
+    StoreFailed,
     UnknownBuffer,
 )
 from tests.buffers.calls import (
@@ -223,6 +224,26 @@ def test_space_of_expired_buffers_is_freed(tmp_path: Path, clock: Clock) -> None
     store.close()
     entries = entries_of(tmp_path)
     assert (entries["buffers"], entries["values"], entries["deadlines"]) == (2, 1, 1)
+
+
+def test_deadlines_of_buffers_that_are_gone_are_forgotten(clock: Clock) -> None:
+    store = open_memory(clock)
+    create(store, "stays", ttl_seconds=50.0)
+    for _ in range(1000):
+        create(store, "a", ttl_seconds=1e9)
+        do(store, Delete(name="a"))
+    assert len(store._state.deadlines) < 200
+    clock.advance(50)
+    assert store.records() == []
+    store.generation()
+    assert store.size() == (0, 0)
+
+
+def test_a_closed_store_takes_nothing(store: Store) -> None:
+    create(store, "a")
+    store.close()
+    with pytest.raises(StoreFailed, match="closed"):
+        add(store, "a", [1, 2])
 
 
 # ----- match -----

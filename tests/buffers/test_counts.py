@@ -121,6 +121,13 @@ def test_a_restored_buffer_takes_a_place(store: Store, clock: Clock) -> None:
     assert state(store) == before
 
 
+def test_a_buffer_is_restored_under_the_name_that_it_is_to_have(store: Store, clock: Clock) -> None:
+    record = Record("x", spec(), 0, clock.now, clock.now, count=1)
+    ann = Namespaced(store, "ann")
+    do(ann, Restore(name="c", record=record, value=ones(2)))
+    assert [one.name for one in ann.records()] == ["c"]
+
+
 def test_a_buffer_that_expires_leaves_its_place_at_once(store: Store, clock: Clock) -> None:
     create(store, "a", "b", ttl_seconds=10.0)
     create(store, "c")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +21,7 @@ from service.errors import (
     KeyReused,
     StoreFailed,
 )
-from tests.buffers.calls import LARGE, Clock, add, create, do, key, ones, request, value
+from tests.buffers.calls import LARGE, PATIENCE, Clock, add, create, do, key, ones, request, value
 from tests.kernels.equality import assert_same_bits
 
 
@@ -161,6 +163,48 @@ def test_a_damaged_value_can_be_replaced(reopen: Callable[[], LmdbStore], tmp_pa
     change = Zero(name="a") if how == "zero" else Add(name="a", gradient=numbers, overwrite=True)
     do(store, change)
     assert_same_bits(value(store, "a"), np.zeros(LARGE, np.float32) if how == "zero" else numbers)
+
+
+def test_a_value_that_cannot_be_read_harms_one_buffer(
+    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a sector of the disk is bad."""
+    store = reopen()
+    create(store, "hurt", shape=(LARGE,))
+    create(store, "well")
+    add(store, "hurt", ones(1))
+    store = reopen()
+
+    def failing(*args: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(BufferCorrupt, match="hurt"):
+        store.read(["hurt"])
+    with pytest.raises(BufferCorrupt):
+        add(store, "hurt", ones(1))
+    assert add(store, "well", [1, 2])["count"] == 1
+
+
+def test_the_writer_outlives_a_disk_that_fails_altogether(
+    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = reopen()
+    create(store, "a")
+    with monkeypatch.context() as patch:
+
+        def failing(*args: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def transact(*args: object) -> None:
+            raise lmdb.Error(f"mdb_txn_commit: {os.strerror(errno.EIO)}")
+
+        patch.setattr(os, "statvfs", failing)
+        patch.setattr(store, "_transact", transact)
+        for _ in range(2):
+            with pytest.raises(StoreFailed, match="failed: mdb_txn_commit"):
+                store.submit(request(Add(name="a", gradient=ones(2)))).result(PATIENCE)
+    assert add(store, "a", ones(2))["count"] == 1
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def value(name: str, *, epoch: int | None, reduce: Reduce, dtype: npt.DTypeLike 
         "GET",
         _path(name, "/value"),
         lambda answer: decode(answer.body)[0]["value"],
-        query={**as_query({"epoch": epoch, "reduce": reduce, "dtype": _dtype(dtype)})},
+        query=as_query({"epoch": epoch, "reduce": reduce, "dtype": _dtype(dtype)}),
         headers={"Accept": MEDIA_TYPE},
         wait=timeout,
     )
