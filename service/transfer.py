@@ -257,7 +257,7 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
                         yield f"{WRONG}{what} of the buffer {name!r} is damaged"
             stray = set(reader.value_ids()) - parts.keys()
             slots = Counter(slot for each in parts.values() for slot in each)
-            free = reader.free_slots()
+            free, there = reader.free_slots(), range(reader.slot_count())
             keys, damaged_keys = reader.entries()["keys"], reader.damaged_keys()
             counts, counted = reader.counts(), reader.counted_anew()
             wrong = [one for one in sorted(counts | counted) if counts.get(one, 0) != counted.get(one, 0)]
@@ -276,6 +276,8 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
             yield f"{WRONG}value {value} belongs to no buffer that can be read"
         for slot in sorted({slot for slot, count in slots.items() if count > 1} | slots.keys() & set(free)):
             yield f"{WRONG}slot {slot} has more than one use"
+        for slot in sorted(slot for slot in free if slot not in there):
+            yield f"{WRONG}slot {slot} is said to be free, but there are {len(there)}"
     finally:
         env.close()
 

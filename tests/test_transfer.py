@@ -350,6 +350,32 @@ def test_buffers_of_namespaces_stay_apart(tmp_path: Path) -> None:
             assert run("import", str(file), "--store", f"lmdb:{tmp_path}/b") == (0, "2 buffers\n", "")
 
 
+def test_the_doctor_checks_the_free_slots(tmp_path: Path) -> None:
+    path, store = tmp_path / "a", f"lmdb:{tmp_path}/a"
+
+    def change(name: str) -> None:
+        with serving(store=store) as url, httpx.Client(base_url=url) as client:
+            put(client, name, shape=[200_000])
+            for _ in range(3):
+                add(client, name, 1)
+            assert set(client.get(f"/v1/buffers/{name}/value").json()["value"]["data"]) == {3}
+
+    change("x")
+    assert run("doctor", "--store", store)[0] == 0
+    with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
+        free = txn.cursor(env.open_db(b"free", txn=txn))
+        assert free.first()
+        slots = np.frombuffer(free.value(), "<i8").copy()
+        slots[0] |= 1 << 60
+        free.put(free.key(), slots.tobytes())
+    status, out, _ = run("doctor", "--store", store)
+    lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
+    assert status == 1
+    assert lines == [f"WRONG: slot {slots[0]} is said to be free, but there are 12"]
+    change("y")
+    assert run("doctor", "--store", store)[0] == 0
+
+
 def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
     path, store = tmp_path / "a", f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:

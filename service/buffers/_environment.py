@@ -173,7 +173,8 @@ class Environment:
         self.file.close()
 
 
-def _is_full(path: Path) -> bool:
+def disk_is_full(path: Path) -> bool:
+    """Whether the disk has so little room that this may be what fails."""
     try:
         disk = os.statvfs(path)
     except OSError:  # what fails need not be full
@@ -195,7 +196,7 @@ def translated(error: Exception, path: Path, max_bytes: int) -> Exception:
         return store_full(max_bytes)
     if isinstance(error, (lmdb.Error, OSError)):
         # LMDB calls a write that came short an input/output error.
-        suspected = os.strerror(errno.EIO) in str(error) and _is_full(path)
+        suspected = os.strerror(errno.EIO) in str(error) and disk_is_full(path)
         if suspected or os.strerror(errno.ENOSPC) in str(error):
             return StoreFull(f"The disk of the store in {path} is full; nothing was changed")
         return StoreFailed(f"The store in {path} failed: {error}")

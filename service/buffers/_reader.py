@@ -107,6 +107,10 @@ class Reader:
         with self._txn.cursor(db=self._env.values) as cursor:
             return [TIME.unpack(found)[0] for found in cursor.iternext(values=False)]
 
+    def slot_count(self) -> int:
+        """How many slots there are."""
+        return slot_count(self._env, self._txn)
+
     def free_slots(self) -> list[int]:
         """The slots that nothing refers to."""
         with self._txn.cursor(db=self._env.free) as cursor:
@@ -118,7 +122,7 @@ class Reader:
         for name in DATABASES:
             stat = self._txn.stat(getattr(self._env, name))
             pages += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
-        return pages + slot_count(self._env, self._txn) * CHUNK
+        return pages + self.slot_count() * CHUNK
 
     def used(self) -> int:
         """Bytes of the pages and slots in use."""

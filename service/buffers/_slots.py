@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +35,17 @@ _PARTS, _MOST_HELD = 4, 1 << 21
 """The disk is told to begin when a quarter of what was written waits, or so many bytes: a small value is on its way
 early, and a large one is not held up by the telling, which takes as long as it takes to add a chunk."""
 
+_PUNCH_HOLE = 3
+"""Linux's fallocate: take a part of a file from the disk, but keep the file's size."""
+
+_RESERVE = CHUNK
+"""Bytes of the disk that slots leave to LMDB: without a few pages of its own, it could not even delete a buffer."""
+
 _begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
 _begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+_give_back: Any = getattr(ctypes.CDLL(None), "fallocate", lambda *_: None)
+_give_back.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class Databases(Protocol):
@@ -81,6 +91,18 @@ class SlotFile:
         os.fdatasync(self._fd)
         self._written = self._held = 0
 
+    def has_room(self) -> bool:
+        """Whether the disk has room for one more slot."""
+        disk = os.fstatvfs(self._fd)
+        return disk.f_bavail * disk.f_frsize >= CHUNK + _RESERVE or not disk.f_blocks
+
+    def give_back(self, slots: Sequence[int], count: int) -> None:
+        """Give the disk what these slots take, and what lies behind the first `count`. Where it cannot, it does not."""
+        for slot in slots:
+            _give_back(self._fd, _PUNCH_HOLE, slot * CHUNK, CHUNK)
+        if os.fstat(self._fd).st_size > count * CHUNK:
+            os.ftruncate(self._fd, count * CHUNK)
+
     def size(self) -> int:
         """Bytes of the disk that the file takes."""
         return os.fstat(self._fd).st_blocks * 512
@@ -114,7 +136,7 @@ class Slots:
             self._env.file.write(slot, data)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise StoreFull(f"The disk of the store is full ({error.strerror}); nothing was changed") from None
+                raise disk_full(str(error.strerror)) from None
             raise
         return slot
 
@@ -137,6 +159,13 @@ class Slots:
         if self._fresh:
             self._env.file.sync()
 
+    def give_back(self) -> None:
+        """Give the disk the room of all slots that could be taken."""
+        with self._txn.cursor(db=self._env.free) as cursor:
+            entries = itertools.takewhile(lambda entry: self._is_reusable(entry[0]), cursor)
+            free = [slot for _, slots in entries for slot in np.frombuffer(slots, "<i8").tolist() if slot >= 0]
+        self._env.file.give_back(free, slot_count(self._env, self._txn))
+
     def _unused_key(self, freed_by: int) -> bytes:
         keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
         return next(key for key in keys if self._txn.get(key, db=self._env.free) is None)
@@ -151,23 +180,34 @@ class Slots:
 
     def _reusable(self) -> list[int]:
         """Slots that were freed long enough ago, the lowest last."""
-        seen = self._env.oldest_reader()
-        newest = self._txn.id() - 2
-        limit = newest if seen is None else min(newest, seen)
         with self._txn.cursor(db=self._env.free) as cursor:
-            if not cursor.first() or _FREE_KEY.unpack(cursor.key())[0] > limit:
+            if not cursor.first() or not self._is_reusable(cursor.key()):
                 return []
             slots = np.frombuffer(cursor.value(), "<i8").tolist()
             cursor.delete()
-        return sorted(slots, reverse=True)
+        count = slot_count(self._env, self._txn)
+        return sorted((slot for slot in slots if 0 <= slot < count), reverse=True)  # others are damage
+
+    def _is_reusable(self, key: bytes) -> bool:
+        """Whether the slots under this key of the list were freed long enough ago."""
+        seen = self._env.oldest_reader()
+        newest = self._txn.id() - 2
+        return int(_FREE_KEY.unpack(key)[0]) <= (newest if seen is None else min(newest, seen))
 
     def _beyond(self) -> list[int]:
         """A slot behind all others. Raises `StoreFull`."""
         count = slot_count(self._env, self._txn)
         if (count + 1) * CHUNK > self._env.max_bytes:
             raise store_full(self._env.max_bytes)
+        if not self._env.file.has_room():
+            raise disk_full(os.strerror(errno.ENOSPC))
         self._txn.put(b"slots", NUMBER.pack(count + 1), db=self._env.meta)
         return [count]
+
+
+def disk_full(reason: str) -> StoreFull:
+    """The error of a store whose disk has no room left."""
+    return StoreFull(f"The disk of the store is full ({reason}); nothing was changed")
 
 
 def store_full(max_bytes: int) -> StoreFull:

@@ -160,6 +160,10 @@ class LmdbTransaction(Reader):
         """Whether the store is within its size, this transaction included."""
         return self.taken() <= self._env.max_bytes or self.used() <= self._env.max_bytes
 
+    def give_back(self) -> None:
+        """Give the disk what of the store is free."""
+        self._writer.slots.give_back()
+
     def finish(self, now: float) -> None:
         """Store what is stored once for all requests, and bring large values to the disk."""
         self._writer.slots.finish()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import lmdb
 import numpy as np
 
-from service.buffers._environment import Environment, translated
+from service.buffers._environment import Environment, disk_is_full, translated
 from service.buffers._format import MARK_SIZE, WRITER, digest_of, microseconds
 from service.buffers._reader import Reader
 from service.buffers._slots import store_full
@@ -248,9 +248,13 @@ class LmdbStore:
                     return False
             if due:
                 self._clear(now)
-            with self._changing() as changes:
-                changes.finish(now)
-                changes.writes += 1  # so that it leaves a mark, and counts
+            disk_full = disk_is_full(self._env.path)
+            for _ in range(1 + disk_full):  # the second gives back what the last request has freed
+                with self._changing() as changes:
+                    if disk_full:
+                        changes.give_back()
+                    changes.finish(now)
+                    changes.writes += 1  # so that it leaves a mark, and counts
             self._room_made = self._mark
         except (lmdb.Error, OSError, GradserveError):
             return False  # what there was no room for says so

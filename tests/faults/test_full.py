@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -41,18 +42,19 @@ def _mount(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, 1, "", str(error))
 
 
-def fill(client: Client) -> tuple[int, httpx.Response]:
+def fill(client: Client, size: int = SIZE) -> tuple[int, httpx.Response]:
     """Create buffers and add to each until that is refused: the number of the last one, and the refusal."""
     for number in range(1, 100):
-        client.create(f"b{number}", (SIZE,))
-        refused = client.once("POST", f"/v1/buffers/b{number}/accumulate", key=f"{number}", **tensors(gradient=ONES))
+        client.create(f"b{number}", (size,))
+        body = tensors(gradient=np.ones(size))
+        refused = client.once("POST", f"/v1/buffers/b{number}/accumulate", key=f"{number}", **body)
         if refused.status_code != 200:
             return number, refused
     raise AssertionError("it does not get full")
 
 
-def add_in_vain(client: Client, name: str, key: str | None = None) -> None:
-    answer = client.once("POST", f"/v1/buffers/{name}/accumulate", key=key, **tensors(gradient=ONES))
+def add_in_vain(client: Client, name: str, key: str | None = None, *, size: int = SIZE) -> None:
+    answer = client.once("POST", f"/v1/buffers/{name}/accumulate", key=key, **tensors(gradient=np.ones(size)))
     assert_problem(answer, 507, "store_full", "nothing was changed")
 
 
@@ -73,6 +75,28 @@ def test_a_full_disk_changes_nothing_and_is_left_by_making_room(disk: Path, tmp_
         server.start()
         assert (client.value("b1") == 2).all()
         assert (client.value(f"b{last}") == 1).all()
+
+
+@pytest.mark.parametrize("size", [SIZE, 200_000])
+def test_a_full_disk_is_left_by_deleting_a_buffer(disk: Path, tmp_path: Path, size: int) -> None:
+    ones = np.ones(size)
+    with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
+        last, _ = fill(client, size)
+        ballast = disk / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        add_in_vain(client, f"b{last}", size=size)
+        client.done("DELETE", "/v1/buffers/b1")
+        for number in range(50):  # what these take must come from the disk
+            client.create(f"new.{number}", (10,))
+            assert client.add(f"new.{number}", np.ones(10))["count"] == 1
+        server.kill()
+        server.start()
+        client.done("DELETE", "/v1/buffers/b2")
+        assert client.add(f"b{last}", ones)["count"] == 1
+        for name in ("b3", f"b{last}"):
+            assert (client.value(name) == 1).all()
 
 
 def test_a_full_store_changes_nothing_and_is_left_by_deleting_a_buffer(tmp_path: Path) -> None:
