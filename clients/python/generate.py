@@ -89,7 +89,7 @@ def _methods(op: Operator) -> str:
     if len(op.outputs) == 1:
         adding = ["into: Into", *_ADDING]
         overloads = [_def(op, ["into: None = None"], "Array"), _def(op, adding, "Receipt")]
-        whole = _def(op, ["into: Into | None = None", *_ADDING], "Array | Receipt")
+        whole = _def(op, ["into: Into | None = None", *_MAYBE_ADDING], "Array | Receipt")
         (name,) = op.output_names
         call = _call(op, None, f'into=None if into is None else {{"{name}": into}}')
         body = f"{call}\n        return results[{name!r}]"
@@ -103,7 +103,7 @@ def _methods(op: Operator) -> str:
         into = "into=None"
         if _addable(op):
             overloads.append(_def(op, [*more, "into: Mapping[str, Into]", *_ADDING], "dict[str, Array | Receipt]"))
-            more += ["into: Mapping[str, Into] | None = None", *_ADDING]
+            more += ["into: Mapping[str, Into] | None = None", *_MAYBE_ADDING]
             results += " | dict[str, Array | Receipt]"
             into = "into=into"
         whole = _def(op, more, results)
@@ -119,6 +119,8 @@ def _methods(op: Operator) -> str:
 
 
 _ADDING = ["weight: float = 1.0", "epoch: int | None = None", "idempotency_key: str | None = None"]
+_MAYBE_ADDING = ["weight: float | None = None", *_ADDING[1:]]
+"""What goes with `into`, and where there may be none; to give them without it is a mistake, which the server tells."""
 
 
 def _addable(op: Operator) -> bool:
@@ -150,13 +152,14 @@ def _call(op: Operator, outputs: str | None, into: str) -> str:
     inputs = ", ".join(f'"{one.name}": {one.name}' for one in op.inputs)
     attributes = ", ".join(f'"{one.name}": {one.name}' for one in op.attributes)
     defaults = {one.name: one.kind.default for one in op.inputs if one.kind.default != "float32"}
-    parts = [f'"{op.name}"', f"{{{inputs}}}", f"{{{attributes}}}"]
+    gives = "".join(f'"{name}", ' for name in op.output_names)
+    parts = [f'"{op.name}"', f"{{{inputs}}}", f"{{{attributes}}}", f"gives=({gives})"]
     if defaults:
         parts.append("defaults={" + ", ".join(f'"{name}": "{dtype}"' for name, dtype in defaults.items()) + "}")
     if outputs:
         parts.append(f"outputs={outputs}")
     if into != "into=None":
-        parts += [into, "weight=None if into is None else weight", "epoch=epoch", "idempotency_key=idempotency_key"]
+        parts += [into, "weight=weight", "epoch=epoch", "idempotency_key=idempotency_key"]
     return f"results = self._client._run(_calls.run({', '.join(parts)}))"
 
 

@@ -192,7 +192,8 @@ class Slots:
         """Whether the slots under this key of the list were freed long enough ago."""
         seen = self._env.oldest_reader()
         newest = self._txn.id() - 2
-        return int(_FREE_KEY.unpack(key)[0]) <= (newest if seen is None else min(newest, seen))
+        freed_by: int = _FREE_KEY.unpack(key)[0]
+        return bool(freed_by <= (newest if seen is None else min(newest, seen)))
 
     def _beyond(self) -> list[int]:
         """A slot behind all others. Raises `StoreFull`."""

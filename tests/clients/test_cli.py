@@ -356,7 +356,9 @@ def test_errors_as_json(server: Client) -> None:
     [
         ["nonsense"],
         ["--url"],
+        ["--timeout", "0", "ops"],
         ["buffers", "create", "b", "2,q"],
+        ["buffers", "create", "b", ""],
         ["buffers", "get", "b", "--reduce", "max"],
         ["run", "ReluGrad", "-a", "axis"],
         ["run", "ReluGrad", "-o", "x.npy"],

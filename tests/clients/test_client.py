@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from gradserve_client import (
+    AsyncClient,
+    Client,
     Conflict,
     EpochGone,
     EpochOpen,
@@ -249,6 +253,48 @@ def test_taken_is_a_receipt_with_a_value(server: Any) -> None:
     taken = server.buffers["w"].take()
     assert isinstance(taken, Taken)
     assert_same(taken.value, np.zeros(2, np.float32))
+
+
+def test_what_is_for_into_is_refused_without_it(server: Any) -> None:
+    for more in ({"weight": 1.0}, {"weight": 2}, {"epoch": 0}):
+        with pytest.raises(InvalidInput, match=f"{next(iter(more))} is for outputs that are added into a buffer"):
+            server.ops.relu_grad([1], [1], **more)
+
+
+def test_the_buffers_are_no_sequence(url: str) -> None:
+    """Python would ask for the buffers 0, 1, 2 and so on without an end."""
+    for buffers in (Client(url).buffers, AsyncClient(url).buffers):
+        with pytest.raises(TypeError):
+            list(buffers)  # type: ignore[call-overload]
+        with pytest.raises(TypeError):
+            "a" in buffers  # type: ignore[misc]  # noqa: B015
+
+
+@pytest.mark.parametrize("name", [5, None, b"a"])
+def test_what_is_no_text_is_no_name(server: Any, name: Any) -> None:
+    with pytest.raises(InvalidInput, match="is no name of a buffer"):
+        server.buffers[name].zero()
+
+
+@pytest.mark.parametrize("more", [{"shape": (3.0,)}, {"shape": 2, "keep": "1"}, {"shape": [2], "quorum": 1.5}])
+def test_what_is_no_integer_is_refused(server: Any, more: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="but must be of integers"):
+        server.buffers["a"].create(**more)
+
+
+def test_a_closed_client_makes_no_calls(kind: str, url: str) -> None:
+    with connected(kind, url) as server:
+        server.close()
+        with pytest.raises(InvalidInput, match="closed"):
+            server.operators()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_client_is_not_copied(url: str, copied: Callable[[Any], Any]) -> None:
+    for client in (Client(url), AsyncClient(url)):
+        for one in (client, client.buffers["a"], client.ops):
+            with pytest.raises(TypeError, match="make one in each process"):
+                copied(one)
 
 
 def test_the_api_key_is_sent(kind: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

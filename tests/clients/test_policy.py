@@ -285,6 +285,15 @@ def test_a_proxys_page_is_quoted(kind: str, url: str, clock: Clock) -> None:
         assert caught.value.status == 502
 
 
+def test_a_redirection_is_told_and_nothing_was_done(kind: str, url: str, clock: Clock) -> None:
+    transport = Scripted(says(301, body="", Location="https://elsewhere.example/v1/ops"))
+    with through(kind, url, transport) as server, pytest.raises(ServerFailed) as caught:
+        server.buffers["a"].zero()
+    assert "301" in caught.value.detail
+    assert "https://elsewhere.example/v1/ops" in caught.value.detail
+    assert (caught.value.attempts, caught.value.maybe_done) == (1, False)
+
+
 def test_what_comes_back_nested_without_end_is_no_crash(kind: str, url: str, clock: Clock) -> None:
     for status in (200, 404):
         transport = Scripted(says(status, body="[" * 100_000))

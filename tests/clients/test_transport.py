@@ -27,6 +27,7 @@ from gradserve_client import (
     _transport,
 )
 from gradserve_client._transport import ASKED, JOINED, Transport
+from safetensors.numpy import save
 
 from tests.clients.both import connected
 from tests.clients.proxy import Talker
@@ -142,6 +143,27 @@ def test_an_answer_of_another_server_is_told(kind: str) -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
     with Talker(lambda connection, request: connection.sendall(page)) as talker:
         with connected(kind, talker.url) as server, pytest.raises(ServerFailed, match="gradserve server"):
+            server.operators()
+
+
+def test_outputs_that_are_others_are_told(kind: str) -> None:
+    body = save({"Q": np.ones(2, np.float32)})
+    page = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    with Talker(lambda connection, request: connection.sendall(page)) as talker:
+        with connected(kind, talker.url) as server:
+            with pytest.raises(ServerFailed, match="the outputs are Q, but must be dX"):
+                server.ops.relu_grad([1], [1])
+            with pytest.raises(ServerFailed, match="the outputs are Q, but must be A_axes, B_axes"):
+                server.ops.broadcast_gradient_args([1], [1])
+
+
+def test_an_answer_that_ends_early_says_where() -> None:
+    def talk(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(READY[:-4])
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with Talker(talk) as talker, connected("sync", talker.url, max_retries=0) as server:
+        with pytest.raises(ConnectionFailed, match="after 13 of 17 bytes"):
             server.operators()
 
 

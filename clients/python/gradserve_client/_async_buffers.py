@@ -26,6 +26,9 @@ class AsyncBuffers:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
+    __iter__ = None  # without it and the next, Python would ask __getitem__ for 0, 1, 2 and so on, for ever
+    __contains__ = None
+
     def __getitem__(self, name: str) -> AsyncBuffer:
         """The buffer of this name, whether it is there or not: 1 to 200 of the characters A-Z a-z 0-9 . _ : -"""
         return AsyncBuffer(self._client, name)

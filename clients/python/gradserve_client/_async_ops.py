@@ -57,7 +57,7 @@ class AsyncOps:
         do_update: Input | None = None,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -77,9 +77,10 @@ class AsyncOps:
                 "InPlaceAccumulator",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "do_update": do_update},
                 {},
+                gives=("accumulated_gradient",),
                 defaults={"do_update": "bool"},
                 into=None if into is None else {"accumulated_gradient": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -118,7 +119,7 @@ class AsyncOps:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> InPlaceAccumulatorV2Outputs | dict[str, Array] | dict[str, Array | Receipt]:
@@ -138,10 +139,14 @@ class AsyncOps:
                 "InPlaceAccumulatorV2",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "overwrite": overwrite},
                 {},
+                gives=(
+                    "updated",
+                    "accumulated_gradient",
+                ),
                 defaults={"overwrite": "bool"},
                 outputs=outputs,
                 into=into,
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -171,7 +176,7 @@ class AsyncOps:
         reset_signal: Input,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -188,9 +193,10 @@ class AsyncOps:
                 "ZeroGradient",
                 {"old_gradient": old_gradient, "reset_signal": reset_signal},
                 {},
+                gives=("zero_gradient",),
                 defaults={"reset_signal": "bool"},
                 into=None if into is None else {"zero_gradient": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -218,7 +224,7 @@ class AsyncOps:
         X: Input,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -234,8 +240,9 @@ class AsyncOps:
                 "ReluGrad",
                 {"dY": dY, "X": X},
                 {},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -265,7 +272,7 @@ class AsyncOps:
         *,
         alpha: float = 0.01,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -282,8 +289,9 @@ class AsyncOps:
                 "LeakyReluGrad",
                 {"dY": dY, "Y": Y},
                 {"alpha": alpha},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -311,7 +319,7 @@ class AsyncOps:
         Y: Input,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -327,8 +335,9 @@ class AsyncOps:
                 "SigmoidGrad",
                 {"dY": dY, "Y": Y},
                 {},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -356,7 +365,7 @@ class AsyncOps:
         Y: Input,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -372,8 +381,9 @@ class AsyncOps:
                 "TanhGrad",
                 {"dY": dY, "Y": Y},
                 {},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -403,7 +413,7 @@ class AsyncOps:
         *,
         alpha: float = 1.702,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -420,8 +430,9 @@ class AsyncOps:
                 "QuickGeluGrad",
                 {"dY": dY, "X": X},
                 {"alpha": alpha},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -455,6 +466,10 @@ class AsyncOps:
                 "BroadcastGradientArgs",
                 {"A_shape": A_shape, "B_shape": B_shape},
                 {},
+                gives=(
+                    "A_axes",
+                    "B_axes",
+                ),
                 defaults={"A_shape": "int64", "B_shape": "int64"},
                 outputs=outputs,
             )
@@ -490,7 +505,7 @@ class AsyncOps:
         *,
         axis: int = 0,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -511,9 +526,10 @@ class AsyncOps:
                 "GatherGrad",
                 {"shape": shape, "indices": indices, "grad": grad},
                 {"axis": axis},
+                gives=("output",),
                 defaults={"shape": "int64", "indices": "int64"},
                 into=None if into is None else {"output": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -594,7 +610,7 @@ class AsyncOps:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> GRUTrainingOutputs | dict[str, Array] | dict[str, Array | Receipt]:
@@ -623,10 +639,15 @@ class AsyncOps:
                     "activations": activations,
                     "clip": clip,
                 },
+                gives=(
+                    "HAll",
+                    "HFinal",
+                    "ZRH",
+                ),
                 defaults={"SL": "int64"},
                 outputs=outputs,
                 into=into,
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -725,7 +746,7 @@ class AsyncOps:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> GRUGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
@@ -764,10 +785,17 @@ class AsyncOps:
                     "activations": activations,
                     "clip": clip,
                 },
+                gives=(
+                    "dX",
+                    "dW",
+                    "dR",
+                    "dB",
+                    "dH0",
+                ),
                 defaults={"SL": "int64"},
                 outputs=outputs,
                 into=into,
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -799,7 +827,7 @@ class AsyncOps:
         *,
         axis: int = 1,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -815,8 +843,9 @@ class AsyncOps:
                 "SoftmaxGrad",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -846,7 +875,7 @@ class AsyncOps:
         *,
         axis: int = 1,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -862,8 +891,9 @@ class AsyncOps:
                 "LogSoftmaxGrad",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -893,7 +923,7 @@ class AsyncOps:
         *,
         axis: int = -1,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -907,8 +937,9 @@ class AsyncOps:
                 "SoftmaxGrad_13",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -938,7 +969,7 @@ class AsyncOps:
         *,
         axis: int = -1,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -952,8 +983,9 @@ class AsyncOps:
                 "LogSoftmaxGrad_13",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )

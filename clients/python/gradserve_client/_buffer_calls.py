@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,10 @@ def create(
 ) -> Call[BufferInfo]:
     """Create the buffer."""
     spec = {
-        "shape": [operator.index(dim) for dim in (shape if isinstance(shape, Iterable) else [shape])],
+        "shape": [_whole("shape", dim) for dim in (shape if isinstance(shape, Iterable) else [shape])],
         "dtype": _dtype(dtype),
-        "quorum": None if quorum is None else operator.index(quorum),
-        "keep": operator.index(keep),
+        "quorum": None if quorum is None else _whole("quorum", quorum),
+        "keep": _whole("keep", keep),
         "nonfinite": nonfinite,
         "ttl_seconds": None if ttl_seconds is None else float(ttl_seconds),
     }
@@ -52,6 +52,13 @@ def create(
         body=[json.dumps(spec).encode()],
         key=as_key(idempotency_key),
     )
+
+
+def _whole(name: str, number: SupportsIndex) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise InvalidInput(f"{name} has {number!r}, but must be of integers", code="invalid_parameter") from None
 
 
 def info(name: str) -> Call[BufferInfo]:

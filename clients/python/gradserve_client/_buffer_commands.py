@@ -266,9 +266,13 @@ def _reduce(wanted: Reduction) -> Reduce:
 def _dims(text: str) -> list[int]:
     bare = text.strip(" []()")
     try:
+        if not text.strip():  # an unset variable, rather than a scalar
+            raise ValueError
         return [int(dim) for dim in bare.replace("x", ",").removesuffix(",").split(",")] if bare else []
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no shape: write it as 30000,256 or 30000x256") from None
+        raise typer.BadParameter(
+            f"{text!r} is no shape: write it as 30000,256 or 30000x256, or [] for a scalar"
+        ) from None
 
 
 def _show(info: BufferInfo) -> None:

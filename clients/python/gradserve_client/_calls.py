@@ -70,13 +70,14 @@ def run(
     attributes: Mapping[str, Any],
     *,
     defaults: Mapping[str, str] | None = None,
+    gives: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
     into: Mapping[str, Into] | None = None,
     weight: float | None = None,
     epoch: int | None = None,
     idempotency_key: str | None = None,
 ) -> Call[dict[str, Array | Receipt]]:
-    """Run the operator. `defaults` are the dtypes of inputs that are lists."""
+    """Run the operator. `defaults` are the dtypes of inputs that are lists; `gives` are its outputs, where known."""
     if not re.fullmatch(r"[A-Za-z0-9_]+", op):
         raise NotFound(f"There is no operator {op!r}", code="unknown_operator")
     given = {name: value for name, value in tensors.items() if value is not None}
@@ -91,7 +92,10 @@ def run(
     def read(answer: Answer) -> dict[str, Array | Receipt]:
         values, metadata = decode(answer.body)
         receipts = {name: as_receipt(one, answer) for name, one in json.loads(metadata.get("receipts", "{}")).items()}
-        return {**values, **receipts}
+        results: dict[str, Array | Receipt] = {**values, **receipts}
+        if gives and outputs is None and results.keys() != set(gives):
+            raise LookupError(f"the outputs are {', '.join(results) or 'none'}, but must be {', '.join(gives)}")
+        return results
 
     return Call(
         "POST",
@@ -126,7 +130,8 @@ def as_key(given: str | None) -> str:
 def as_name(buffer: str | BufferName) -> str:
     """The name of a buffer. Raises `InvalidInput`."""
     name = buffer.name if isinstance(buffer, BufferName) else buffer
-    if not re.fullmatch(r"[A-Za-z0-9._:-]{1,200}", name) or name in (".", ".."):  # which mean others in a URL
+    fits = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9._:-]{1,200}", name)
+    if not fits or name in (".", ".."):  # which mean others in a URL
         raise InvalidInput(
             f"{name!r} is no name of a buffer: 1 to 200 of the characters A-Z a-z 0-9 . _ : -, but neither . nor ..",
             code="invalid_parameter",

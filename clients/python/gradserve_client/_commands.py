@@ -58,7 +58,7 @@ def everything(
         typer.Option(envvar="GRADSERVE_API_KEY", metavar="KEY", help="Others can see it here: prefer the variable."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to try when the server is busy or away.")
+        float, typer.Option(min=0.001, metavar="SECONDS", help="How long to try when the server is busy or away.")
     ] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, errors too.")] = False,
     _version: Annotated[

@@ -84,7 +84,7 @@ class Call(Generic[T]):
     """Seconds that the server is to wait for what is not there yet."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.wait < math.inf:
+        if not isinstance(self.wait, (int, float)) or not 0 <= self.wait < math.inf:
             raise InvalidInput(f"timeout is {self.wait!r}, but must be a number of seconds", code="invalid_parameter")
 
     @property
@@ -195,7 +195,7 @@ def _leaves_doubt(outcome: Answer | httpx.TransportError, error: GradserveError,
         return before or not isinstance(outcome, _NEVER_SENT)
     if _is_running(outcome) or "receipts" in error.context:  # which tell that it was made
         return True
-    return before or not (400 <= outcome.status < 500 or error.code in _NOT_DONE)
+    return before or not (300 <= outcome.status < 500 or error.code in _NOT_DONE)
 
 
 def _read(call: Call[T], answer: Answer) -> T:
@@ -229,8 +229,10 @@ def _refusal(answer: Answer) -> GradserveError:
         problem = None
     is_ours = isinstance(problem, dict) and isinstance(problem.get("code"), str) and "detail" in problem
     if not is_ours:  # but of whatever stands between
-        text = answer.body[:200].decode(errors="replace").strip()
-        problem = {"detail": f"The answer has status {answer.status}: {text or 'nothing more'}"}
+        text = answer.body[:200].decode(errors="replace").strip() or "nothing more"
+        if 300 <= answer.status < 400 and "location" in answer.headers:
+            text = f"it leads to {answer.headers['location'][:200]}; is a gradserve server there, use its URL"
+        problem = {"detail": f"The answer has status {answer.status}: {text}"}
     code = problem.get("code")
     kind = BY_CODE.get(code or "") or BY_STATUS.get(answer.status, ServerFailed)
     known = ("type", "title", "status", "detail", "code")

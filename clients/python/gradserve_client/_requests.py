@@ -6,7 +6,7 @@ import os
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 from urllib.parse import urlencode
 
 import httpx
@@ -57,6 +57,7 @@ class Settings:
         # A socket's clock ends somewhere, too.
         self.patience = Patience(min(timeout, _FOREVER), min(attempt_timeout, _FOREVER), max_retries)
         self.echo = Echo()
+        self.closed = False
         api_key = (api_key or os.environ.get("GRADSERVE_API_KEY") or "").strip()  # a file of it ends with a line break
         if not (api_key.isascii() and api_key.isprintable()):
             raise InvalidInput("The API key has characters that no API key has")  # which ones nobody's log must know
@@ -65,6 +66,14 @@ class Settings:
             "User-Agent": f"gradserve-client/{version('gradserve-client')}",
             **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         }
+
+    def check_open(self) -> None:
+        """Raise `InvalidInput` if the client is closed."""
+        if self.closed:
+            raise InvalidInput("The client is closed: make another one")
+
+    def __getstate__(self) -> Never:
+        raise TypeError("A client cannot be copied or pickled: make one in each process")
 
     def request(self, call: Call[Any], request_id: str, send: Send) -> httpx.Request:
         """What is sent for the call."""

@@ -86,8 +86,8 @@ class Transport(httpx.BaseTransport):
             body = bytearray() if response.length is None else bytearray(response.length)
             if response.length is None:
                 body += response.read()
-            elif body and _fill(body, response, self.received) < len(body):
-                raise http.client.IncompleteRead(b"")
+            elif body and (came := _fill(body, response, self.received)) < len(body):
+                raise http.client.RemoteDisconnected(f"the answer ends after {came} of {len(body)} bytes")
             response.close()
         except BaseException as error:
             connection.close()

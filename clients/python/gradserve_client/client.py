@@ -125,7 +125,8 @@ class Client:
         return True
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. No call can be made after it."""
+        self._settings.closed = True
         self._transport.close()
 
     def __enter__(self) -> Self:
@@ -137,6 +138,7 @@ class Client:
         self.close()
 
     def _run(self, call: Call[T], patience: Patience | None = None) -> T:
+        self._settings.check_open()
         request_id = uuid.uuid4().hex
         steps = exchange(call, patience or self._settings.patience, self._settings.echo, request_id)
         done: Answer | httpx.TransportError | None = None
@@ -238,7 +240,8 @@ class AsyncClient:
         return True
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. No call can be made after it."""
+        self._settings.closed = True
         await self._transport.aclose()
 
     async def __aenter__(self) -> Self:
@@ -250,6 +253,7 @@ class AsyncClient:
         await self.close()
 
     async def _run(self, call: Call[T], patience: Patience | None = None) -> T:
+        self._settings.check_open()
         request_id = uuid.uuid4().hex
         steps = exchange(call, patience or self._settings.patience, self._settings.echo, request_id)
         done: Answer | httpx.TransportError | None = None

@@ -83,7 +83,7 @@ class Ops:
         do_update: Input | None = None,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -111,9 +111,10 @@ class Ops:
                 "InPlaceAccumulator",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "do_update": do_update},
                 {},
+                gives=("accumulated_gradient",),
                 defaults={"do_update": "bool"},
                 into=None if into is None else {"accumulated_gradient": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -152,7 +153,7 @@ class Ops:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> InPlaceAccumulatorV2Outputs | dict[str, Array] | dict[str, Array | Receipt]:
@@ -179,10 +180,14 @@ class Ops:
                 "InPlaceAccumulatorV2",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "overwrite": overwrite},
                 {},
+                gives=(
+                    "updated",
+                    "accumulated_gradient",
+                ),
                 defaults={"overwrite": "bool"},
                 outputs=outputs,
                 into=into,
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -212,7 +217,7 @@ class Ops:
         reset_signal: Input,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -233,9 +238,10 @@ class Ops:
                 "ZeroGradient",
                 {"old_gradient": old_gradient, "reset_signal": reset_signal},
                 {},
+                gives=("zero_gradient",),
                 defaults={"reset_signal": "bool"},
                 into=None if into is None else {"zero_gradient": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -263,7 +269,7 @@ class Ops:
         X: Input,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -283,8 +289,9 @@ class Ops:
                 "ReluGrad",
                 {"dY": dY, "X": X},
                 {},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -314,7 +321,7 @@ class Ops:
         *,
         alpha: float = 0.01,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -335,8 +342,9 @@ class Ops:
                 "LeakyReluGrad",
                 {"dY": dY, "Y": Y},
                 {"alpha": alpha},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -364,7 +372,7 @@ class Ops:
         Y: Input,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -384,8 +392,9 @@ class Ops:
                 "SigmoidGrad",
                 {"dY": dY, "Y": Y},
                 {},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -413,7 +422,7 @@ class Ops:
         Y: Input,
         *,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -433,8 +442,9 @@ class Ops:
                 "TanhGrad",
                 {"dY": dY, "Y": Y},
                 {},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -464,7 +474,7 @@ class Ops:
         *,
         alpha: float = 1.702,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -485,8 +495,9 @@ class Ops:
                 "QuickGeluGrad",
                 {"dY": dY, "X": X},
                 {"alpha": alpha},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -523,6 +534,10 @@ class Ops:
                 "BroadcastGradientArgs",
                 {"A_shape": A_shape, "B_shape": B_shape},
                 {},
+                gives=(
+                    "A_axes",
+                    "B_axes",
+                ),
                 defaults={"A_shape": "int64", "B_shape": "int64"},
                 outputs=outputs,
             )
@@ -556,7 +571,7 @@ class Ops:
         *,
         axis: int = 0,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -582,9 +597,10 @@ class Ops:
                 "GatherGrad",
                 {"shape": shape, "indices": indices, "grad": grad},
                 {"axis": axis},
+                gives=("output",),
                 defaults={"shape": "int64", "indices": "int64"},
                 into=None if into is None else {"output": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -665,7 +681,7 @@ class Ops:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> GRUTrainingOutputs | dict[str, Array] | dict[str, Array | Receipt]:
@@ -707,10 +723,15 @@ class Ops:
                     "activations": activations,
                     "clip": clip,
                 },
+                gives=(
+                    "HAll",
+                    "HFinal",
+                    "ZRH",
+                ),
                 defaults={"SL": "int64"},
                 outputs=outputs,
                 into=into,
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -809,7 +830,7 @@ class Ops:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> GRUGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
@@ -864,10 +885,17 @@ class Ops:
                     "activations": activations,
                     "clip": clip,
                 },
+                gives=(
+                    "dX",
+                    "dW",
+                    "dR",
+                    "dB",
+                    "dH0",
+                ),
                 defaults={"SL": "int64"},
                 outputs=outputs,
                 into=into,
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -899,7 +927,7 @@ class Ops:
         *,
         axis: int = 1,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -918,8 +946,9 @@ class Ops:
                 "SoftmaxGrad",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -949,7 +978,7 @@ class Ops:
         *,
         axis: int = 1,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -968,8 +997,9 @@ class Ops:
                 "LogSoftmaxGrad",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -999,7 +1029,7 @@ class Ops:
         *,
         axis: int = -1,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -1016,8 +1046,9 @@ class Ops:
                 "SoftmaxGrad_13",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
@@ -1047,7 +1078,7 @@ class Ops:
         *,
         axis: int = -1,
         into: Into | None = None,
-        weight: float = 1.0,
+        weight: float | None = None,
         epoch: int | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
@@ -1064,8 +1095,9 @@ class Ops:
                 "LogSoftmaxGrad_13",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
+                gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=None if into is None else weight,
+                weight=weight,
                 epoch=epoch,
                 idempotency_key=idempotency_key,
             )
