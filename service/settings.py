@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings judges settings by pydantic's types
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings judges settings by pydantic's types
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -24,7 +24,9 @@ class Settings(BaseSettings):
         None, description="File of API keys (gradserve keys); where it is set, every request needs one, but for probes."
     )
     metrics_open: Literal["loopback", "always", "never"] = Field(
-        "loopback", description="Who may read /metrics without an API key with the scope admin, where keys are needed."
+        "loopback",
+        description="From where /metrics may be read without an API key with the scope admin, where keys are needed:"
+        " loopback, always (from anywhere) or never.",
     )
     tls_certificate: Path | None = Field(None, description="File of the certificate, PEM, with which to speak HTTPS.")
     tls_key: Path | None = Field(None, description="File of the certificate's key, PEM.")
@@ -80,8 +82,10 @@ class Settings(BaseSettings):
         256 << 20, ge=0, description="Memory of past requests, in bytes, that each process keeps for later ones."
     )
     access_log: bool = Field(False, description="Log a line for each request.")
-    log_format: Literal["text", "json"] = Field("text", description="How the log, on stderr, is written.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged at least.")
+    log_format: Literal["text", "json"] = Field("text", description="How the log, on stderr, is written: text or json.")
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(str.lower)] = Field(
+        "info", description="What is logged at least: debug, info, warning or error."
+    )
     tracing: bool = Field(
         False, description="Send a span of each request by OpenTelemetry, which OTEL_ variables tell where to."
     )

@@ -28,10 +28,19 @@ from service.buffers._slots import CHUNK
 from service.buffers.changes import Delete, Restore
 from service.buffers.names import bare_name, check_length, check_name
 from service.buffers.requests import Request
-from service.buffers.store import Record, Spec, Store, name_buffer, spec_of
+from service.buffers.store import (
+    LONGEST_TTL,
+    MOST_KEEP,
+    MOST_QUORUM,
+    Record,
+    Spec,
+    Store,
+    name_buffer,
+    spec_of,
+)
 from service.codecs import safetensors
 from service.dtypes import FLOATS
-from service.errors import BufferCorrupt, BufferExists, MalformedBody, shown
+from service.errors import BufferCorrupt, BufferExists, MalformedBody, UnknownBuffer, shown
 from service.limits import Limits
 
 WRONG = "WRONG: "
@@ -41,7 +50,8 @@ WRONG = "WRONG: "
 def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[int, int]:
     """Write the buffers with this prefix, as they are at one moment, to `path`: how many, and the bytes of the file.
 
-    The store may be in use. Raises `StoreFailed` and `BufferCorrupt`, and OSError for the file: then there is none.
+    The store may be in use. Raises `UnknownBuffer`, `StoreFailed` and `BufferCorrupt`, and OSError for the file, which
+    then is as it was.
     """
     env = Environment(store, max_bytes=max_bytes, readonly=True)
     try:
@@ -49,6 +59,8 @@ def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[i
             reader = Reader(env, txn)
             now = time.time()
             records = {one.name: one for one in reader.records(prefix, strict=True) if one.lives(now)}
+            if prefix and not records:  # rather than replace a good file by one of nothing
+                raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
             ordered = safetensors.in_order({name: (one.spec.dtype, one.spec.shape) for name, one in records.items()})
             about = {name: _described(one) for name, one in records.items()}
             size: int = file.write(safetensors.head(ordered, {"buffers": orjson.dumps(about).decode()}))
@@ -125,7 +137,10 @@ def read(path: Path, limits: Limits, longest_name: int) -> list[Restore]:
         if not os.fstat(file.fileno()).st_size:
             raise MalformedBody(f"{path} is empty")
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    tensors = safetensors.decode(body, limits)
+    try:
+        tensors = safetensors.decode(body, limits)
+    except MalformedBody as error:
+        raise MalformedBody(f"{path} is no safetensors file: {error}") from None
     about = safetensors.metadata_of(body, limits).get("buffers")
     if about is None:
         raise MalformedBody(f"{path} was not written by gradserve export: its metadata lacks buffers")
@@ -183,11 +198,14 @@ _RULES: _Members = {
     "shape": ("a list of integers from 0 up", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
     "dtype": (f"one of {', '.join(FLOATS.dtypes)}", lambda value: value in FLOATS.dtypes),
     "nonfinite": ("allow or reject", lambda value: value in ("allow", "reject")),
-    "quorum": ("null or an integer from 1 to 10^9", lambda value: value is None or _is_whole(value, 1, 10**9)),
-    "keep": ("an integer from 1 to 1000", lambda value: _is_whole(value, 1, 1000)),
+    "quorum": (
+        f"null or an integer from 1 to {MOST_QUORUM}",
+        lambda value: value is None or _is_whole(value, 1, MOST_QUORUM),
+    ),
+    "keep": (f"an integer from 1 to {MOST_KEEP}", lambda value: _is_whole(value, 1, MOST_KEEP)),
     "ttl_seconds": (
-        "null or a number above 0, up to 10^9",
-        lambda value: value is None or (_is_number(value) and 0 < value <= 1e9),
+        f"null or a number above 0, up to {LONGEST_TTL}",
+        lambda value: value is None or (_is_number(value) and 0 < value <= LONGEST_TTL),
     ),
 }
 

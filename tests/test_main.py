@@ -16,6 +16,7 @@ import pytest
 from service.__main__ import main
 from service.kernels import OPERATORS
 from service.settings import Settings
+from tests.faults.servers import Server
 
 
 def test_ops_lists_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +97,13 @@ def test_a_setting_that_there_is_not_is_named(
     monkeypatch.setenv(f"GRADSERVE_{name}", "x")
     assert main(["ops"]) == 1
     assert f"GRADSERVE_{name} is no setting; is GRADSERVE_{meant} meant?" in capsys.readouterr().err
+
+
+def test_variables_that_do_nothing_are_named(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Server(tmp_path / "store", log=log, log_level="INFO", api_keys="x", tls_cert="x", url="x"):
+        pass
+    assert "without effect: GRADSERVE_API_KEYS, GRADSERVE_TLS_CERT\n" in log.read_text()
 
 
 def test_no_output_is_no_mistake() -> None:

@@ -199,6 +199,17 @@ def test_a_store_is_its_users_alone(tmp_path: Path) -> None:
     assert {name: mode for name, mode in modes.items() if mode and name != "format"} == {}
 
 
+def test_an_export_of_nothing_replaces_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_bytes(b"dear")
+    status, out, complaint = run("export", str(file), "--prefix", "typo.", "--store", f"lmdb:{_empty(tmp_path)}")
+    assert (status, out) == (1, "")
+    assert complaint == "gradserve: There is no buffer whose name begins with 'typo.'\n"
+    assert file.read_bytes() == b"dear"
+    assert run("export", str(file), "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
+    assert load_file(file) == {}
+
+
 @pytest.mark.parametrize("prefix", ["\udcff", "ä"])
 def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
     status, _, complaint = run("export", str(tmp_path / "x"), "--prefix", prefix, "--store", f"lmdb:{_empty(tmp_path)}")

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from service.api import buffers, health, logs, open_inference, openapi, ops, problems
+from service.api import buffers, docs, health, logs, open_inference, openapi, ops, problems
 from service.api.admission import Admission
 from service.api.auth import admit
 from service.api.context import CONTEXT, Context
@@ -86,6 +86,8 @@ class Application(FastAPI):
                 if exchange is not None and exchange.is_unasked():
                     more.append((b"connection", b"close"))  # whether the body comes all the same, nobody can know
                 message["headers"] = [*message["headers"], *more]
+            else:
+                context.sent += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -142,13 +144,15 @@ def create_app(settings: Settings) -> FastAPI:
         version=version("gradserve"),
         description="The gradient kernels of ONNX Runtime over HTTP, and buffers in which every gradient counts once.",
         lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,  # these would take scripts from other hosts
         redirect_slashes=False,  # it would lead from https: to http:, behind a proxy
     )
     app.include_router(ops.router)
     app.include_router(buffers.router)
     app.include_router(open_inference.router)
     app.include_router(health.router)
-    app.add_api_route("/", _index, include_in_schema=False)
+    docs.install(app)
     problems.install(app)
     openapi.install(app)
     return app
@@ -186,7 +190,3 @@ def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Commi
         allocate=allocate,
         committed=committed,
     )
-
-
-async def _index() -> RedirectResponse:
-    return RedirectResponse("/docs")

@@ -75,7 +75,7 @@ def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
 
 def _is_open(path: str) -> bool:
     """What a probe asks, and what is the same on every server."""
-    return path.startswith("/v2/health/") or path in ("/", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+    return path.startswith(("/v2/health/", "/docs/")) or path in ("/", "/docs", "/openapi.json")
 
 
 def _is_near(scope: Scope) -> bool:

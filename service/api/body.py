@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.api.admission import SMALL_BYTES, hold
-from service.api.context import context_of, settings_of
+from service.api.context import context_of, patience_of, settings_of
 from service.api.protocol import EXCHANGE, LEAST_RATE, Exchange
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
@@ -41,6 +41,12 @@ async def read_body(scope: Scope, receive: Receive, allocate: Callable[[int], me
     """
     context, settings = context_of(scope), settings_of(scope)
     limit, patience = settings.max_body_bytes, settings.request_timeout
+    patience_of(scope)  # so that a mistake in it is told whether anything waits or not
+    if context.headers.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
+        coding = shown(context.headers[b"transfer-encoding"].decode("latin-1"))
+        raise MalformedBody(
+            f"Transfer-Encoding is {coding}, but must be chunked; a body is compressed by Content-Encoding"
+        )
     began, exchange = time.perf_counter_ns(), _exchange(scope)
     at_hand = None if exchange is None else exchange.body_at_hand()
     if at_hand is None:
@@ -96,7 +102,7 @@ async def _grown(scope: Scope, receive: Receive, limit: int, patience: float) ->
                 raise ClientDisconnect
             chunk, more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(chunk) > limit:
-                raise _too_large(f"The body has more than {len(body)} bytes", limit)
+                raise _too_large(f"The body has more than {limit} bytes", limit)
             body += chunk
             if chunked and len(body) - held > SMALL_BYTES:
                 hold(scope, len(body) - held)
@@ -152,12 +158,13 @@ def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
             limit=limit,
         )
     if not stream.eof or stream.unused_data:
-        raise MalformedBody(f"The body's {coding} stream {'goes on after its end' if stream.eof else 'ends too early'}")
+        what = "has more behind its end: one stream is read, not several in a row" if stream.eof else "ends too early"
+        raise MalformedBody(f"The body's {coding} stream {what}")
     return memoryview(whole)
 
 
-def deflate(pieces: Sequence[Any], coding: str) -> list[bytes]:
-    """The pieces in a coding, fast rather than small."""
+def _deflated(pieces: Sequence[Any], coding: str) -> list[bytes]:
+    """In a coding, fast rather than small."""
     stream = zlib.compressobj(1, wbits=_WINDOWS[coding])
     return [*map(stream.compress, pieces), stream.flush()]
 
@@ -168,6 +175,12 @@ class Answer(NamedTuple):
     pieces: Sequence[bytes | memoryview]
     media_type: str
     headers: Mapping[str, str] = {}
+
+    def coded(self, coding: str | None) -> Answer:
+        """The same in a content coding, or, with None, as it is."""
+        if coding is None:
+            return self
+        return Answer(_deflated(self.pieces, coding), self.media_type, {**self.headers, "Content-Encoding": coding})
 
     async def send(self, scope: Scope, send: Send) -> None:
         """Send it, as the answer to the request of this scope."""

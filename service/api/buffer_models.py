@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
+from service.buffers.store import LONGEST_TTL, MOST_KEEP, MOST_QUORUM
 from service.codecs import json as json_codec
 
 LONGEST_WAIT = 600.0
@@ -42,11 +43,11 @@ class NewBuffer(BaseModel):
     dtype: FloatName = "float32"
     nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether an add may make it infinite or NaN.")
     quorum: StrictInt | None = Field(
-        None, ge=1, le=10**9, description="The count with which its epochs close by themselves."
+        None, ge=1, le=MOST_QUORUM, description="The count with which its epochs close by themselves."
     )
-    keep: StrictInt = Field(1, ge=1, le=1000, description="How many closed epochs can be read.")
+    keep: StrictInt = Field(1, ge=1, le=MOST_KEEP, description="How many closed epochs can be read.")
     ttl_seconds: float | None = Field(
-        None, strict=True, gt=0, le=10**9, description="Seconds after its last change when it is gone."
+        None, strict=True, gt=0, le=LONGEST_TTL, description="Seconds after its last change when it is gone."
     )
 
 

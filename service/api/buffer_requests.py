@@ -15,13 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api.admission import give_back, hold
-from service.api.body import Answer, AnswerResponse, coding_of, deflate, inflate, read_body, wanted_coding
+from service.api.body import Answer, AnswerResponse, coding_of, inflate, read_body, wanted_coding
 from service.api.buffer_models import Names, ValueQuery
 from service.api.changes import answer, change, etag_after, key_of, recalled, replayed, store_of
 from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.negotiation import JSON, media_types
-from service.api.problems import invalid_parameter
-from service.api.tensors import judge
+from service.api.problems import invalid_parameter, parameters_of
+from service.api.tensors import form_of_answer, judge, tensor_of
 from service.api.waiting import ANY, Waiting, in_pool, in_pool_after_change
 from service.api.work import INLINE_TEXT
 from service.buffers.changes import Change
@@ -91,7 +91,7 @@ class BufferRequest:
         text = bytes(self._body)
         if text.count(b",") > MOST_ELEMENTS:  # which would take long to find out otherwise
             raise Invalid(f"The body has lists of more than {MOST_ELEMENTS} elements, of which none may have so many")
-        members = [field.alias or name for name, field in model.model_fields.items()]
+        members = parameters_of(model)
         if not self._body:
             raise MalformedBody(
                 f"The body is empty, and not JSON; it must be an object with the members {', '.join(members)}"
@@ -274,14 +274,15 @@ class BufferRequest:
                 for name, value in outcome.values.items()
             }
             form = encoding or self._form
-            return _coded(self._request, answer(outcome.receipts, values, self.answers, form, headers, one=one))
+            whole = answer(outcome.receipts, values, self.answers, form, headers, one=one)
+            return whole.coded(wanted_coding(context_of(self._request.scope).headers))
 
         small = sum(value.nbytes for value in outcome.values.values()) <= INLINE_TEXT and len(outcome.receipts) <= FEW
         return work() if small else await in_pool_after_change(self._request.receive, self.engine, work)
 
 
 def _different(names: list[str]) -> list[str]:
-    """The names. Raises `InvalidName`, and `Invalid` for one that stands there twice."""
+    """The names. Raises `InvalidParameter`, and `Invalid` for one that stands there twice."""
     for name, count in Counter(names).items():
         check_name(name)
         if count > 1:
@@ -292,15 +293,9 @@ def _different(names: list[str]) -> list[str]:
 def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json_codec.Form]:
     document = json_codec.Document(body, engine.limits)
     forms = {name: judge(name, member) for name, member in document.members.items()}
-    tensors = {}
-    for name, form in forms.items():
-        dtype = DTYPES[form.dtype or FLOATS.default]
-        if form.base64 is None:
-            tensors[name] = document.tensor(name, form.data, dtype, form.shape)
-        else:
-            tensors[name] = document.base64(name, form.base64, dtype, form.shape or [])
+    tensors = {name: tensor_of(document, name, form, FLOATS.default) for name, form in forms.items()}
     document.finish()
-    return tensors, "base64" if any(form.base64 is not None for form in forms.values()) else "list"
+    return tensors, form_of_answer(forms.values())
 
 
 def none_with(prefix: str | None) -> UnknownBuffer:
@@ -317,7 +312,8 @@ def read_values(request: Request, names: Sequence[str], query: ValueQuery, answe
         for snapshot in snapshots
     }
     headers = {"ETag": snapshots[0].etag, "Vary": VARY} if one else {}
-    return _coded(request, answer(receipts, values, answers, query.encoding or "list", headers, one=one))
+    whole = answer(receipts, values, answers, query.encoding or "list", headers, one=one)
+    return whole.coded(wanted_coding(context_of(request.scope).headers))
 
 
 def _reduced(value: Array, weight: float, reduce: str, dtype: str | None, name: str) -> Array:
@@ -325,14 +321,6 @@ def _reduced(value: Array, weight: float, reduce: str, dtype: str | None, name: 
         raise NothingToAverage(f"The weights in {name!r} sum to zero: there is no mean", buffer=name)
     with np.errstate(all="ignore"):
         return converted(value, DTYPES[dtype] if dtype else value.dtype, weight if reduce == "mean" else 1.0)
-
-
-def _coded(request: Request, plain: Answer) -> Answer:
-    coding = wanted_coding(context_of(request.scope).headers)
-    if coding is None:
-        return plain
-    headers = {**plain.headers, "Content-Encoding": coding}
-    return Answer(deflate(plain.pieces, coding), plain.media_type, headers)
 
 
 async def wait_for(

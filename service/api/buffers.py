@@ -33,7 +33,7 @@ from service.api.buffer_requests import VARY, BufferRequest, none_with, read_val
 from service.api.changes import match_of, refuse_match, replayed, store_of, tags_of
 from service.api.context import caller_of, engine_of
 from service.api.negotiation import JSON, check_given_once, media_types
-from service.api.problems import invalid_parameter
+from service.api.problems import invalid_parameter, parameters_of
 from service.api.tensors import Receipt, Receipts
 from service.api.waiting import ANY, in_pool
 from service.api.work import INLINE_BYTES, INLINE_TEXT
@@ -122,15 +122,16 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
     check_given_once(request)
     _, answers = media_types(request)
     store = store_of(request.scope)
+    check_name(name)
 
     async def attempt() -> Record:
-        record = store.record(check_name(name))
+        record = store.record(name)
         if query.epoch is not None:
             record.kept(query.epoch)
         return record
 
     record = await wait_for(request, query.timeout, attempt)
-    tag = record.etag if query.epoch is None else f'"{query.epoch}-{record.kept(query.epoch).version}"'
+    tag = (record if query.epoch is None else record.kept(query.epoch)).etag
     if _is_known(request, tag):
         return Response(status_code=304, headers={"ETag": tag, "Vary": VARY})
     hold(request.scope, record.spec.nbytes)
@@ -147,8 +148,7 @@ async def value(request: Request, name: str, query: Annotated[ValueQuery, Query(
     openapi_extra=openapi.buffer_operation(openapi.GRADIENT, Receipt, openapi.ONE),
 )
 async def accumulate(request: Request, name: str, query: Annotated[AccumulateQuery, Query()]) -> Response:
-    check_given_once(request)
-    return AnswerResponse(await _accumulate(request, name, query))
+    raise AssertionError("accumulate_directly answers it")
 
 
 async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> Answer:
@@ -181,7 +181,7 @@ async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str
         try:
             query = AccumulateQuery.model_validate(dict(request.query_params))
         except ValidationError as invalid:
-            raise invalid_parameter(invalid.errors()[0]) from None
+            raise invalid_parameter(invalid.errors()[0], known=parameters_of(AccumulateQuery)) from None
     return await (_accumulate_many(request, query) if path[1] is None else _accumulate(request, path[1], query))
 
 
@@ -224,8 +224,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
     openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, Receipts, openapi.MANY),
 )
 async def accumulate_many(request: Request, query: Annotated[AccumulateQuery, Query()]) -> Response:
-    check_given_once(request)
-    return AnswerResponse(await _accumulate_many(request, query))
+    raise AssertionError("accumulate_directly answers it")
 
 
 async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:

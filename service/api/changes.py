@@ -40,10 +40,11 @@ def key_of(scope: Scope, body: memoryview | bytes = b"") -> Key | None:
     if not given:
         return None
     text = given[0].decode("latin-1").strip()
-    if len(given) > 1 or not 0 < len(text) <= LONGEST_KEY or not text.isascii() or not text.isprintable():
+    if len(given) > 1:
+        raise InvalidParameter(f"Idempotency-Key is given {len(given)} times", parameter="Idempotency-Key")
+    if not 0 < len(text) <= LONGEST_KEY or not text.isascii() or not text.isprintable():
         raise InvalidParameter(
-            f"Idempotency-Key is {shown(', '.join(one.decode('latin-1') for one in given))}, but must be 1 to"
-            f" {LONGEST_KEY} printable ASCII characters",
+            f"Idempotency-Key is {shown(text)}, but must be 1 to {LONGEST_KEY} printable ASCII characters",
             parameter="Idempotency-Key",
         )
     content_type = b",".join(value for name, value in scope["headers"] if name == b"content-type")

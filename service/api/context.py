@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from starlette.types import Scope
 
 from service.api.auth import ANYONE, Caller
 from service.engine import Engine
-from service.errors import NotReady
+from service.errors import InvalidParameter, NotReady, shown
 from service.settings import Settings
 
 CONTEXT = "gradserve"
@@ -49,6 +51,27 @@ def settings_of(scope: Scope) -> Settings:
     """The server's settings."""
     settings: Settings = scope["app"].settings
     return settings
+
+
+def patience_of(scope: Scope) -> float:
+    """How many seconds the client waits, by its Request-Timeout, but not longer than the server.
+
+    Raises `InvalidParameter`.
+    """
+    longest = settings_of(scope).request_timeout
+    value = context_of(scope).headers.get(b"request-timeout")
+    if value is None:
+        return longest
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        text = shown(value.decode("latin-1"))
+        raise InvalidParameter(
+            f"Request-Timeout is {text}, but must be a number of seconds", parameter="Request-Timeout"
+        )
+    return min(seconds, longest)
 
 
 def engine_of(scope: Scope) -> Engine:

@@ -27,7 +27,7 @@ logger = logging.getLogger("gradserve.access")
 
 def config(settings: Settings) -> dict[str, Any]:
     """The configuration of Python's logging: everything to stderr."""
-    formatter = {"()": _Json} if settings.log_format == "json" else {"format": "%(levelname)s:     %(message)s"}
+    formatter = {"()": _Json if settings.log_format == "json" else _Text}
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -60,6 +60,7 @@ def log_request(scope: Scope, nanoseconds: int) -> None:
         "status": context.status,
         "milliseconds": round(nanoseconds / 1e6, 3),
         "bytes": int(headers.get(b"content-length", 0)),
+        "bytes_sent": context.sent,
         "client": client[0] if client else None,
         "request_id": context.request_id,
     }
@@ -69,17 +70,28 @@ def log_request(scope: Scope, nanoseconds: int) -> None:
         given["trace_id"], given["span_id"] = scope[TRACE]
     elif parent := TRACEPARENT.fullmatch(headers.get(b"traceparent", b"")):
         given["trace_id"], given["span_id"] = parent[1].decode(), parent[2].decode()
-    text = "{method} {path} {status} {milliseconds} ms, {bytes} bytes, from {client}, {request_id}".format_map(given)
+    text = "{method} {path} {status} {milliseconds} ms, {bytes} bytes in, {bytes_sent} out, from {client}, {request_id}"
+    text = text.format_map(given)
     logger.info("%s", text.encode("unicode_escape").decode(), extra={"fields": given})
+
+
+def _time(record: logging.LogRecord) -> str:
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z"
+
+
+class _Text(logging.Formatter):
+    """A record as a line of text, with its traceback, if any, on lines of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{_time(record)} {record.levelname}: {super().format(record)}"
 
 
 class _Json(logging.Formatter):
     """A record as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        now = time.gmtime(record.created)
         line: dict[str, Any] = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', now)}.{int(record.msecs):03}Z",
+            "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
         }

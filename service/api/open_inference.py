@@ -18,7 +18,7 @@ from service.api.body import Answer
 from service.api.changes import receipts_text
 from service.api.context import context_of, engine_of
 from service.api.ops import buffers_of, find
-from service.api.problems import invalid_parameter
+from service.api.problems import invalid_parameter, parameters_of
 from service.api.work import NO_BUFFERS, Buffers, Job, respond, statistics_of, text_of
 from service.buffers.store import Receipt
 from service.codecs import open_inference as codec
@@ -29,6 +29,7 @@ from service.errors import (
     MalformedBody,
     MethodNotAllowed,
     UnknownOperator,
+    UnknownParameter,
     shown,
 )
 from service.kernels import OPERATORS, Operator, Tensor
@@ -166,6 +167,12 @@ async def infer(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:
     if scope["method"] != "POST":
         raise MethodNotAllowed(f"{path[0]} does not take {scope['method']}; it takes POST")
     operator = _find(path[1], path[2] or VERSION)
+    if scope["query_string"]:  # which, ignored, would leave attributes at their defaults
+        raise UnknownParameter(
+            f"{path[0]} has no query; attributes are members of the request's parameters, like"
+            ' {"parameters": {"axis": 0}, "inputs": [...]}',
+            op=operator.name,
+        )
     length = _header_length(scope)
     decode = partial(_decode, operator, length)
     return await respond(scope, receive, operator, decode, text=lambda body: text_of(body[:length]), head=length or 0)
@@ -257,6 +264,7 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict
         attributes = _attribute_model(operator).model_validate(given).model_dump()
         named = _Buffers.model_validate({name: parameters[name] for name in _BUFFERS & parameters.keys()})
     except ValidationError as invalid:
-        raise invalid_parameter(invalid.errors()[0], kind="parameter") from None
+        known = [*parameters_of(_attribute_model(operator)), *parameters_of(_Buffers)]
+        raise invalid_parameter(invalid.errors()[0], "parameter", known) from None
     sources, into = (text.split(",") if text else [] for text in (named.sources, named.into))
     return attributes, buffers_of(operator, sources, into, named.weight, named.epoch)

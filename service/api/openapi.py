@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from service.api.buffer_models import Metadata, Names, NewBuffer
+from service.api.changes import LONGEST_KEY
 from service.api.problems import MEDIA_TYPE
 from service.api.tensors import Problem, Receipts, answer_model, request_model
 from service.buffers.names import NAME
@@ -62,7 +63,7 @@ def operation(operator: Operator) -> dict[str, Any]:
 _HEADERS: dict[str, dict[str, Any]] = {
     "Idempotency-Key": {
         "description": "The change is made once, however often the request comes with this key.",
-        "schema": {"type": "string", "maxLength": 255},
+        "schema": {"type": "string", "maxLength": LONGEST_KEY},
     },
     "If-Match": {"description": "The tag that the buffer must have.", "schema": {"type": "string"}},
     "If-None-Match": {

@@ -18,13 +18,13 @@ from service.api import openapi
 from service.api.body import Answer, AnswerResponse
 from service.api.changes import receipts_text
 from service.api.negotiation import JSON, check_given_once, media_types
-from service.api.tensors import judge
+from service.api.tensors import form_of_answer, judge, tensor_of
 from service.api.work import NO_BUFFERS, Buffers, Job, header_of, respond, text_of
 from service.buffers.names import check_name
 from service.buffers.store import Receipt
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.dtypes import DTYPES, FLOATS
+from service.dtypes import FLOATS
 from service.engine import Engine, check_names
 from service.errors import DtypeMismatch, GradserveError, InvalidParameter, UnknownOperator, shown
 from service.kernels import OPERATORS, Operator, Tensor
@@ -201,19 +201,13 @@ def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: 
     buffers = _buffers(operator, query)
     check_names(operator, {**document.members, **buffers.sources})
     forms = {name: judge(name, value) for name, value in document.members.items()}
-    tensors = {}
-    for one in operator.inputs:
-        form = forms.get(one.name)
-        if form is None:
-            continue
-        dtype = DTYPES[form.dtype or one.kind.default]
-        if form.base64 is None:
-            tensors[one.name] = document.tensor(one.name, form.data, dtype, form.shape)
-        else:
-            tensors[one.name] = document.base64(one.name, form.base64, dtype, form.shape or [])
+    tensors = {
+        one.name: tensor_of(document, one.name, forms[one.name], one.kind.default)
+        for one in operator.inputs
+        if one.name in forms
+    }
     document.finish()
-    in_base64 = any(form.base64 is not None for form in forms.values())
-    return _job(operator, query, answers, tensors, "base64" if in_base64 else "list", buffers)
+    return _job(operator, query, answers, tensors, form_of_answer(forms.values()), buffers)
 
 
 def decode_safetensors(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
@@ -250,10 +244,12 @@ _NOT_ATTRIBUTES = {*EndpointQuery.model_fields, "outputs"}
 
 
 def _add_endpoint(operator: Operator) -> None:
+    lists = ["from", "into", *(a.name for a in operator.attributes if "list" in a.type_name)]
+
     async def run(request, query):  # type: ignore[no-untyped-def]
         try:
             sent, answers = media_types(request)
-            _check_given_once(request, operator)
+            check_given_once(request, lists)
         except GradserveError as error:
             error.context["op"] = operator.name
             raise
@@ -287,7 +283,3 @@ for _operator in OPERATORS.values():
 async def run_unknown(op: str) -> Response:
     find(op)
     raise AssertionError("an operator without an endpoint")
-
-
-def _check_given_once(request: Request, operator: Operator) -> None:
-    check_given_once(request, ["from", "into", *(a.name for a in operator.attributes if "list" in a.type_name)])

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -63,10 +64,17 @@ def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter", k
     if error["type"] == "extra_forbidden":
         others = f"; there are {', '.join(known)}" if known else ""
         return UnknownParameter(f"There is no {kind} {shown(name)} here{others}", parameter=name)
+    if error["type"] == "missing":
+        return InvalidParameter(f"The {kind} {name} is missing", parameter=name)
     message = f"{name}: {error['msg']}"
-    if "input" in error and error["type"] != "missing":
+    if "input" in error:
         message += f", but is {shown(error['input'])}"
     return InvalidParameter(message, parameter=name)
+
+
+def parameters_of(model: type[BaseModel]) -> list[str]:
+    """The names by which a request gives the members of the model."""
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def install(app: FastAPI) -> None:
@@ -78,7 +86,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def query(request: Request, error: RequestValidationError) -> Response:
-        return answer(request.scope["path"], invalid_parameter(error.errors()[0]))
+        route = request.scope["route"]
+        known = [name for one in route.dependant.query_params for name in parameters_of(one.field_info.annotation)]
+        told = invalid_parameter(error.errors()[0], known=known)
+        if route.path.startswith("/v1/ops/"):
+            told.context["op"] = route.name
+        return answer(request.scope["path"], told)
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:

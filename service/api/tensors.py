@@ -21,9 +21,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
+from service.codecs import json as json_codec
 from service.dtypes import DTYPES, FLOATS, Kind
 from service.errors import InvalidTensor, shown
 from service.kernels import Operator, Tensor
+from service.kernels._op import Array
 
 _ABSENT: Any = object()
 
@@ -56,8 +58,24 @@ def judge(name: str, value: Any) -> Form:
     except ValidationError as invalid:
         error = invalid.errors(include_url=False, include_context=False)[0]
         place = ".".join([name, *map(str, error["loc"])])
+        if error["type"] == "extra_forbidden":
+            members = ", ".join(Form.model_fields)
+            raise InvalidTensor(f"{place} is unknown; a tensor has of {members} what it needs", tensor=name) from None
         came = f", but is {shown(error['input'])}" if error["loc"] else ""
         raise InvalidTensor(f"{place}: {error['msg']}{came}", tensor=name) from None
+
+
+def tensor_of(document: json_codec.Document, name: str, form: Form, default: str) -> Array:
+    """The tensor that the member `name` of the document describes; a list without a dtype is of the `default` one."""
+    dtype = DTYPES[form.dtype or default]
+    if form.base64 is None:
+        return document.tensor(name, form.data, dtype, form.shape)
+    return document.base64(name, form.base64, dtype, form.shape or [])
+
+
+def form_of_answer(forms: Iterable[Form]) -> json_codec.Form:
+    """How an answer writes its tensors unless it is told: in base64 if the request has any."""
+    return "base64" if any(form.base64 is not None for form in forms) else "list"
 
 
 # What follows is for OpenAPI.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -11,11 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
-from service.api.context import context_of, settings_of
+from service.api.context import patience_of
 from service.buffers.namespaced import Namespaced
 from service.buffers.store import Store
 from service.engine import Engine
-from service.errors import EpochOpen, Expired, GradserveError, InvalidParameter, NotReady, TooFewGradients, shown
+from service.errors import EpochOpen, Expired, GradserveError, NotReady, TooFewGradients
 
 R = TypeVar("R")
 
@@ -36,7 +35,7 @@ async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable
     If the client goes before the work starts, or its patience ends, the work is dropped. Raises `ClientDisconnect` and
     `Expired`.
     """
-    seconds, expired = _patience(scope), list[bool]()
+    seconds, expired = patience_of(scope), list[bool]()
     future = engine.submit(work)
     timer = asyncio.get_running_loop().call_later(seconds, lambda future: expired.append(future.cancel()), future)
     try:
@@ -57,25 +56,6 @@ async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable
 async def in_pool_after_change(receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
     """The same for a request that has changed a buffer: it does not expire, as one that does is sent again."""
     return await while_connected(receive, asyncio.wrap_future(engine.submit(work)))
-
-
-def _patience(scope: Scope) -> float:
-    """How many seconds the client waits, by its Request-Timeout, but not longer than the server. Raises
-    `InvalidParameter`."""
-    longest = settings_of(scope).request_timeout
-    value = context_of(scope).headers.get(b"request-timeout")
-    if value is None:
-        return longest
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        text = shown(value.decode("latin-1"))
-        raise InvalidParameter(
-            f"Request-Timeout is {text}, but must be a number of seconds", parameter="Request-Timeout"
-        )
-    return min(seconds, longest)
 
 
 async def while_connected(receive: Receive, work: Awaitable[R]) -> R:

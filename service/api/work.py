@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from starlette.types import Receive, Scope
 
 from service.api.admission import hold
-from service.api.body import Answer, coding_of, deflate, inflate, read_body, wanted_coding
+from service.api.body import Answer, coding_of, inflate, read_body, wanted_coding
 from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
 from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.statistics import Statistics
@@ -152,10 +152,7 @@ def _perform(
 
     def finish(results: Mapping[str, Array | Receipt], headers: Mapping[str, str]) -> Answer:
         computed = time.perf_counter_ns()
-        answer = job.encode(results)
-        if goes_out_in is not None:
-            headers = {**headers, "Content-Encoding": goes_out_in}
-            answer = Answer(deflate(answer.pieces, goes_out_in), answer.media_type, answer.headers)
+        answer = job.encode(results).coded(goes_out_in)
         if headers:
             answer = answer._replace(headers={**answer.headers, **headers})
         encoded = time.perf_counter_ns()
@@ -173,6 +170,8 @@ def _perform(
         return outputs
 
     if job.buffers is NO_BUFFERS:
+        if b"if-match" in context_of(scope).headers:
+            refuse_match(scope)
         return finish(run(job.tensors, job.wanted), {})
     return _perform_on_buffers(store_of(scope), engine, scope, operator, plain, job, run, finish)
 
@@ -213,7 +212,7 @@ def _perform_on_buffers(
         caller_of(scope).require("buffers:read")
     if targets:
         caller_of(scope).require("buffers:write")
-    key, match = key_of(scope, body), match_of(scope)
+    key, match = key_of(scope, body) if targets else None, match_of(scope)
     if match is not None and len(targets) != 1:
         refuse_match(scope)
     names = [*(operator.output_names if job.wanted is None else job.wanted)]
@@ -232,7 +231,7 @@ def _perform_on_buffers(
         results = {name: outcome.receipts[targets[name]] if name in targets else outputs[name] for name in names}
         return finish(results, replayed(outcome))
 
-    known = recalled(store, key) if targets else None
+    known = recalled(store, key)
     if known is not None and set(names) == set(targets):
         return answered({}, Outcome(known.receipts, replayed=True))
     try:

@@ -109,6 +109,10 @@ class Spec:
         return orjson.dumps(self.as_json())
 
 
+MOST_QUORUM, MOST_KEEP, LONGEST_TTL = 10**9, 1000, 10**9
+"""Bounds of the rules in a `Spec`."""
+
+
 @dataclass(frozen=True)
 class Closed:
     """A closed epoch, its sum under the id `value`, or None if nothing was ever added."""
@@ -118,6 +122,11 @@ class Closed:
     count: int
     weight: float
     value: int | None
+
+    @property
+    def etag(self) -> str:
+        """The tag of its last state, in quotation marks."""
+        return f'"{self.epoch}-{self.version}"'
 
 
 @dataclass(frozen=True)
@@ -303,7 +312,7 @@ class Snapshot:
     @property
     def etag(self) -> str:
         """The tag of this state, in quotation marks."""
-        return self.record.etag if self.of is None else f'"{self.of.epoch}-{self.of.version}"'
+        return (self.of or self.record).etag
 
     @property
     def state(self) -> str:

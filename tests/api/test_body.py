@@ -416,7 +416,19 @@ def test_chunks_over_the_limit_are_refused_before_they_end(connection: Connectio
     connection.send(b"1\r\n \r\n")
     answer = connection.answer()
     assert answer.status == 413
-    assert b"the limit is 2097152" in answer.body
+    assert b"more than 2097152 bytes; the limit is 2097152" in answer.body
+
+
+@EITHER_API
+def test_a_body_in_another_transfer_coding_is_refused(connection: Connection, make: Make) -> None:
+    message = make(SMALL)
+    connection.send(
+        message.head + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + message.chunked(50).partition(b"\r\n\r\n")[2]
+    )
+    answer = connection.answer()
+    assert answer.status == 400
+    assert b"gzip, chunked" in answer.body
+    assert b"but must be chunked" in answer.body
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -89,7 +89,7 @@ def test_create_again_with_other_rules(http: httpx.Client, other: dict[str, Any]
 
 
 BODIES: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "no shape": ({}, ("shape", "required")),
+    "no shape": ({}, ("shape", "missing")),
     "shape is a number": ({"shape": 3}, ("shape", "array", "3")),
     "shape is null": ({"shape": None}, ("shape", "null")),
     "negative dimension": ({"shape": [2, -1]}, ("shape.1", "-1")),

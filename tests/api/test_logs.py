@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
     assert (first["request_id"], first["trace_id"]) == ("mine-1", "0af7651916cd43dd8448eb211c80319c")
     assert (first["bytes"], first["client"]) == (len(b'{"dY":[1.5],"X":[2]}'), "127.0.0.1")
     assert first["milliseconds"] > 0
+    assert first["bytes_sent"] == len(answer.content)
+    assert second["bytes_sent"] > 100
     assert (second["status"], second["request_id"]) == (404, made)
     assert "trace_id" not in second
     assert len(made) == 32
@@ -59,7 +62,9 @@ def test_no_secret_no_tensor_and_no_second_line(tmp_path: Path) -> None:
     assert secret.split("_", 2)[2] not in text
     assert "1234.5" not in text
     assert "6789.25" not in text
-    assert "accumulate 200" in text
+    moment = r"(?m)^20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    assert re.search(rf"{moment} INFO: POST /v1/buffers/w/accumulate 200 [\d.]+ ms, ", text)
+    assert f", {len(json.dumps(body, separators=(',', ':')))} bytes in, " in text
     assert not [line for line in text.splitlines() if line.startswith("INFO: forged")]
     assert "\x1b[31m" not in text
 

@@ -229,6 +229,15 @@ def test_a_body_of_nothing_but_bytes(client: httpx.Client, monkeypatch: pytest.M
 # ----- mistakes -----
 
 
+def test_a_query_is_not_taken_for_parameters(client: httpx.Client) -> None:
+    body = {"inputs": [listed("dY", [1, 2]), listed("Y", [1, 2])]}
+    path = "/v2/models/SoftmaxGrad_13/infer"
+    assert client.post(path, json=body).status_code == 200
+    assert_error(client.post(f"{path}?axis=0", json=body), 400, "no query", '{"parameters": {"axis": 0}')
+    wrong = {**body, "parameters": {"Axis": 0}}
+    assert_error(client.post(path, json=wrong), 400, "'Axis'", "there are axis, from, into, weight, epoch")
+
+
 @pytest.mark.parametrize("value", ["-1", "x", "1.5", "0x10", "", "+5", "1e3", "٣", "9" * 19, "5, 5"])
 def test_a_header_that_is_no_number_of_bytes(client: httpx.Client, value: str) -> None:
     headers = [(LENGTH.encode(), value.encode())]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from tests.serving import serving
+from tests.serving import assert_problem, serving
 
 
 def run(client: httpx.Client, op: str, params: dict[str, Any] | None = None, **tensors: Any) -> Any:
@@ -161,5 +162,17 @@ def test_the_operators_are_listed(client: httpx.Client) -> None:
 
 
 def test_the_front_page_leads_to_the_documentation(client: httpx.Client) -> None:
-    assert client.get("/").headers["location"] == "/docs"
-    assert client.get("/docs").status_code == 200
+    answer = client.get("/")
+    assert answer.url.join(answer.headers["location"]).path == "/docs"
+
+
+def test_the_documentation_takes_nothing_from_other_hosts(client: httpx.Client) -> None:
+    page = client.get("/docs")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    found = re.findall(r"""(?:src|href|url)[=:]\s*["']([^"']+)""", page.text)
+    assert len(found) == 4
+    for path in found:
+        assert ":" not in path
+        answer = client.get(page.url.join(path))
+        assert (answer.status_code, len(answer.content) > 100) == (200, True), path
+    assert_problem(client.get("/docs/other.js"), 404, "not_found")

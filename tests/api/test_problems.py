@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
         {"content": gzip.compress(b"{}") + b"{}", "headers": {"Content-Encoding": "gzip"}},
         400,
         "malformed_body",
-        ("gzip", "goes on after its end"),
+        ("gzip", "more behind its end"),
     ),
     "compressed, and huge once inflated": (
         "ReluGrad",
@@ -132,7 +132,34 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
         "invalid_parameter",
         ("'axis'", "2 times"),
     ),
-    "unknown parameter": ("ReluGrad", {"json": {}, "params": {"axis": 1}}, 422, "unknown_parameter", ("'axis'",)),
+    "unknown parameter": (
+        "SoftmaxGrad",
+        {"json": {}, "params": {"Axis": 1}},
+        422,
+        "unknown_parameter",
+        ("'Axis'", "there are encoding, from, into, weight, epoch, axis"),
+    ),
+    "a patience that is none": (
+        "ReluGrad",
+        {"json": {"dY": 1, "X": 1}, "headers": {"Request-Timeout": "soon"}},
+        422,
+        "invalid_parameter",
+        ("Request-Timeout", "'soon'", "seconds"),
+    ),
+    "If-Match of no buffer": (
+        "ReluGrad",
+        {"json": {"dY": 1, "X": 1}, "headers": {"If-Match": '"0-1"'}},
+        422,
+        "invalid_parameter",
+        ("If-Match", "one buffer"),
+    ),
+    "a member of a tensor": (
+        "ReluGrad",
+        {"json": {"dY": {"data": 1, "name": "dY"}, "X": 1}},
+        422,
+        "invalid_tensor",
+        ("dY.name", "unknown", "dtype, shape, data, base64"),
+    ),
     "missing": ("ReluGrad", {"json": {"dY": 1}}, 422, "missing_tensor", ("ReluGrad", "'X'")),
     "unknown": ("ReluGrad", {"json": {"dY": 1, "Y": 1}}, 422, "unknown_tensor", ("'Y'", "dY, X")),
     "dtype": (
@@ -181,6 +208,7 @@ def test_each_mistake_has_its_problem(client: httpx.Client, case: str) -> None:
     if "content" in request:
         request = {**request, "headers": {"Content-Type": "application/json", **request.get("headers", {})}}
     problem = assert_problem(client.post(f"/v1/ops/{op}", **request), status, code, *words)
+    assert problem["op"] == op or code == "unknown_operator"
     assert len(problem["detail"]) < 400
 
 
