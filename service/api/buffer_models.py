@@ -37,7 +37,7 @@ class _Query(BaseModel):
 class NewBuffer(BaseModel):
     """What a buffer is created with."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"shape": [2, 3], "quorum": 4}})
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"shape": [2, 2], "dtype": "float32"}})
 
     shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
     dtype: FloatName = "float32"
@@ -138,6 +138,6 @@ class ListQuery(_Query):
 class Names(BaseModel):
     """Buffers by name."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"]}})
 
     names: list[StrictStr] = Field(min_length=1, max_length=MOST_NAMES)

@@ -191,7 +191,7 @@ _INFER: dict[str, Any] = {
     "description": "With the header Inference-Header-Content-Length, the JSON ends there, and tensors follow as bytes.",
     "operationId": "infer",
     "parameters": [
-        {"name": "op", "in": "path", "required": True, "schema": {"type": "string"}},
+        {"name": "op", "in": "path", "required": True, "schema": {"type": "string"}, "example": "ReluGrad"},
         {"name": "Inference-Header-Content-Length", "in": "header", "schema": {"type": "integer", "minimum": 0}},
         *_headers(*ONE)["parameters"],
     ],
@@ -208,7 +208,13 @@ _INFER: dict[str, Any] = {
                         "inputs": {"type": "array", "items": _TENSOR},
                         "outputs": {"type": "array", "items": {"type": "object", "required": ["name"]}},
                     },
-                }
+                },
+                "example": {
+                    "inputs": [
+                        {"name": "dY", "shape": [2], "datatype": "FP32", "data": [1.0, 2.0]},
+                        {"name": "X", "shape": [2], "datatype": "FP32", "data": [0.5, -1.0]},
+                    ]
+                },
             },
             **_BYTES,
         },
@@ -252,6 +258,7 @@ def _tell_errors(made: dict[str, Any]) -> None:
             for parameter in operation.get("parameters", ()):
                 if parameter["in"] == "path" and path.startswith("/v1/buffers"):
                     parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
+                    parameter["example"] = "layer.weight"
     for unused in ("HTTPValidationError", "ValidationError"):
         made["components"]["schemas"].pop(unused, None)
 

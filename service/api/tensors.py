@@ -113,8 +113,22 @@ def _output_type(kind: Kind) -> Any:
     return as_list | as_base64
 
 
+EXAMPLE_RECEIPT: dict[str, Any] = {
+    "name": "layer.weight",
+    "updated": True,
+    "closed": False,
+    "epoch": 0,
+    "version": 1,
+    "count": 1,
+    "weight": 1.0,
+}
+"""What the first add of the example of a gradient gives."""
+
+
 class Receipt(BaseModel):
     """What a change of a buffer did."""
+
+    model_config = ConfigDict(json_schema_extra={"example": EXAMPLE_RECEIPT})
 
     name: str
     updated: bool = Field(description="Whether the buffer was changed.")
@@ -128,6 +142,8 @@ class Receipt(BaseModel):
 
 class Receipts(BaseModel):
     """What a change of several buffers did, by their names."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"buffers": {"layer.weight": EXAMPLE_RECEIPT}}})
 
     buffers: dict[str, Receipt]
 

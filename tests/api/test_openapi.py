@@ -11,6 +11,7 @@ import pytest
 from openapi_spec_validator import validate
 
 from service.kernels import OPERATORS
+from tests.serving import serving
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,33 @@ def test_answers_share_their_schemas(schema: Any) -> None:
     assert made["201"]["headers"].keys() == {"ETag", "Idempotency-Replayed", "Location"}
     assert one["get"]["responses"]["200"]["headers"].keys() == {"ETag"}
     assert one["delete"]["responses"]["204"]["headers"].keys() == {"Idempotency-Replayed"}
+
+
+def test_the_examples_of_buffers_can_be_tried_out(schema: Any) -> None:
+    def example(method: str, path: str) -> tuple[Any, Any]:
+        operation = schema["paths"][path][method]
+        sent = operation["requestBody"]["content"]["application/json"]
+        given = sent["schema"]
+        for _ in range("$ref" in given):
+            given = schema["components"]["schemas"][given["$ref"].rpartition("/")[2]]
+        names = [one["example"] for one in operation.get("parameters", ()) if one["in"] == "path"]
+        return sent.get("example") or given["example"], names
+
+    components = schema["components"]["schemas"]
+    with serving() as url, httpx.Client(base_url=url) as client:
+        spec, (name,) = example("put", "/v1/buffers/{name}")
+        assert client.put(f"/v1/buffers/{name}", json=spec).status_code == 201
+        gradient, _ = example("post", "/v1/buffers/{name}/accumulate")
+        answer = client.post(f"/v1/buffers/{name}/accumulate", json=gradient)
+        assert answer.json() == components["Receipt"]["example"]
+        gradients, _ = example("post", "/v1/buffers/accumulate")
+        client.put("/v1/buffers/layer.bias", json={"shape": [2]}).raise_for_status()
+        assert client.post("/v1/buffers/accumulate", json=gradients).json()["buffers"].keys() == gradients.keys()
+        for what in ("value", "take", "zero"):
+            names, _ = example("post", f"/v1/buffers/{what}")
+            assert client.post(f"/v1/buffers/{what}", json=names).json()["buffers"].keys() == {name}
+        body, (op,) = example("post", "/v2/models/{op}/infer")
+        assert client.post(f"/v2/models/{op}/infer", json=body).json()["outputs"][0]["data"] == [1.0, 0.0]
 
 
 def test_names_of_buffers_have_a_pattern(schema: Any) -> None:
