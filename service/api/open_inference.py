@@ -8,7 +8,6 @@ from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.requests import Request
@@ -218,12 +217,13 @@ def _decode_raw(operator: Operator, engine: Engine, body: memoryview) -> Job:
 
 
 def _encode(
-    operator: Operator, identity: str | None, binary: Sequence[str], results: Mapping[str, Array | Receipt]
+    operator: Operator,
+    identity: str | None,
+    binary: Sequence[str],
+    outputs: Mapping[str, Array],
+    receipts: Mapping[str, Receipt],
 ) -> Answer:
-    outputs = {name: one for name, one in results.items() if isinstance(one, np.ndarray)}
-    parameters = {}
-    if len(outputs) < len(results):
-        parameters = receipts_text({name: one for name, one in results.items() if isinstance(one, dict)})
+    parameters = receipts_text(receipts) if receipts else {}
     pieces, length = codec.encode(operator.name, identity, outputs, binary, parameters)
     if length is None:
         return Answer(pieces, "application/json")

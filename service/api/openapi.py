@@ -28,6 +28,10 @@ _BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "strin
 _REF = "#/components/schemas/{model}"
 
 
+_PROBLEM = {"content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}}
+"""An error, wherever it is answered."""
+
+
 def example_answer(operator: Operator) -> Any:
     """The answer to the operator's example."""
     tensors = {one.name: np.array(operator.example[one.name], one.kind.default) for one in operator.inputs}
@@ -40,7 +44,6 @@ def operation(operator: Operator) -> dict[str, Any]:
     def json(name: str, example: Any) -> dict[str, Any]:
         return {"application/json": {"schema": {"$ref": _REF.format(model=operator.name + name)}, "example": example}}
 
-    problem = {"content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}}
     return {
         **_headers(*ONE),
         "requestBody": {"required": True, "content": {**json("Request", dict(operator.example)), **_SAFETENSORS}},
@@ -49,13 +52,13 @@ def operation(operator: Operator) -> dict[str, Any]:
                 "description": "The outputs",
                 "content": {**json("Answer", example_answer(operator)), **_SAFETENSORS},
             },
-            "400": {"description": "The body cannot be read", **problem},
-            "408": {"description": "The rest of the body did not come in time", **problem},
-            "406": {"description": "The answer cannot be given in a type that Accept names", **problem},
-            "413": {"description": "The body or a tensor is too large", **problem},
-            "415": {"description": "The body is of a type that the server does not read", **problem},
-            "422": {"description": "The body was read, but makes no sense", **problem},
-            "503": {"description": "The server is starting or stopping", **problem},
+            "400": {"description": "The body cannot be read", **_PROBLEM},
+            "408": {"description": "The rest of the body did not come in time", **_PROBLEM},
+            "406": {"description": "The answer cannot be given in a type that Accept names", **_PROBLEM},
+            "413": {"description": "The body or a tensor is too large", **_PROBLEM},
+            "415": {"description": "The body is of a type that the server does not read", **_PROBLEM},
+            "422": {"description": "The body was read, but makes no sense", **_PROBLEM},
+            "503": {"description": "The server is starting or stopping", **_PROBLEM},
         },
     }
 
@@ -140,7 +143,6 @@ def buffer_operation(
     content = {"application/json": schema(answer), **({} if created else _SAFETENSORS)}
     told = {**(_ETAG if answer is not Receipts else {}), **(_REPLAYED if "Idempotency-Key" in knows else {})}
     success = {"content": content, "headers": told}
-    problem = {"content": {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}}
     responses = {"200": {"description": "There was such a buffer" if created else "The receipt", **success}}
     if created:
         responses["201"] = {"description": "The new buffer", **success, "headers": {**told, **_LOCATION}}
@@ -148,7 +150,7 @@ def buffer_operation(
         responses |= _UNCHANGED
     operation: dict[str, Any] = {
         **_headers(*knows),
-        "responses": {**responses, "4XX": {"description": "What is wrong", **problem}},
+        "responses": {**responses, "4XX": {"description": "What is wrong", **_PROBLEM}},
     }
     if body is not None:
         content = {"application/json": schema(body), **(_SAFETENSORS if isinstance(body, dict) else {})}
@@ -242,10 +244,9 @@ _INFER: dict[str, Any] = {
 
 def _tell_errors(made: dict[str, Any]) -> None:
     """Every operation may be refused, in the form of its API, which is not FastAPI's own."""
-    problem = {MEDIA_TYPE: {"schema": {"$ref": _REF.format(model="Problem")}}}
     plain = {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}}
     for path, operations in made["paths"].items():
-        content = plain if path.startswith("/v2") else problem
+        content = plain if path.startswith("/v2") else _PROBLEM["content"]
         for operation in operations.values():
             responses = operation["responses"]
             if "HTTPValidationError" in str(responses.get("422")):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.requests import Request
@@ -228,9 +227,7 @@ def _job(
     form: json_codec.Form,
     buffers: Buffers,
 ) -> Job:
-    def encode(results: Mapping[str, Array | Receipt]) -> Answer:
-        outputs = {name: one for name, one in results.items() if isinstance(one, np.ndarray)}
-        receipts = {name: one for name, one in results.items() if isinstance(one, dict)}
+    def encode(outputs: Mapping[str, Array], receipts: Mapping[str, Receipt]) -> Answer:
         if answers == safetensors.MEDIA_TYPE:
             return Answer(safetensors.encode(outputs, receipts_text(receipts) if receipts else None), answers)
         return Answer(json_codec.encode(outputs, query.encoding or form, receipts), answers)

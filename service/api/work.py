@@ -52,12 +52,12 @@ NO_BUFFERS = Buffers()
 
 
 class Job(NamedTuple):
-    """What a body asks for, and how the outputs, receipts in place of those that went into buffers, are answered."""
+    """What a body asks for, and how the outputs, and the receipts of those that went into buffers, are answered."""
 
     tensors: Mapping[str, Array]
     attributes: Mapping[str, Any]
     wanted: Sequence[str] | None
-    encode: Callable[[Mapping[str, Array | Receipt]], Answer]
+    encode: Callable[[Mapping[str, Array], Mapping[str, Receipt]], Answer]
     text: bool
     """Whether any of them is answered as text."""
     buffers: Buffers = NO_BUFFERS
@@ -150,9 +150,9 @@ def _perform(
         raise _LargeError
     decoded = time.perf_counter_ns()
 
-    def finish(results: Mapping[str, Array | Receipt], headers: Mapping[str, str]) -> Answer:
+    def finish(outputs: Mapping[str, Array], receipts: Mapping[str, Receipt], headers: Mapping[str, str]) -> Answer:
         computed = time.perf_counter_ns()
-        answer = job.encode(results).coded(goes_out_in)
+        answer = job.encode(outputs, receipts).coded(goes_out_in)
         if headers:
             answer = answer._replace(headers={**answer.headers, **headers})
         encoded = time.perf_counter_ns()
@@ -172,7 +172,7 @@ def _perform(
     if job.buffers is NO_BUFFERS:
         if b"if-match" in context_of(scope).headers:
             refuse_match(scope)
-        return finish(run(job.tensors, job.wanted), {})
+        return finish(run(job.tensors, job.wanted), {}, {})
     return _perform_on_buffers(store_of(scope), engine, scope, operator, plain, job, run, finish)
 
 
@@ -205,7 +205,7 @@ def _perform_on_buffers(
     body: memoryview,
     job: Job,
     run: Callable[[Mapping[str, Array], Sequence[str]], dict[str, Array]],
-    finish: Callable[[Mapping[str, Array | Receipt], Mapping[str, str]], Answer],
+    finish: Callable[[Mapping[str, Array], Mapping[str, Receipt], Mapping[str, str]], Answer],
 ) -> Answer | Adding:
     sources, targets, weight, epoch = job.buffers
     if sources:
@@ -228,8 +228,8 @@ def _perform_on_buffers(
     def answered(outputs: Mapping[str, Any], outcome: Outcome) -> Answer:
         if outputs:
             check_unchanged(outcome.sources, outcome.receipts)
-        results = {name: outcome.receipts[targets[name]] if name in targets else outputs[name] for name in names}
-        return finish(results, replayed(outcome))
+        receipts = {name: outcome.receipts[buffer] for name, buffer in targets.items()}
+        return finish({name: outputs[name] for name in names if name not in targets}, receipts, replayed(outcome))
 
     known = recalled(store, key)
     if known is not None and set(names) == set(targets):
@@ -256,7 +256,7 @@ def _perform_on_buffers(
             raise
         raise counted_once(str(error), known.receipts) from None
     if not targets:
-        return finish(outputs, {})
+        return finish(outputs, {}, {})
     changes = [
         Add(name=buffer, gradient=outputs[output], tensor=output, weight=weight, epoch=epoch, match=match)
         for output, buffer in targets.items()

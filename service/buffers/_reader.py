@@ -60,7 +60,7 @@ class Reader:
         with self._txn.cursor(db=self._env.keys) as cursor:
             return sum(opened(sealed, seed_of(bytes(digest))) is None for digest, sealed in cursor)
 
-    def recall(self, digest: bytes, oldest: int) -> Known | None:
+    def known(self, digest: bytes, oldest: int) -> Known | None:
         """What is stored with a key, unless it is older than `oldest`."""
         sealed = self._txn.get(digest, db=self._env.keys)
         if sealed is None:

@@ -146,8 +146,8 @@ class LmdbTransaction(Reader):
     def load(self, spec: Spec, value: int | None) -> Array:
         return self._writer.load(spec, value, self._allocate)
 
-    def recall(self, key: Any, oldest: int | None = None) -> Known | None:
-        return super().recall(digest_of(key), self._oldest)
+    def recall(self, key: Key) -> Known | None:
+        return self.known(digest_of(key), self._oldest)
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.writes += 1
@@ -193,7 +193,7 @@ class LmdbTransaction(Reader):
 
     def _forget(self, digest: bytes) -> None:
         try:
-            used_again = super().recall(digest, self._oldest) is not None
+            used_again = self.known(digest, self._oldest) is not None
         except BufferCorrupt:
             used_again = False
         if not used_again:

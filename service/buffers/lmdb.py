@@ -149,7 +149,7 @@ class LmdbStore:
 
     def recall(self, key: Key) -> Known | None:
         with self._env.reading() as txn:
-            return Reader(self._env, txn).recall(digest_of(key), self._oldest_key())
+            return Reader(self._env, txn).known(digest_of(key), self._oldest_key())
 
     def generation(self) -> int:
         return self._env.generation()

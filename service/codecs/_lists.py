@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,40 @@ NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _SATURATED = 0xFFFFFF
 """simdjson counts the elements of a list no further than this."""
 _BATCH = 1 << 16
+
+
+class Numbers:
+    """Numbers of nested lists, read in bulk: flat, so that `[1, [2]]` looks like `[1, 2]` until it is proven not to."""
+
+    def __init__(self) -> None:
+        self.lists = 0
+        """Of which what was read so far consists."""
+        self._unproven: list[tuple[str, simdjson.Array, Shape, DType]] = []
+
+    def read(self, name: str, data: Any, shape: Shape, dtype: DType) -> Array:
+        """The numbers of `data`, of this `shape_of`, flat, to be trusted after `prove`. Raises `InvalidTensor`."""
+        self.lists += count_lists(shape)
+        numbers = numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
+        if numbers is not None and numbers.size == math.prod(shape):
+            self._unproven.append((name, data, shape, dtype))
+        else:
+            numbers = scalars_of(name, data, shape, dtype)
+        return narrow(name, numbers, shape, dtype)
+
+    def prove(self, text: bytes | bytearray | memoryview, others: Callable[[], int]) -> None:
+        """Raise `InvalidTensor` if a list stands where a number belongs in anything that was read.
+
+        Then the text has more brackets than those lists, and the `others` in it, open.
+        """
+        if self._unproven and count(text, b"[") != self.lists + others():
+            for unproven in self._unproven:
+                scalars_of(*unproven)
+
+
+def count(body: bytes | bytearray | memoryview, byte: bytes) -> int:
+    """What `body.count(byte)` gives, four times as fast."""
+    array, step = np.frombuffer(body, np.uint8), 1 << 18
+    return sum(int(np.count_nonzero(array[k : k + step] == ord(byte))) for k in range(0, array.size, step))
 
 
 def shape_of(name: str, data: Any, limits: Limits) -> Shape:

@@ -18,8 +18,8 @@ import simdjson
 
 from service.codecs._bytes import Array, bytes_of, view, view_at, wrong_size
 from service.codecs._headers import as_object, check_shape, load
-from service.codecs._lists import LISTS, count_lists, is_empty, narrow, numbers_of, scalars_of, shape_of
-from service.codecs.json import Pairs, count, list_text, members_of, parse
+from service.codecs._lists import LISTS, Numbers, is_empty, shape_of
+from service.codecs.json import Pairs, list_text, members_of, parse
 from service.dtypes import BFLOAT16, BOOL, OPEN_INFERENCE, DType
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
@@ -174,8 +174,7 @@ class _Inputs:
 
     def __init__(self, text: memoryview, data: memoryview | None, limits: Limits) -> None:
         self._text, self._data, self._limits = text, data, limits
-        self._end = self._lists = 0
-        self._unproven: list[tuple[str, Any, tuple[int, ...], DType]] = []
+        self._end, self._numbers = 0, Numbers()
 
     def read(self, head: _Head) -> dict[str, Array]:
         self._limits.check_count(len(head.inputs))
@@ -191,8 +190,7 @@ class _Inputs:
                 tensors[name] = self._from_bytes(name, size, dtype, shape)
         if self._data is not None and self._end != len(self._data):
             raise MalformedBody(f"The bytes after the JSON are {len(self._data)}, but the inputs take {self._end}")
-        if self._unproven:
-            self._prove(head.document)
+        self._numbers.prove(self._text, lambda: _lists(head.document))
         return tensors
 
     def _from_bytes(self, name: str, size: int, dtype: DType, shape: Sequence[int]) -> Array:
@@ -223,22 +221,7 @@ class _Inputs:
                 f"{name}.data has shape {list(found)}, but must have {list(shape)}, or be flat, of {math.prod(shape)}",
                 tensor=name,
             )
-        self._lists += count_lists(found)
-        numbers = numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
-        if numbers is not None and numbers.size == math.prod(found):
-            self._unproven.append((name, data, found, dtype))
-        else:
-            numbers = scalars_of(name, data, found, dtype)
-        return narrow(name, numbers, found, dtype).reshape(shape)
-
-    def _prove(self, document: dict[str, Any]) -> None:
-        """Raise `InvalidTensor` if a list stands where a number belongs: numbers were read flat, [1, [2]] like [1, 2].
-
-        But then the JSON has more brackets than the tensors' lists, and those of the rest of the request, open.
-        """
-        if count(self._text, b"[") != self._lists + _lists(document):
-            for unproven in self._unproven:
-                scalars_of(*unproven)
+        return self._numbers.read(name, data, found, dtype).reshape(shape)
 
 
 def _read(text: memoryview | bytes) -> dict[str, Any]:
