@@ -90,7 +90,8 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._stay(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            self._refuse(f"The request is no HTTP that this server reads: {error}")
+            cause = error.__context__ if isinstance(error.__context__, httptools.HttpParserError) else error
+            self._refuse(f"The request is no HTTP that this server reads: {str(cause)[:200]}")
         else:
             if self._unheeded > LONGEST_HEAD:
                 self._refuse(f"The head of this request has more than {LONGEST_HEAD} bytes.")

@@ -86,6 +86,8 @@ def test_nonsense_alone_is_refused(url: str) -> None:
 
 UNREADABLE = {
     "a method": (b"FOO /v1/ops HTTP/1.1\r\nHost: x\r\n\r\n", "method"),
+    "a target": (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", "invalid url b'x:80'"),
+    "a query": (b"GET /v1/ops?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 65536), "url is too long"),
     "lengths": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "Content-Length"),
     "a chunk": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "chunk size"),
 }
