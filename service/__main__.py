@@ -241,7 +241,7 @@ def _path(settings: Settings) -> Path:
 
 def _serve(settings: Settings) -> int:
     known = {f"GRADSERVE_{name.upper()}" for name in Settings.model_fields} | {"GRADSERVE_URL", "GRADSERVE_API_KEY"}
-    if idle := sorted(name for name in os.environ.keys() - known if name.startswith("GRADSERVE_")):
+    if idle := sorted(name for name in os.environ if name.startswith("GRADSERVE_") and name.upper() not in known):
         print(f"gradserve: not settings of the server, and without effect: {', '.join(idle)}", file=sys.stderr)
     addresses = _addresses(settings)
     if settings.keys is None and not settings.allow_anonymous and not _is_loopback(settings.host):

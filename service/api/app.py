@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from service.api import buffers, docs, health, logs, open_inference, openapi, ops, problems
 from service.api.admission import Admission
 from service.api.auth import admit
-from service.api.context import CONTEXT, Context
+from service.api.context import CONTEXT, Context, patience_of
 from service.api.metrics import METRICS_DIRECTORY, Metrics, route_of
 from service.api.protocol import EXCHANGE
 from service.api.statistics import Statistics
@@ -30,7 +30,7 @@ from service.arena import keep_freed_memory
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
 from service.engine import Engine
-from service.errors import Busy, Forbidden, MalformedBody, NotReady, StoreFailed, Unauthorized
+from service.errors import GradserveError, MalformedBody, NotFound, NotReady, StoreFailed, shown
 from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
@@ -69,7 +69,8 @@ class Application(FastAPI):
             await super().__call__(scope, receive, send)
             return
         start = time.perf_counter_ns()
-        if scope["method"] == "HEAD":
+        bodiless = scope["method"] == "HEAD"
+        if bodiless:
             scope.get("extensions", {}).clear()  # the usual way to send leaves the body out
             scope = {**scope, "method": "GET"}
         context = scope[CONTEXT] = Context(dict(scope["headers"]))
@@ -93,12 +94,16 @@ class Application(FastAPI):
         try:
             if self.settings.access_log or b"x-request-id" in context.headers:
                 logs.identify(context)
+            if "\n" in scope["path"]:  # the routes overlook one at the end, and the scopes of keys do not
+                raise NotFound(f"There is nothing at {shown(scope['path'])}")
+            if b"request-timeout" in context.headers:
+                patience_of(scope)  # so that a mistake in it is told whether anything waits or not
             context.caller = admit(scope, context.headers, self.keys, self.settings.metrics_open)
             self.admission.admit(context, self.engine)
             if context.held:
                 self.metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
             await self._answer(scope, receive, sending)
-        except (Unauthorized, Forbidden, Busy) as error:
+        except GradserveError as error:
             await problems.answer(scope["path"], error)(scope, receive, sending)
         except asyncio.CancelledError:  # GRADSERVE_DRAIN_TIMEOUT is over
             if not context.status:
@@ -110,6 +115,8 @@ class Application(FastAPI):
         finally:
             scope.get("extensions", {}).clear()  # they lead back to the scope, and only the collector could free both
             self.admission.release(context)
+            if bodiless:
+                context.sent = 0
             spent = time.perf_counter_ns() - start
             self.metrics.answered(route_of(scope["path"], scope["method"]), context, spent, self.admission.bytes)
             if self.settings.access_log:

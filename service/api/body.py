@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.api.admission import SMALL_BYTES, hold
-from service.api.context import context_of, patience_of, settings_of
+from service.api.context import context_of, settings_of
 from service.api.protocol import EXCHANGE, LEAST_RATE, Exchange
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
@@ -41,12 +41,13 @@ async def read_body(scope: Scope, receive: Receive, allocate: Callable[[int], me
     """
     context, settings = context_of(scope), settings_of(scope)
     limit, patience = settings.max_body_bytes, settings.request_timeout
-    patience_of(scope)  # so that a mistake in it is told whether anything waits or not
-    if context.headers.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
-        coding = shown(context.headers[b"transfer-encoding"].decode("latin-1"))
-        raise MalformedBody(
-            f"Transfer-Encoding is {coding}, but must be chunked; a body is compressed by Content-Encoding"
-        )
+    if b"transfer-encoding" in context.headers:
+        lines = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
+        coding = b", ".join(lines).decode("latin-1")
+        if coding.strip().lower() != "chunked":
+            raise MalformedBody(
+                f"Transfer-Encoding is {shown(coding)}, but must be chunked; a body is compressed by Content-Encoding"
+            )
     began, exchange = time.perf_counter_ns(), _exchange(scope)
     at_hand = None if exchange is None else exchange.body_at_hand()
     if at_hand is None:
@@ -146,6 +147,8 @@ def wanted_coding(headers: Headers) -> str | None:
 
 def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
     """The body as it was before its coding. Raises `MalformedBody`, and `BodyTooLarge` beyond `limit` bytes."""
+    if not len(body):
+        return body
     stream = zlib.decompressobj(_WINDOWS[coding])
     try:
         whole = stream.decompress(body, limit + 1)

@@ -46,7 +46,7 @@ def operation(operator: Operator) -> dict[str, Any]:
 
     return {
         **_headers(*ONE),
-        "requestBody": {"required": True, "content": {**json("Request", dict(operator.example)), **_SAFETENSORS}},
+        "requestBody": {"content": {**json("Request", dict(operator.example)), **_SAFETENSORS}},
         "responses": {
             "200": {
                 "description": "The outputs",

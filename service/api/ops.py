@@ -211,7 +211,7 @@ def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: 
 
 def decode_safetensors(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
     """What a safetensors body asks for, to be answered in the media type `answers`."""
-    tensors = safetensors.decode(body, engine.limits)
+    tensors = safetensors.decode(body, engine.limits) if len(body) or not query.sources else {}
     return _job(operator, query, answers, tensors, "base64", _buffers(operator, query))
 
 

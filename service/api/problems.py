@@ -98,6 +98,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 405:
             # Starlette names the methods of the first route at this path only.
             allowed = ", ".join(method for method in _METHODS if _is_taken(app, {**request.scope, "method": method}))
+            allowed = allowed or "GET, HEAD"  # of the files of /docs
             detail = f"{request.url.path} does not take {request.method}; it takes {allowed}"
             return answer(request.scope["path"], MethodNotAllowed(detail), {"Allow": allowed})
         if error.status_code == 404:

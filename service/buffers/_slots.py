@@ -12,11 +12,11 @@ import errno
 import itertools
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from service.errors import StoreFull
 
@@ -96,10 +96,12 @@ class SlotFile:
         disk = os.fstatvfs(self._fd)
         return disk.f_bavail * disk.f_frsize >= CHUNK + _RESERVE or not disk.f_blocks
 
-    def give_back(self, slots: Sequence[int], count: int) -> None:
+    def give_back(self, slots: npt.NDArray[np.int64], count: int) -> None:
         """Give the disk what these slots take, and what lies behind the first `count`. Where it cannot, it does not."""
-        for slot in slots:
-            _give_back(self._fd, _PUNCH_HOLE, slot * CHUNK, CHUNK)
+        slots = np.sort(slots)
+        for run in np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1):
+            if run.size:
+                _give_back(self._fd, _PUNCH_HOLE, int(run[0]) * CHUNK, run.size * CHUNK)
         if os.fstat(self._fd).st_size > count * CHUNK:
             os.ftruncate(self._fd, count * CHUNK)
 
@@ -161,10 +163,11 @@ class Slots:
 
     def give_back(self) -> None:
         """Give the disk the room of all slots that could be taken."""
+        last, count = self._last_reusable(), slot_count(self._env, self._txn)
         with self._txn.cursor(db=self._env.free) as cursor:
-            entries = itertools.takewhile(lambda entry: self._is_reusable(entry[0]), cursor)
-            free = [slot for _, slots in entries for slot in np.frombuffer(slots, "<i8").tolist() if slot >= 0]
-        self._env.file.give_back(free, slot_count(self._env, self._txn))
+            entries = itertools.takewhile(lambda entry: _FREE_KEY.unpack(entry[0])[0] <= last, cursor)
+            free = np.concatenate([np.empty(0, "<i8"), *(np.frombuffer(slots, "<i8") for _, slots in entries)])
+        self._env.file.give_back(free[(free >= 0) & (free < count)], count)
 
     def _unused_key(self, freed_by: int) -> bytes:
         keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
@@ -181,19 +184,17 @@ class Slots:
     def _reusable(self) -> list[int]:
         """Slots that were freed long enough ago, the lowest last."""
         with self._txn.cursor(db=self._env.free) as cursor:
-            if not cursor.first() or not self._is_reusable(cursor.key()):
+            if not cursor.first() or _FREE_KEY.unpack(cursor.key())[0] > self._last_reusable():
                 return []
             slots = np.frombuffer(cursor.value(), "<i8").tolist()
             cursor.delete()
         count = slot_count(self._env, self._txn)
         return sorted((slot for slot in slots if 0 <= slot < count), reverse=True)  # others are damage
 
-    def _is_reusable(self, key: bytes) -> bool:
-        """Whether the slots under this key of the list were freed long enough ago."""
-        seen = self._env.oldest_reader()
-        newest = self._txn.id() - 2
-        freed_by: int = _FREE_KEY.unpack(key)[0]
-        return bool(freed_by <= (newest if seen is None else min(newest, seen)))
+    def _last_reusable(self) -> int:
+        """The last transaction that freed slots long enough ago."""
+        seen, newest = self._env.oldest_reader(), int(self._txn.id()) - 2
+        return newest if seen is None else min(newest, seen)
 
     def _beyond(self) -> list[int]:
         """A slot behind all others. Raises `StoreFull`."""

@@ -27,7 +27,7 @@ import numpy as np
 from service.buffers._environment import Environment, disk_is_full, translated
 from service.buffers._format import MARK_SIZE, WRITER, digest_of, microseconds
 from service.buffers._reader import Reader
-from service.buffers._slots import store_full
+from service.buffers._slots import Slots, store_full
 from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction, Remembered
 from service.buffers._value_writer import Kept
 from service.buffers.changes import Add, Create, Restore
@@ -244,8 +244,9 @@ class LmdbStore:
         try:
             with self._env.reading() as txn:
                 due = Reader(self._env, txn).anything_due(self._oldest_key(), now)
-                if not due and txn.get(WRITER, default=b"", db=self._env.meta) == self._room_made:
-                    return False
+                made = not due and txn.get(WRITER, default=b"", db=self._env.meta) == self._room_made
+            if made:
+                return self._give_back()
             if due:
                 self._clear(now)
             disk_full = disk_is_full(self._env.path)
@@ -259,6 +260,15 @@ class LmdbStore:
         except (lmdb.Error, OSError, GradserveError):
             return False  # what there was no room for says so
         return True
+
+    def _give_back(self) -> bool:
+        """Give a full disk what is free by now, or was written in vain. Whether that was anything."""
+        if not disk_is_full(self._env.path):
+            return False
+        before = self._env.sizes()["values"]
+        with self._env.writing() as txn:
+            Slots(self._env, txn).give_back()
+        return self._env.sizes()["values"] < before
 
     def _transact(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []

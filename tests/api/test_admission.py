@@ -175,6 +175,8 @@ def test_what_nobody_waits_for_is_not_begun() -> None:
         assert begun == 3
         for given in ("soon", "0", "-1", "nan", "inf"):
             assert_problem(ask(**{"Request-Timeout": given}), 422, "invalid_parameter", "Request-Timeout")
+            listed = httpx.get(f"{url}/v1/buffers", headers={"Request-Timeout": given})
+            assert_problem(listed, 422, "invalid_parameter", "Request-Timeout")
 
 
 def test_what_was_done_is_never_said_not_to_be_begun() -> None:

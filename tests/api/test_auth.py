@@ -146,6 +146,27 @@ def test_a_key_is_good_for_its_scopes_only(
     assert people["admin"].request(method, path, json=body).status_code not in (401, 403)
 
 
+@pytest.mark.parametrize(
+    ("who", "method", "path"),
+    [
+        ("writer", "POST", "/v1/buffers/a/take"),
+        ("writer", "POST", "/v1/buffers/value"),
+        ("writer", "POST", "/v1/buffers/a/accumulate"),
+        ("writer", "POST", "/v1/buffers/accumulate"),
+        ("ops", "GET", "/v1/buffers"),
+        ("bob", "GET", "/metrics"),
+    ],
+)
+def test_no_end_of_a_path_gets_past_the_scopes(
+    people: dict[str, httpx.Client], who: str, method: str, path: str
+) -> None:
+    assert people["bob"].put("/v1/buffers/a", json={"shape": [2]}).status_code == 201
+    for end in ("%0A", "%0D", "%20", "%00", "/", "//", "%2F", ";", "%3F"):
+        answer = people[who].request(method, path + end, json={"a": [1, 2]} if method == "POST" else None)
+        assert answer.status_code in (403, 404, 405), end
+    assert people["bob"].get("/v1/buffers/a").json()["version"] == 0
+
+
 def test_what_a_buffer_is_called_changes_nothing(people: dict[str, httpx.Client]) -> None:
     for name in ("take", "value", "zero", "accumulate"):
         assert people["writer"].put(f"/v1/buffers/{name}", json={"shape": [2]}).status_code == 201

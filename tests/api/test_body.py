@@ -420,11 +420,13 @@ def test_chunks_over_the_limit_are_refused_before_they_end(connection: Connectio
 
 
 @EITHER_API
-def test_a_body_in_another_transfer_coding_is_refused(connection: Connection, make: Make) -> None:
+@pytest.mark.parametrize(
+    "lines",
+    [b"Transfer-Encoding: gzip, chunked\r\n", b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n"],
+)
+def test_a_body_in_another_transfer_coding_is_refused(connection: Connection, make: Make, lines: bytes) -> None:
     message = make(SMALL)
-    connection.send(
-        message.head + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + message.chunked(50).partition(b"\r\n\r\n")[2]
-    )
+    connection.send(message.head + lines + b"\r\n" + message.chunked(50).partition(b"\r\n\r\n")[2])
     answer = connection.answer()
     assert answer.status == 400
     assert b"gzip, chunked" in answer.body

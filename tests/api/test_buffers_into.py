@@ -95,6 +95,8 @@ def test_nothing_need_be_sent_where_all_is_in_buffers(http: httpx.Client, header
     one, both = {"from": [f"X:{name}"]}, {"from": [f"X:{name}", f"dY:{name}"]}
     assert ok(http.post("/v1/ops/ReluGrad", params=both, headers=headers))["dX"]["data"] == [0, 2]
     assert_problem(http.post("/v1/ops/ReluGrad", params=one, headers=headers), 422, "missing_tensor", "dY")
+    answer = http.post("/v1/ops/ReluGrad", params=both, headers=SAFE)
+    assert loaded(answer)[0]["dX"].tolist() == [0, 2]
     assert_problem(http.post("/v1/ops/ReluGrad", headers=headers), 400, "malformed_body", "empty")
 
 

@@ -33,8 +33,10 @@ def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
         assert answer.headers["x-request-id"] == "mine-1"
         given = {"traceparent": TRACE.replace("0af7", "<b>7")}
         made = httpx.get(f"{server.url}/v1/nothing", headers=given).headers["x-request-id"]
+        httpx.head(f"{server.url}/v1/ops")
         found = [record for record in lines(server) if not record["path"].startswith("/v2/health")]
-    first, second = found
+    first, second, third = found
+    assert (third["path"], third["status"], third["bytes_sent"]) == ("/v1/ops", 200, 0)
     assert (first["method"], first["path"], first["status"]) == ("POST", "/v1/ops/ReluGrad", 200)
     assert (first["request_id"], first["trace_id"]) == ("mine-1", "0af7651916cd43dd8448eb211c80319c")
     assert (first["bytes"], first["client"]) == (len(b'{"dY":[1.5],"X":[2]}'), "127.0.0.1")

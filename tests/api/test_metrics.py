@@ -91,10 +91,10 @@ def test_requests_are_counted_by_route_and_status(url: str) -> None:
 def test_phases_and_bytes_are_counted(url: str) -> None:
     body = b'{"dY": [1, 2, 3], "X": [1, 2, 3]}'
     answer = httpx.post(f"{url}/v1/ops/ReluGrad", content=body, headers={"Content-Type": "application/json"})
-    httpx.put(f"{url}/v1/buffers/a", json={"shape": []})
+    made = httpx.put(f"{url}/v1/buffers/a", json={"shape": []})
     samples = scraped(url)
     assert of(samples, "gradserve_received_bytes_total") == len(body) + len(b'{"shape":[]}')
-    assert of(samples, "gradserve_sent_bytes_total") == len(answer.content)
+    assert of(samples, "gradserve_sent_bytes_total") == len(answer.content) + len(made.content)
     for phase in PHASES:
         assert of(samples, "gradserve_phase_seconds_count", phase=phase) == {"read": 2}.get(phase, 1), phase
 

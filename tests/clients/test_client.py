@@ -241,7 +241,13 @@ def test_what_is_no_name_reaches_no_other_path(server: Any, name: str) -> None:
     assert server.buffers["gradient"].info().version == 0
 
 
-@pytest.mark.parametrize("timeout", [math.inf, math.nan, -1])
+def test_a_number_of_seconds_may_be_numpys(server: Any) -> None:
+    server.buffers["w"].create((2,))
+    for timeout in (np.int64(1), np.float32(0.5)):
+        assert server.buffers["w"].take(timeout=timeout).closed
+
+
+@pytest.mark.parametrize("timeout", [math.inf, math.nan, -1, None])
 def test_one_waits_for_a_number_of_seconds(server: Any, timeout: float) -> None:
     server.buffers["w"].create((2,))
     with pytest.raises(InvalidInput, match="timeout"):
@@ -285,8 +291,9 @@ def test_what_is_no_integer_is_refused(server: Any, more: dict[str, Any]) -> Non
 def test_a_closed_client_makes_no_calls(kind: str, url: str) -> None:
     with connected(kind, url) as server:
         server.close()
-        with pytest.raises(InvalidInput, match="closed"):
-            server.operators()
+        for call in (server.operators, server.is_ready):
+            with pytest.raises(InvalidInput, match="closed"):
+                call()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])

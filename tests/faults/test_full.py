@@ -99,6 +99,25 @@ def test_a_full_disk_is_left_by_deleting_a_buffer(disk: Path, tmp_path: Path, si
             assert (client.value(name) == 1).all()
 
 
+def test_an_add_in_vain_leaves_the_room_to_others(disk: Path, tmp_path: Path) -> None:
+    """What it wrote before the disk was full is given back, although nothing was committed since."""
+    with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
+        client.create("huge", (ROOM // 4,))
+        client.create("many", (16_000,))
+        fill(client, 200_000)
+        client.done("DELETE", "/v1/buffers/b1")
+        client.done("DELETE", "/v1/buffers/b2")
+        for _ in range(2):
+            answer = client.once(
+                "POST", "/v1/buffers/huge/accumulate", key=new_key(), **tensors(gradient=np.ones(ROOM // 4))
+            )
+            assert_problem(answer, 507, "store_full")
+        for number in range(10):
+            client.create(f"small.{number}", (16_000,))
+        names = [f"small.{number}" for number in range(10)]
+        client.add_many(dict.fromkeys(names, np.ones(16_000)), key=new_key())
+
+
 def test_a_full_store_changes_nothing_and_is_left_by_deleting_a_buffer(tmp_path: Path) -> None:
     with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
         last, refused = fill(client)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import email.utils
 import json
 import math
+import numbers
 import random
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -84,8 +85,9 @@ class Call(Generic[T]):
     """Seconds that the server is to wait for what is not there yet."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.wait, (int, float)) or not 0 <= self.wait < math.inf:
+        if not isinstance(self.wait, numbers.Real) or not 0 <= self.wait < math.inf:
             raise InvalidInput(f"timeout is {self.wait!r}, but must be a number of seconds", code="invalid_parameter")
+        object.__setattr__(self, "wait", float(self.wait))  # sockets take no others
 
     @property
     def poll(self) -> float:

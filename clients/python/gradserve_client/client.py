@@ -118,6 +118,7 @@ class Client:
         >>> server.is_ready()
         True
         """
+        self._settings.check_open()
         try:
             self._run(_calls.ready(), self._settings.patience.once())
         except GradserveError:
@@ -233,6 +234,7 @@ class AsyncClient:
 
     async def is_ready(self) -> bool:
         """Whether the server takes requests, asked once."""
+        self._settings.check_open()
         try:
             await self._run(_calls.ready(), self._settings.patience.once())
         except GradserveError:
