@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 from fastapi import FastAPI
@@ -27,6 +27,7 @@ from service.api.statistics import Statistics
 from service.api.waiting import Waiting
 from service.api.workers import Workers, stop_without_parent
 from service.arena import keep_freed_memory
+from service.buffers.names import check_name
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
 from service.engine import Engine
@@ -94,8 +95,8 @@ class Application(FastAPI):
         try:
             if self.settings.access_log or b"x-request-id" in context.headers:
                 logs.identify(context)
-            if "\n" in scope["path"]:  # the routes overlook one at the end, and the scopes of keys do not
-                raise NotFound(f"There is nothing at {shown(scope['path'])}")
+            if "\n" in scope["path"]:
+                _refuse_line_break(scope["path"])
             if b"request-timeout" in context.headers:
                 patience_of(scope)  # so that a mistake in it is told whether anything waits or not
             context.caller = admit(scope, context.headers, self.keys, self.settings.metrics_open)
@@ -138,6 +139,13 @@ class Application(FastAPI):
             await super().__call__(scope, receive, send)
             return
         await problems.answering(scope, receive, send, work)
+
+
+def _refuse_line_break(path: str) -> Never:
+    """Raise `InvalidParameter` or `NotFound`: a route overlooks a line break at its end, the scopes of keys do not."""
+    if path.startswith("/v1/buffers/"):
+        check_name(path.split("/")[3])
+    raise NotFound(f"There is nothing at {shown(path)}")
 
 
 def create_app(settings: Settings) -> FastAPI:

@@ -163,7 +163,7 @@ def test_no_end_of_a_path_gets_past_the_scopes(
     assert people["bob"].put("/v1/buffers/a", json={"shape": [2]}).status_code == 201
     for end in ("%0A", "%0D", "%20", "%00", "/", "//", "%2F", ";", "%3F"):
         answer = people[who].request(method, path + end, json={"a": [1, 2]} if method == "POST" else None)
-        assert answer.status_code in (403, 404, 405), end
+        assert answer.status_code in (403, 404, 405, 422), end
     assert people["bob"].get("/v1/buffers/a").json()["version"] == 0
 
 
