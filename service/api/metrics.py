@@ -7,7 +7,9 @@ asked can add them up. What a process counted stays when it ends; what it holds 
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
@@ -23,6 +25,8 @@ from prometheus_client.registry import Collector
 from service.api.context import Context
 from service.api.workers import is_locked
 from service.errors import Busy
+
+logger = logging.getLogger(__name__)
 
 METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
 """The environment variable that tells worker processes where they share their numbers."""
@@ -122,10 +126,11 @@ class Metrics(Collector):
         self._directory = directory
         self._numbers: Any = [0.0] * _SIZE
         if directory is not None:
-            with NamedTemporaryFile(dir=directory, suffix=".metrics", delete=False) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # for as long as the file is mapped
-                file.truncate(_SIZE * 8)
-                self._numbers = memoryview(mmap.mmap(file.fileno(), _SIZE * 8)).cast("d")
+            try:
+                directory.mkdir(mode=0o700, exist_ok=True)  # whoever tidies up may have removed it
+                self._numbers = _shared(directory)
+            except OSError as error:
+                logger.warning("gradserve does not count the requests of process %s: %s", os.getpid(), error)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.store: tuple[int, int, int] = (0, 0, 0)
@@ -185,6 +190,18 @@ class Metrics(Collector):
             data = file.read_bytes()
             if len(data) == _SIZE * 8:
                 yield memoryview(data).cast("d"), is_locked(file)
+
+
+def _shared(directory: Path) -> Any:
+    """Numbers that the processes of `directory` see. Raises OSError."""
+    with NamedTemporaryFile(dir=directory, suffix=".metrics", delete=False) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # for as long as the file is mapped
+        try:
+            os.posix_fallocate(file.fileno(), 0, _SIZE * 8)  # or a full disk would end the process once it counts
+        except OSError:
+            os.unlink(file.name)
+            raise
+        return memoryview(mmap.mmap(file.fileno(), _SIZE * 8)).cast("d")
 
 
 def _metric(family: Family, tables: Iterable[Sequence[float]]) -> Metric:

@@ -29,6 +29,7 @@ class Workers:
         if self._directory is None:
             yield
             return
+        self._directory.mkdir(mode=0o700, exist_ok=True)  # whoever tidies up may have removed it
         path = self._directory / f"{os.getpid()}.serving"
         with open(path.with_suffix(".starting"), "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -101,7 +101,8 @@ class LmdbStore:
         self._next_check = 0.0
         self._known = Remembered()
         self._kept = Kept()
-        self._mark = self._room_made = NOBODY
+        self._mark = NOBODY
+        self._room_made: tuple[bytes, int | None] = NOBODY, None  # after which transaction, beside which oldest reader
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
         self._writer.start()
 
@@ -242,9 +243,11 @@ class LmdbStore:
         """
         now = self._clock()
         try:
+            self._env.check_readers()  # one that was killed would hold what was freed
+            seen = self._env.oldest_reader()
             with self._env.reading() as txn:
                 due = Reader(self._env, txn).anything_due(self._oldest_key(), now)
-                made = not due and txn.get(WRITER, default=b"", db=self._env.meta) == self._room_made
+                made = not due and (bytes(txn.get(WRITER, default=b"", db=self._env.meta)), seen) == self._room_made
             if made:
                 return self._give_back()
             if due:
@@ -256,7 +259,7 @@ class LmdbStore:
                         changes.give_back()
                     changes.finish(now)
                     changes.writes += 1  # so that it leaves a mark, and counts
-            self._room_made = self._mark
+            self._room_made = self._mark, seen
         except (lmdb.Error, OSError, GradserveError):
             return False  # what there was no room for says so
         return True

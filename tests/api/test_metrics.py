@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +120,18 @@ def test_labels_are_few(url: str) -> None:
         for method in ("GET", "POST", "PATCH"):
             httpx.request(method, url + path)
     assert len(scraped(url)) - before <= len(ROUTES) * len(STATUSES)
+
+
+def test_a_full_disk_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map without room behind it is a SIGBUS."""
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    metrics = Metrics(tmp_path / "gone")
+    metrics.began()
+    assert os.listdir(tmp_path / "gone") == []
 
 
 def test_several_processes_count_together(tmp_path: Path) -> None:

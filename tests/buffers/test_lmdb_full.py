@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -196,6 +197,31 @@ def test_what_finds_no_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: p
         with pytest.raises(StoreFull):
             add(roomy, "large", ones(1))
         assert tries["chunk"] == 16 * expected
+
+
+def test_what_a_reader_held_is_room_once_it_is_gone(roomy: LmdbStore, tmp_path: Path) -> None:
+    """Even if it was killed, and although nothing was committed since."""
+    size = 6 * CHUNK_FLOATS
+    create(roomy, "a", shape=(size,))
+    add(roomy, "a", ones(size))
+    code = (
+        "import sys, time, pathlib; from service.buffers._environment import Environment\n"
+        "env = Environment(pathlib.Path(sys.argv[1]), max_bytes=int(sys.argv[2]), readonly=True)\n"
+        "with env.reading(): print('reads', flush=True); time.sleep(600)"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path), str(16 * CHUNK)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"reads\n"
+        count = 1
+        with suppress(StoreFull):
+            while count < 9:
+                count = add(roomy, "a", ones(size))["count"]
+        assert count < 9
+        with pytest.raises(StoreFull):
+            add(roomy, "a", ones(size))
+        reader.kill()
+    assert add(roomy, "a", ones(size))["count"] == count + 1
 
 
 @pytest.mark.usefixtures("untidied")
