@@ -33,6 +33,9 @@ from service.keys import SCOPES, KeyFileInvalid, add, load, remove
 from service.limits import Limits
 from service.settings import Settings
 
+_VARIABLES = frozenset(f"GRADSERVE_{name.upper()}" for name in Settings.model_fields)
+"""What the settings are called in the environment."""
+
 END_OF_TIME = datetime(9999, 1, 1).timestamp()
 
 
@@ -122,9 +125,8 @@ def _check_variables() -> None:
 
     Those of the compose file end with _FILE.
     """
-    known = [f"GRADSERVE_{name.upper()}" for name in Settings.model_fields]
-    for name in os.environ.keys() - set(known):
-        near = difflib.get_close_matches(name, known, 1, cutoff=0.92)
+    for name in os.environ.keys() - _VARIABLES:
+        near = difflib.get_close_matches(name, _VARIABLES, 1, cutoff=0.92)
         if name.startswith("GRADSERVE_") and not name.endswith("_FILE") and near and os.environ[name]:
             raise InvalidParameter(f"{name} is no setting; is {near[0]} meant? gradserve settings lists all")
 
@@ -240,7 +242,7 @@ def _path(settings: Settings) -> Path:
 
 
 def _serve(settings: Settings) -> int:
-    known = {f"GRADSERVE_{name.upper()}" for name in Settings.model_fields} | {"GRADSERVE_URL", "GRADSERVE_API_KEY"}
+    known = {*_VARIABLES, "GRADSERVE_URL", "GRADSERVE_API_KEY"}  # the latter are the client's
     if idle := sorted(name for name in os.environ if name.startswith("GRADSERVE_") and name.upper() not in known):
         print(f"gradserve: not settings of the server, and without effect: {', '.join(idle)}", file=sys.stderr)
     addresses = _addresses(settings)

@@ -59,7 +59,7 @@ def log_request(scope: Scope, nanoseconds: int) -> None:
         "path": scope["path"],
         "status": context.status,
         "milliseconds": round(nanoseconds / 1e6, 3),
-        "bytes": int(headers.get(b"content-length", 0)),
+        "bytes": context.received or int(headers.get(b"content-length", 0)),
         "bytes_sent": context.sent,
         "client": client[0] if client else None,
         "request_id": context.request_id,

@@ -322,7 +322,7 @@ class Snapshot:
     @property
     def weight(self) -> float:
         """The sum of the weights in the value."""
-        return self.record.weight if self.of is None else self.of.weight
+        return (self.of or self.record).weight
 
     def receipt(self) -> Receipt:
         """What it is, as a receipt."""
