@@ -101,7 +101,9 @@ class BufferRequest:
             dict(json_codec.members_of(json_codec.parse(self._body), "The body"))  # of two, pydantic takes the last
             return made
         except ValidationError as invalid:
-            error = invalid.errors()[0]
+            errors = invalid.errors()
+            # What is unknown first: it may be what is missing, but for a slip.
+            error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
             if error["type"] == "json_invalid":
                 raise MalformedBody(f"The body is not JSON: {error['msg']}") from None
             if not error["loc"]:

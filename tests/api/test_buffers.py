@@ -136,6 +136,8 @@ def test_a_body_that_lists_too_much_is_refused_before_it_is_read(http: httpx.Cli
 def test_a_member_that_there_is_not(http: httpx.Client) -> None:
     answer = http.put(f"/v1/buffers/{fresh()}", json={"shape": [], "qourum": 3})
     assert assert_problem(answer, 422, "unknown_parameter", "member", "'qourum'")["parameter"] == "qourum"
+    answer = http.put(f"/v1/buffers/{fresh()}", json={"shpe": [2]})  # rather than that there is no shape
+    assert_problem(answer, 422, "unknown_parameter", "'shpe'", "there are shape, dtype")
 
 
 @pytest.mark.parametrize(
