@@ -27,9 +27,11 @@ async def live() -> dict[str, bool]:
 
 @router.get("/v2/health/ready", summary="Requests are taken")
 async def ready(request: Request) -> dict[str, bool]:
-    """503 while the server starts or stops, and while a worker process that died is being replaced."""
+    """503 while the server starts or stops, while a worker process that died is being replaced, and where the store of
+    the buffers has failed."""
     engine_of(request.scope)
     request.app.workers.check()
+    store_of(request.scope).generation()
     return {"ready": True}
 
 

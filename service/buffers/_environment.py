@@ -15,11 +15,14 @@ import lmdb
 
 from service.buffers._format import DATABASES, FORMAT
 from service.buffers._reader import Reader
-from service.buffers._slots import SlotFile, store_full
-from service.errors import BufferCorrupt, StoreFailed, StoreFull
+from service.buffers._slots import NO_ROOM, SlotFile, disk_full, store_full
+from service.errors import BufferCorrupt, StoreFailed
 
 MAP_MARGIN = 64 << 20
 """Bytes of LMDB's map beyond twice the limit: to forget something, LMDB first needs room."""
+
+FILES = "data.mdb", "lock.mdb", "values"
+"""What processes that share a store find by its name."""
 
 
 class Environment:
@@ -51,6 +54,7 @@ class Environment:
             if not (readonly or mark.exists()):
                 mark.write_text(f"{FORMAT}\n")
                 _sync_directory(path)
+            self._files = () if readonly else tuple(_identity(path / name) for name in FILES)
         except (lmdb.Error, OSError) as error:
             self._env.close()
             raise StoreFailed(f"The store in {path} cannot be read: {error}") from None
@@ -151,8 +155,19 @@ class Environment:
         """A transaction that writes, committed on leaving unless an exception is raised."""
         return self._env.begin(write=True, buffers=True)
 
+    def check_files(self) -> None:
+        """Raise `StoreFailed` if a file was removed or replaced since it was opened: who opens the store now would
+        neither see what is written here nor wait for it."""
+        for name, opened in zip(FILES, self._files, strict=bool(self._files)):
+            if _identity(self.path / name) != opened:
+                raise StoreFailed(
+                    f"{name} in {self.path} was removed or replaced while the server runs; nothing is changed until it"
+                    " is started again"
+                )
+
     def generation(self) -> int:
-        """The number of the last transaction that was committed. Raises `StoreFailed` where LMDB fails."""
+        """The number of the last transaction that was committed. Raises `StoreFailed` where the store has failed."""
+        self.check_files()
         try:
             with self._env.begin() as txn:  # what info() tells may not be visible yet
                 return int(txn.id())
@@ -171,6 +186,15 @@ class Environment:
         """Let go of everything."""
         self._env.close()
         self.file.close()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file this is, whatever its name; None: there is none, or none that can be seen."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def disk_is_full(path: Path) -> bool:
@@ -195,9 +219,10 @@ def translated(error: Exception, path: Path, max_bytes: int) -> Exception:
     if isinstance(error, lmdb.MapFullError):
         return store_full(max_bytes)
     if isinstance(error, (lmdb.Error, OSError)):
-        # LMDB calls a write that came short an input/output error.
-        suspected = os.strerror(errno.EIO) in str(error) and disk_is_full(path)
-        if suspected or os.strerror(errno.ENOSPC) in str(error):
-            return StoreFull(f"The disk of the store in {path} is full; nothing was changed")
+        reason = next((text for text in map(os.strerror, NO_ROOM) if text in str(error)), None)
+        if reason is None and os.strerror(errno.EIO) in str(error) and disk_is_full(path):
+            reason = os.strerror(errno.ENOSPC)  # LMDB calls a write that came short an input/output error
+        if reason is not None:
+            return disk_full(reason)
         return StoreFailed(f"The store in {path} failed: {error}")
     return error

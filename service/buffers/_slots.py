@@ -41,6 +41,9 @@ _PUNCH_HOLE = 3
 _RESERVE = CHUNK
 """Bytes of the disk that slots leave to LMDB: without a few pages of its own, it could not even delete a buffer."""
 
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+"""A full disk; the user's quota, or a limit of a file's size, is one too."""
+
 _begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
 _begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
@@ -137,7 +140,7 @@ class Slots:
         try:
             self._env.file.write(slot, data)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno in NO_ROOM:
                 raise disk_full(str(error.strerror)) from None
             raise
         return slot

@@ -322,6 +322,7 @@ class LmdbStore:
                 changes.check_counts(closely=self._mark == NOBODY)
             yield changes
             if changes.writes:
+                self._env.check_files()
                 mark = os.urandom(MARK_SIZE)
                 txn.put(WRITER, mark, db=self._env.meta)
         self._kept = kept

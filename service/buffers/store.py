@@ -356,7 +356,7 @@ class Store(Protocol):
         """What is stored with the key."""
 
     def generation(self) -> int:
-        """A number that is another one after every change, whoever made it."""
+        """A number that is another one after every change, whoever made it. Raises `StoreFailed`."""
 
     def size(self) -> tuple[int, int]:
         """How many buffers there are, and the bytes that everything takes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -107,3 +108,14 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_tidied_directory_of_temporary_files_is_made_again(server: Server, tmp_path: Path) -> None:
+    (directory,) = tmp_path.glob("gradserve-*")
+    assert len(list(directory.glob("*.serving"))) == 2
+    shutil.rmtree(directory)
+    until(server, 200)
+    assert len(list(directory.glob("*.serving"))) == 2
+    kill(server.workers()[0])
+    until(server, 503)
+    until(server, 200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -282,3 +283,25 @@ def test_a_damaged_record_that_is_due_does_not_stop_the_writer(hurt: LmdbStore, 
         future = hurt.submit(request(Add(name="well", gradient=ones(2))))
         future.exception(5)
     assert future.result().receipts["well"]["updated"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "values"])
+def test_a_file_that_is_removed_or_replaced_meanwhile(
+    reopen: Callable[[], LmdbStore], tmp_path: Path, name: str, replaced: bool
+) -> None:
+    prepared(reopen)
+    store, file, aside = reopen(), tmp_path / "store" / name, tmp_path / "aside"
+    file.rename(aside)
+    if replaced:
+        shutil.copy(aside, file)
+    message = rf"^{name} in .*/store was removed or replaced while the server runs; nothing is changed until it"
+    for change in (Add(name="a", gradient=ones(1)), Zero(name="a"), Delete(name="a")):
+        with pytest.raises(StoreFailed, match=message):
+            do(store, change)
+    with pytest.raises(StoreFailed, match=message):
+        store.generation()
+    assert value(store, "a").tolist() == [1] * LARGE
+    aside.rename(file)
+    add(store, "a", ones(1))
+    assert value(reopen(), "a").tolist() == [2] * LARGE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -292,6 +295,15 @@ def test_a_full_disk_changes_nothing_until_there_is_room(small_disk: Path, clock
     again = open_lmdb(small_disk / "store", clock)
     assert {name: found for name, found in state(again).items() if name != "more"} == before
     again.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_quota_is_a_full_disk(number: int) -> None:
+    for failed in (lmdb.Error(f"mdb_txn_commit: {os.strerror(number)}"), OSError(number, os.strerror(number))):
+        told = _environment.translated(failed, Path(), 1)
+        assert isinstance(told, StoreFull)
+        assert os.strerror(number) in told.detail
+        assert "nothing was changed" in told.detail
 
 
 def test_room_of_what_was_freed_is_used_again(tmp_path: Path, clock: Clock) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
-from tests.faults.servers import LONG, SAFETENSORS, Client, Server, contents, new_key, tensors
+from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, kill, new_key, tensors
 from tests.serving import assert_problem
 
 SIZE = 20_000
@@ -192,3 +194,26 @@ def test_a_damaged_record_that_expires_harms_no_other_buffer(tmp_path: Path) -> 
         for count, pause in enumerate((0, 1.6, 0), 1):
             time.sleep(pause)  # what has expired is looked for with an add, and, after a second without, by itself
             assert client.add("sound", np.ones(SIZE))["count"] == count
+
+
+def test_workers_never_write_behind_different_locks(tmp_path: Path) -> None:
+    """`lock.mdb` is removed while the server runs, and a worker that starts then makes another."""
+    with Server(tmp_path / "store", workers=2) as server:
+        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()
+        (tmp_path / "store" / "lock.mdb").unlink()
+        assert "lock.mdb" in httpx.get(f"{server.url}/v2/health/ready").json()["error"]
+        kill(server.workers()[0])
+        answers = Counter[int]()
+        end = time.monotonic() + PATIENCE
+        while min(answers[200], answers[503]) < 20 and time.monotonic() < end:
+            try:  # each on a connection of its own
+                answer = httpx.post(f"{server.url}/v1/buffers/a/accumulate", json={"gradient": [1]})
+            except httpx.TransportError:  # the worker that was killed had it
+                continue
+            answers[answer.status_code] += 1
+            if answer.status_code != 200:
+                assert_problem(answer, 503, "store_failed", "lock.mdb", "removed or replaced")
+        assert answers[503] >= 20
+        server.kill()
+        server.start()
+        assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == answers[200] >= 20
