@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
         ("200000 members", "4096"),
     ),
     "not UTF-8": ("ReluGrad", {"content": b'{"dY": "\xff"}'}, 400, "malformed_body", ("utf-8",)),
-    "too deep to read": ("ReluGrad", {"content": b'{"dY":' + b"[" * 5000}, 400, "malformed_body", ("nested",)),
+    "too deep to read": ("ReluGrad", {"content": b'{"dY":' + b"[" * 200_000}, 400, "malformed_body", ("nested",)),
     "unknown operator": ("ReluGard", {"json": {}}, 404, "unknown_operator", ("'ReluGard'", "Did you mean ReluGrad?")),
     "long unknown operator": ("x" * 5000, {"json": {}}, 404, "unknown_operator", ("xxx...",)),
     "Accept": (
