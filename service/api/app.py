@@ -70,12 +70,12 @@ class Application(FastAPI):
             await super().__call__(scope, receive, send)
             return
         start = time.perf_counter_ns()
-        bodiless = scope["method"] == "HEAD"
-        if bodiless:
-            scope.get("extensions", {}).clear()  # the usual way to send leaves the body out
-            scope = {**scope, "method": "GET"}
         context = scope[CONTEXT] = Context(dict(scope["headers"]))
         scope["app"] = self
+        asked = scope
+        if asked["method"] == "HEAD":
+            asked.get("extensions", {}).clear()  # the usual way to send leaves the body out
+            scope = {**asked, "method": "GET"}
         self.metrics.began()
         exchange = scope.get("extensions", {}).get(EXCHANGE)
 
@@ -116,12 +116,12 @@ class Application(FastAPI):
         finally:
             scope.get("extensions", {}).clear()  # they lead back to the scope, and only the collector could free both
             self.admission.release(context)
-            if bodiless:
+            if asked["method"] == "HEAD":
                 context.sent = 0
             spent = time.perf_counter_ns() - start
             self.metrics.answered(route_of(scope["path"], scope["method"]), context, spent, self.admission.bytes)
             if self.settings.access_log:
-                logs.log_request(scope, spent)
+                logs.log_request(asked, spent)
 
     def unreadable(self, message: str) -> Response:
         """The answer to what is no request: in the form of `/v1`, as nobody knows its path."""

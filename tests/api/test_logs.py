@@ -36,7 +36,7 @@ def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
         httpx.head(f"{server.url}/v1/ops")
         found = [record for record in lines(server) if not record["path"].startswith("/v2/health")]
     first, second, third = found
-    assert (third["path"], third["status"], third["bytes_sent"]) == ("/v1/ops", 200, 0)
+    assert (third["method"], third["path"], third["status"], third["bytes_sent"]) == ("HEAD", "/v1/ops", 200, 0)
     assert (first["method"], first["path"], first["status"]) == ("POST", "/v1/ops/ReluGrad", 200)
     assert (first["request_id"], first["trace_id"]) == ("mine-1", "0af7651916cd43dd8448eb211c80319c")
     assert (first["bytes"], first["client"]) == (len(b'{"dY":[1.5],"X":[2]}'), "127.0.0.1")

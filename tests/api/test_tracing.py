@@ -98,6 +98,7 @@ def test_each_request_is_a_span_with_its_phases(tmp_path: Path, collector: Colle
             ("POST", "/v1/buffers/large/accumulate", {"gradient": 1}, 507),
             ("DELETE", "/v1/ops/ReluGrad", None, 405),
             ("GET", "/v1/nothing", None, 404),
+            ("HEAD", "/v1/buffers/mine", None, 200),
         ]
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "User-Agent": "tests"}
         for method, path, body, status in send:
@@ -114,6 +115,7 @@ def test_each_request_is_a_span_with_its_phases(tmp_path: Path, collector: Colle
         ("POST /v1/buffers/{name}/accumulate", 507),
         ("DELETE /v1/ops/{op}", 405),
         ("GET", 404),
+        ("HEAD /v1/buffers/{name}", 200),
     ]
     for (span, own, process), (method, path, _, _) in zip(found, send, strict=True):
         assert span.kind == Span.SPAN_KIND_SERVER
