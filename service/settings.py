@@ -82,7 +82,9 @@ class Settings(BaseSettings):
         256 << 20, ge=0, description="Memory of past requests, in bytes, that each process keeps for later ones."
     )
     access_log: bool = Field(False, description="Log a line for each request.")
-    log_format: Literal["text", "json"] = Field("text", description="How the log, on stderr, is written: text or json.")
+    log_format: Annotated[Literal["text", "json"], BeforeValidator(str.lower)] = Field(
+        "text", description="How the log, on stderr, is written: text or json."
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(str.lower)] = Field(
         "info", description="What is logged at least: debug, info, warning or error."
     )

@@ -69,7 +69,7 @@ def patience_of(scope: Scope) -> float:
     if not 0 < seconds < math.inf:
         text = shown(value.decode("latin-1"))
         raise InvalidParameter(
-            f"Request-Timeout is {text}, but must be a number of seconds", parameter="Request-Timeout"
+            f"Request-Timeout is {text}, but must be a number of seconds above 0", parameter="Request-Timeout"
         )
     return min(seconds, longest)
 

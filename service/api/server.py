@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from socket import socket
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -56,9 +59,20 @@ def run(settings: Settings) -> None:
         _Server(config).run()
     else:
         sockets = [config.bind_socket()]
-        with TemporaryDirectory(prefix="gradserve-") as directory:
+        with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
             os.environ[METRICS_DIRECTORY] = directory
             _Workers(config, sockets).run()
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """The directory is locked meanwhile: so systemd-tmpfiles leaves it alone, however old what is in it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class _Server(uvicorn.Server):

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from service.errors import NotReady
 
@@ -23,7 +22,6 @@ class Workers:
 
     def __init__(self, count: int, directory: Path | None) -> None:
         self._count, self._directory = count, directory
-        self._own: IO[bytes] | None = None
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -31,20 +29,17 @@ class Workers:
         if self._directory is None:
             yield
             return
-        self._own = _locked(self._directory)
-        try:
+        self._directory.mkdir(mode=0o700, exist_ok=True)  # whoever tidies up may have removed it
+        path = self._directory / f"{os.getpid()}.serving"
+        with open(path.with_suffix(".starting"), "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.rename(file.name, path)  # so that it is never seen without its lock
             yield
-        finally:
-            self._own.close()
-            self._own = None
 
     def check(self) -> None:
         """Raise `NotReady` unless all of them serve."""
         if self._directory is None:
             return
-        if self._own is not None and not os.fstat(self._own.fileno()).st_nlink:
-            self._own.close()
-            self._own = _locked(self._directory)
         missing = self._count
         for path in self._directory.glob("*.serving"):
             if is_locked(path):
@@ -54,16 +49,6 @@ class Workers:
         if missing > 0:
             verb = "is" if missing == 1 else "are"
             raise NotReady(f"{missing} of {self._count} worker processes {verb} starting, or being replaced")
-
-
-def _locked(directory: Path) -> IO[bytes]:
-    """The file of this process, locked. Whoever tidies up may have removed it, and the directory."""
-    directory.mkdir(mode=0o700, exist_ok=True)
-    path = directory / f"{os.getpid()}.serving"
-    file = open(path.with_suffix(".starting"), "wb")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    os.rename(file.name, path)  # so that it is never seen without its lock
-    return file
 
 
 def is_locked(path: Path) -> bool:

@@ -131,9 +131,9 @@ class Environment:
         seen = [int(line[2]) for line in lines if len(line) == 3 and line[2].isdigit()]
         return min(seen, default=None)
 
-    def check_readers(self) -> None:
-        """Free the places of processes that were killed in the table of readers."""
-        self._env.reader_check()
+    def check_readers(self) -> bool:
+        """Free the places of processes that were killed in the table of readers. Whether there were any."""
+        return self._env.reader_check() > 0
 
     buffers: Any
     values: Any
@@ -148,6 +148,7 @@ class Environment:
         try:
             with self._env.begin(buffers=True) as txn:
                 yield txn
+            self.check_files()  # or else who writes now may not have seen that this was read
         except lmdb.Error as error:
             raise translated(error, self.path, self.max_bytes) from None
 
@@ -157,12 +158,12 @@ class Environment:
 
     def check_files(self) -> None:
         """Raise `StoreFailed` if a file was removed or replaced since it was opened: who opens the store now would
-        neither see what is written here nor wait for it."""
+        neither see what is read and written here nor wait for it."""
         for name, opened in zip(FILES, self._files, strict=bool(self._files)):
             if _identity(self.path / name) != opened:
                 raise StoreFailed(
-                    f"{name} in {self.path} was removed or replaced while the server runs; nothing is changed until it"
-                    " is started again"
+                    f"{name} in {self.path} was removed or replaced while the server runs; nothing is read or changed"
+                    " until it is started again"
                 )
 
     def generation(self) -> int:
@@ -173,6 +174,10 @@ class Environment:
                 return int(txn.id())
         except lmdb.Error as error:
             raise translated(error, self.path, self.max_bytes) from None
+
+    def allocated(self) -> int:
+        """Bytes of the disk that LMDB has for its pages, used or free."""
+        return os.stat(self.path / "data.mdb").st_blocks * 512
 
     def sizes(self) -> dict[str, int]:
         """Bytes: the limit of each file, and what of the disk they take."""
@@ -219,10 +224,10 @@ def translated(error: Exception, path: Path, max_bytes: int) -> Exception:
     if isinstance(error, lmdb.MapFullError):
         return store_full(max_bytes)
     if isinstance(error, (lmdb.Error, OSError)):
-        reason = next((text for text in map(os.strerror, NO_ROOM) if text in str(error)), None)
-        if reason is None and os.strerror(errno.EIO) in str(error) and disk_is_full(path):
-            reason = os.strerror(errno.ENOSPC)  # LMDB calls a write that came short an input/output error
-        if reason is not None:
-            return disk_full(reason)
+        for reason in map(os.strerror, NO_ROOM):
+            if reason in str(error):
+                return disk_full(reason)
+        if os.strerror(errno.EIO) in str(error) and disk_is_full(path):
+            return disk_full()  # LMDB calls a write that came short an input/output error
         return StoreFailed(f"The store in {path} failed: {error}")
     return error

@@ -116,13 +116,17 @@ class Reader:
         with self._txn.cursor(db=self._env.free) as cursor:
             return [slot for found in cursor.iternext(keys=False) for slot in np.frombuffer(found, "<i8").tolist()]
 
-    def taken(self) -> int:
-        """Bytes of the pages in use and of all slots."""
-        pages = 0
+    def pages(self) -> int:
+        """Bytes of the pages in use."""
+        size = 0
         for name in DATABASES:
             stat = self._txn.stat(getattr(self._env, name))
-            pages += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
-        return pages + self.slot_count() * CHUNK
+            size += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
+        return size
+
+    def taken(self) -> int:
+        """Bytes of the pages in use and of all slots."""
+        return self.pages() + self.slot_count() * CHUNK
 
     def used(self) -> int:
         """Bytes of the pages and slots in use."""

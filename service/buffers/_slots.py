@@ -38,8 +38,8 @@ early, and a large one is not held up by the telling, which takes as long as it 
 _PUNCH_HOLE = 3
 """Linux's fallocate: take a part of a file from the disk, but keep the file's size."""
 
-_RESERVE = CHUNK
-"""Bytes of the disk that slots leave to LMDB: without a few pages of its own, it could not even delete a buffer."""
+RESERVE = 1 << 17
+"""Bytes that LMDB is left, of the disk or of its own free pages: without a few it could not even delete a buffer."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """A full disk; the user's quota, or a limit of a file's size, is one too."""
@@ -94,10 +94,10 @@ class SlotFile:
         os.fdatasync(self._fd)
         self._written = self._held = 0
 
-    def has_room(self) -> bool:
-        """Whether the disk has room for one more slot."""
+    def has_room(self, size: int = 0) -> bool:
+        """Whether the disk has room for so many bytes more, and the reserve."""
         disk = os.fstatvfs(self._fd)
-        return disk.f_bavail * disk.f_frsize >= CHUNK + _RESERVE or not disk.f_blocks
+        return disk.f_bavail * disk.f_frsize >= size + RESERVE or not disk.f_blocks
 
     def give_back(self, slots: npt.NDArray[np.int64], count: int) -> None:
         """Give the disk what these slots take, and what lies behind the first `count`. Where it cannot, it does not."""
@@ -204,13 +204,13 @@ class Slots:
         count = slot_count(self._env, self._txn)
         if (count + 1) * CHUNK > self._env.max_bytes:
             raise store_full(self._env.max_bytes)
-        if not self._env.file.has_room():
-            raise disk_full(os.strerror(errno.ENOSPC))
+        if not self._env.file.has_room(CHUNK):
+            raise disk_full()
         self._txn.put(b"slots", NUMBER.pack(count + 1), db=self._env.meta)
         return [count]
 
 
-def disk_full(reason: str) -> StoreFull:
+def disk_full(reason: str = os.strerror(errno.ENOSPC)) -> StoreFull:
     """The error of a store whose disk has no room left."""
     return StoreFull(f"The disk of the store is full ({reason}); nothing was changed")
 

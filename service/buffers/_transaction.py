@@ -10,6 +10,7 @@ import orjson
 from service.buffers._environment import Environment
 from service.buffers._format import COUNT, DIGEST_SIZE, KEY_HEAD, TIME, digest_of, microseconds, packed, seed_of
 from service.buffers._reader import Reader, is_due
+from service.buffers._slots import RESERVE, disk_full, store_full
 from service.buffers._value_writer import Kept, ValueWriter
 from service.buffers._values import seal
 from service.buffers.gradients import Gradient
@@ -156,9 +157,13 @@ class LmdbTransaction(Reader):
         self._txn.put(digest, seal(data, seed_of(digest)), db=self._env.keys)
         self._digests.append(digest)
 
-    def fits(self) -> bool:
-        """Whether the store is within its size, this transaction included."""
-        return self.taken() <= self._env.max_bytes or self.used() <= self._env.max_bytes
+    def check_room(self) -> None:
+        """Raise `StoreFull` unless this transaction leaves the store within its size, and LMDB its reserve."""
+        limit = self._env.max_bytes
+        if self.taken() > limit and self.used() > limit:
+            raise store_full(limit)
+        if not self._env.file.has_room() and self._env.allocated() - self.pages() < RESERVE:
+            raise disk_full()
 
     def give_back(self) -> None:
         """Give the disk what of the store is free."""

@@ -27,7 +27,7 @@ import numpy as np
 from service.buffers._environment import Environment, disk_is_full, translated
 from service.buffers._format import MARK_SIZE, WRITER, digest_of, microseconds
 from service.buffers._reader import Reader
-from service.buffers._slots import Slots, store_full
+from service.buffers._slots import Slots
 from service.buffers._transaction import MOST_EXPIRED, LmdbTransaction, Remembered
 from service.buffers._value_writer import Kept
 from service.buffers.changes import Add, Create, Restore
@@ -102,7 +102,8 @@ class LmdbStore:
         self._known = Remembered()
         self._kept = Kept()
         self._mark = NOBODY
-        self._room_made: tuple[bytes, int | None] = NOBODY, None  # after which transaction, beside which oldest reader
+        self._room_made = NOBODY  # after which transaction
+        self._given_back = 0  # bytes that the values took when that was done last
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
         self._writer.start()
 
@@ -243,13 +244,12 @@ class LmdbStore:
         """
         now = self._clock()
         try:
-            self._env.check_readers()  # one that was killed would hold what was freed
-            seen = self._env.oldest_reader()
+            killed = self._env.check_readers()  # they held what was freed
             with self._env.reading() as txn:
                 due = Reader(self._env, txn).anything_due(self._oldest_key(), now)
-                made = not due and (bytes(txn.get(WRITER, default=b"", db=self._env.meta)), seen) == self._room_made
+                made = not due and txn.get(WRITER, default=b"", db=self._env.meta) == self._room_made
             if made:
-                return self._give_back()
+                return self._give_back() or killed
             if due:
                 self._clear(now)
             disk_full = disk_is_full(self._env.path)
@@ -259,19 +259,20 @@ class LmdbStore:
                         changes.give_back()
                     changes.finish(now)
                     changes.writes += 1  # so that it leaves a mark, and counts
-            self._room_made = self._mark, seen
+            self._room_made = self._mark
         except (lmdb.Error, OSError, GradserveError):
             return False  # what there was no room for says so
         return True
 
     def _give_back(self) -> bool:
         """Give a full disk what is free by now, or was written in vain. Whether that was anything."""
-        if not disk_is_full(self._env.path):
+        before = self._env.file.size()
+        if before == self._given_back or not disk_is_full(self._env.path):
             return False
-        before = self._env.sizes()["values"]
         with self._env.writing() as txn:
             Slots(self._env, txn).give_back()
-        return self._env.sizes()["values"] < before
+        self._given_back = self._env.file.size()
+        return self._given_back < before
 
     def _transact(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []
@@ -293,8 +294,8 @@ class LmdbStore:
                 self._env.check_readers()
             changes.remove_expired(now, min(most, MOST_EXPIRED))
             changes.finish(now)
-            if any(map(_has_grown, jobs, answers)) and not changes.fits():
-                raise store_full(self._env.max_bytes)
+            if any(map(_has_grown, jobs, answers)):
+                changes.check_room()
             reached("before commit")
         return answers
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,19 @@ def test_what_finds_no_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: p
         with pytest.raises(StoreFull):
             add(roomy, "large", ones(1))
         assert tries["chunk"] == 16 * expected
+
+
+def test_what_finds_no_room_commits_nothing_beside_readers(roomy: LmdbStore) -> None:
+    create(roomy, "a", "large", shape=(20 * CHUNK_FLOATS,))
+    before = roomy.generation()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            reading = [pool.submit(roomy.read, ["a"]) for _ in range(4)]
+            with pytest.raises(StoreFull):
+                add(roomy, "large", ones(1))
+            for one in reading:
+                one.result(PATIENCE)
+    assert roomy.generation() <= before + 1
 
 
 def test_what_a_reader_held_is_room_once_it_is_gone(roomy: LmdbStore, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradserve_client._calls import JSON, as_key, as_name, as_query, as_receipt, as_weight, receipt_fields
+from gradserve_client._calls import JSON, as_float, as_key, as_name, as_query, as_receipt, receipt_fields
 from gradserve_client._policy import Answer, Call
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, decode, encode
 from gradserve_client.errors import InvalidInput
@@ -42,7 +42,7 @@ def create(
         "quorum": None if quorum is None else _whole("quorum", quorum),
         "keep": _whole("keep", keep),
         "nonfinite": nonfinite,
-        "ttl_seconds": None if ttl_seconds is None else float(ttl_seconds),
+        "ttl_seconds": None if ttl_seconds is None else as_float("ttl_seconds", ttl_seconds),
     }
     return Call(
         "PUT",
@@ -281,7 +281,7 @@ def _adding(weight: float, epoch: int | None, overwrite: bool, do_update: bool, 
     """The parameters of an add that are not as they would be anyway."""
     return as_query(
         {
-            "weight": None if weight == 1 else as_weight(weight),
+            "weight": None if weight == 1 else as_float("weight", weight),
             "epoch": epoch,
             "overwrite": overwrite or None,
             "do_update": None if do_update else False,

@@ -106,7 +106,7 @@ def run(
             **as_query(
                 {
                     "outputs": outputs if outputs is None or isinstance(outputs, str) else ",".join(outputs),
-                    "weight": None if weight is None else as_weight(weight),
+                    "weight": None if weight is None else as_float("weight", weight),
                     "epoch": epoch,
                 }
             ),
@@ -148,12 +148,12 @@ def as_query(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: str(one).lower() if isinstance(one, bool | np.bool_) else one for name, one in given.items()}
 
 
-def as_weight(weight: float) -> float:
-    """The weight of an add. Raises `InvalidInput`."""
+def as_float(name: str, number: float) -> float:
+    """An argument that is a number. Raises `InvalidInput`."""
     try:
-        return float(weight)
+        return float(number)
     except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidInput(f"weight is no number that a float can be: {error}", code="invalid_parameter") from None
+        raise InvalidInput(f"{name} is no number that a float can be: {error}", code="invalid_parameter") from None
 
 
 def receipt_fields(receipt: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
