@@ -288,6 +288,11 @@ def test_what_is_no_integer_is_refused(server: Any, more: dict[str, Any]) -> Non
         server.buffers["a"].create(**more)
 
 
+def test_a_time_that_is_no_number_is_refused(server: Any) -> None:
+    with pytest.raises(InvalidInput, match="^ttl_seconds is no number that a float can be"):
+        server.buffers["a"].create(2, ttl_seconds="long")
+
+
 def test_a_closed_client_makes_no_calls(kind: str, url: str) -> None:
     with connected(kind, url) as server:
         server.close()
