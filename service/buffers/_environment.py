@@ -54,7 +54,7 @@ class Environment:
             if not (readonly or mark.exists()):
                 mark.write_text(f"{FORMAT}\n")
                 _sync_directory(path)
-            self._files = () if readonly else tuple(_identity(path / name) for name in FILES)
+            self._files = {} if readonly else {path / name: _identity(path / name) for name in FILES}
         except (lmdb.Error, OSError) as error:
             self._env.close()
             raise StoreFailed(f"The store in {path} cannot be read: {error}") from None
@@ -159,11 +159,11 @@ class Environment:
     def check_files(self) -> None:
         """Raise `StoreFailed` if a file was removed or replaced since it was opened: who opens the store now would
         neither see what is read and written here nor wait for it."""
-        for name, opened in zip(FILES, self._files, strict=bool(self._files)):
-            if _identity(self.path / name) != opened:
+        for file, opened in self._files.items():
+            if _identity(file) != opened:
                 raise StoreFailed(
-                    f"{name} in {self.path} was removed or replaced while the server runs; nothing is read or changed"
-                    " until it is started again"
+                    f"{file.name} in {self.path} was removed or replaced while the server runs; nothing is read or"
+                    " changed until it is started again"
                 )
 
     def generation(self) -> int:
