@@ -329,8 +329,7 @@ class LmdbStore:
         self._kept = kept
         if changes.writes:
             self._mark = mark
-            for name, record in changes.changed.items():
-                self._known.put(name, record)
+            self._known.remember(changes.changed)
 
     def _clear(self, now: float) -> bool:
         """Remove some of what has expired: as much as there is room to. Whether that was anything."""

@@ -467,16 +467,16 @@ def test_what_the_writer_remembers_has_bounds() -> None:
     record = Record("a", Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
     known = Remembered()
     for number in range(MOST_KNOWN_EPOCHS // 1000):
-        known.put(str(number), record)
-        known.put(str(number), record)
-    known.put("as many as there may be", record)
-    assert "0" in known
-    known.put("one too many", record)
-    assert "0" not in known
-    assert known["one too many"] is record
-    for number in range(MOST_KNOWN + 1):
-        known.put(str(number), None)
-    assert "one too many" not in known
+        known.remember({str(number): record})
+    assert known["0"] is record
+    known.remember({"one too many": record})
+    assert not known
+    known.remember(dict.fromkeys(map(str, range(MOST_KNOWN))))
+    assert known["0"] is None
+    known.remember({"one too many": None})
+    assert not known
+    known.remember({"after that": record})
+    assert known["after that"] is record
 
 
 @pytest.mark.usefixtures("at_once")
