@@ -30,7 +30,7 @@ class Settings(BaseSettings):
     )
     tls_certificate: Path | None = Field(None, description="File of the certificate, PEM, with which to speak HTTPS.")
     tls_key: Path | None = Field(None, description="File of the certificate's key, PEM.")
-    workers: PositiveInt = Field(1, description="Processes that share the port.")
+    workers: int = Field(1, ge=1, le=256, description="Processes that share the port.")
     threads: PositiveInt = Field(
         default_factory=lambda given: max(1, len(os.sched_getaffinity(0)) // given.get("workers", 1)),
         description="Width of the thread pool that computes, in each process; by default they share the cores.",

@@ -42,6 +42,7 @@ def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str], monkey
         ("PORT", "80000"),
         ("PORT", "http"),
         ("THREADS", "0"),
+        ("WORKERS", "257"),
         ("MAX_BODY_BYTES", "1 GB"),
         ("STORE_BYTES", "9" * 21),
         ("IDEMPOTENCY_SECONDS", "inf"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from socket import socket
@@ -48,6 +49,9 @@ TOO = (signal.SIGHUP, signal.SIGQUIT)
 STOPPING = (signal.SIGINT, signal.SIGTERM, *TOO)
 """All that stops it."""
 
+SAME_SECONDS = 0.25
+"""A signal that comes so soon after the first is the same one: `timeout`, say, tells a process and then its group."""
+
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT."""
@@ -76,14 +80,20 @@ def _locked(directory: str) -> Iterator[None]:
 
 
 class _Server(uvicorn.Server):
+    _told_at = 0.0
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        if not self.should_exit:
+            self.should_exit = True  # and no more: uvicorn would raise the signal again at the end
+            self._told_at = time.monotonic()
+        elif time.monotonic() > self._told_at + SAME_SECONDS:
             os._exit(1)  # what was acknowledged is on the disk, and nothing else is worth waiting for
-        self.should_exit = True  # and no more: uvicorn would raise the signal again at the end
 
 
 class _Workers(Multiprocess):
     """Those that die are replaced."""
+
+    _told_at = 0.0
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         ignored = [number for number in TOO if signal.getsignal(number) is signal.SIG_IGN]
@@ -93,6 +103,7 @@ class _Workers(Multiprocess):
 
     def _told(self, number: int, frame: FrameType | None) -> None:
         self.signal_queue.append(number)  # which is looked at twice a second
+        self._told_at = time.monotonic()
         for one in STOPPING:
             if signal.getsignal(one) is not signal.SIG_IGN:
                 signal.signal(one, self._stop_at_once)
@@ -121,6 +132,8 @@ class _Workers(Multiprocess):
             one.close()  # or else connections would queue up that no worker accepts any more
 
     def _stop_at_once(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() <= self._told_at + SAME_SECONDS:
+            return
         for process in self.processes:
             process.kill()
         os._exit(1)

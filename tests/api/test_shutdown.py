@@ -142,6 +142,7 @@ def test_told_twice_it_stops_at_once_and_loses_nothing(server: Server) -> None:
     with half_sent(server):  # which would be waited for
         server.process.send_signal(signal.SIGTERM)
         wait_until_nothing_is_taken(server)
+        time.sleep(0.4)  # or else both could be one
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 1
     server.start()
@@ -154,6 +155,17 @@ def test_told_twice_in_a_moment_it_stops_at_once(tmp_path: Path, workers: int) -
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
         with half_sent(server):
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.05)  # or else both would be one
+            time.sleep(0.4)  # before the parent of several has looked, but not so soon that both would be one
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(10) == 1
+
+
+def test_a_signal_that_comes_twice_as_one_is_one(server: Server) -> None:
+    """As from coreutils' timeout, which tells the process and then its group."""
+    with half_sent(server) as connection:
+        for _ in range(2):
+            server.process.send_signal(signal.SIGTERM)
+        wait_until_nothing_is_taken(server)
+        connection.sendall(body()[1000:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert server.process.wait(30) == 0
