@@ -34,7 +34,8 @@ METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
 ROUTES = ("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "health", "metrics", "other")
 """What requests ask for, in a few words: names of operators and buffers are too many to count by."""
 
-STATUSES = (200, 201, 204, 304, 400, 401, 403, 404, 405, 406, 408, 409, 410, 412, 413, 415, 422, 429, 500, 503, 507)
+_FAILURES = (400, 401, 403, 404, 405, 406, 408, 409, 410, 412, 413, 415, 422, 429, 499, 500, 503, 507)
+STATUSES = (200, 201, 204, 304, *_FAILURES)
 
 PHASES = ("read", "queue", "decode", "kernel", "encode", "store", "write")
 """Where a request's time goes: to receive the body, to wait for a thread, to read tensors out of it, to compute, to

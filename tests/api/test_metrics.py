@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.api.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES, Metrics
 from service.keys import add
 from tests.faults.servers import Server
-from tests.serving import serving
+from tests.serving import serving, wait_until
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -88,6 +89,24 @@ def test_requests_are_counted_by_route_and_status(url: str) -> None:
     assert of(samples, "gradserve_buffers") == 1
     assert 0 < of(samples, "gradserve_store_bytes") < of(samples, "gradserve_store_limit_bytes")
     assert of(samples, "gradserve_workers") == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "head"),
+    [
+        ("value", "GET /v1/buffers/a/value?epoch=0&timeout=60 HTTP/1.1\r\nHost: x\r\n\r\n"),
+        ("accumulate", "POST /v1/buffers/a/accumulate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf"),
+    ],
+)
+def test_who_is_gone_before_the_answer_is_counted_as_that(url: str, route: str, head: str) -> None:
+    httpx.put(f"{url}/v1/buffers/a", json={"shape": [2]}).raise_for_status()
+    with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as connection:
+        connection.sendall(head.encode())
+        wait_until(lambda: of(scraped(url), "gradserve_in_flight") == 2)
+    wait_until(lambda: of(scraped(url), "gradserve_in_flight") == 1)
+    samples = scraped(url)
+    found = {labels for (name, labels), value in samples.items() if name == "gradserve_requests_total" and value}
+    assert {dict(one)["status"] for one in found if dict(one)["route"] == route} == {"499"}
 
 
 def test_phases_and_bytes_are_counted(url: str) -> None:
