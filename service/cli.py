@@ -1,4 +1,4 @@
-"""The `gradserve` command."""
+"""The commands of `gradserve`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import argparse
 import difflib
 import ipaddress
 import os
-import signal
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
@@ -27,7 +23,7 @@ from service.api.app import store_at
 from service.api.server import run
 from service.arena import keep_freed_memory
 from service.buffers.url import path_of
-from service.errors import GradserveError, InvalidParameter, StoreFailed, shown
+from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
 from service.keys import SCOPES, KeyFileInvalid, add, load, remove
 from service.limits import Limits
@@ -36,11 +32,16 @@ from service.settings import Settings
 _VARIABLES = frozenset(f"GRADSERVE_{name.upper()}" for name in Settings.model_fields)
 """What the settings are called in the environment."""
 
+
+class Unusable(Exception):
+    """What is wrong with arguments or settings."""
+
+
 END_OF_TIME = datetime(9999, 1, 1).timestamp()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns its exit status: 2 for a usage error."""
+    """Run the command. Returns its exit status: 2 where arguments or settings are wrong, 1 where it fails."""
     parser = argparse.ArgumentParser(
         prog="gradserve",
         description="Gradient kernels as an HTTP service.",
@@ -54,10 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("ops", help="list the operators")
     doctor = commands.add_parser("doctor", help="check the store of the buffers, and say what is in it")
     export = commands.add_parser("export", help="write buffers, as they are at one moment, to a safetensors file")
-    export.add_argument("path", type=Path, metavar="PATH", help="the file; it is replaced if it is there")
+    export.add_argument("path", metavar="PATH", help="the file, which is replaced if it is there, or - for stdout")
     export.add_argument("--prefix", default="", help="only buffers whose names begin so")
     importing = commands.add_parser("import", help="create buffers from a file that export wrote")
-    importing.add_argument("path", type=Path, metavar="PATH", help="the file")
+    importing.add_argument("path", metavar="PATH", help="the file, or - for stdin")
     for command in (doctor, export, importing):
         command.add_argument("--store", help="the store, before GRADSERVE_STORE")
     keys = commands.add_parser("keys", help="the API keys of GRADSERVE_KEYS").add_subparsers(
@@ -88,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         _check_variables()
+        _check_store(settings)
         status = _run(options, settings)
         if sys.stdout is not None:  # as it is where the shell has closed it
             sys.stdout.flush()  # here, where it can be told what hinders it
@@ -95,11 +97,12 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written at the end
         return 1
+    except Unusable as wrong:
+        print(f"gradserve: {wrong}", file=sys.stderr)
+        return 2
     except (GradserveError, KeyFileInvalid, OSError) as error:
         print(f"gradserve: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _run(options: argparse.Namespace, settings: Settings) -> int:
@@ -111,9 +114,9 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
         case "doctor":
             return _doctor(settings)
         case "export":
-            return _export(settings, options.path, options.prefix)
+            return _export(settings, Path(options.path), options.prefix)
         case "import":
-            return _import(settings, options.path)
+            return _import(settings, Path("/dev/stdin" if options.path == "-" else options.path))
         case "keys":
             return _keys(settings, options)
         case _:
@@ -121,28 +124,22 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _check_variables() -> None:
-    """Raise `InvalidParameter` for a variable that is a setting's but for a slip: KEY for KEYS would let in everybody.
+    """Raise `Unusable` for a variable that is a setting's but for a slip: KEY for KEYS would let in everybody.
 
     Those of the compose file end with _FILE.
     """
     for name in os.environ.keys() - _VARIABLES:
         near = difflib.get_close_matches(name, _VARIABLES, 1, cutoff=0.92)
         if name.startswith("GRADSERVE_") and not name.endswith("_FILE") and near and os.environ[name]:
-            raise InvalidParameter(f"{name} is no setting; is {near[0]} meant? gradserve settings lists all")
+            raise Unusable(f"{name} is no setting; is {near[0]} meant? gradserve settings lists all")
 
 
-@contextmanager
-def _stopping_cleanly() -> Iterator[None]:
-    """SIGTERM ends what is done meanwhile as Ctrl-C does: nothing half done is left."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
+def _check_store(settings: Settings) -> None:
+    """Raise `Unusable` for what is no store's URL."""
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        path_of(settings.store)
+    except StoreFailed as error:
+        raise Unusable(str(error)) from None
 
 
 def _ops() -> int:
@@ -168,24 +165,22 @@ def _doctor(settings: Settings) -> int:
 
 def _export(settings: Settings, path: Path, prefix: str) -> int:
     if not prefix.isascii():
-        raise InvalidParameter(f"--prefix is {shown(prefix)}, but the names of buffers are of ASCII characters")
-    with _stopping_cleanly():
-        count, size = transfer.export(_path(settings), settings.store_bytes, path, prefix)
-    # What is no file may be read on, and this is not for its reader.
-    print(f"{count} buffers, {size} bytes", file=sys.stdout if path.is_file() else sys.stderr)
+        raise Unusable(f"--prefix is {shown(prefix)}, but the names of buffers are of ASCII characters")
+    count, size = transfer.export(_path(settings), settings.store_bytes, path, prefix)
+    may_be_read_on = path == transfer.STDOUT or not path.is_file()  # and this is not for its reader
+    print(f"{count} buffers, {size} bytes", file=sys.stderr if may_be_read_on else sys.stdout)
     return 0
 
 
 def _import(settings: Settings, path: Path) -> int:
     _path(settings)  # of what is in memory, nothing would be left
     limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
-    with _stopping_cleanly():
-        buffers = transfer.read(path, limits, settings.max_name_length)
-        store = store_at(settings)
-        try:
-            transfer.restore(store, buffers)
-        finally:
-            store.close()
+    buffers = transfer.read(path, limits, settings.max_name_length)
+    store = store_at(settings)
+    try:
+        transfer.restore(store, buffers)
+    finally:
+        store.close()
     print(f"{len(buffers)} buffers")
     return 0
 
@@ -193,7 +188,7 @@ def _import(settings: Settings, path: Path) -> int:
 def _keys(settings: Settings, options: argparse.Namespace) -> int:
     path = settings.keys
     if path is None or not path.name:
-        raise KeyFileInvalid("Say which file the keys are in: GRADSERVE_KEYS, or --keys FILE")
+        raise Unusable("Say which file the keys are in: GRADSERVE_KEYS, or --keys FILE")
     match options.change:
         case "add":
             scopes = [scope.strip() for scope in options.scopes.split(",")]
@@ -224,9 +219,9 @@ def _moment(text: str) -> float:
         days = float(text[:-1]) if text.endswith("d") else None
         moment = datetime.fromisoformat(text).timestamp() if days is None else time.time() + days * 24 * 3600
     except ValueError:
-        raise KeyFileInvalid(f"--expires is {text!r}, but must be like 2027-01-31 or 90d") from None
+        raise Unusable(f"--expires is {text!r}, but must be like 2027-01-31 or 90d") from None
     if not time.time() < moment < END_OF_TIME:
-        raise KeyFileInvalid(f"--expires is {text!r}, but must be a moment that is yet to come, before the year 9999")
+        raise Unusable(f"--expires is {text!r}, but must be a moment that is yet to come, before the year 9999")
     return moment
 
 
@@ -247,38 +242,33 @@ def _serve(settings: Settings) -> int:
         print(f"gradserve: not settings of the server, and without effect: {', '.join(idle)}", file=sys.stderr)
     addresses = _addresses(settings)
     if settings.keys is None and not settings.allow_anonymous and not _is_loopback(settings.host):
-        print(
-            f"gradserve: {settings.host or 'an empty host'} can be reached from other machines, and anyone there could"
-            " use the service.\n"
-            "Set GRADSERVE_KEYS (see gradserve keys add --help), or listen on 127.0.0.1, or set"
-            " GRADSERVE_ALLOW_ANONYMOUS=true if that is meant.",
-            file=sys.stderr,
+        raise Unusable(
+            f"{settings.host or 'an empty host'} can be reached from other machines, and anyone there could"
+            " use the service. Set GRADSERVE_KEYS (see gradserve keys add --help), or listen on 127.0.0.1, or set"
+            " GRADSERVE_ALLOW_ANONYMOUS=true if that is meant."
         )
-        return 2
     if settings.keys is not None:
         if not settings.keys.exists():
-            print(f"gradserve: {settings.keys} is not there; gradserve keys add NAME makes it", file=sys.stderr)
-            return 2
-        load(settings.keys)
+            raise Unusable(f"{settings.keys} is not there; gradserve keys add NAME makes it")
+        try:
+            load(settings.keys)
+        except KeyFileInvalid as error:
+            raise Unusable(str(error)) from None
     if (settings.tls_certificate is None) is not (settings.tls_key is None):
-        print("gradserve: GRADSERVE_TLS_CERTIFICATE and GRADSERVE_TLS_KEY go together", file=sys.stderr)
-        return 2
+        raise Unusable("GRADSERVE_TLS_CERTIFICATE and GRADSERVE_TLS_KEY go together")
     if settings.tls_certificate is not None and settings.tls_key is not None:
         try:  # here, where it can be told once, rather than in every worker
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key, bytes)
         except OSError as error:
-            print(
-                f"gradserve: GRADSERVE_TLS_CERTIFICATE is {settings.tls_certificate} and GRADSERVE_TLS_KEY"
-                f" {settings.tls_key}, but they are no certificate and its key, PEM and not encrypted: {error}",
-                file=sys.stderr,
-            )
-            return 2
+            raise Unusable(
+                f"GRADSERVE_TLS_CERTIFICATE is {settings.tls_certificate} and GRADSERVE_TLS_KEY"
+                f" {settings.tls_key}, but they are no certificate and its key, PEM and not encrypted: {error}"
+            ) from None
     if settings.tracing:
         try:
             import_module("service.api.tracing")
         except ModuleNotFoundError as missing:
-            print(f"gradserve: GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'", file=sys.stderr)
-            return 2
+            raise Unusable(f"GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'") from None
     _check_free(addresses)
     store_at(settings).close()  # what is wrong with it is better said here than in every worker
     keep_freed_memory(settings.reuse_bytes)
@@ -287,19 +277,19 @@ def _serve(settings: Settings) -> int:
 
 
 def _addresses(settings: Settings) -> list[Any]:
-    """What the host means, as `socket.getaddrinfo` has it. Raises `InvalidParameter`."""
+    """What the host means, as `socket.getaddrinfo` has it. Raises `Unusable`."""
     try:
         host = settings.host or None
         return socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise InvalidParameter(
+        raise Unusable(
             f"GRADSERVE_HOST is {shown(settings.host)}, but must be an address or the name of one, without a port or"
             " brackets"
         ) from None
 
 
 def _check_free(addresses: list[Any]) -> None:
-    """Raise `InvalidParameter` if the server cannot listen there: said once, rather than after half a start."""
+    """Raise OSError if the server cannot listen there: said once, rather than after half a start."""
     for family, kind, protocol, _, address in addresses:
         try:
             probe = socket.socket(family, kind, protocol)
@@ -310,7 +300,7 @@ def _check_free(addresses: list[Any]) -> None:
             try:
                 probe.bind(address)
             except OSError as error:
-                raise InvalidParameter(
+                raise OSError(
                     f"The server cannot listen on {address[0]}, port {address[1]} (GRADSERVE_HOST, GRADSERVE_PORT):"
                     f" {error.strerror}"
                 ) from None
@@ -321,7 +311,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

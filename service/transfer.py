@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Set
@@ -42,6 +43,9 @@ from service.codecs import safetensors
 from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, MalformedBody, UnknownBuffer, shown
 from service.limits import Limits
+
+STDOUT = Path("-")
+"""Standard output, wherever it leads."""
 
 WRONG = "WRONG: "
 """What a line of `examine` begins with that tells of damage."""
@@ -80,8 +84,12 @@ def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[i
 def _replacing(path: Path) -> Iterator[Any]:
     """A file that takes the place of the one at `path`, or of the one that a link there leads to, once it is whole.
 
-    If it does not come to that, all is as before. A device or a pipe is written to as it is.
+    If it does not come to that, all is as before. A device or a pipe is written to as it is, and so is `STDOUT`.
     """
+    if path == STDOUT:
+        yield sys.stdout.buffer
+        sys.stdout.flush()
+        return
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             yield file

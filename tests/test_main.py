@@ -69,7 +69,7 @@ def test_an_option_comes_before_the_environment(
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "127.0.0.1:8000", "[::1]", "no such name", "a" * 70])
 def test_what_is_no_address_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--host", host]) == 1
+    assert main(["serve", "--host", host]) == 2
     assert f"GRADSERVE_HOST is '{host}', but must be an address" in capsys.readouterr().err
 
 
@@ -96,7 +96,7 @@ def test_a_setting_that_there_is_not_is_named(
         monkeypatch.setenv(other, "x")
     assert main(["ops"]) == 0
     monkeypatch.setenv(f"GRADSERVE_{name}", "x")
-    assert main(["ops"]) == 1
+    assert main(["ops"]) == 2
     assert f"GRADSERVE_{name} is no setting; is GRADSERVE_{meant} meant?" in capsys.readouterr().err
 
 
@@ -189,3 +189,17 @@ def test_the_server_serves_and_ends_when_told(host: str, workers: int) -> None:
         server.wait()
         assert server.stderr is not None
         server.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_can_be_stopped_while_it_is_imported(number: signal.Signals) -> None:
+    """Also as the first process of a container, where what nobody handles is ignored."""
+    command = [sys.executable, "-X", "importtime", "-m", "service", "serve"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        assert any("asyncio" in line for line in server.stderr)  # among the first of what takes long
+        server.send_signal(number)
+        rest = server.stderr.read()
+    assert server.returncode == 128 + number
+    assert "Traceback" not in rest
+    assert "Uvicorn running" not in rest

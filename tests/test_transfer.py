@@ -17,7 +17,7 @@ import lmdb
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save_file
 
 from service.__main__ import main
 from service.buffers._format import COUNT, TIME, WRITER
@@ -173,6 +173,23 @@ def test_an_export_goes_where_a_link_leads_and_into_what_is_no_file(tmp_path: Pa
     }
 
 
+def test_an_export_may_go_through_pipes(tmp_path: Path) -> None:
+    with serving(store=f"lmdb:{tmp_path}/a") as url, httpx.Client(base_url=url) as client:
+        put(client, "a", shape=[LARGE])
+        add(client, "a", 2)
+    command = [sys.executable, "-m", "service"]
+    piped = subprocess.run([*command, "export", "-", "--store", f"lmdb:{tmp_path}/a"], capture_output=True, check=True)
+    assert load(piped.stdout)["a"].tolist() == [2] * LARGE
+    assert piped.stderr == f"1 buffers, {len(piped.stdout)} bytes\n".encode()
+    (tmp_path / "redirected").write_bytes(b"first: ")
+    with open(tmp_path / "redirected", "ab") as file:
+        subprocess.run([*command, "export", "-", "--store", f"lmdb:{tmp_path}/a"], stdout=file, check=True)
+    assert (tmp_path / "redirected").read_bytes() == b"first: " + piped.stdout
+    importing = [*command, "import", "-", "--store", f"lmdb:{tmp_path}/b"]
+    assert subprocess.run(importing, input=piped.stdout, capture_output=True, check=True).stdout == b"1 buffers\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "redirected"}
+
+
 def test_an_export_that_is_ended_leaves_no_file(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
@@ -214,7 +231,7 @@ def test_an_export_of_nothing_replaces_no_file(tmp_path: Path) -> None:
 def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
     status, _, complaint = run("export", str(tmp_path / "x"), "--prefix", prefix, "--store", f"lmdb:{_empty(tmp_path)}")
     assert (status, complaint) == (
-        1,
+        2,
         f"gradserve: --prefix is {prefix!r}, but the names of buffers are of ASCII characters\n",
     )
 
