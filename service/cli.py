@@ -34,7 +34,7 @@ _VARIABLES = frozenset(f"GRADSERVE_{name.upper()}" for name in Settings.model_fi
 
 
 class Unusable(Exception):
-    """What is wrong with arguments or settings."""
+    """What is wrong with arguments or settings, a line for each."""
 
 
 END_OF_TIME = datetime(9999, 1, 1).timestamp()
@@ -42,6 +42,26 @@ END_OF_TIME = datetime(9999, 1, 1).timestamp()
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns its exit status: 2 where arguments or settings are wrong, 1 where it fails."""
+    options = _parser().parse_args(arguments)
+    try:
+        settings = _settings_with(options)
+        status = _run(options, settings)
+        if sys.stdout is not None:  # as it is where the shell has closed it
+            sys.stdout.flush()  # here, where it can be told what hinders it
+        return status
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written at the end
+        return 1
+    except Unusable as wrong:
+        for line in wrong.args:
+            print(f"gradserve: {line}", file=sys.stderr)
+        return 2
+    except (GradserveError, KeyFileInvalid, OSError) as error:
+        print(f"gradserve: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradserve",
         description="Gradient kernels as an HTTP service.",
@@ -74,35 +94,27 @@ def main(arguments: list[str] | None = None) -> int:
     for command in keys.choices.values():
         command.add_argument("--keys", metavar="FILE", help="the file, before GRADSERVE_KEYS")
     commands.add_parser("settings", help="list the settings, their values and meanings")
-    options = parser.parse_args(arguments)
-    given = {
-        name: value for name in ("host", "port", "store", "keys") if (value := getattr(options, name, None)) is not None
-    }
+    return parser
+
+
+def _settings_with(options: argparse.Namespace) -> Settings:
+    """The settings, of which options come before variables. Raises `Unusable`."""
+    given = {name: getattr(options, name, None) for name in ("host", "port", "store", "keys")}
     try:
-        settings = Settings(**given)
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        path_of(settings.store)
     except ValidationError as invalid:
-        for error in invalid.errors():
-            if error["type"] == "default_factory_not_called":  # what it would be made from is wrong
-                continue
-            name = "GRADSERVE_" + "_".join(map(str, error["loc"])).upper()
-            print(f"gradserve: {name} is {error['input']!r}: {error['msg']}", file=sys.stderr)
-        return 2
-    try:
-        _check_variables()
-        _check_store(settings)
-        status = _run(options, settings)
-        if sys.stdout is not None:  # as it is where the shell has closed it
-            sys.stdout.flush()  # here, where it can be told what hinders it
-        return status
-    except BrokenPipeError:  # whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written at the end
-        return 1
-    except Unusable as wrong:
-        print(f"gradserve: {wrong}", file=sys.stderr)
-        return 2
-    except (GradserveError, KeyFileInvalid, OSError) as error:
-        print(f"gradserve: {error}", file=sys.stderr)
-        return 1
+        raise Unusable(
+            *(
+                f"GRADSERVE_{'_'.join(map(str, error['loc'])).upper()} is {error['input']!r}: {error['msg']}"
+                for error in invalid.errors()
+                if error["type"] != "default_factory_not_called"  # what it would be made from is wrong
+            )
+        ) from None
+    except StoreFailed as error:
+        raise Unusable(str(error)) from None
+    _check_variables()
+    return settings
 
 
 def _run(options: argparse.Namespace, settings: Settings) -> int:
@@ -134,14 +146,6 @@ def _check_variables() -> None:
             raise Unusable(f"{name} is no setting; is {near[0]} meant? gradserve settings lists all")
 
 
-def _check_store(settings: Settings) -> None:
-    """Raise `Unusable` for what is no store's URL."""
-    try:
-        path_of(settings.store)
-    except StoreFailed as error:
-        raise Unusable(str(error)) from None
-
-
 def _ops() -> int:
     for operator in OPERATORS.values():
         print(f"{operator.name:<22}{operator.formula}")
@@ -156,7 +160,7 @@ def _settings(settings: Settings) -> int:
 
 def _doctor(settings: Settings) -> int:
     problems = 0
-    for line in transfer.examine(_path(settings), settings.store_bytes):
+    for line in transfer.examine(_store_path(settings), settings.store_bytes):
         problems += line.startswith(transfer.WRONG)
         print(line)
     print("nothing is wrong" if not problems else f"{problems} things are wrong")
@@ -166,14 +170,14 @@ def _doctor(settings: Settings) -> int:
 def _export(settings: Settings, path: Path, prefix: str) -> int:
     if not prefix.isascii():
         raise Unusable(f"--prefix is {shown(prefix)}, but the names of buffers are of ASCII characters")
-    count, size = transfer.export(_path(settings), settings.store_bytes, path, prefix)
+    count, size = transfer.export(_store_path(settings), settings.store_bytes, path, prefix)
     may_be_read_on = path == transfer.STDOUT or not path.is_file()  # and this is not for its reader
     print(f"{count} buffers, {size} bytes", file=sys.stderr if may_be_read_on else sys.stdout)
     return 0
 
 
 def _import(settings: Settings, path: Path) -> int:
-    _path(settings)  # of what is in memory, nothing would be left
+    _store_path(settings)  # of what is in memory, nothing would be left
     limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
     buffers = transfer.read(path, limits, settings.max_name_length)
     store = store_at(settings)
@@ -191,26 +195,34 @@ def _keys(settings: Settings, options: argparse.Namespace) -> int:
         raise Unusable("Say which file the keys are in: GRADSERVE_KEYS, or --keys FILE")
     match options.change:
         case "add":
-            scopes = [scope.strip() for scope in options.scopes.split(",")]
-            expires = None if options.expires is None else _moment(options.expires)
-            secret = add(path, options.name, scopes, options.namespace, expires)
-            try:
-                print(secret, flush=True)
-            except OSError:  # nobody has seen it
-                remove(path, options.name)
-                raise
-            print("This is the secret; it is not kept anywhere.", file=sys.stderr)
+            _add_key(path, options)
         case "rm":
             remove(path, options.name)
         case _:
-            if not path.exists():
-                raise KeyFileInvalid(f"{path} is not there")
-            keys = load(path)
-            print(f"{'name':<20} {'namespace':<12} {'created':<17} {'expires':<17} scopes")
-            for key in keys:
-                ends = "never" if key.expires is None else _shown(key.expires)
-                print(f"{key.name:<20} {key.namespace:<12} {_shown(key.created):<17} {ends:<17} {','.join(key.scopes)}")
+            _list_keys(path)
     return 0
+
+
+def _add_key(path: Path, options: argparse.Namespace) -> None:
+    scopes = [scope.strip() for scope in options.scopes.split(",")]
+    expires = None if options.expires is None else _moment(options.expires)
+    secret = add(path, options.name, scopes, options.namespace, expires)
+    try:
+        print(secret, flush=True)
+    except OSError:  # nobody has seen it
+        remove(path, options.name)
+        raise
+    print("This is the secret; it is not kept anywhere.", file=sys.stderr)
+
+
+def _list_keys(path: Path) -> None:
+    if not path.exists():
+        raise KeyFileInvalid(f"{path} is not there")
+    keys = load(path)
+    print(f"{'name':<20} {'namespace':<12} {'created':<17} {'expires':<17} scopes")
+    for key in keys:
+        ends = "never" if key.expires is None else _date(key.expires)
+        print(f"{key.name:<20} {key.namespace:<12} {_date(key.created):<17} {ends:<17} {','.join(key.scopes)}")
 
 
 def _moment(text: str) -> float:
@@ -225,11 +237,13 @@ def _moment(text: str) -> float:
     return moment
 
 
-def _shown(moment: float) -> str:
+def _date(moment: float) -> str:
+    """The local date and time of a moment in seconds since 1970."""
     return datetime.fromtimestamp(min(max(moment, 0), END_OF_TIME)).strftime("%Y-%m-%d %H:%M")
 
 
-def _path(settings: Settings) -> Path:
+def _store_path(settings: Settings) -> Path:
+    """Where the store is. Raises `StoreFailed` for one in memory."""
     path = path_of(settings.store)
     if path is None:
         raise StoreFailed("The store is memory:, of which nothing is on a disk; name another by GRADSERVE_STORE")
@@ -241,39 +255,46 @@ def _serve(settings: Settings) -> int:
     if idle := sorted(name for name in os.environ if name.startswith("GRADSERVE_") and name.upper() not in known):
         print(f"gradserve: not settings of the server, and without effect: {', '.join(idle)}", file=sys.stderr)
     addresses = _addresses(settings)
-    if settings.keys is None and not settings.allow_anonymous and not _is_loopback(settings.host):
-        raise Unusable(
-            f"{settings.host or 'an empty host'} can be reached from other machines, and anyone there could"
-            " use the service. Set GRADSERVE_KEYS (see gradserve keys add --help), or listen on 127.0.0.1, or set"
-            " GRADSERVE_ALLOW_ANONYMOUS=true if that is meant."
-        )
-    if settings.keys is not None:
-        if not settings.keys.exists():
-            raise Unusable(f"{settings.keys} is not there; gradserve keys add NAME makes it")
+    _check_settings(settings)
+    _check_free(addresses)
+    store_at(settings).close()  # what is wrong with it is better said here than in every worker
+    keep_freed_memory(settings.reuse_bytes)
+    run(settings)
+    return 0
+
+
+def _check_settings(settings: Settings) -> None:
+    """Raise `Unusable` for settings with which no server can start, or must: once, rather than in every worker."""
+    if settings.keys is None:
+        if not settings.allow_anonymous and not _is_loopback(settings.host):
+            raise Unusable(
+                f"{settings.host or 'an empty host'} can be reached from other machines, and anyone there could use the"
+                " service. Set GRADSERVE_KEYS (see gradserve keys add --help), or listen on 127.0.0.1, or set"
+                " GRADSERVE_ALLOW_ANONYMOUS=true if that is meant"
+            )
+    elif not settings.keys.exists():
+        raise Unusable(f"{settings.keys} is not there; gradserve keys add NAME makes it")
+    else:
         try:
             load(settings.keys)
         except KeyFileInvalid as error:
             raise Unusable(str(error)) from None
-    if (settings.tls_certificate is None) is not (settings.tls_key is None):
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if (certificate is None) is not (key is None):
         raise Unusable("GRADSERVE_TLS_CERTIFICATE and GRADSERVE_TLS_KEY go together")
-    if settings.tls_certificate is not None and settings.tls_key is not None:
-        try:  # here, where it can be told once, rather than in every worker
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key, bytes)
+    if certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, bytes)
         except OSError as error:
             raise Unusable(
-                f"GRADSERVE_TLS_CERTIFICATE is {settings.tls_certificate} and GRADSERVE_TLS_KEY"
-                f" {settings.tls_key}, but they are no certificate and its key, PEM and not encrypted: {error}"
+                f"GRADSERVE_TLS_CERTIFICATE is {certificate} and GRADSERVE_TLS_KEY {key}, but they are no certificate"
+                f" and its key, PEM and not encrypted: {error}"
             ) from None
     if settings.tracing:
         try:
             import_module("service.api.tracing")
         except ModuleNotFoundError as missing:
             raise Unusable(f"GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'") from None
-    _check_free(addresses)
-    store_at(settings).close()  # what is wrong with it is better said here than in every worker
-    keep_freed_memory(settings.reuse_bytes)
-    run(settings)
-    return 0
 
 
 def _addresses(settings: Settings) -> list[Any]:
