@@ -33,6 +33,7 @@ from service.buffers.store import (
     LONGEST_TTL,
     MOST_KEEP,
     MOST_QUORUM,
+    Array,
     Record,
     Spec,
     Store,
@@ -70,7 +71,8 @@ def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[i
             size: int = file.write(safetensors.head(ordered, {"buffers": orjson.dumps(about).decode()}))
             for name in ordered:
                 try:
-                    _write(reader, records[name], file)
+                    for piece in _pieces(reader, records[name].spec, records[name].value):
+                        file.write(piece.view(np.uint8).data)
                 except BufferCorrupt as error:
                     name_buffer(error, name, one_of_many=True)
                     raise
@@ -113,12 +115,13 @@ def _replacing(path: Path) -> Iterator[Any]:
         unfinished.unlink(missing_ok=True)
 
 
-def _write(reader: Reader, record: Record, file: Any) -> None:
+def _pieces(reader: Reader, spec: Spec, value: int | None) -> Iterator[Array]:
+    """The elements of a value, in order, a piece at a time, which the next one overwrites. Raises `BufferCorrupt`."""
     memory = np.empty(CHUNK, np.uint8)
-    for start, stop, fill in reader.values.pieces(record.spec, record.value):
-        piece = memory.view(record.spec.dtype)[: stop - start]
+    for start, stop, fill in reader.values.pieces(spec, value):
+        piece = memory.view(spec.dtype)[: stop - start]
         fill(piece)
-        file.write(piece.view(np.uint8).data)
+        yield piece
 
 
 def _described(record: Record) -> dict[str, Any]:
@@ -278,7 +281,8 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
                     parts.setdefault(value, [])
                     try:
                         parts |= reader.values.parts_of(value)
-                        _read_through(reader, record.spec, value)
+                        for _ in _pieces(reader, record.spec, value):
+                            pass  # to read it is to check it
                     except BufferCorrupt:
                         yield f"{WRONG}{what} of the buffer {name!r} is damaged"
             stray = set(reader.value_ids()) - parts.keys()
@@ -310,9 +314,3 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
 
 def _values(record: Record) -> list[tuple[str, int | None]]:
     return [("the running value", record.value), *((f"epoch {one.epoch}", one.value) for one in record.closed)]
-
-
-def _read_through(reader: Reader, spec: Spec, value: int) -> None:
-    memory = np.empty(CHUNK, np.uint8)
-    for start, stop, fill in reader.values.pieces(spec, value):
-        fill(memory.view(spec.dtype)[: stop - start])
