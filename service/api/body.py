@@ -37,17 +37,13 @@ async def read_body(scope: Scope, receive: Receive, allocate: Callable[[int], me
     """The whole body: if it is large and its length announced, in memory from `allocate`.
 
     What stands `head` bytes from its beginning is then aligned for NumPy. Raises `BodyTooLarge` as soon as it is known,
-    `RequestTimeout` when nothing comes for too long, and `ClientDisconnect`.
+    `RequestTimeout` when nothing comes for too long, `MalformedBody` for a transfer coding that is not read, and
+    `ClientDisconnect`.
     """
     context, settings = context_of(scope), settings_of(scope)
     limit, patience = settings.max_body_bytes, settings.request_timeout
     if b"transfer-encoding" in context.headers:
-        lines = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
-        coding = b", ".join(lines).decode("latin-1")
-        if coding.strip().lower() != "chunked":
-            raise MalformedBody(
-                f"Transfer-Encoding is {shown(coding)}, but must be chunked; a body is compressed by Content-Encoding"
-            )
+        _check_chunked(scope)
     began, exchange = time.perf_counter_ns(), _exchange(scope)
     at_hand = None if exchange is None else exchange.body_at_hand()
     if at_hand is None:
@@ -59,6 +55,16 @@ async def read_body(scope: Scope, receive: Receive, allocate: Callable[[int], me
     context.spent["read"] = time.perf_counter_ns() - began
     context.received = len(body)
     return body
+
+
+def _check_chunked(scope: Scope) -> None:
+    """Raise `MalformedBody` for a transfer coding other than chunked: nothing here would undo it."""
+    lines = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
+    coding = b", ".join(lines).decode("latin-1")
+    if coding.strip().lower() != "chunked":
+        raise MalformedBody(
+            f"Transfer-Encoding is {shown(coding)}, but must be chunked; a body is compressed by Content-Encoding"
+        )
 
 
 async def _read(
