@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any
 
@@ -158,39 +157,39 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
 def buffers_of(
     operator: Operator, sources: Sequence[str], into: Sequence[str], weight: float | None, epoch: int | None
 ) -> Buffers:
-    """The buffers of a request, given as `name:buffer`. Raises `InvalidParameter`."""
+    """The buffers of a request, given as `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
     if not into and not (weight is None and epoch is None):
         name = "epoch" if weight is None else "weight"
         raise InvalidParameter(f"{name} is for outputs that are added into a buffer: into=", parameter=name)
     if not (sources or into):
         return NO_BUFFERS
-    pairs = []
-    for parameter, given, known in (
-        ("from", sources, [one.name for one in operator.inputs]),
-        ("into", into, operator.output_names),
-    ):
-        named = []
-        for one in given:
-            name, _, buffer = one.partition(":")
-            if name not in known or not buffer:
-                raise InvalidParameter(
-                    f"{parameter} is {shown(one)}, but must be one of {', '.join(known)}, a colon,"
-                    " and the name of a buffer",
-                    parameter=parameter,
-                )
-            named.append((name, check_name(buffer)))
-        for name, count in Counter(name for name, _ in named).items():
-            if count > 1:
-                raise InvalidParameter(f"{parameter} has {name} twice", parameter=parameter)
-        pairs.append(dict(named))
+    taken = _named("from", sources, [one.name for one in operator.inputs])
+    added = _named("into", into, operator.output_names)
     for output in operator.outputs:
-        if output.name in pairs[1] and output.kind.dtypes != FLOATS.dtypes:
+        if output.name in added and output.kind.dtypes != FLOATS.dtypes:
             raise DtypeMismatch(
                 f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer is of floats", tensor=output.name
             )
-    if len(set(pairs[1].values())) < len(pairs[1]):
+    if len(set(added.values())) < len(added):
         raise InvalidParameter("into has one buffer twice, but a request changes each once at most", parameter="into")
-    return Buffers(pairs[0], pairs[1], 1.0 if weight is None else weight, epoch)
+    return Buffers(taken, added, 1.0 if weight is None else weight, epoch)
+
+
+def _named(parameter: str, given: Sequence[str], known: Collection[str]) -> dict[str, str]:
+    """Tensor -> buffer, of texts like `dW:gru.W`; the tensors are some of `known`, each once."""
+    pairs: dict[str, str] = {}
+    for one in given:
+        name, _, buffer = one.partition(":")
+        if name not in known or not buffer:
+            raise InvalidParameter(
+                f"{parameter} is {shown(one)}, but must be one of {', '.join(known)}, a colon,"
+                " and the name of a buffer",
+                parameter=parameter,
+            )
+        if name in pairs:
+            raise InvalidParameter(f"{parameter} has {name} twice", parameter=parameter)
+        pairs[name] = check_name(buffer)
+    return pairs
 
 
 def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
