@@ -158,9 +158,8 @@ async def _accumulate(request: Request, name: str, query: AccumulateQuery) -> An
     tensors = await asked.tensors({"gradient"})
     if "gradient" not in tensors:
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
-    change = asked.change if query.answered is None else asked.change_holding_values
-    outcome = await change([_add(name, "gradient", tensors["gradient"], query, match_of(request.scope))])
-    return await asked.answer(outcome, query.encoding, one=True)
+    one = _add(name, "gradient", tensors["gradient"], query, match_of(request.scope))
+    return await _answer_adds(asked, [one], query, one=True)
 
 
 _DEFAULT = AccumulateQuery()
@@ -234,10 +233,8 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     tensors = await asked.tensors(None)
     if not tensors:
         raise MissingTensor("The body has no tensor; accumulate needs one for each buffer, by its name")
-    changes = [_add(check_name(name), name, one, query, None) for name, one in tensors.items()]
-    change = asked.change if query.answered is None else asked.change_holding_values
-    outcome = await change(changes)
-    return await asked.answer(outcome, query.encoding, one=False)
+    adds = [_add(check_name(name), name, one, query, None) for name, one in tensors.items()]
+    return await _answer_adds(asked, adds, query, one=False)
 
 
 @router.post(
@@ -332,6 +329,12 @@ def _add(name: str, tensor: str, gradient: Array, query: AccumulateQuery, match:
         epoch=query.epoch,
         want_value=query.answered is not None,
     )
+
+
+async def _answer_adds(asked: BufferRequest, adds: list[Add], query: AccumulateQuery, *, one: bool) -> Answer:
+    """Add the gradients, and answer the receipts, with the sums if the query asks for them."""
+    change = asked.change if query.answered is None else asked.change_holding_values
+    return await asked.answer(await change(adds), query.encoding, one=one)
 
 
 def _is_known(request: Request, etag: str) -> bool:
