@@ -148,10 +148,7 @@ def buffer_operation(
         responses["201"] = {"description": "The new buffer", **success, "headers": {**told, **_LOCATION}}
     if knows == READING:
         responses |= _UNCHANGED
-    operation: dict[str, Any] = {
-        **_headers(*knows),
-        "responses": {**responses, "4XX": {"description": "What is wrong", **_PROBLEM}},
-    }
+    operation: dict[str, Any] = {**_headers(*knows), "responses": responses}
     if body is not None:
         content = {"application/json": schema(body), **(_SAFETENSORS if isinstance(body, dict) else {})}
         operation["requestBody"] = {"required": not isinstance(body, type) or created, "content": content}
@@ -229,12 +226,6 @@ _INFER: dict[str, Any] = {
                     "schema": {"type": "object", "properties": {"outputs": {"type": "array", "items": _TENSOR}}}
                 },
                 **_BYTES,
-            },
-        },
-        "4XX": {
-            "description": "What is wrong with the request",
-            "content": {
-                "application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}
             },
         },
     },
