@@ -241,7 +241,7 @@ class _Buffers(BaseModel):
     epoch: int | None = Field(None, ge=0)
 
 
-_BUFFERS = {"from", "into", "weight", "epoch"}
+_BUFFERS = frozenset(parameters_of(_Buffers))
 
 
 @cache
