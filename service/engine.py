@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class Engine:
-    """One pool of `threads`, the `limits` of every tensor, and `reuse_bytes` of past outputs' memory."""
+    """One pool of `threads`, the `limits` of every tensor, and at most `reuse_bytes` of memory kept for new ones."""
 
     def __init__(self, *, threads: int, limits: Limits, reuse_bytes: int) -> None:
         self.limits = limits
@@ -105,7 +105,7 @@ class Engine:
 
 
 def check_names(operator: Operator, names: Collection[str]) -> None:
-    """Raise unless `names` are inputs of `operator`, and hold all that it needs."""
+    """Raise `UnknownTensor` or `MissingTensor` unless `names` are inputs of `operator`, and hold all that it needs."""
     for name in names:
         if name not in operator.input_names:
             known = ", ".join(tensor.name for tensor in operator.inputs)
@@ -117,7 +117,7 @@ def check_names(operator: Operator, names: Collection[str]) -> None:
 
 @lru_cache(maxsize=1024)
 def _check_types(operator: Operator, given: Sequence[tuple[str, DType]]) -> None:
-    """Raise unless the tensors given, by name and dtype, are fit to be the operator's inputs."""
+    """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the tensors `given`, by name and dtype, fit."""
     dtypes = dict(given)
     check_names(operator, dtypes)
     bound: dict[str, tuple[str, DType]] = {}

@@ -159,8 +159,8 @@ def create_app(settings: Settings) -> FastAPI:
         version=version("gradserve"),
         description="The gradient kernels of ONNX Runtime over HTTP, and buffers in which every gradient counts once.",
         lifespan=_lifespan,
-        docs_url=None,
-        redoc_url=None,  # these would take scripts from other hosts
+        docs_url=None,  # FastAPI's pages would take scripts from other hosts
+        redoc_url=None,
         redirect_slashes=False,  # it would lead from https: to http:, behind a proxy
     )
     app.include_router(ops.router)

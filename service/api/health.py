@@ -1,4 +1,4 @@
-"""Liveness and readiness, as the Open Inference Protocol names them, and metrics."""
+"""Liveness and readiness, as the Open Inference Protocol names them, the limits of requests, and metrics."""
 
 from __future__ import annotations
 

@@ -28,15 +28,15 @@ INLINE_TEXT, INLINE_HALVES, INLINE_BYTES = 1 << 18, 1 << 19, 3 << 20
 once: to hand it over to the pool and back would take as long. A probe waits for it about a millisecond, no longer than
 for a thread that holds the interpreter's lock."""
 
+ALONE_BYTES = 9 << 20
+"""In place of INLINE_BYTES while no other large request is in flight. The pool's threads help; to hand all over to them
+takes a tenth longer."""
+
 TINY_BYTES = 1 << 12
 """In so few there is no work that could take long."""
 
 BYTES_OF_LIST, BYTES_OF_HEADER = 256, 16
 """A list in a text, and a byte of the header of a safetensors file, take as long as so many bytes of numbers."""
-
-ALONE_BYTES = 9 << 20
-"""The same for bytes while no other large request is in flight. The pool's threads help; to hand all over to them takes
-a tenth longer."""
 
 
 class Buffers(NamedTuple):
