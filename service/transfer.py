@@ -287,29 +287,36 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
                         yield f"{WRONG}{what} of the buffer {name!r} is damaged"
             stray = set(reader.value_ids()) - parts.keys()
             slots = Counter(slot for each in parts.values() for slot in each)
-            free, there = reader.free_slots(), range(reader.slot_count())
+            free, slot_count = reader.free_slots(), reader.slot_count()
             keys, damaged_keys = reader.entries()["keys"], reader.damaged_keys()
-            counts, counted = reader.counts(), reader.counted_anew()
-            wrong = [one for one in sorted(counts | counted) if counts.get(one, 0) != counted.get(one, 0)]
-            if not reader.is_counted():
-                wrong = []  # an older version wrote last; the next to write counts anew
+            miscounted = list(_miscounted(reader))
         yield f"{records} buffers, {len(parts)} values, {len(slots)} slots in use, {len(free)} free"
         yield f"{keys} idempotency keys"
         if damaged_keys:
             yield f"{WRONG}{damaged_keys} idempotency keys are damaged: who repeats such a request is not answered"
-        for one in wrong:
-            yield (
-                f"{WRONG}the namespace {one!r} has {counted.get(one, 0)} buffers, not {counts.get(one, 0)}, as counted"
-                " for GRADSERVE_MAX_BUFFERS; start the server again, which then counts anew"
-            )
+        yield from miscounted
         for value in sorted(stray):
             yield f"{WRONG}value {value} belongs to no buffer that can be read"
         for slot in sorted({slot for slot, count in slots.items() if count > 1} | slots.keys() & set(free)):
             yield f"{WRONG}slot {slot} has more than one use"
-        for slot in sorted(slot for slot in free if slot not in there):
-            yield f"{WRONG}slot {slot} is said to be free, but there are {len(there)}"
+        for slot in sorted(slot for slot in free if not 0 <= slot < slot_count):
+            yield f"{WRONG}slot {slot} is said to be free, but there are {slot_count}"
     finally:
         env.close()
+
+
+def _miscounted(reader: Reader) -> Iterator[str]:
+    """A line for each namespace that has more or fewer buffers than are counted."""
+    if not reader.is_counted():  # an older version wrote last; the next to write counts anew
+        return
+    counts, counted = reader.counts(), reader.counted_anew()
+    for one in sorted(counts | counted):
+        said, found = counts.get(one, 0), counted.get(one, 0)
+        if said != found:
+            yield (
+                f"{WRONG}the namespace {one!r} has {found} buffers, not {said}, as counted for GRADSERVE_MAX_BUFFERS;"
+                " start the server again, which then counts anew"
+            )
 
 
 def _values(record: Record) -> list[tuple[str, int | None]]:
