@@ -90,6 +90,7 @@ GAUGES = {
 
 
 def _placed() -> tuple[dict[str, int], int]:
+    """Where in the table each family begins, and the size of the table, in numbers."""
     places, end = {}, 0
     for family in FAMILIES:
         places[family.name] = end
@@ -102,22 +103,16 @@ _REQUESTS = {
     (route, status): _PLACES["gradserve_requests"] + number
     for number, (route, status) in enumerate(product(ROUTES, (*STATUSES, None)))
 }
-_ROUTES, _PHASES = (
-    {label: _PLACES[name] + number * (len(SECONDS) + 2) for number, label in enumerate(labels)}
-    for name, labels in (("gradserve_request_seconds", ROUTES), ("gradserve_phase_seconds", PHASES))
-)
-_IN_FLIGHT, _HELD, _REFUSED, _RECEIVED, _SENT, _COMMIT_REQUESTS, _COMMIT_SECONDS = (
-    _PLACES["gradserve_" + name]
-    for name in (
-        "in_flight",
-        "in_flight_bytes",
-        "refused",
-        "received_bytes",
-        "sent_bytes",
-        "commit_requests",
-        "commit_seconds",
-    )
-)
+_HISTOGRAM_WIDTH = len(SECONDS) + 2
+_ROUTES = {route: _PLACES["gradserve_request_seconds"] + k * _HISTOGRAM_WIDTH for k, route in enumerate(ROUTES)}
+_PHASES = {phase: _PLACES["gradserve_phase_seconds"] + k * _HISTOGRAM_WIDTH for k, phase in enumerate(PHASES)}
+_IN_FLIGHT = _PLACES["gradserve_in_flight"]
+_HELD = _PLACES["gradserve_in_flight_bytes"]
+_REFUSED = _PLACES["gradserve_refused"]
+_RECEIVED = _PLACES["gradserve_received_bytes"]
+_SENT = _PLACES["gradserve_sent_bytes"]
+_COMMIT_REQUESTS = _PLACES["gradserve_commit_requests"]
+_COMMIT_SECONDS = _PLACES["gradserve_commit_seconds"]
 
 
 class Metrics(Collector):
