@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import simdjson
 
+from service.codecs._bytes import Array
 from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, DType, cast
 from service.errors import InvalidTensor, shown
 from service.limits import Limits
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
 LISTS = (simdjson.Array, list)
@@ -32,31 +32,30 @@ class Numbers:
     """Numbers of nested lists, read in bulk: flat, so that `[1, [2]]` looks like `[1, 2]` until it is proven not to."""
 
     def __init__(self) -> None:
-        self.lists = 0
-        """Of which what was read so far consists."""
+        self._lists = 0  # in all that was read so far
         self._unproven: list[tuple[str, simdjson.Array, Shape, DType]] = []
 
     def read(self, name: str, data: Any, shape: Shape, dtype: DType) -> Array:
         """The numbers of `data`, of this `shape_of`, flat, to be trusted after `prove`. Raises `InvalidTensor`."""
-        self.lists += count_lists(shape)
-        numbers = numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
+        self._lists += _count_lists(shape)
+        numbers = _numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
         if numbers is not None and numbers.size == math.prod(shape):
             self._unproven.append((name, data, shape, dtype))
         else:
-            numbers = scalars_of(name, data, shape, dtype)
-        return narrow(name, numbers, shape, dtype)
+            numbers = _scalars_of(name, data, shape, dtype)
+        return _narrow(name, numbers, shape, dtype)
 
     def prove(self, text: bytes | bytearray | memoryview, others: Callable[[], int]) -> None:
         """Raise `InvalidTensor` if a list stands where a number belongs in anything that was read.
 
         Then the text has more brackets than those lists, and the `others` in it, open.
         """
-        if self._unproven and count(text, b"[") != self.lists + others():
+        if self._unproven and _count(text, b"[") != self._lists + others():
             for unproven in self._unproven:
-                scalars_of(*unproven)
+                _scalars_of(*unproven)
 
 
-def count(body: bytes | bytearray | memoryview, byte: bytes) -> int:
+def _count(body: bytes | bytearray | memoryview, byte: bytes) -> int:
     """What `body.count(byte)` gives, four times as fast."""
     array, step = np.frombuffer(body, np.uint8), 1 << 18
     return sum(int(np.count_nonzero(array[k : k + step] == ord(byte))) for k in range(0, array.size, step))
@@ -83,12 +82,12 @@ def is_empty(found: Shape, shape: Sequence[int]) -> bool:
     return found[-1:] == (0,) and 0 in shape and (len(found) == 1 or tuple(shape[: len(found)]) == found)
 
 
-def count_lists(shape: Shape) -> int:
+def _count_lists(shape: Shape) -> int:
     """How many lists, nested ones included, a tensor of this shape is written with."""
     return sum(math.prod(shape[:depth]) for depth in range(len(shape)))
 
 
-def numbers_of(data: simdjson.Array, dtype: DType) -> Array | None:
+def _numbers_of(data: simdjson.Array, dtype: DType) -> Array | None:
     """All numbers of nested lists, flat, in the widest dtype of `dtype`'s kind. None if there is anything else in them,
     but blind to numbers and lists mixed at one depth."""
     wide = _widest(dtype)
@@ -100,7 +99,7 @@ def numbers_of(data: simdjson.Array, dtype: DType) -> Array | None:
         return None
 
 
-def scalars_of(name: str, data: Any, shape: Shape, dtype: DType) -> Array:
+def _scalars_of(name: str, data: Any, shape: Shape, dtype: DType) -> Array:
     """What stands `len(shape)` deep in `data`, flat, in the widest dtype of `dtype`'s kind, by way of Python objects.
 
     For booleans, NaN and infinities, and to find a mistake: raises `InvalidTensor`, which names its place.
@@ -144,7 +143,7 @@ def _converted(batch: list[Any], dtype: DType) -> Array | None:
         return None
 
 
-def narrow(name: str, numbers: Array, shape: Shape, dtype: DType) -> Array:
+def _narrow(name: str, numbers: Array, shape: Shape, dtype: DType) -> Array:
     """`numbers` as `dtype`. Raises `InvalidTensor` for the first one that is out of its range."""
     if numbers.dtype == dtype:
         return numbers

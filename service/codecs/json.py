@@ -20,21 +20,14 @@ import orjson
 import pybase64
 import simdjson
 
-from service.codecs._bytes import bytes_of, view, wrong_size
-from service.codecs._lists import (
-    NONFINITE,
-    Array,
-    Numbers,
-    is_empty,
-    shape_of,
-)
+from service.codecs._bytes import Array, bytes_of, view, wrong_size
+from service.codecs._lists import NONFINITE, Numbers, is_empty, shape_of
 from service.dtypes import NAMES, DType
 from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
 Form: TypeAlias = Literal["list", "base64"]
 Body: TypeAlias = bytes | bytearray | memoryview
-
 
 DIAGNOSED_BYTES = 2 << 20
 """The largest body of which an error says the place: to find it takes many times the body's memory, and the
