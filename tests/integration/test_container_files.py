@@ -29,6 +29,7 @@ def test_nginx_words_its_errors_as_the_service_does() -> None:
     codes, titles, details = (by_status(name) for name in ("code", "title", "detail"))
     assert codes.keys() == titles.keys()
     handled = re.findall(r"\d+", re.findall(r"error_page (.*) /", NGINX)[0])
+    assert re.findall(r"error_page (\d.*) =400 /", NGINX) == ["414 494"]
     assert set(handled) >= codes.keys() - {"default"}
     for status in handled:
         code = codes.get(status, codes["default"])

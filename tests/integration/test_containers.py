@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import ssl
 import threading
@@ -102,6 +103,16 @@ def test_a_key_is_good_until_it_is_removed_and_sees_its_namespace(stack: Stack) 
         assert_problem(ann.get("/v1/buffers"), 401, "unauthorized")
         bob.get("/v1/buffers").raise_for_status()
         stack.keys("rm", f"{name}.bob")
+
+
+def test_keys_that_are_added_at_once_are_all_there(stack: Stack) -> None:
+    names = [uuid4().hex for _ in range(3)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: stack.keys("add", name), names))
+    listed = [line.split()[0] for line in stack.keys("ls").splitlines()]
+    assert set(names) <= set(listed)
+    for name in names:
+        stack.keys("rm", name)
 
 
 def test_sums_are_exact_although_the_service_restarts_and_is_killed_under_load(stack: Stack) -> None:
@@ -273,6 +284,26 @@ def test_nginx_sends_nothing_twice(stack: Stack) -> None:
         stack.engine("rm", "--force", "--volumes", stub)
 
 
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (["GET /v1/ops HTTP/1.1", "Host: x", "X-Large: " + "x" * 60_000], 401),
+        (["GET /v1/ops HTTP/1.1", "Host: x", "X-Large: " + "x" * 70_000], 400),
+        (["GET /v1/ops?" + "x" * 70_000 + " HTTP/1.1", "Host: x"], 400),
+        (["GET /v1/ops HTTP/1.1"], 400),
+    ],
+    ids=["60 KB", "70 KB", "a path of 70 KB", "no host"],
+)
+def test_what_nginx_cannot_read_is_answered_as_the_service_does(stack: Stack, lines: list[str], status: int) -> None:
+    with socket.create_connection(("127.0.0.1", httpx.URL(stack.url).port or 80), timeout=30) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, answer.headers["Content-Type"]) == (status, "application/problem+json")
+        assert answer.headers["X-Request-ID"]
+        assert json.loads(answer.read())["code"] == {400: "malformed_body", 401: "unauthorized"}[status]
+
+
 def test_nginx_passes_bodies_on_without_keeping_them(stack: Stack) -> None:
     gradient = np.ones((25, 1_000_000), np.float32)
     with keyed(stack) as server:
@@ -282,8 +313,15 @@ def test_nginx_passes_bodies_on_without_keeping_them(stack: Stack) -> None:
     assert "buffered to a temporary file" not in stack.logs("nginx")
 
 
-def test_the_log_of_nginx_holds_no_secrets(stack: Stack) -> None:
+def test_the_log_of_nginx_has_the_ids_of_requests_and_no_secrets(stack: Stack) -> None:
+    given = uuid4().hex
+    answers = [
+        httpx.get(f"{stack.url}/v1/ops", headers=head, trust_env=False) for head in ({"X-Request-ID": given}, {})
+    ]
+    ids = [answer.headers["x-request-id"] for answer in answers]
     logs = stack.logs("nginx")
+    assert ids[0] == given
+    assert all(f"id={one}\n" in logs for one in ids)
     assert '"GET /v2/health/ready HTTP/1.1" 200' in logs
     assert stack.secret not in logs + stack.logs("gradserve")
 
