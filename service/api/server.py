@@ -108,18 +108,6 @@ class _Workers(Multiprocess):
             if signal.getsignal(one) is not signal.SIG_IGN:
                 signal.signal(one, self._stop_at_once)
 
-    def handle_hup(self) -> None:
-        self._stop()
-
-    def handle_quit(self) -> None:
-        self._stop()
-
-    def handle_int(self) -> None:
-        self._stop()
-
-    def handle_term(self) -> None:
-        self._stop()
-
     def handle_ttin(self) -> None:
         """Nothing: there are as many as GRADSERVE_WORKERS says, or the server is not ready."""
 
@@ -130,6 +118,8 @@ class _Workers(Multiprocess):
         self.should_exit.set()
         for one in self.sockets:
             one.close()  # or else connections would queue up that no worker accepts any more
+
+    handle_hup = handle_int = handle_quit = handle_term = _stop
 
     def _stop_at_once(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() <= self._told_at + SAME_SECONDS:

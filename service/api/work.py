@@ -17,7 +17,7 @@ from service.api.statistics import Statistics
 from service.api.waiting import in_pool, in_pool_after_change
 from service.buffers.changes import Add
 from service.buffers.requests import Outcome, counted_once
-from service.buffers.store import Key, Receipt, Store
+from service.buffers.store import Key, Receipt, Snapshot
 from service.engine import Engine
 from service.errors import Busy, EpochGone, GradserveError, InvalidParameter
 from service.kernels import Operator
@@ -72,7 +72,7 @@ class Adding(NamedTuple):
     finish: Callable[[Outcome], Answer]
 
 
-class _LargeError(Exception):
+class _NotSmallError(Exception):
     """What looked small is not."""
 
 
@@ -111,10 +111,13 @@ async def respond(
             and (size <= INLINE_BYTES or (size <= ALONE_BYTES and scope["app"].admission.bytes == context.held))
             and (size <= TINY_BYTES or text(body) <= INLINE_TEXT)
         )
-        work = partial(_perform, scope, operator, body, codings, decode, asked)
+
+        def work(inline: bool) -> Answer | Adding:
+            return _Run(scope, operator, body, codings, decode, asked, inline).perform()
+
         try:
-            done = work(small) if small else await in_pool(scope, receive, engine, partial(work, False))
-        except _LargeError:
+            done = work(True) if small else await in_pool(scope, receive, engine, partial(work, False))
+        except _NotSmallError:
             done = await in_pool(scope, receive, engine, partial(work, False))
         if isinstance(done, Adding):
             began = time.perf_counter_ns()
@@ -129,51 +132,125 @@ async def respond(
         raise
 
 
-def _perform(
-    scope: Scope,
-    operator: Operator,
-    body: memoryview,
-    codings: tuple[str | None, str | None],
-    decode: Callable[[Engine, memoryview], Job],
-    asked: int,
-    inline: bool,
-) -> Answer | Adding:
-    engine = engine_of(scope)
-    started = time.perf_counter_ns()
-    came_in, goes_out_in = codings
-    plain = body
-    if came_in is not None:
-        plain = inflate(body, came_in, settings_of(scope).max_inflated_bytes)
-        hold(scope, len(plain))
-    job = decode(engine, plain)
-    if inline and (len(body) > INLINE_TEXT or job.buffers is not NO_BUFFERS) and _takes_long(job, len(body)):
-        raise _LargeError
-    decoded = time.perf_counter_ns()
+class _Run:
+    """One run of an operator: what a request asks for, decoded, and when each of its phases began, in nanoseconds.
 
-    def finish(outputs: Mapping[str, Array], receipts: Mapping[str, Receipt], headers: Mapping[str, str]) -> Answer:
+    `inline` in the event loop, where `_NotSmallError` is raised for what takes long after all.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        operator: Operator,
+        body: memoryview,
+        codings: tuple[str | None, str | None],
+        decode: Callable[[Engine, memoryview], Job],
+        asked: int,
+        inline: bool,
+    ) -> None:
+        self._scope, self._operator, self._engine = scope, operator, engine_of(scope)
+        self._asked, self._started = asked, time.perf_counter_ns()
+        came_in, self._goes_out_in = codings
+        self._body = body
+        if came_in is not None:
+            self._body = inflate(body, came_in, settings_of(scope).max_inflated_bytes)
+            hold(scope, len(self._body))
+        self._job = job = decode(self._engine, self._body)
+        if inline and (len(body) > INLINE_TEXT or job.buffers is not NO_BUFFERS) and _takes_long(job, len(body)):
+            raise _NotSmallError
+        self._alone = inline and len(body) <= INLINE_BYTES
+        self._decoded = time.perf_counter_ns()
+
+    def perform(self) -> Answer | Adding:
+        """Run the operator, and answer, or tell what to add into buffers before."""
+        job = self._job
+        if job.buffers is not NO_BUFFERS:
+            return self._perform_on_buffers(job.buffers)
+        if b"if-match" in context_of(self._scope).headers:
+            refuse_match(self._scope)
+        return self._answer(self._outputs(job.tensors, job.wanted), {}, {})
+
+    def _outputs(self, tensors: Mapping[str, Array], wanted: Sequence[str] | None) -> dict[str, Array]:
+        outputs = self._engine.run(self._operator, tensors, self._job.attributes, wanted, alone=self._alone)
+        # Here, not when they are answered: what is added into buffers would have been added then.
+        hold(self._scope, sum([one.nbytes for one in outputs.values()]) - len(self._body))
+        return outputs
+
+    def _answer(
+        self, outputs: Mapping[str, Array], receipts: Mapping[str, Receipt], headers: Mapping[str, str]
+    ) -> Answer:
         computed = time.perf_counter_ns()
-        answer = job.encode(outputs, receipts).coded(goes_out_in)
+        answer = self._job.encode(outputs, receipts).coded(self._goes_out_in)
         if headers:
             answer = answer._replace(headers={**answer.headers, **headers})
         encoded = time.perf_counter_ns()
-        statistics_of(scope).succeeded(operator.name, asked, started, decoded, computed, encoded)
-        spent = context_of(scope).spent
+        asked, started, decoded = self._asked, self._started, self._decoded
+        statistics_of(self._scope).succeeded(self._operator.name, asked, started, decoded, computed, encoded)
+        spent = context_of(self._scope).spent
         spent["queue"], spent["decode"] = started - asked, decoded - started
         spent["kernel"], spent["encode"] = computed - decoded, encoded - computed
         return answer
 
-    def run(tensors: Mapping[str, Array], wanted: Sequence[str] | None) -> dict[str, Array]:
-        alone = inline and len(body) <= INLINE_BYTES
-        outputs = engine.run(operator, tensors, job.attributes, wanted, alone=alone)
-        # Here, not when they are answered: what is added into buffers would have been added then.
-        hold(scope, sum([one.nbytes for one in outputs.values()]) - len(plain))
-        return outputs
-
-    if job.buffers is NO_BUFFERS:
-        if b"if-match" in context_of(scope).headers:
+    def _perform_on_buffers(self, buffers: Buffers) -> Answer | Adding:
+        scope, store, targets = self._scope, store_of(self._scope), buffers.targets
+        if buffers.sources:
+            caller_of(scope).require("buffers:read")
+        if targets:
+            caller_of(scope).require("buffers:write")
+        key, match = key_of(scope, self._body) if targets else None, match_of(scope)
+        if match is not None and len(targets) != 1:
             refuse_match(scope)
-        return finish(run(job.tensors, job.wanted), {}, {})
-    return _perform_on_buffers(store_of(scope), engine, scope, operator, plain, job, run, finish)
+        names = [*(self._operator.output_names if self._job.wanted is None else self._job.wanted)]
+        answered = [name for name in names if name not in targets]
+        names += [name for name in targets if name not in names]
+
+        known = recalled(store, key)
+        if known is not None and not answered:
+            return self._answer_adds({}, [], Outcome(known.receipts, replayed=True))
+        try:
+            hold(scope, sum(store.record(buffer).spec.nbytes for buffer in buffers.sources.values()))
+            snapshots = store.read([*buffers.sources.values()])
+            states = [snapshot.state for snapshot in snapshots]
+            if known is not None:
+                self._check_unchanged(known.sources, states, known.receipts)
+            tensors = {**self._job.tensors, **self._taken(snapshots)}
+            if self._operator.sparse is not None and not answered:
+                outputs = {names[0]: self._engine.in_pieces(self._operator, tensors, self._job.attributes)}
+            else:
+                outputs = self._outputs(tensors, names)
+        except GradserveError as error:
+            if known is None or isinstance(error, (EpochGone, Busy)):
+                raise
+            raise counted_once(str(error), known.receipts) from None
+        if not targets:
+            return self._answer(outputs, {}, {})
+        add = partial(Add, weight=buffers.weight, epoch=buffers.epoch, match=match)
+        changes = [add(name=buffer, tensor=name, gradient=outputs[name]) for name, buffer in targets.items()]
+        finish = partial(self._answer_adds, {name: outputs[name] for name in answered}, states)
+        return Adding(changes, key, states, finish)
+
+    def _taken(self, snapshots: Sequence[Snapshot]) -> dict[str, Array]:
+        """The inputs that are taken from buffers, of which these are the states."""
+        for name, buffer in self._job.buffers.sources.items():
+            if name in self._job.tensors:
+                raise InvalidParameter(
+                    f"{name} is in the body, and also to be taken from the buffer {buffer!r}", parameter="from"
+                )
+        return {name: one.value for name, one in zip(self._job.buffers.sources, snapshots, strict=True)}
+
+    def _answer_adds(self, outputs: Mapping[str, Array], states: Sequence[str], outcome: Outcome) -> Answer:
+        """The outputs that are answered, computed from these states, and the receipts of those that were added."""
+        if outputs:
+            self._check_unchanged(outcome.sources, states, outcome.receipts)
+        receipts = {name: outcome.receipts[buffer] for name, buffer in self._job.buffers.targets.items()}
+        return self._answer(outputs, receipts, replayed(outcome))
+
+    def _check_unchanged(self, before: Sequence[str], now: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
+        """Raise `EpochGone` if a source had another state when the request was made first."""
+        sources = self._job.buffers.sources.values()
+        for buffer, then, state in zip(sources, before, now, strict=False):  # earlier versions stored none
+            if then != state:
+                raise counted_once(f"the buffer {buffer!r}, that it is computed from, has changed since", receipts)
 
 
 def text_of(body: memoryview) -> int:
@@ -195,70 +272,3 @@ def _takes_long(job: Job, size: int) -> bool:
         or (size > INLINE_HALVES and any(tensor.dtype.itemsize == 2 for tensor in job.tensors.values()))
         or (size > INLINE_BYTES and job.buffers.targets)
     )
-
-
-def _perform_on_buffers(
-    store: Store,
-    engine: Engine,
-    scope: Scope,
-    operator: Operator,
-    body: memoryview,
-    job: Job,
-    run: Callable[[Mapping[str, Array], Sequence[str]], dict[str, Array]],
-    finish: Callable[[Mapping[str, Array], Mapping[str, Receipt], Mapping[str, str]], Answer],
-) -> Answer | Adding:
-    sources, targets, weight, epoch = job.buffers
-    if sources:
-        caller_of(scope).require("buffers:read")
-    if targets:
-        caller_of(scope).require("buffers:write")
-    key, match = key_of(scope, body) if targets else None, match_of(scope)
-    if match is not None and len(targets) != 1:
-        refuse_match(scope)
-    names = [*(operator.output_names if job.wanted is None else job.wanted)]
-    names += [name for name in targets if name not in names]
-
-    states: list[str] = []  # of the sources
-
-    def check_unchanged(before: Sequence[str], receipts: Mapping[str, Receipt]) -> None:
-        for buffer, then, now in zip(sources.values(), before, states, strict=False):  # earlier versions stored none
-            if then != now:
-                raise counted_once(f"the buffer {buffer!r}, that it is computed from, has changed since", receipts)
-
-    def answered(outputs: Mapping[str, Any], outcome: Outcome) -> Answer:
-        if outputs:
-            check_unchanged(outcome.sources, outcome.receipts)
-        receipts = {name: outcome.receipts[buffer] for name, buffer in targets.items()}
-        return finish({name: outputs[name] for name in names if name not in targets}, receipts, replayed(outcome))
-
-    known = recalled(store, key)
-    if known is not None and set(names) == set(targets):
-        return answered({}, Outcome(known.receipts, replayed=True))
-    try:
-        tensors = dict(job.tensors)
-        hold(scope, sum(store.record(buffer).spec.nbytes for buffer in sources.values()))
-        snapshots = store.read([*sources.values()])
-        states += [snapshot.state for snapshot in snapshots]
-        if known is not None:
-            check_unchanged(known.sources, known.receipts)
-        for (name, buffer), snapshot in zip(sources.items(), snapshots, strict=True):
-            if name in tensors:
-                raise InvalidParameter(
-                    f"{name} is in the body, and also to be taken from the buffer {buffer!r}", parameter="from"
-                )
-            tensors[name] = snapshot.value
-        if operator.sparse is not None and set(names) == set(targets):
-            outputs = {names[0]: engine.in_pieces(operator, tensors, job.attributes)}
-        else:
-            outputs = run(tensors, names)
-    except GradserveError as error:
-        if known is None or isinstance(error, (EpochGone, Busy)):
-            raise
-        raise counted_once(str(error), known.receipts) from None
-    if not targets:
-        return finish(outputs, {}, {})
-    changes = [
-        Add(name=buffer, gradient=outputs[output], tensor=output, weight=weight, epoch=epoch, match=match)
-        for output, buffer in targets.items()
-    ]
-    return Adding(changes, key, states, partial(answered, outputs))

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -48,7 +49,7 @@ def test_a_bug_is_a_problem_without_its_traceback(monkeypatch: pytest.MonkeyPatc
     def broken(*_: Any) -> bytes:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(work, "_perform", broken)
+    monkeypatch.setattr(work, "_Run", Mock(return_value=Mock(perform=broken)))
     monkeypatch.setattr(MemoryStore, "records", broken)
     with serving() as url, httpx.Client(base_url=url) as client:
         for method, path in (("POST", "/v1/ops/ReluGrad"), ("GET", "/v1/buffers")):
@@ -83,7 +84,7 @@ def send(url: str) -> socket.socket:
 
 def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(work, "_perform", gate)
+    monkeypatch.setattr(work, "_Run", Mock(return_value=Mock(perform=gate)))
     with serving(threads=1) as url:
         running = send(url)
         assert gate.started.acquire(timeout=30)
@@ -101,7 +102,7 @@ def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.Mon
 
 def test_stopping_finishes_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(work, "_perform", gate)
+    monkeypatch.setattr(work, "_Run", Mock(return_value=Mock(perform=gate)))
     with serving(threads=1) as url:
         running = send(url)
         assert gate.started.acquire(timeout=30)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -101,7 +102,7 @@ def waiting(client: httpx.Client) -> httpx.Response:
     """One of three requests for the one thread."""
     content, gate = b" " * 100_000, Gate()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(work, "_perform", gate)
+        patch.setattr(work, "_Run", Mock(return_value=Mock(perform=gate)))
         stack.callback(gate.let_go.set)
         stack.enter_context(send(client, content, len(content)))
         assert gate.started.acquire(timeout=30)

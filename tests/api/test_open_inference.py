@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -349,7 +350,7 @@ def test_a_bug_is_an_error_without_its_traceback(monkeypatch: pytest.MonkeyPatch
     def broken(*_: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(work, "_perform", broken)
+    monkeypatch.setattr(work, "_Run", Mock(return_value=Mock(perform=broken)))
     with serving() as url:
         answer = httpx.post(f"{url}/v2/models/ReluGrad/infer", content=b"{}")
         assert (answer.status_code, list(answer.json())) == (500, ["error"])

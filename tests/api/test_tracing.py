@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -161,7 +162,7 @@ def test_no_secret_and_no_tensor_is_sent(tmp_path: Path, collector: Collector, m
     with serving(tracing=True, keys=tmp_path / "keys") as url:
         for name in ("ReluGrad", "NoneSuch"):
             httpx.post(f"{url}/v1/ops/{name}?note=hidden", json={"dY": [1234.5], "X": ["hidden"]}, headers=headers)
-        monkeypatch.setattr(work, "_perform", broken)
+        monkeypatch.setattr(work, "_Run", Mock(return_value=Mock(perform=broken)))
         answer = httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1234.5], "X": [1]}, headers=headers)
         assert answer.status_code == 500
     spans = collector.spans()
