@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.api import buffers, docs, health, logs, open_inference, openapi, ops, problems
 from service.api.admission import Admission
-from service.api.auth import admit
+from service.api.auth import authorize
 from service.api.context import CONTEXT, Context, patience_of
 from service.api.metrics import METRICS_DIRECTORY, Metrics, route_of
 from service.api.protocol import EXCHANGE
@@ -99,7 +99,7 @@ class Application(FastAPI):
                 _refuse_line_break(scope["path"])
             if b"request-timeout" in context.headers:
                 patience_of(scope)  # so that a mistake in it is told whether anything waits or not
-            context.caller = admit(scope, context.headers, self.keys, self.settings.metrics_open)
+            context.caller = authorize(scope, context.headers, self.keys, self.settings.metrics_open)
             self.admission.admit(context, self.engine)
             if context.held:
                 self.metrics.set("gradserve_in_flight_bytes", self.admission.bytes)

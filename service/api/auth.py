@@ -30,7 +30,7 @@ ANYONE = Caller("", frozenset(SCOPES))
 """The caller where no keys are asked for."""
 
 
-def admit(scope: Scope, headers: Mapping[bytes, bytes], keys: KeyFile | None, metrics_open: str) -> Caller:
+def authorize(scope: Scope, headers: Mapping[bytes, bytes], keys: KeyFile | None, metrics_open: str) -> Caller:
     """Who asks, if they may. Raises `Unauthorized` and `Forbidden`."""
     if keys is None:
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from service.codecs import safetensors
 from service.errors import InvalidParameter, NotReady, shown
 
 LONGEST_KEY = 255
+
+_TAG = re.compile(r'\*|(?:W/)?"[^"]*"')
 
 
 def store_of(scope: Scope) -> Store:
@@ -65,12 +68,11 @@ def tags_of(scope: Scope, name: str) -> frozenset[str] | None:
     if not lines:
         return None
     header = ",".join(lines)
-    tags = frozenset(one.strip() for one in header.split(","))
-    for tag in tags:
-        if tag != "*" and not (len(tag) > 2 and tag.removeprefix("W/")[0] == tag[-1] == '"'):
-            raise InvalidParameter(
-                f'{name} is {shown(header)}, but must be tags in quotation marks like "3-17", or *', parameter=name
-            )
+    tags = frozenset(one.strip() for one in header.split(",")) - {""}
+    if not tags or not all(map(_TAG.fullmatch, tags)):
+        raise InvalidParameter(
+            f'{name} is {shown(header)}, but must be tags in quotation marks like "3-17", or *', parameter=name
+        )
     return tags
 
 

@@ -357,11 +357,11 @@ def test_if_match(http: httpx.Client, mutation: str) -> None:
         problem = assert_problem(mutate(http, name, {"If-Match": stale}), 412, "precondition_failed", name, '"0-1"')
         assert problem["buffer"] == name
         assert state(http, name) == before
-    for wrong in ("0-1", "", '"0-1', '"0-1",', "x"):
+    for wrong in ("0-1", "", ",", '"0-1', 'W/"', '"0-1"x', "x"):
         problem = assert_problem(mutate(http, name, {"If-Match": wrong}), 422, "invalid_parameter", "If-Match")
         assert problem["parameter"] == "If-Match"
         assert state(http, name) == before
-    for right in ('"0-1"', "*", '"5-5", "0-1"'):
+    for right in ('"0-1"', "*", '"5-5", "0-1"', ',"0-1" ,,'):
         assert mutate(http, name, {"If-Match": right}).is_success
         if mutation == "delete":
             create(http, name)
