@@ -14,7 +14,7 @@ from service.api.buffer_models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
 from service.api.changes import LONGEST_KEY, store_of
 from service.api.context import engine_of, settings_of
 from service.api.metrics import Metrics
-from service.codecs.json import MOST_MEMBERS
+from service.codecs.json import MOST_ELEMENTS, MOST_MEMBERS
 from service.settings import Settings
 
 router = APIRouter(tags=["health"])
@@ -56,6 +56,10 @@ CONSTANTS: dict[str, tuple[int | float, str]] = {
     "max_wait_seconds": (LONGEST_WAIT, "Longest time that a request may wait for an epoch, in seconds."),
     "max_listed": (MOST_LISTED, "Most buffers on a page of a list."),
     "max_names": (MOST_NAMES, "Most buffers that a request names."),
+    "max_json_elements": (
+        MOST_ELEMENTS,
+        "Most elements of the lists in a JSON body; more go as base64 or safetensors.",
+    ),
     "max_json_members": (MOST_MEMBERS, "Most members of an object in JSON, of which each may be a tensor."),
 }
 """The limits that no setting changes."""

@@ -50,12 +50,12 @@ class Numbers:
 
         Then the text has more brackets than those lists, and the `others` in it, open.
         """
-        if self._unproven and _count(text, b"[") != self._lists + others():
+        if self._unproven and count(text, b"[") != self._lists + others():
             for unproven in self._unproven:
                 _scalars_of(*unproven)
 
 
-def _count(body: bytes | bytearray | memoryview, byte: bytes) -> int:
+def count(body: bytes | bytearray | memoryview, byte: bytes) -> int:
     """What `body.count(byte)` gives, four times as fast."""
     array, step = np.frombuffer(body, np.uint8), 1 << 18
     return sum(int(np.count_nonzero(array[k : k + step] == ord(byte))) for k in range(0, array.size, step))

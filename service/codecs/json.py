@@ -21,9 +21,9 @@ import pybase64
 import simdjson
 
 from service.codecs._bytes import Array, bytes_of, view, wrong_size
-from service.codecs._lists import NONFINITE, Numbers, is_empty, shape_of
+from service.codecs._lists import NONFINITE, Numbers, count, is_empty, shape_of
 from service.dtypes import NAMES, DType
-from service.errors import InvalidTensor, MalformedBody, shown
+from service.errors import BodyTooLarge, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
 Form: TypeAlias = Literal["list", "base64"]
@@ -35,6 +35,13 @@ interpreter's lock for up to a quarter of a second."""
 
 LONGEST_INTEGER = 4000
 """Characters of an integer beyond which it is taken for infinity: Python gives up at a few more."""
+
+WRITTEN_AT_ONCE = 1 << 16
+"""Elements: to write more, orjson would hold the interpreter's lock for long."""
+
+MOST_ELEMENTS = 1 << 25
+"""The most commas in a body, and so elements of its lists: to read them, simdjson holds the interpreter's lock for up
+to a second."""
 
 MOST_MEMBERS = 4096
 """The most members of an object: simdjson finds each by going through those before it."""
@@ -115,13 +122,28 @@ def encode_tensor(tensor: Array, form: Form) -> list[bytes]:
     head = orjson.dumps({"dtype": NAMES[tensor.dtype], "shape": tensor.shape})[:-1]
     if form == "base64":
         return [head, b',"base64":"', pybase64.b64encode(bytes_of(tensor)), b'"}']
-    return [head, b',"data":', list_text(tensor), b"}"]
+    return [head, b',"data":', *list_text(tensor), b"}"]
 
 
-def list_text(tensor: Array) -> bytes:
-    """The tensor as nested lists."""
+def list_text(tensor: Array) -> Iterator[bytes]:
+    """The pieces of the tensor as nested lists. Between them other threads come to their turn."""
     if not tensor.size:
-        return b"[]"  # the shape says the rest, which may be a billion empty rows
+        yield b"[]"  # the shape says the rest, which may be a billion empty rows
+    elif tensor.size <= WRITTEN_AT_ONCE:
+        yield _list_text(tensor)
+    else:
+        height = WRITTEN_AT_ONCE * len(tensor) // tensor.size
+        for start in range(0, len(tensor), max(1, height)):
+            yield b"," if start else b"["
+            if height:
+                yield _list_text(tensor[start : start + height])[1:-1]
+            else:
+                yield from list_text(tensor[start])
+        yield b"]"
+
+
+def _list_text(tensor: Array) -> bytes:
+    """The tensor, which is not empty, as nested lists."""
     if tensor.dtype.itemsize == 2:
         tensor = tensor.astype(np.float32)
     text = orjson.dumps(np.ascontiguousarray(tensor), option=orjson.OPT_SERIALIZE_NUMPY)
@@ -154,9 +176,15 @@ def _parser(body: Body) -> simdjson.Parser:
 
 
 def parse(body: Body) -> Any:
-    """The JSON value, whose numbers stay in the parser. Raises `MalformedBody`."""
+    """The JSON value, whose numbers stay in the parser. Raises `MalformedBody` and `BodyTooLarge`."""
     if not body:
         raise MalformedBody("The body is empty, and not JSON; it must be an object")
+    if len(body) > MOST_ELEMENTS and count(body, b",") > MOST_ELEMENTS:
+        raise BodyTooLarge(
+            f"The body has lists of more than {MOST_ELEMENTS} elements in all; send tensors of so many as base64, or in"
+            " a safetensors file",
+            limit=MOST_ELEMENTS,
+        )
     try:
         return _parser(body).parse(body)
     except (ValueError, RuntimeError) as error:

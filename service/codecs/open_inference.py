@@ -335,7 +335,7 @@ def encode(
                 f"{name} is BF16, which can only be answered as bytes: ask for binary_data", tensor=name
             )
         else:
-            pieces += [orjson.dumps(entry)[:-1] + b',"data":', list_text(tensor.reshape(-1)), b"}"]
+            pieces += [orjson.dumps(entry)[:-1] + b',"data":', *list_text(tensor.reshape(-1)), b"}"]
     pieces.append(b"]}")
     if not blobs:
         return pieces, None

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 from service.codecs import json as json_codec
 from service.codecs.json import DIAGNOSED_BYTES, Document, Form
 from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64
-from service.errors import GradserveError, InvalidTensor, MalformedBody, TensorTooLarge, TooManyDimensions
+from service.errors import BodyTooLarge, GradserveError, InvalidTensor, MalformedBody, TensorTooLarge, TooManyDimensions
 from service.limits import Limits
 
 LIMITS = Limits(1 << 30)
@@ -242,3 +242,28 @@ def test_answers_are_written_as_they_are() -> None:
     }
     assert encode({"x": np.array(np.inf, FLOAT64)}, "list") == b'{"x":{"dtype":"float64","shape":[],"data":"Infinity"}}'
     assert encode({"x": np.array([3, 4], INT64)[::-1]}, "list") == b'{"x":{"dtype":"int64","shape":[2],"data":[4,3]}}'
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7,), (8,), (100,), (2, 50), (50, 2), (3, 5, 7), (1, 1, 30), (20, 1, 1), (3, 0)]
+)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int64", "bool"])
+def test_lists_are_the_same_however_they_are_cut(
+    shape: tuple[int, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    if tensor.dtype.kind == "f":
+        tensor.reshape(-1)[::3] = np.nan
+        tensor.reshape(-1)[1::5] = -np.inf
+    whole = b"".join(json_codec.list_text(tensor))
+    monkeypatch.setattr(json_codec, "WRITTEN_AT_ONCE", 7)
+    assert b"".join(json_codec.list_text(tensor)) == whole
+    assert b"".join(json_codec.list_text(tensor.T)) == b"".join(json_codec.list_text(tensor.T.copy()))
+
+
+def test_of_too_many_elements_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_codec, "MOST_ELEMENTS", 10)
+    assert read(b'{"a": [1,1,1,1,1,1,1,1,1,1,1]}').size == 11
+    with pytest.raises(BodyTooLarge, match="base64") as refused:
+        read(b'{"a": [1,1,1,1,1,1,1,1,1,1,1],"b":1}')
+    assert refused.value.context["limit"] == 10
