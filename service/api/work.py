@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,10 +17,10 @@ from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.statistics import Statistics
 from service.api.waiting import in_pool, in_pool_after_change
 from service.buffers.changes import Add
-from service.buffers.requests import Outcome, counted_once
+from service.buffers.requests import Outcome, check_same_buffer, counted_once
 from service.buffers.store import Key, Receipt, Snapshot
 from service.engine import Engine
-from service.errors import Busy, EpochGone, GradserveError, InvalidParameter
+from service.errors import Busy, EpochGone, GradserveError, InvalidParameter, UnknownBuffer
 from service.kernels import Operator
 from service.kernels._op import Array
 
@@ -206,6 +207,9 @@ class _Run:
 
         known = recalled(store, key)
         if known is not None and not answered:
+            for buffer in targets.values():
+                with suppress(UnknownBuffer):
+                    check_same_buffer(store.record(buffer), known)
             return self._answer_adds({}, [], Outcome(known.receipts, replayed=True))
         try:
             hold(scope, sum(store.record(buffer).spec.nbytes for buffer in buffers.sources.values()))

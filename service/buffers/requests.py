@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.buffers.changes import Change, Delete
+from service.buffers.changes import Add, Change, Delete
 from service.buffers.store import Array, Key, Known, Receipt, Record, Transaction, name_buffer
 from service.errors import BufferCorrupt, EpochGone, GradserveError, Invalid, KeyReused, shown
 
@@ -36,7 +36,7 @@ class Outcome:
 
 
 def perform(txn: Transaction, request: Request, now: float) -> Outcome:
-    """Make the request's changes, unless its key is known.
+    """Make the request's changes, unless its key is known; then `EpochGone` says that what it answers is no more.
 
     Raises what `Change.admit` raises, `KeyReused`, and, when changes were made that the store must then undo,
     `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull`.
@@ -49,6 +49,8 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             if change.name not in known.receipts:
                 continue  # of all with a prefix, one that was not there then
             record = _alive(txn, change.name, now)
+            if record is not None and isinstance(change, Add):
+                check_same_buffer(record, known)
             if record is not None and record.id != known.ids[change.name]:
                 record = None
             try:
@@ -101,6 +103,17 @@ def check_same(key: Key, known: Known) -> None:
         raise KeyReused(
             f"The Idempotency-Key {shown(key.text)} was used for another request: its path, query, Content-Type or body"
             " was not the same, byte by byte. A new request needs a new key"
+        )
+
+
+def check_same_buffer(record: Record, known: Known) -> None:
+    """Raise `EpochGone` unless it is this buffer that the request with a known key has added to."""
+    if record.id != known.ids[record.name]:
+        raise EpochGone(
+            f"This request was made before, and counted once, in a buffer {record.name!r} that is gone since. The one"
+            " of that name now is another: a request that is meant for it needs a new key",
+            buffer=record.name,
+            receipts={name: dict(receipt) for name, receipt in known.receipts.items()},
         )
 
 

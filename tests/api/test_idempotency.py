@@ -370,6 +370,37 @@ def test_a_replay_whose_source_is_gone_is_told_that_it_counted(
     assert metadata(http, name)["count"] == 1
 
 
+@pytest.mark.parametrize("how", ["one", "many", "into", "into and answered"])
+def test_an_add_is_in_another_buffer_of_the_name_only_if_that_was_added_to(
+    http: httpx.Client, key: dict[str, str], how: str
+) -> None:
+    name, other = create(http, shape=[2]), create(http, shape=[2])
+    ways: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+        "one": (f"/v1/buffers/{name}/accumulate", {"gradient": [1, 2]}, {}),
+        "many": ("/v1/buffers/accumulate", {other: [1, 2], name: [1, 2]}, {}),
+        "into": ("/v1/ops/ReluGrad", {"dY": [1, 2], "X": [1, 1]}, {"into": f"dX:{name}"}),
+        "into and answered": (
+            "/v1/ops/InPlaceAccumulatorV2",
+            {"gradient_buffer": [0, 0], "gradient": [1, 2]},
+            {"into": f"accumulated_gradient:{name}"},
+        ),
+    }
+    path, body, params = ways[how]
+    first = ok(http.post(path, json=body, headers=key, params=params))
+    assert http.delete(f"/v1/buffers/{name}").status_code == 204
+    again = http.post(path, json=body, headers=key, params=params)
+    assert (ok(again), again.headers[REPLAYED]) == (first, "true")
+    create(http, name, shape=[2])
+    problem = assert_problem(
+        http.post(path, json=body, headers=key, params=params), 410, "epoch_gone", "counted once", name, "new key"
+    )
+    assert problem["buffer"] == name
+    assert problem["receipts"][name]["count"] == 1
+    assert metadata(http, name)["count"] == 0
+    ok(http.post(path, json=body, headers={KEY: fresh("key ")}, params=params))
+    assert metadata(http, name)["count"] == 1
+
+
 def test_into_several_replayed(http: httpx.Client, key: dict[str, str]) -> None:
     gru = OPERATORS["GRUGrad"]
     tensors = example(gru)
