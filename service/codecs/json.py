@@ -192,7 +192,9 @@ def parse(body: Body) -> Any:
             raise MalformedBody(f"The body is not JSON, or has a number beyond 64 bits: {error}") from None
         # simdjson says neither where, nor which tensor a number beyond 64 bits is in: read it again, slowly.
         try:
-            return json.loads(bytes(body), parse_constant=_refuse_constant, parse_int=_whole, object_pairs_hook=Pairs)
+            return json.loads(
+                str(body, "utf-8"), parse_constant=_refuse_constant, parse_int=_whole, object_pairs_hook=Pairs
+            )
         except RecursionError:
             raise MalformedBody("The body is nested too deeply") from None
         except ValueError as error:

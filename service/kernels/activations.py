@@ -97,8 +97,8 @@ def tanh_grad(dY: T, Y: T, /, *, out: T | None = None) -> T:
 def quick_gelu_grad(dY: T, X: T, /, *, alpha: float = 1.702, out: T | None = None) -> T:
     """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
 
-    alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN: the formula is followed, as in ONNX Runtime,
-    although the limits are dY and 0.
+    alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN, and so does an X of which alpha * X is beyond
+    what it is computed in: the formula is followed, as in ONNX Runtime, although the limits are dY and 0.
     """
     same_shape(dY=dY, X=X)
 

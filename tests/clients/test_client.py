@@ -171,7 +171,6 @@ def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
         "match": (lambda s: s.buffers["w"].zero(if_match='"8-8"'), PreconditionFailed, 412, "precondition_failed"),
         "body": (lambda s: s.buffers["w"].accumulate(np.zeros(1 << 19)), TooLarge, 413, "body_too_large"),
         "large": (lambda s: s.buffers["l"].create((1 << 30,)), TooLarge, 413, "tensor_too_large"),
-        "key": (lambda s: s.buffers["w"].accumulate([1], idempotency_key=""), InvalidInput, 422, "invalid_parameter"),
     }
 
 
@@ -179,6 +178,12 @@ def test_an_empty_list_is_not_the_default(server: Any) -> None:
     for weight in (10**400, "much"):
         with pytest.raises(InvalidInput, match="^weight is no number that a float can be"):
             server.buffers["w"].accumulate([1], weight=weight)
+    for key in ("", " a", "a ", "ä", "a\n", "a" * 256, 5):
+        with pytest.raises(InvalidInput, match="^idempotency_key is"):
+            server.buffers["w"].accumulate([1], idempotency_key=key)
+    for name in ("from", "into", "outputs", "weight", "epoch"):
+        with pytest.raises(InvalidInput, match=f"^{name} is no attribute"):
+            server.run("ReluGrad", {"dY": [1], "X": [1]}, {name: "dX:w"})
     with pytest.raises(InvalidInput, match="^activations is empty"):
         server.ops.gru_training([[[1.0]]], [[[1.0]] * 3], [[[1.0]] * 3], activations=[])
 

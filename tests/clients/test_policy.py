@@ -190,8 +190,9 @@ def test_whatever_answers_deletes_nothing(kind: str, url: str, clock: Clock, sta
 def test_a_key_for_each_call_and_ones_own(kind: str, url: str, clock: Clock) -> None:
     transport = Scripted(never_sent, answer_lost)
     with through(kind, url, transport) as server:
-        server.buffers["scripted"].accumulate([1, 2], idempotency_key="my own; key")
-        assert {one.headers["idempotency-key"] for one in transport.seen} == {"my own; key"}
+        own = f"my own; {kind}"
+        server.buffers["scripted"].accumulate([1, 2], idempotency_key=own)
+        assert {one.headers["idempotency-key"] for one in transport.seen} == {own}
         del transport.seen[:]
         for _ in range(20):
             server.buffers["scripted"].accumulate([1, 2])

@@ -267,3 +267,9 @@ def test_of_too_many_elements_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BodyTooLarge, match="base64") as refused:
         read(b'{"a": [1,1,1,1,1,1,1,1,1,1,1],"b":1}')
     assert refused.value.context["limit"] == 10
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_json_is_utf_8_whatever_its_size(encoding: str) -> None:
+    with pytest.raises(MalformedBody, match="not JSON"):
+        read('{"a": [1]}'.encode(encoding))

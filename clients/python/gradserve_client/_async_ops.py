@@ -419,8 +419,8 @@ class AsyncOps:
     ) -> Array | Receipt:
         """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
 
-        alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN: the formula is followed, as in ONNX
-        Runtime, although the limits are dY and 0.
+        alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN, and so does an X of which alpha * X is
+        beyond what it is computed in: the formula is followed, as in ONNX Runtime, although the limits are dY and 0.
 
         dY, X: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.

@@ -80,6 +80,12 @@ def run(
     """Run the operator. `defaults` are the dtypes of inputs that are lists; `gives` are its outputs, where known."""
     if not re.fullmatch(r"[A-Za-z0-9_]+", op):
         raise NotFound(f"There is no operator {op!r}", code="unknown_operator")
+    if wrong := attributes.keys() & {"from", "into", "outputs", "weight", "epoch"}:
+        raise InvalidInput(
+            f"{min(wrong)} is no attribute of an operator; outputs, into, weight and epoch are arguments of their own,"
+            " and an input is taken from a buffer that is given in its place",
+            code="invalid_parameter",
+        )
     given = {name: value for name, value in tensors.items() if value is not None}
     sources = {name: value.name for name, value in given.items() if isinstance(value, BufferName)}
     arrays = {
@@ -123,8 +129,16 @@ def run(
 
 
 def as_key(given: str | None) -> str:
-    """The key of a change: a new one if none was given."""
-    return uuid.uuid4().hex if given is None else given
+    """The key of a change: a new one if none was given. Raises `InvalidInput`."""
+    if given is None:
+        return uuid.uuid4().hex
+    if not isinstance(given, str) or not re.fullmatch(r"[!-~]([ -~]{0,253}[!-~])?", given):
+        raise InvalidInput(
+            f"idempotency_key is {given!r}, but must be 1 to 255 printable ASCII characters, without a space at either"
+            " end",
+            code="invalid_parameter",
+        )
+    return given
 
 
 def as_name(buffer: str | BufferName) -> str:
