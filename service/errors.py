@@ -189,7 +189,7 @@ class TooManyBuffers(GradserveError):
 
 
 class EpochGone(GradserveError):
-    """The value of this closed epoch is not kept any more."""
+    """What the request refers to was there once, and is not kept any more."""
 
     status = 410
     code = "epoch_gone"

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from service.api.admission import give_back, hold
 from service.api.body import Answer, AnswerResponse, coding_of, inflate, read_body, wanted_coding
 from service.api.buffer_models import Names, ValueQuery
-from service.api.changes import answer, change, etag_after, key_of, recalled, replayed, store_of
+from service.api.changes import answer, change, etag_after, key_of, recalled, refuse, replayed, store_of
 from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.negotiation import JSON, media_types
 from service.api.problems import invalid_parameter, parameters_of
@@ -75,6 +75,8 @@ class BufferRequest:
         """Read the body, and inflate it where it is compressed. Only who `changes` something has a key."""
         # Of a DELETE, nothing is answered that could be of one type or another.
         sent, answers = (JSON, JSON) if request.method == "DELETE" else media_types(request)
+        if changes and request.method != "PUT":
+            refuse(request.scope, "If-None-Match")
         coding = coding_of(context_of(request.scope).headers)
         engine = engine_of(request.scope)
         body = await read_body(request.scope, request.receive, engine.buffer)

@@ -30,7 +30,7 @@ from service.api.buffer_models import (
     ValueQuery,
 )
 from service.api.buffer_requests import VARY, BufferRequest, none_with, read_values, wait_for
-from service.api.changes import match_of, refuse_match, replayed, store_of, tags_of
+from service.api.changes import match_of, refuse, replayed, store_of, tags_of
 from service.api.context import caller_of, engine_of
 from service.api.negotiation import JSON, check_given_once, media_types
 from service.api.problems import invalid_parameter, parameters_of
@@ -78,6 +78,7 @@ async def create(request: Request, name: str) -> Response:
 @router.get("", summary="Buffers", response_model=BufferList)
 async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
     check_given_once(request)
+    refuse(request.scope, "If-Match", "If-None-Match")
     store = store_of(request.scope)
 
     def work() -> Response:
@@ -97,6 +98,7 @@ async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -
 )
 async def get(request: Request, name: str) -> Response:
     _check_no_query(request)
+    refuse(request.scope, "If-Match")
     record = store_of(request.scope).record(check_name(name))
     if _is_known(request, record.etag):
         return Response(status_code=304, headers={"ETag": record.etag})
@@ -120,6 +122,7 @@ async def delete(request: Request, name: str) -> Response:
 )
 async def value(request: Request, name: str, query: Annotated[ValueQuery, Query()]) -> Response:
     check_given_once(request)
+    refuse(request.scope, "If-Match")
     _, answers = media_types(request)
     store = store_of(request.scope)
     check_name(name)
@@ -227,7 +230,7 @@ async def accumulate_many(request: Request, query: Annotated[AccumulateQuery, Qu
 
 
 async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
-    refuse_match(request.scope)
+    refuse(request.scope, "If-Match")
     _check_may_read(request, query)
     asked = await BufferRequest.of(request)
     tensors = await asked.tensors(None)
@@ -245,7 +248,7 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
 )
 async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) -> Response:
     check_given_once(request)
-    refuse_match(request.scope)
+    refuse(request.scope, "If-Match")
     asked = await BufferRequest.of(request)
 
     async def zero(names: list[str]) -> Outcome:
@@ -263,7 +266,7 @@ async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) 
 )
 async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) -> Response:
     check_given_once(request)
-    refuse_match(request.scope)
+    refuse(request.scope, "If-Match")
     asked = await BufferRequest.of(request)
 
     def look(name: str) -> None:
@@ -286,6 +289,7 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
 )
 async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]) -> Response:
     check_given_once(request)
+    refuse(request.scope, "If-Match", "If-None-Match")
     asked = await BufferRequest.of(request, changes=False)
 
     def look(name: str) -> None:

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from service.api.body import Answer
-from service.api.context import caller_of
+from service.api.context import caller_of, context_of
 from service.api.negotiation import JSON
 from service.buffers.changes import Change
 from service.buffers.namespaced import Namespaced
@@ -25,6 +25,8 @@ from service.codecs import safetensors
 from service.errors import InvalidParameter, NotReady, shown
 
 LONGEST_KEY = 255
+
+_HEEDED_BY = {"If-Match": "change", "If-None-Match": "read or create"}
 
 _TAG = re.compile(r'\*|(?:W/)?"[^"]*"')
 
@@ -76,10 +78,11 @@ def tags_of(scope: Scope, name: str) -> frozenset[str] | None:
     return tags
 
 
-def refuse_match(scope: Scope) -> None:
-    """Raise `InvalidParameter` for an If-Match, where it could mean any of several buffers."""
-    if match_of(scope) is not None:
-        raise InvalidParameter("If-Match is for requests that change one buffer", parameter="If-Match")
+def refuse(scope: Scope, *preconditions: str) -> None:
+    """Raise `InvalidParameter` for one of these headers, as it would not be heeded."""
+    for name in preconditions:
+        if name.lower().encode() in context_of(scope).headers:
+            raise InvalidParameter(f"{name} is for requests that {_HEEDED_BY[name]} one buffer", parameter=name)
 
 
 async def change(store: Store, changes: Sequence[Change], key: Key | None, sources: Sequence[str] = ()) -> Outcome:

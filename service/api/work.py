@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope
 
 from service.api.admission import hold
 from service.api.body import Answer, coding_of, inflate, read_body, wanted_coding
-from service.api.changes import change, key_of, match_of, recalled, refuse_match, replayed, store_of
+from service.api.changes import change, key_of, match_of, recalled, refuse, replayed, store_of
 from service.api.context import caller_of, context_of, engine_of, settings_of
 from service.api.statistics import Statistics
 from service.api.waiting import in_pool, in_pool_after_change
@@ -167,8 +167,7 @@ class _Run:
         job = self._job
         if job.buffers is not NO_BUFFERS:
             return self._perform_on_buffers(job.buffers)
-        if b"if-match" in context_of(self._scope).headers:
-            refuse_match(self._scope)
+        refuse(self._scope, "If-Match", "If-None-Match")
         return self._answer(self._outputs(job.tensors, job.wanted), {}, {})
 
     def _outputs(self, tensors: Mapping[str, Array], wanted: Sequence[str] | None) -> dict[str, Array]:
@@ -199,8 +198,7 @@ class _Run:
         if targets:
             caller_of(scope).require("buffers:write")
         key, match = key_of(scope, self._body) if targets else None, match_of(scope)
-        if match is not None and len(targets) != 1:
-            refuse_match(scope)
+        refuse(scope, "If-None-Match", *([] if len(targets) == 1 else ["If-Match"]))
         names = [*(self._operator.output_names if self._job.wanted is None else self._job.wanted)]
         answered = [name for name in names if name not in targets]
         names += [name for name in targets if name not in names]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,37 @@ def test_if_match_is_for_one_buffer(http: httpx.Client, tag: str) -> None:
     )
     assert_problem(answer, 422, "invalid_parameter", "If-Match")
     assert state(http, a, b) == before
+
+
+def _of_many(http: httpx.Client, name: str, headers: dict[str, str], what: str) -> httpx.Response:
+    body = {name: [1, 2]} if what == "accumulate" else {"names": [name]}
+    return http.post(f"/v1/buffers/{what}", json=body, headers=headers)
+
+
+READS: dict[str, Callable[[httpx.Client, str, dict[str, str]], httpx.Response]] = {
+    "metadata": lambda http, name, headers: http.get(f"/v1/buffers/{name}", headers=headers),
+    "value": lambda http, name, headers: http.get(f"/v1/buffers/{name}/value", headers=headers),
+}
+NEITHER: dict[str, Callable[[httpx.Client, str, dict[str, str]], httpx.Response]] = {
+    **{f"{what} many": partial(_of_many, what=what) for what in ("accumulate", "zero", "take", "value")},
+    "list": lambda http, name, headers: http.get("/v1/buffers", headers=headers),
+    "operator": lambda http, name, headers: http.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers=headers),
+}
+UNHEEDED = [
+    *(("If-None-Match", what) for what in [*MUTATIONS, *NEITHER] if what != "create"),
+    *(("If-Match", what) for what in [*READS, *NEITHER]),
+]
+
+
+@pytest.mark.parametrize(("header", "what"), UNHEEDED)
+def test_a_precondition_that_would_not_be_heeded_is_refused(http: httpx.Client, header: str, what: str) -> None:
+    ask, name = {**MUTATIONS, **READS, **NEITHER}[what], create(http)
+    before = state(http, name)
+    assert ask(http, create(http), {}).is_success
+    for tag in ("*", '"0-0"', '"9-9"'):
+        problem = assert_problem(ask(http, name, {header: tag}), 422, "invalid_parameter", header, "one buffer")
+        assert problem["parameter"] == header
+    assert state(http, name) == before
 
 
 def test_if_match_in_two_headers_is_one_list(http: httpx.Client) -> None:

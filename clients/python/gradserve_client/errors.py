@@ -9,7 +9,7 @@
     - StaleEpoch                409: the epoch that the call names is not the buffer's
     - EpochOpen                 409: the epoch has not closed, or has too few gradients, and `timeout` is over
     - TooManyBuffers            409: the caller has as many buffers as the server lets them have
-    - EpochGone                 410: the value of this closed epoch is not kept any more
+    - EpochGone                 410: what the request refers to is not kept any more
     - PreconditionFailed        412: the buffer is not in the state that `if_match` names
   x TooLarge                    413: a body or tensor is beyond the server's limits
   x ServerFailed                500 and others: the fault is the server's
@@ -100,7 +100,7 @@ class TooManyBuffers(Conflict):
 
 
 class EpochGone(Conflict):
-    """The value of this closed epoch is not kept any more."""
+    """What the request refers to was there once, and is not kept any more."""
 
 
 class PreconditionFailed(Conflict):
