@@ -268,41 +268,43 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
         yield f"store {store}, format {env.format}"
         yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
         with env.reading() as txn, np.errstate(all="ignore"):
-            reader = Reader(env, txn)
-            records, parts = 0, dict[int, list[int]]()
-            for name, record in reader.sound_records():
-                records += 1
-                if record is None:
-                    yield f"{WRONG}the buffer {name!r} is damaged"
-                    continue
-                for what, value in _values(record):
-                    if value is None:
-                        continue
-                    parts.setdefault(value, [])
-                    try:
-                        parts |= reader.values.parts_of(value)
-                        for _ in _pieces(reader, record.spec, value):
-                            pass  # to read it is to check it
-                    except BufferCorrupt:
-                        yield f"{WRONG}{what} of the buffer {name!r} is damaged"
-            stray = set(reader.value_ids()) - parts.keys()
-            slots = Counter(slot for each in parts.values() for slot in each)
-            free, slot_count = reader.free_slots(), reader.slot_count()
-            keys, damaged_keys = reader.entries()["keys"], reader.damaged_keys()
-            miscounted = list(_miscounted(reader))
-        yield f"{records} buffers, {len(parts)} values, {len(slots)} slots in use, {len(free)} free"
-        yield f"{keys} idempotency keys"
-        if damaged_keys:
-            yield f"{WRONG}{damaged_keys} idempotency keys are damaged: who repeats such a request is not answered"
-        yield from miscounted
-        for value in sorted(stray):
-            yield f"{WRONG}value {value} belongs to no buffer that can be read"
-        for slot in sorted({slot for slot, count in slots.items() if count > 1} | slots.keys() & set(free)):
-            yield f"{WRONG}slot {slot} has more than one use"
-        for slot in sorted(slot for slot in free if not 0 <= slot < slot_count):
-            yield f"{WRONG}slot {slot} is said to be free, but there are {slot_count}"
+            lines = [*_examined(Reader(env, txn))]  # at once: who reads them slowly must not hold the transaction
+        yield from lines
     finally:
         env.close()
+
+
+def _examined(reader: Reader) -> Iterator[str]:
+    """Lines about what a transaction sees."""
+    records, parts = 0, dict[int, list[int]]()
+    for name, record in reader.sound_records():
+        records += 1
+        if record is None:
+            yield f"{WRONG}the buffer {name!r} is damaged"
+            continue
+        for what, value in _values(record):
+            if value is None:
+                continue
+            parts.setdefault(value, [])
+            try:
+                parts |= reader.values.parts_of(value)
+                for _ in _pieces(reader, record.spec, value):
+                    pass  # to read it is to check it
+            except BufferCorrupt:
+                yield f"{WRONG}{what} of the buffer {name!r} is damaged"
+    slots = Counter(slot for each in parts.values() for slot in each)
+    free, slot_count = reader.free_slots(), reader.slot_count()
+    yield f"{records} buffers, {len(parts)} values, {len(slots)} slots in use, {len(free)} free"
+    yield f"{reader.entries()['keys']} idempotency keys"
+    if damaged := reader.damaged_keys():
+        yield f"{WRONG}{damaged} idempotency keys are damaged: who repeats such a request is not answered"
+    yield from _miscounted(reader)
+    for value in sorted(set(reader.value_ids()) - parts.keys()):
+        yield f"{WRONG}value {value} belongs to no buffer that can be read"
+    for slot in sorted({slot for slot, count in slots.items() if count > 1} | slots.keys() & set(free)):
+        yield f"{WRONG}slot {slot} has more than one use"
+    for slot in sorted(slot for slot in free if not 0 <= slot < slot_count):
+        yield f"{WRONG}slot {slot} is said to be free, but there are {slot_count}"
 
 
 def _miscounted(reader: Reader) -> Iterator[str]:

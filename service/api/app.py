@@ -77,32 +77,9 @@ class Application(FastAPI):
             asked.get("extensions", {}).clear()  # the usual way to send leaves the body out
             scope = {**asked, "method": "GET"}
         self.metrics.began()
-        exchange = scope.get("extensions", {}).get(EXCHANGE)
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                context.status = message["status"]
-                if context.status >= 400:
-                    logs.identify(context)
-                more = [] if context.request_id is None else [(b"x-request-id", context.request_id.encode())]
-                if exchange is not None and exchange.is_unasked():
-                    more.append((b"connection", b"close"))  # whether the body comes all the same, nobody can know
-                message["headers"] = [*message["headers"], *more]
-            else:
-                context.sent += len(message.get("body", b""))
-            await send(message)
-
+        sending = _noting(scope, context, send)
         try:
-            if self.settings.access_log or b"x-request-id" in context.headers:
-                logs.identify(context)
-            if "\n" in scope["path"]:
-                _refuse_line_break(scope["path"])
-            if b"request-timeout" in context.headers:
-                patience_of(scope)  # so that a mistake in it is told whether anything waits or not
-            context.caller = authorize(scope, context.headers, self.keys, self.settings.metrics_open)
-            self.admission.admit(context, self.engine)
-            if context.held:
-                self.metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
+            self._admit(scope, context)
             await self._answer(scope, receive, sending)
         except GradserveError as error:
             await problems.answer(scope["path"], error)(scope, receive, sending)
@@ -130,6 +107,19 @@ class Application(FastAPI):
         headers = {"Connection": "close", "X-Request-ID": str(context.request_id)}
         return problems.answer("", MalformedBody(message), headers)
 
+    def _admit(self, scope: Scope, context: Context) -> None:
+        """Look at a request's head, before its body is read. Raises what is to be answered where it is refused."""
+        if self.settings.access_log or b"x-request-id" in context.headers:
+            logs.identify(context)
+        if "\n" in scope["path"]:
+            _refuse_line_break(scope["path"])
+        if b"request-timeout" in context.headers:
+            patience_of(scope)  # so that a mistake in it is told whether anything waits or not
+        context.caller = authorize(scope, context.headers, self.keys, self.settings.metrics_open)
+        self.admission.admit(context, self.engine)
+        if context.held:
+            self.metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if path := open_inference.wants_inference(scope):
             work = open_inference.infer(scope, receive, path)
@@ -139,6 +129,26 @@ class Application(FastAPI):
             await super().__call__(scope, receive, send)
             return
         await problems.answering(scope, receive, send, work)
+
+
+def _noting(scope: Scope, context: Context, send: Send) -> Send:
+    """`send`, with the headers that every answer has, which notes the answer's status and size."""
+    exchange = scope.get("extensions", {}).get(EXCHANGE)
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            context.status = message["status"]
+            if context.status >= 400:
+                logs.identify(context)
+            more = [] if context.request_id is None else [(b"x-request-id", context.request_id.encode())]
+            if exchange is not None and exchange.is_unasked():
+                more.append((b"connection", b"close"))  # whether the body comes all the same, nobody can know
+            message["headers"] = [*message["headers"], *more]
+        else:
+            context.sent += len(message.get("body", b""))
+        await send(message)
+
+    return sending
 
 
 def _refuse_line_break(path: str) -> Never:
