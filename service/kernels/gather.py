@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from service.kernels._blocks import block_length, new_output, share_out
 from service.kernels._checks import normalize_axis
 from service.kernels._op import Array, Shape, T, Tind, op
 from service.limits import MAX_RANK
+
+SPARSE = 32
+"""Numbers of the output for each index from which on it pays to find out which rows occur."""
 
 
 class GatheredRows:
@@ -50,19 +54,26 @@ class GatheredRows:
 
     def piece(self, start: int, stop: int) -> Array | None:
         """The elements from `start` to `stop` of the flat output; None if all are zero because no index leads there."""
-        first, last = start // self._inner, -(-stop // self._inner)
-        low, high = np.searchsorted(self._rows, (first, last))
+        inner = self._inner
+        low, high = np.searchsorted(self._rows, (start // inner, -(-stop // inner)))
         if low == high:
             return None
-        count, dtype = high - low, compute_dtype(self.dtype)
-        sums = np.zeros((last - first, self._inner), dtype)
-        grad = self.grad[self._order[low:high]].astype(dtype, copy=False)
-        targets = self._rows[low:high] - first
-        columns, ones = np.arange(count + 1), np.ones(count, dtype)
-        csc_matvecs(last - first, count, self._inner, columns, targets, ones, grad.reshape(-1), sums.reshape(-1))
-        flat = sums.reshape(-1)[start - first * self._inner : stop - first * self._inner]
-        with np.errstate(over="ignore"):
-            return flat.astype(self.dtype, copy=False)
+        sums = np.zeros(stop - start, compute_dtype(self.dtype))
+        at = start
+        with np.errstate(all="ignore"):
+            while at < stop:  # what is left of a row, whole rows, and what begins another
+                row, column = divmod(at, inner)
+                count = 1 if column else max(1, (stop - at) // inner)
+                width = min(inner - column, stop - at)
+                self._add(row, count, slice(column, column + width), sums[at - start : at - start + count * width])
+                at += count * width
+            return sums.astype(self.dtype, copy=False)
+
+    def _add(self, first: int, count: int, columns: slice, sums: Array) -> None:
+        """Add these columns of `count` rows from `first` on to `sums`, which is flat."""
+        low, high = np.searchsorted(self._rows, (first, first + count))
+        order = self._order[low:high]
+        _add_rows(sums.reshape(count, -1), self._rows[low:high] - first, lambda part: self.grad[order[part], columns])
 
 
 @op(
@@ -85,6 +96,8 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
     output = new_output(out, dims, grad.dtype)
     if np.may_share_memory(output, grad):
         grad = grad.copy()
+    if np.may_share_memory(output, targets):
+        targets = targets.copy()
     _clear(output)
     if grad.size:
         outer, inner = math.prod(dims[:axis]), math.prod(dims[axis + 1 :])
@@ -122,17 +135,22 @@ def _dims(shape: Array) -> tuple[int, ...]:
 
 
 def _targets(indices: Array, size: int) -> Array:
-    """`indices`, flat, int64 and counted from the front."""
-    flat = indices.astype(np.int64).ravel()
-    outside = (flat < -size) | (flat >= size)
-    if outside.any():
-        place = int(outside.argmax())
+    """`indices`, flat and counted from the front."""
+    flat = indices.ravel()
+    if not flat.size:
+        return flat
+    least = flat.min()
+    if least < -size or flat.max() >= size:
+        place = int(((flat < -size) | (flat >= size)).argmax())
         where = "".join(f"[{k}]" for k in np.unravel_index(place, indices.shape))
         allowed = f"must be in [{-size}, {size - 1}]" if size else "the dimension that it indexes is empty"
         raise IndexOutOfRange(
             f"indices{where} is {flat[place]}, but {allowed}", tensor="indices", index=int(flat[place])
         )
-    return np.where(flat < 0, flat + size, flat)
+    if least < 0:
+        flat = flat.astype(np.int64)
+        np.add(flat, size, out=flat, where=flat < 0)
+    return flat
 
 
 def _clear(output: Array) -> None:
@@ -147,34 +165,43 @@ def _clear(output: Array) -> None:
 def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
     """output[o, targets[k]] += grad[o, k], k in order; output is [outer, size, inner], grad [outer, count, inner].
 
-    For all `o` of a block at once, this is the product of a sparse matrix with a one in each column. The 16-bit floats
-    are added in float32, in rows for the targets that occur.
+    The 16-bit floats are added in float32, in rows for the targets that occur, unless most do.
     """
     outer, size, inner = output.shape
     count, dtype = targets.size, compute_dtype(grad.dtype)
-    occurring = None
-    if dtype != grad.dtype:
+    occurring: Array | slice = slice(None)
+    if dtype != grad.dtype and size > count and size * inner > SPARSE * count:
         occurring, targets = np.unique(targets, return_inverse=True)
-        size = occurring.size
-    height = min(outer, max(1, block_length(grad.dtype) // max(1, count * inner)))
-    row_of = (np.arange(height)[:, None] * size + targets).ravel()
-    columns, ones = np.arange(height * count + 1), np.ones(height * count, dtype)
+        size = len(occurring)
+    height = min(outer, max(1, block_length(grad.dtype) // (count * inner)))
+    if height > 1:
+        targets = (np.arange(height)[:, None] * size + targets).ravel()
 
     def add(number: int) -> None:
         target, source = (tensor[number * height : (number + 1) * height] for tensor in (output, grad))
-        rows, count_all = len(source) * size, len(source) * count
-        sums = target if occurring is None else np.zeros((len(source), size, inner), dtype)
-        csc_matvecs(
-            rows,
-            count_all,
-            inner,
-            columns[: count_all + 1],
-            row_of[:count_all],
-            ones[:count_all],
-            source.astype(dtype, copy=False).reshape(-1),
-            sums.reshape(-1),
-        )
-        if occurring is not None:
+        sums = target if dtype == grad.dtype else np.zeros((len(source), size, inner), dtype)
+        rows = source.reshape(-1, inner)
+        _add_rows(sums.reshape(-1, inner), targets[: len(rows)], rows.__getitem__)
+        if sums is not target:
             target[:, occurring] = sums
 
     share_out(add, -(-outer // height))
+
+
+def _add_rows(sums: Array, targets: Array, rows: Callable[[slice], Array]) -> None:
+    """sums[targets[k]] += row k, k in order, in blocks of rows; sums is [size, width].
+
+    This is the product of a sparse matrix with a one in each column, or, where the rows are single numbers, what NumPy
+    has a loop for.
+    """
+    size, width = sums.shape
+    height = min(len(targets), max(1, block_length(sums.dtype) // width))
+    columns, ones = np.arange(height + 1), np.ones(height, sums.dtype)
+    for start in range(0, len(targets), height or 1):
+        part = slice(start, start + height)
+        at, block = targets[part].astype(np.int64, copy=False), np.ascontiguousarray(rows(part), sums.dtype).reshape(-1)
+        if width == 1:
+            np.add.at(sums.reshape(-1), at, block)
+        else:
+            count = len(at)
+            csc_matvecs(size, count, width, columns[: count + 1], at, ones[:count], block, sums.reshape(-1))

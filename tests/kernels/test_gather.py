@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -208,3 +209,34 @@ def test_out_may_share_memory_with_indices_and_shape() -> None:
     expected = gather_grad(np.array([4]), np.array([3, 1, 1, 0]), np.arange(4, dtype=np.float32))
     out = memory[:4].view(np.float32)
     assert_same_bits(gather_grad(memory[:1], memory[1:5], np.arange(4, dtype=np.float32), out=out), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("size", [10, 100, 1 << 12])
+@pytest.mark.parametrize("width", [1, 3])
+def test_many_duplicates_of_few(dtype: Any, size: int, width: int) -> None:
+    """More indices than a block has room for, and more of them than rows, or, for the 16-bit floats, fewer."""
+    random = np.random.default_rng(0)
+    for count in (300_000, 70):
+        indices = random.integers(-size, size, count)
+        grad = random.integers(-8, 9, (count, width)).astype(dtype)
+        exact = np.zeros((size, width))
+        np.add.at(exact, indices, grad.astype(np.float64))
+        assert_same_bits(gather_grad(np.array([size, width]), indices, grad), exact.astype(dtype) + np.zeros((), dtype))
+
+
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_it_takes_little_memory(dtype: str, index_dtype: str, width: int) -> None:
+    count = 1 << 21
+    indices, grad = np.zeros(count, index_dtype), np.ones((count, width), dtype)
+    indices[::2] = 9
+    out = np.empty((10, width), dtype)
+    tracemalloc.start()
+    try:
+        gather_grad(np.array([10, width]), indices, grad, out=out)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20

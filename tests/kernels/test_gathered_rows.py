@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,23 @@ def test_there_is_no_piece_where_no_index_leads() -> None:
     assert rows.piece(1503, 2997) is None
     assert rows.piece(1502, 1503) is not None
     assert rows.piece(2999, 3000) is not None
+
+
+def test_a_piece_of_a_wide_row_takes_what_the_piece_has() -> None:
+    width, size = 1 << 20, 1 << 16
+    grad = np.random.default_rng(0).normal(size=(3, width)).astype(np.float32)
+    rows, output = GatheredRows(np.array([2, width]), np.array([1, 0, 1]), grad), np.empty((2, width), np.float32)
+    gather_grad(np.array([2, width]), np.array([1, 0, 1]), grad, out=output)
+    for start in (0, 5, width - size // 2, 2 * width - size):
+        tracemalloc.start()
+        try:
+            piece = rows.piece(start, start + size)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert piece is not None
+        assert_same_bits(piece, output.reshape(-1)[start : start + size])
+        assert peak < 2 << 20
 
 
 def test_grad_may_lie_in_memory_anyhow() -> None:
