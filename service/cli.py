@@ -25,7 +25,7 @@ from service.arena import keep_freed_memory
 from service.buffers.url import path_of
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
-from service.keys import SCOPES, KeyFileInvalid, add, load, remove
+from service.keys import SCOPES, KeyFileInvalid, KeyUnfit, add, load, remove
 from service.limits import Limits
 from service.settings import Settings
 
@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()  # here, where it can be told what hinders it
         return status
     except BrokenPipeError:  # whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written at the end
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to be written at the end
         return 1
     except Unusable as wrong:
         for line in wrong.args:
@@ -126,13 +127,18 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
         case "doctor":
             return _doctor(settings)
         case "export":
-            return _export(settings, Path(options.path), options.prefix)
+            return _export(settings, _path(options.path), options.prefix)
         case "import":
-            return _import(settings, Path("/dev/stdin" if options.path == "-" else options.path))
+            return _import(settings, _path(options.path))
         case "keys":
             return _keys(settings, options)
         case _:
             return _serve(settings)
+
+
+def _path(given: str) -> Path | None:
+    """A file, or None for stdin and stdout."""
+    return None if given == "-" else Path(given)
 
 
 def _check_variables() -> None:
@@ -167,16 +173,18 @@ def _doctor(settings: Settings) -> int:
     return 1 if problems else 0
 
 
-def _export(settings: Settings, path: Path, prefix: str) -> int:
+def _export(settings: Settings, path: Path | None, prefix: str) -> int:
     if not prefix.isascii():
         raise Unusable(f"--prefix is {shown(prefix)}, but the names of buffers are of ASCII characters")
+    if path is None and sys.stdout is not None and sys.stdout.isatty():
+        raise Unusable("stdout is a terminal, which a safetensors file is not for: lead it elsewhere, or name a file")
     count, size = transfer.export(_store_path(settings), settings.store_bytes, path, prefix)
-    may_be_read_on = path == transfer.STDOUT or not path.is_file()  # and this is not for its reader
+    may_be_read_on = path is None or not path.is_file()  # and this is not for its reader
     print(f"{count} buffers, {size} bytes", file=sys.stderr if may_be_read_on else sys.stdout)
     return 0
 
 
-def _import(settings: Settings, path: Path) -> int:
+def _import(settings: Settings, path: Path | None) -> int:
     _store_path(settings)  # of what is in memory, nothing would be left
     limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
     buffers = transfer.read(path, limits, settings.max_name_length)
@@ -206,7 +214,10 @@ def _keys(settings: Settings, options: argparse.Namespace) -> int:
 def _add_key(path: Path, options: argparse.Namespace) -> None:
     scopes = [scope.strip() for scope in options.scopes.split(",")]
     expires = None if options.expires is None else _moment(options.expires)
-    secret = add(path, options.name, scopes, options.namespace, expires)
+    try:
+        secret = add(path, options.name, scopes, options.namespace, expires)
+    except KeyUnfit as error:
+        raise Unusable(str(error)) from None
     try:
         print(secret, flush=True)
     except OSError:  # nobody has seen it
@@ -243,10 +254,10 @@ def _date(moment: float) -> str:
 
 
 def _store_path(settings: Settings) -> Path:
-    """Where the store is. Raises `StoreFailed` for one in memory."""
+    """Where the store is. Raises `Unusable` for one in memory."""
     path = path_of(settings.store)
     if path is None:
-        raise StoreFailed("The store is memory:, of which nothing is on a disk; name another by GRADSERVE_STORE")
+        raise Unusable("The store is memory:, of which nothing is on a disk; name another by GRADSERVE_STORE")
     return path
 
 

@@ -45,6 +45,10 @@ class KeyFileInvalid(ValueError):
     """The file of API keys cannot be read, or not be changed as asked."""
 
 
+class KeyUnfit(ValueError):
+    """No key can be called, or be good for, what was given."""
+
+
 @dataclass(frozen=True)
 class ApiKey:
     """Who may do what: in the namespace, until `expires`, in seconds since 1970."""
@@ -136,14 +140,14 @@ def _key(given: Mapping[str, Any]) -> ApiKey:
 def add(path: Path, name: str, scopes: list[str], namespace: str = "", expires: float | None = None) -> str:
     """Add a key to the file, which is made if it is not there. Returns the secret, which is nowhere else.
 
-    Raises `KeyFileInvalid`.
+    Raises `KeyUnfit` and `KeyFileInvalid`.
     """
     for what, text in (("The name", name), ("The namespace", namespace)):
         if not _NAME.fullmatch(text) and (text or what == "The name"):
-            raise KeyFileInvalid(f"{what} is {shown(text)}, but must be 1 to 100 of A-Z a-z 0-9 . _ : @ -")
+            raise KeyUnfit(f"{what} is {shown(text)}, but must be 1 to 100 of A-Z a-z 0-9 . _ : @ -")
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown or not scopes:
-        raise KeyFileInvalid(f"The scopes are {shown(','.join(scopes))}, but must be some of {', '.join(SCOPES)}")
+        raise KeyUnfit(f"The scopes are {shown(','.join(scopes))}, but must be some of {', '.join(SCOPES)}")
     with _changing(path) as keys:
         if any(key.name == name for key in keys):
             raise KeyFileInvalid(f"There is a key {shown(name)} already")

@@ -14,11 +14,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import orjson
@@ -45,15 +45,14 @@ from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, MalformedBody, UnknownBuffer, shown
 from service.limits import Limits
 
-STDOUT = Path("-")
-"""Standard output, wherever it leads."""
-
 WRONG = "WRONG: "
 """What a line of `examine` begins with that tells of damage."""
 
 
-def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[int, int]:
-    """Write the buffers with this prefix, as they are at one moment, to `path`: how many, and the bytes of the file.
+def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> tuple[int, int]:
+    """Write the buffers with this prefix, as they are at one moment, to `path`, or, if it is None, to stdout.
+
+    Returns how many there are, and the bytes of the file.
 
     The store may be in use. Raises `UnknownBuffer`, `StoreFailed` and `BufferCorrupt`, and OSError for the file, which
     then is as it was.
@@ -83,12 +82,14 @@ def export(store: Path, max_bytes: int, path: Path, prefix: str = "") -> tuple[i
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
+def _replacing(path: Path | None) -> Iterator[Any]:
     """A file that takes the place of the one at `path`, or of the one that a link there leads to, once it is whole.
 
-    If it does not come to that, all is as before. A device or a pipe is written to as it is, and so is `STDOUT`.
+    If it does not come to that, all is as before. A device or a pipe is written to as it is, and so is stdout: None.
     """
-    if path == STDOUT:
+    if path is None:
+        if sys.stdout is None:
+            raise OSError("stdout is closed")
         yield sys.stdout.buffer
         sys.stdout.flush()
         return
@@ -135,32 +136,44 @@ def _described(record: Record) -> dict[str, Any]:
     }
 
 
-def read(path: Path, limits: Limits, longest_name: int) -> list[Restore]:
-    """The buffers of a file that `export` wrote.
+def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
+    """The buffers of a file that `export` wrote, at `path`, or, if it is None, in stdin.
 
     Raises `MalformedBody`, what else `limits` and names raise, and OSError for the file.
     """
-    with path.open("rb") as given, TemporaryFile() as copy:
-        if not path.is_file():  # but a pipe, say
-            shutil.copyfileobj(given, copy)
-            copy.flush()
-        file = given if path.is_file() else copy
+    what = "stdin" if path is None else str(path)
+    with _on_disk(path) as file:
         if not os.fstat(file.fileno()).st_size:
-            raise MalformedBody(f"{path} is empty")
+            raise MalformedBody(f"{what} is empty")
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     try:
         tensors = safetensors.decode(body, limits)
     except MalformedBody as error:
-        raise MalformedBody(f"{path} is no safetensors file: {error}") from None
+        raise MalformedBody(f"{what} is no safetensors file: {error}") from None
     about = safetensors.metadata_of(body, limits).get("buffers")
     if about is None:
-        raise MalformedBody(f"{path} was not written by gradserve export: its metadata lacks buffers")
-    records = {name: _record(name, one, longest_name) for name, one in _checked(path, about).items()}
+        raise MalformedBody(f"{what} was not written by gradserve export: its metadata lacks buffers")
+    records = {name: _record(name, one, longest_name) for name, one in _checked(what, about).items()}
     for name, record in records.items():
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
-            raise MalformedBody(f"{path} has no tensor {name!r} like its metadata says")
+            raise MalformedBody(f"{what} has no tensor {name!r} like its metadata says")
     return [Restore(name=name, record=record, value=tensors[name]) for name, record in records.items()]
+
+
+@contextmanager
+def _on_disk(path: Path | None) -> Iterator[BinaryIO]:
+    """What is at `path`, or, if it is None, in stdin, as a file that can be mapped: a copy of a pipe, say."""
+    if path is not None and path.is_file():
+        with path.open("rb") as file:
+            yield file
+        return
+    if path is None and sys.stdin is None:
+        raise OSError("stdin is closed")
+    with TemporaryFile() as copy, nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as given:
+        shutil.copyfileobj(given, copy)
+        copy.flush()
+        yield copy
 
 
 def restore(store: Store, buffers: Collection[Restore]) -> None:
@@ -221,16 +234,16 @@ _RULES: _Members = {
 }
 
 
-def _checked(path: Path, about: str) -> dict[str, dict[str, Any]]:
+def _checked(what: str, about: str) -> dict[str, dict[str, Any]]:
     """What the file says of each buffer. Raises `MalformedBody` if `export` would not say it."""
     try:
         found = orjson.loads(about)
     except orjson.JSONDecodeError as error:
-        raise MalformedBody(f"What {path} says of its buffers is not JSON: {error}") from None
+        raise MalformedBody(f"What {what} says of its buffers is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise MalformedBody(f"What {path} says of its buffers is {shown(found)}, but must be an object")
+        raise MalformedBody(f"What {what} says of its buffers is {shown(found)}, but must be an object")
     for name, one in found.items():
-        whose = f"{path} says of the buffer {shown(name)}"
+        whose = f"{what} says of the buffer {shown(name)}"
         _check(whose, "", one, _STATE, _STATE.keys())
         _check(whose, "spec.", one["spec"], _RULES, {"shape", "dtype"})
     return found

@@ -191,6 +191,30 @@ def test_the_server_serves_and_ends_when_told(host: str, workers: int) -> None:
         server.stderr.close()
 
 
+LOSING = """
+import signal, sys
+from service.__main__ import main
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "service.cli":
+            try:
+                signal.raise_signal(signal.Signals[sys.argv[1]])
+            except BaseException:
+                pass
+
+sys.meta_path.insert(0, Finder())
+sys.exit(main(["ops"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_not_lost_in_an_import(number: signal.Signals) -> None:
+    """There are places in which Python drops an exception."""
+    done = subprocess.run([sys.executable, "-c", LOSING, number.name], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_can_be_stopped_while_it_is_imported(number: signal.Signals) -> None:
     """Also as the first process of a container, where what nobody handles is ignored."""

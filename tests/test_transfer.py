@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +35,7 @@ from service.limits import Limits
 from tests.serving import serving, wait_until
 
 LARGE = 100_003
+ROOT = Path(__file__).parents[1]
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -189,6 +192,58 @@ def test_an_export_may_go_through_pipes(tmp_path: Path) -> None:
     assert subprocess.run(importing, input=piped.stdout, capture_output=True, check=True).stdout == b"1 buffers\n"
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "redirected"}
 
+    ours, theirs = socket.socketpair()  # which cannot be opened anew
+    with ours, theirs:
+
+        def send() -> None:
+            ours.sendall(piped.stdout)
+            ours.shutdown(socket.SHUT_WR)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        importing[-1] = f"lmdb:{tmp_path}/c"
+        done = subprocess.run(importing, stdin=theirs.fileno(), capture_output=True, check=True)
+        assert done.stdout == b"1 buffers\n"
+        sending.join()
+    with open(tmp_path / "redirected", "rb") as rest:
+        os.lseek(rest.fileno(), len(b"first: "), os.SEEK_SET)
+        importing[-1] = f"lmdb:{tmp_path}/d"
+        assert subprocess.run(importing, stdin=rest, capture_output=True, check=True).stdout == b"1 buffers\n"
+    wrong = subprocess.run(importing, input=b"wrong", capture_output=True, check=False)
+    assert (wrong.returncode, wrong.stderr[:40]) == (1, b"gradserve: stdin is no safetensors file:")
+
+
+def test_a_file_may_be_called_as_stdout_is(tmp_path: Path) -> None:
+    store = _empty(tmp_path)
+    for command in ("export", "import"):
+        done = subprocess.run(
+            [sys.executable, "-m", "service", command, "./-", "--store", f"lmdb:{store}"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            check=True,
+        )
+        assert done.stdout.startswith(b"0 buffers")
+    assert load_file(tmp_path / "-") == {}
+
+
+def test_what_can_be_no_stdin_or_stdout(tmp_path: Path) -> None:
+    command, store = f"{sys.executable} -m service", f"--store lmdb:{_empty(tmp_path)}"
+    for line, words in (
+        (f"{command} export - {store} >&-", "stdout is closed"),
+        (f"{command} import - {store} <&-", "stdin is closed"),
+    ):
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (1, f"gradserve: {words}\n")
+    ours, terminal = pty.openpty()
+    try:
+        exporting = [sys.executable, "-m", "service", "export", "-", "--store", f"lmdb:{tmp_path}/empty"]
+        done = subprocess.run(exporting, stdout=terminal, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert (done.returncode, "terminal" in done.stderr) == (2, True)
+    finally:
+        os.close(ours)
+        os.close(terminal)
+
 
 def test_an_export_that_is_ended_leaves_no_file(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
@@ -321,7 +376,7 @@ def test_what_is_in_memory_is_no_store_for_commands(tmp_path: Path) -> None:
     assert run("export", file, "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
     for command in (["doctor"], ["export", "x"], ["import", file]):
         status, _, complaint = run(*command, "--store", "memory:")
-        assert (status, "memory:" in complaint) == (1, True)
+        assert (status, "memory:" in complaint) == (2, True)
 
 
 def _empty(path: Path) -> Path:

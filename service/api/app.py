@@ -40,7 +40,7 @@ from service.settings import Settings
 def in_worker() -> FastAPI:
     """The application of a worker process, with the settings of the environment."""
     stop_without_parent()
-    for number in (signal.SIGHUP, signal.SIGQUIT):  # a terminal tells all its processes; the parent sees to it
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # a terminal tells all; the parent sees to it
         signal.signal(number, signal.SIG_IGN)
     settings = Settings()
     keep_freed_memory(settings.reuse_bytes)

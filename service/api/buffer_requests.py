@@ -52,7 +52,7 @@ R = TypeVar("R")
 VARY = "Accept, Accept-Encoding"
 """What an answer with values depends on besides its path."""
 
-MOST_ELEMENTS = 1 << 21
+MOST_NAMED = 1 << 21
 """Elements of lists in a body that says how, or which: to read more would hold up all requests for long."""
 
 FEW = 256
@@ -75,7 +75,7 @@ class BufferRequest:
         """Read the body, and inflate it where it is compressed. Only who `changes` something has a key."""
         # Of a DELETE, nothing is answered that could be of one type or another.
         sent, answers = (JSON, JSON) if request.method == "DELETE" else media_types(request)
-        if changes and request.method != "PUT":
+        if request.method != "PUT":
             refuse(request.scope, "If-None-Match")
         coding = coding_of(context_of(request.scope).headers)
         engine = engine_of(request.scope)
@@ -91,8 +91,8 @@ class BufferRequest:
         if self._sent != JSON:
             raise UnsupportedMediaType(f"Content-Type is {self._sent}, but must be {JSON} here")
         text = bytes(self._body)
-        if text.count(b",") > MOST_ELEMENTS:  # which would take long to find out otherwise
-            raise Invalid(f"The body has lists of more than {MOST_ELEMENTS} elements, of which none may have so many")
+        if text.count(b",") > MOST_NAMED:  # which would take long to find out otherwise
+            raise Invalid(f"The body has lists of more than {MOST_NAMED} elements, of which none may have so many")
         members = parameters_of(model)
         if not self._body:
             raise MalformedBody(

@@ -289,7 +289,7 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
 )
 async def value_many(request: Request, query: Annotated[ManyValueQuery, Query()]) -> Response:
     check_given_once(request)
-    refuse(request.scope, "If-Match", "If-None-Match")
+    refuse(request.scope, "If-Match")
     asked = await BufferRequest.of(request, changes=False)
 
     def look(name: str) -> None:

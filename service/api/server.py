@@ -66,6 +66,8 @@ def run(settings: Settings) -> None:
         with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
             os.environ[METRICS_DIRECTORY] = directory
             _Workers(config, sockets).run()
+    for number in STOPPING:  # the same signal may come once more, as above
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

@@ -198,7 +198,9 @@ class _Run:
         if targets:
             caller_of(scope).require("buffers:write")
         key, match = key_of(scope, self._body) if targets else None, match_of(scope)
-        refuse(scope, "If-None-Match", *([] if len(targets) == 1 else ["If-Match"]))
+        refuse(scope, "If-None-Match")
+        if len(targets) != 1:
+            refuse(scope, "If-Match")
         names = [*(self._operator.output_names if self._job.wanted is None else self._job.wanted)]
         answered = [name for name in names if name not in targets]
         names += [name for name in targets if name not in names]

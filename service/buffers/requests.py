@@ -109,9 +109,10 @@ def check_same(key: Key, known: Known) -> None:
 def check_same_buffer(record: Record, known: Known) -> None:
     """Raise `EpochGone` unless it is this buffer that the request with a known key has added to."""
     if record.id != known.ids[record.name]:
+        made = "counted once" if known.receipts[record.name]["updated"] else "made"
         raise EpochGone(
-            f"This request was made before, and counted once, in a buffer {record.name!r} that is gone since. The one"
-            " of that name now is another: a request that is meant for it needs a new key",
+            f"This request was {made} before, in a buffer {record.name!r} that is gone since. The one of that name now"
+            " is another: a request that is meant for it needs a new key",
             buffer=record.name,
             receipts={name: dict(receipt) for name, receipt in known.receipts.items()},
         )

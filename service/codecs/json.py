@@ -193,7 +193,7 @@ def parse(body: Body) -> Any:
         # simdjson says neither where, nor which tensor a number beyond 64 bits is in: read it again, slowly.
         try:
             return json.loads(
-                str(body, "utf-8"), parse_constant=_refuse_constant, parse_int=_whole, object_pairs_hook=Pairs
+                str(body, "utf-8-sig"), parse_constant=_refuse_constant, parse_int=_whole, object_pairs_hook=Pairs
             )
         except RecursionError:
             raise MalformedBody("The body is nested too deeply") from None

@@ -160,11 +160,14 @@ def test_told_twice_in_a_moment_it_stops_at_once(tmp_path: Path, workers: int) -
             assert server.process.wait(10) == 1
 
 
-def test_a_signal_that_comes_twice_as_one_is_one(server: Server) -> None:
-    """As from coreutils' timeout, which tells the process and then its group."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_twice_as_one_is_one(server: Server, number: signal.Signals) -> None:
+    """As from coreutils' timeout, which tells the process and then its group, or a terminal, which tells the group."""
     with half_sent(server) as connection:
         for _ in range(2):
-            server.process.send_signal(signal.SIGTERM)
+            for process in (server.process.pid, *server.workers()):
+                os.kill(process, number)
+            time.sleep(0.02)  # or else the kernel may make them one
         wait_until_nothing_is_taken(server)
         connection.sendall(body()[1000:])
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")

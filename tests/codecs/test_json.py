@@ -269,6 +269,13 @@ def test_of_too_many_elements_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch)
     assert refused.value.context["limit"] == 10
 
 
+def test_a_byte_order_mark_is_nothing_whatever_follows() -> None:
+    for number in ("1", "1" + 30 * "0"):  # which is beyond 64 bits
+        assert read(f'\ufeff{{"a": [{number}]}}'.encode(), "float64").tolist() == [float(number)]
+    with pytest.raises(MalformedBody, match="column 8"):
+        read(b'\xef\xbb\xbf{"a": [}')
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
 def test_json_is_utf_8_whatever_its_size(encoding: str) -> None:
     with pytest.raises(MalformedBody, match="not JSON"):
