@@ -35,7 +35,7 @@ class Backward:
 
     def __init__(self, layout: Layout, x: Array, given: Mapping[str, Array | None], made: Mapping[str, Array]) -> None:
         self.layout, self.x, self.given, self.made = layout, x, given, made
-        S, N, H, D, dtype = layout.S, layout.N, layout.H, layout.D, x.dtype
+        S, N, H, D, dtype = layout.longest(), layout.N, layout.H, layout.D, x.dtype
         self.first = 1 if layout.linear_before_reset else 0  # where z stands
         self.gates: Array = spare_memory((D, S, N, 3 + self.first, H), dtype)
         self.previous: Array = spare_memory((D, S, N, H), dtype)  # the state before each step
@@ -52,6 +52,8 @@ class Backward:
         self.made["dH0"][...] = 0 if grad_Ht is None else grad_Ht
         chunks, blocks = [layout.chunks(d)[::-1] for d in range(layout.D)], layout.blocks()
         places = list(itertools.product(range(len(chunks[0])), range(layout.D)))
+        if "dX" in self.made:
+            self.made["dX"][layout.longest() :] = 0
         if not places:
             for name in {"dX", "dW", "dR", "dB"} & self.made.keys():
                 self.made[name][...] = 0
@@ -91,6 +93,11 @@ class Backward:
 
     def _walk(self, d: int, chunk: slice, block: slice) -> None:
         """Take a block of sequences back through a chunk of steps, in pieces that are small enough for scratch."""
+        if chunk.start >= self.layout.longest(block):
+            for array in (self.gates, self.previous, self.reset):
+                if array is not None:
+                    array[d, chunk, block] = 0
+            return
         height = max(1, PIECE // ((block.stop - block.start) * self.layout.H))
         pieces = [slice(t, min(t + height, chunk.stop)) for t in range(chunk.start, chunk.stop, height)]
         for steps in pieces if self.layout.reverse[d] else reversed(pieces):
@@ -203,7 +210,7 @@ class Backward:
         for start, stop in itertools.pairwise(bounds):
             place = self.first + start
             if name == "dW":
-                factor = self.x[steps]
+                factor = self._inputs(steps)
             elif start < 2:
                 factor = self.previous[d, steps]
             else:  # h, as R sees it
@@ -211,6 +218,11 @@ class Backward:
             factor = factor.reshape(len(factor) * self.layout.N, factor.shape[-1])
             gradient = self.gates[d, steps, :, place : place + stop - start].reshape(len(factor), -1)
             _add_product(total[start * H : stop * H], gradient.T, factor, fresh)
+
+    def _inputs(self, steps: slice) -> Array:
+        """X, but zero beyond the sequences' lengths: where it is not finite there, 0 times it is NaN."""
+        x, padded = self.x[steps], self.layout.padded
+        return x if padded is None else np.where(padded[steps, :, None], x.dtype.type(0), x)
 
     def _to_bias(self, d: int, steps: slice, fresh: bool) -> None:
         gates = self.gates[d, steps]

@@ -52,6 +52,10 @@ class Layout:
         over = [np.flatnonzero(self.lengths[block] <= t) for t in steps]
         return [places if places.size else None for places in over]
 
+    def longest(self, block: slice = slice(None)) -> int:
+        """The steps that the longest of these sequences runs: what is beyond need not be computed."""
+        return self.S if self.lengths is None else int(self.lengths[block].max(initial=0))
+
     @cached_property
     def padded(self) -> Array | None:
         """Where [S, N] is beyond a sequence's length; None if nowhere."""
@@ -62,7 +66,7 @@ class Layout:
     @property
     def alone(self) -> bool:
         """Whether the work is too little for more than one thread."""
-        return self.D * self.S * self.N * 3 * self.H * (2 * self.I + self.H) < LEAST_SHARED
+        return self.D * self.longest() * self.N * 3 * self.H * (2 * self.I + self.H) < LEAST_SHARED
 
     def blocks(self) -> list[slice]:
         """The sequences in blocks, which go through time each by itself, as each direction does."""
@@ -72,11 +76,11 @@ class Layout:
         return [slice(self.N * k // count, self.N * (k + 1) // count) for k in range(count)]
 
     def chunks(self, direction: int) -> list[slice]:
-        """The steps in chunks, in the order of the forward pass."""
+        """The steps that any sequence runs, in chunks, in the order of the forward pass."""
         if not self.N:  # however many steps it is of
             return []
-        height = max(STEPS, ROWS // self.N)
-        chunks = [slice(t, min(t + height, self.S)) for t in range(0, self.S, height)]
+        height, end = max(STEPS, ROWS // self.N), self.longest()
+        chunks = [slice(t, min(t + height, end)) for t in range(0, end, height)]
         return chunks[::-1] if self.reverse[direction] else chunks
 
 

@@ -92,6 +92,7 @@ def gru_training(
         if not layout.linear_before_reset:
             inputs[:, 2 * H :] += bias[:, 5 * H :]
     HFinal[...] = 0 if h0 is None else h0
+    HAll[layout.longest() :], ZRH[layout.longest() :] = 0, 0
     chunks, blocks, tasks = [layout.chunks(d) for d in range(D)], layout.blocks(), Tasks()
     before: dict[tuple[int, int], list[int]] = {}  # the task of each block's chunk before
     for number, d in itertools.product(range(len(chunks[0])), range(D)):
@@ -129,6 +130,9 @@ def _through_time(
     block: slice,
 ) -> None:
     """Run a block of sequences through a chunk of steps: ZRH goes in as X W' + bias and comes out as gates."""
+    if steps.start >= layout.longest(block):
+        HAll[steps, d, block], ZRH[steps, d, block] = 0, 0
+        return
     H, gates_r, candidate_r = layout.H, r[: 2 * layout.H].T, r[2 * layout.H :].T
     h = HFinal[d, block]  # the state, from step to step
     order = range(steps.start, steps.stop)[:: -1 if layout.reverse[d] else 1]
@@ -218,8 +222,6 @@ def gru_grad(
     dtype = compute_dtype(X.dtype)
     wide = {name: widened(tensor, dtype) for name, (tensor, _) in shapes.items()}
     x = np.ascontiguousarray(X, dtype)
-    if layout.padded is not None:
-        x = np.where(layout.padded[:, :, None], dtype.type(0), x)
     outputs = {"dX": X.shape, "dW": W.shape, "dR": R.shape, "dB": (D, 6 * H), "dH0": (D, N, H)}
     needed = [name for name in outputs if name in wanted or name == "dH0"]
     made = dict(zip(needed, results(X.dtype, *(outputs[name] for name in needed)), strict=True))

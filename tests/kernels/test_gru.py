@@ -26,7 +26,7 @@ backward: Any = gru_gradient
 
 OUTPUTS = ("dX", "dW", "dR", "dB", "dH0")
 DIRECTIONS = ("forward", "reverse", "bidirectional")
-LENGTHS = (None, [3, 1, 0], [2, 3, 3])
+LENGTHS = (None, [3, 1, 0], [2, 3, 3], [1, 2, 0], [0, 0, 0])
 OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False), LENGTHS))
 
 
@@ -193,6 +193,7 @@ def test_a_subset_is_what_the_whole_has(direction: str, linear_before_reset: int
 
 @pytest.mark.parametrize("linear_before_reset", [0, 1])
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.usefixtures("shared")
 def test_what_stands_beyond_a_length_does_not_count(direction: str, linear_before_reset: int) -> None:
     attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
     given = case(direction, lengths=[3, 1, 0])
@@ -213,6 +214,35 @@ def test_what_stands_beyond_a_length_does_not_count(direction: str, linear_befor
             np.testing.assert_array_equal(got, expected)
     assert not results[0][0][1:, 1].any()
     assert not results[0][0][:, 2].any()
+
+
+@pytest.mark.parametrize("linear_before_reset", [0, 1])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_padding_is_not_computed(direction: str, linear_before_reset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many products, of as many numbers, as without what no sequence comes to."""
+    done, product = list[tuple[int, ...]](), np.matmul
+
+    def noting(left: Array, right: Array, **keywords: Any) -> Array:
+        done.append((*left.shape, *right.shape))
+        made: Array = product(left, right, **keywords)
+        return made
+
+    monkeypatch.setattr(np, "matmul", noting)
+    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+    padded = case(direction, S=400, lengths=[2, 1, 0])
+    gradients(padded, **attributes)
+    with_padding = done.copy()
+    done.clear()
+    gradients({**padded, "X": padded["X"][:2]}, **attributes)
+    assert with_padding == done
+    for name, value in (("SEQUENCES", 1), ("LEAST_SHARED", 0), ("ROWS", 1), ("STEPS", 2)):
+        monkeypatch.setattr(_gru_layout, name, value)
+    steps = [0, 0]
+    for number, lengths in enumerate(([100, 100, 100], [100, 2, 2])):  # each sequence by itself
+        done.clear()
+        gradients(case(direction, S=100, lengths=lengths), **attributes)
+        steps[number] = sum(shape[0] == 1 for shape in done)
+    assert steps[1] < steps[0] / 2
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
