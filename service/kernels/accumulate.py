@@ -81,7 +81,8 @@ def add(result: Array, total: Array | int, gradient: Array, weight: float = 1.0)
 def replace(result: Array, total: Array | int, gradient: Array, weight: float = 1.0) -> None:
     """result = weight * gradient, as `add` has it."""
     if weight == 1:
-        np.copyto(result, gradient, casting="unsafe")
+        rounded = cast(gradient, result.dtype) if (gradient.dtype, result.dtype) == (FLOAT64, BFLOAT16) else gradient
+        np.copyto(result, rounded, casting="unsafe")
     else:
         dtype = compute_dtype(result.dtype)
         np.multiply(gradient, dtype.type(weight), out=result, dtype=dtype, casting="unsafe")

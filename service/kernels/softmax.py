@@ -19,6 +19,9 @@ from service.kernels._blocks import block_length, prepare, scratch, share_out, w
 from service.kernels._checks import normalize_axis, same_shape
 from service.kernels._op import Array, T, op
 
+WIDTH = 4096
+"""Columns in a tile, at least, where there are so many: short pieces of rows that lie far apart are slow to read."""
+
 _PROBABILITIES = {"dY": [[1.0, 2.0, 3.0]], "Y": [[0.25, 0.25, 0.5]]}
 _LOGARITHMS = {"dY": [[1.0, 2.0, 3.0]], "Y": [[-1.5, -1.25, -0.75]]}
 
@@ -96,7 +99,7 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
     that axis as well, sum the pieces first, and apply afterwards."""
     outer, reduced, inner = Y.shape
     length, narrow = block_length(Y.dtype), Y.itemsize == 2
-    width = min(inner, max(length // reduced, 64))  # 64 columns: whole cache lines
+    width = min(inner, max(length // reduced, WIDTH))
     depth = min(reduced, length // width)
     height = max(1, length // (reduced * width)) if depth == reduced else 1
     rows, columns, pieces = -(-outer // height), -(-inner // width), -(-reduced // depth)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.dtypes import BFLOAT16, cast
 from service.errors import InvalidTensor, ShapeMismatch
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2, zero_gradient
 from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES, Array
@@ -186,3 +187,13 @@ def test_zero_gradient_is_plus_zero(dtype: Any, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("signal", [True, False, [], [[0, 1]], 0, [NAN], np.empty((0, 2), np.int32)], ids=repr)
 def test_zero_gradient_ignores_the_signal(signal: Any) -> None:
     assert zero_gradient(np.ones(3, np.float32), np.array(signal)).tolist() == [0, 0, 0]
+
+
+def test_overwriting_rounds_once() -> None:
+    """By way of float32, both would be rounded to an even number that is farther away."""
+    gradient = np.array([1.00390625000001, 1.01171874999999, np.inf, -np.nan, 1e300])
+    buffer = np.zeros(5, BFLOAT16)
+    _, result = in_place_accumulator_v2(buffer, gradient, np.array(True))
+    with np.errstate(over="ignore"):
+        assert_same_bits(result, cast(gradient, BFLOAT16))
+    assert result[:2].tolist() == [1.0078125, 1.0078125]
