@@ -46,7 +46,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(_policy, "time", clock)
     monkeypatch.setattr(clients, "time", clock)
-    monkeypatch.setattr(clients, "anyio", SimpleNamespace(sleep=clock.sleep_async, fail_after=anyio.fail_after))
+    monkeypatch.setattr(clients, "anyio", SimpleNamespace(**{**vars(anyio), "sleep": clock.sleep_async}))
     return clock
 
 

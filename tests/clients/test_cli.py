@@ -157,7 +157,13 @@ def test_run_prints_or_writes(call: Call, server: Client, tmp_path: Path) -> Non
     }
     assert call(server, "run", "SoftmaxGrad_13", given, "-o", made).out == f"{made}: dX float32 [1, 3]\n"
     np.testing.assert_array_equal(load_file(made)["dX"], np.array([[-0.3125, -0.0625, 0.375]], np.float32))
-    assert not list(tmp_path.glob("*.part"))
+    made.chmod(0o600)
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(made)
+    made.with_name(f"{made.name}.part").write_text("somebody's own")
+    assert call(server, "run", "SoftmaxGrad_13", given, "-o", link).code == 0
+    assert (link.is_symlink(), made.stat().st_mode & 0o777) == (True, 0o600)
+    assert [path.read_text() for path in tmp_path.glob("*.part")] == ["somebody's own"]
 
 
 def test_run_with_buffers_and_outputs(call: Call, server: Client, tmp_path: Path) -> None:

@@ -252,7 +252,12 @@ def test_a_number_of_seconds_may_be_numpys(server: Any) -> None:
         assert server.buffers["w"].take(timeout=timeout).closed
 
 
-@pytest.mark.parametrize("timeout", [math.inf, math.nan, -1, None])
+def test_seconds_may_be_numpys(kind: str, url: str) -> None:
+    with connected(kind, url, timeout=np.float32(30), attempt_timeout=np.int64(20)) as server:
+        assert server.is_ready()
+
+
+@pytest.mark.parametrize("timeout", [math.inf, math.nan, -1, None, 10**400])
 def test_one_waits_for_a_number_of_seconds(server: Any, timeout: float) -> None:
     server.buffers["w"].create((2,))
     with pytest.raises(InvalidInput, match="timeout"):
@@ -270,6 +275,20 @@ def test_what_is_for_into_is_refused_without_it(server: Any) -> None:
     for more in ({"weight": 1.0}, {"weight": 2}, {"epoch": 0}):
         with pytest.raises(InvalidInput, match=f"{next(iter(more))} is for outputs that are added into a buffer"):
             server.ops.relu_grad([1], [1], **more)
+
+
+def test_what_is_of_no_use_is_refused(server: Any) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "weight": lambda: server.buffers["a"].accumulate([1], weight=np.array([1, 2])),
+        "if_match": lambda: server.buffers["a"].zero(if_match=3),
+        "prefix": lambda: server.buffers.list(None),
+        "sent": lambda: server.buffers.list("\ud800"),
+    }
+    for words, call in calls.items():
+        with pytest.raises(InvalidInput, match=words):
+            call()
+    with pytest.raises(NotFound):
+        server.run(3, {})
 
 
 def test_the_buffers_are_no_sequence(url: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gradserve_client import AsyncClient, Client, GradserveError
+from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput
 
 from tests.clients.both import connected
 from tests.clients.proxy import Proxy
@@ -168,6 +168,45 @@ def test_a_cancelled_call_leaves_the_client_usable(process: Server) -> None:
                 assert (await server.ops.relu_grad([count], [1])).tolist() == [count]
                 assert (await buffer.accumulate([1])).count == count
             assert open_files() <= before + 2
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_cancelled_at_any_moment_holds_nothing(process: Server) -> None:
+    """Also while its answer is closed, where httpcore does not shield from asyncio's own way to cancel a task."""
+    random = np.random.default_rng(0)
+
+    async def run() -> None:
+        async with AsyncClient(process.url) as server:
+            buffer = server.buffers["often"]
+            await buffer.create((1,))
+            before, cancelled = open_files(), 0
+            for wait in random.uniform(0.0003, 0.005, 1000):
+                try:
+                    await asyncio.wait_for(buffer.accumulate([1]), wait)
+                except TimeoutError:
+                    cancelled += 1
+            assert cancelled > 10
+            await buffer.info()
+            assert open_files() <= before + 2
+
+    asyncio.run(run())
+
+
+def test_a_call_that_runs_when_the_client_is_closed_ends(process: Server) -> None:
+    async def run() -> None:
+        server = AsyncClient(process.url)
+        buffer = server.buffers["closed"]
+        await buffer.create((1,))
+        waiting = [asyncio.create_task(buffer.take(min_count=100, timeout=60)) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        before = open_files()
+        await server.close()
+        for one in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(one, InvalidInput)
+            assert (str(one), one.maybe_done) == ("The client is closed: make another one", True)
+            assert one.idempotency_key is not None
+        assert open_files() <= before - 3
 
     asyncio.run(run())
 

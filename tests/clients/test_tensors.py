@@ -146,6 +146,7 @@ REFUSED: dict[str, Any] = {
     "times": np.zeros(2, "M8[s]"),
     "records": np.zeros(2, [("a", "f4")]),
     "masked": np.ma.MaskedArray([1.0, 2.0], mask=[False, True]),
+    "masked in a list": [np.ma.MaskedArray([1.0, 2.0], mask=[False, True])],
     "float8": np.ones(2, ml_dtypes.float8_e5m2),
     "None": None,
     "None in a list": [1.0, None],

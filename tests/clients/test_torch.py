@@ -534,13 +534,25 @@ def unfreeze(model: Any) -> None:
     backward(model, 2, 1)
 
 
+def replaced(model: Any) -> None:
+    model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+    backward(model, 2, 1)
+
+
+def removed(model: Any) -> None:
+    backward(model, 2, 1)
+    model[0] = torch.nn.Identity()
+
+
 @pytest.mark.parametrize(
     ("happens", "words"),
     [
         (lambda model: None, "push comes after backward"),
         (lambda model: unfreeze(model), r"2\.(weight|bias)' requires a gradient now"),
+        (lambda model: replaced(model), r"0\.(weight|bias)' is another parameter"),
+        (lambda model: removed(model), r"0\.(weight|bias)' is not in the model any more"),
     ],
-    ids=["no backward", "unfrozen"],
+    ids=["no backward", "unfrozen", "replaced", "removed"],
 )
 def test_pushes_that_cannot_be_meant(server: Client, prefix: str, happens: Callable[[Any], None], words: str) -> None:
     model = net()
@@ -550,6 +562,9 @@ def test_pushes_that_cannot_be_meant(server: Client, prefix: str, happens: Calla
     with pytest.raises(InvalidInput, match=words):
         gradients.push()
     assert server.buffers[f"{prefix}0.weight"].info().count == 0
+    if "push" not in words:
+        with pytest.raises(InvalidInput, match=words):
+            gradients.pull()
 
 
 def test_a_layer_that_is_frozen_later_is_left_alone(server: Client, prefix: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
 import ssl
@@ -127,6 +128,7 @@ def test_answers_in_every_form(kind: str, answer: bytes) -> None:
         b"SSH-2.0-OpenSSH_9.2\r\n",
         b"\x15\x03\x01\x00\x02\x02\x46",
         b"HTTP/1.1 999999 x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc",
     ],
 )
 def test_answers_that_are_none_are_asked_for_again(kind: str, answer: bytes) -> None:
@@ -309,6 +311,30 @@ def test_an_answer_that_says_it_is_endless(length: int) -> None:
 def test_to_wait_forever_is_no_mistake(kind: str, url: str) -> None:
     with connected(kind, url, timeout=math.inf, attempt_timeout=math.inf) as server:
         assert server.is_ready()
+
+
+def test_where_no_connection_came_about_nothing_was_done(kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, contextlib.ExitStack() as stack:
+        for _ in range(4):  # who comes now is not answered
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with connected(kind, url, timeout=0.5) as server, pytest.raises(TimedOut) as caught:
+            server.buffers["w"].accumulate([1])
+        assert (caught.value.maybe_done, caught.value.idempotency_key is None) == (False, False)
+
+
+def test_certificates_that_are_not_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere.pem")
+    with pytest.raises(InvalidInput, match="SSL_CERT_FILE"), connected(kind, "https://127.0.0.1:1") as server:
+        server.operators()
+
+
+@pytest.mark.parametrize("port", [0, 99999])
+def test_a_port_that_there_is_not(kind: str, port: int) -> None:
+    with pytest.raises(InvalidInput, match="port"), connected(kind, f"http://127.0.0.1:{port}"):
+        pass
 
 
 def test_a_proxy_that_there_is_no_way_to(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

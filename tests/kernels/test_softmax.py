@@ -44,7 +44,9 @@ def exact(kernel: Kernel, dY: Array, Y: Array, axis: int) -> Array:
 
 @every_kernel
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES[:2], ids=str)
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (2, 3, 1, 2, 2), (300, 41), (2, 70, 130), (2, 60, 5000)])
+@pytest.mark.parametrize(
+    "shape", [(7,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (2, 3, 1, 2, 2), (300, 41), (2, 70, 130), (2, 60, 5000)]
+)
 def test_every_axis(kernel: Kernel, dtype: Any, shape: tuple[int, ...]) -> None:
     dY, Y = np.random.default_rng(0).uniform(-1, 1, (2, *shape)).astype(dtype)
     for axis in range(-len(shape), len(shape)):

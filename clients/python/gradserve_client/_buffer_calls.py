@@ -180,6 +180,8 @@ def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
         page = json.loads(answer.body)
         return [BufferInfo.of(one) for one in page["buffers"]], page["next_cursor"]
 
+    if not isinstance(prefix, str):
+        raise InvalidInput(f"prefix is {prefix!r}, but must be a string", code="invalid_parameter")
     query = {"prefix": prefix, "cursor": cursor, "limit": PAGE}
     return Call("GET", "/v1/buffers", read, query=query, headers={"Accept": JSON})
 
@@ -281,7 +283,7 @@ def _adding(weight: float, epoch: int | None, overwrite: bool, do_update: bool, 
     """The parameters of an add that are not as they would be anyway."""
     return as_query(
         {
-            "weight": None if weight == 1 else as_float("weight", weight),
+            "weight": None if (number := as_float("weight", weight)) == 1 else number,
             "epoch": epoch,
             "overwrite": overwrite or None,
             "do_update": None if do_update else False,
@@ -291,6 +293,8 @@ def _adding(weight: float, epoch: int | None, overwrite: bool, do_update: bool, 
 
 
 def _if_match(tag: str | None) -> dict[str, str]:
+    if not isinstance(tag, str | None):
+        raise InvalidInput(f"if_match is {tag!r}, but must be an etag, a string", code="invalid_parameter")
     return {} if tag is None else {"If-Match": tag}
 
 

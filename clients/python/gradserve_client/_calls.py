@@ -78,7 +78,7 @@ def run(
     idempotency_key: str | None = None,
 ) -> Call[dict[str, Array | Receipt]]:
     """Run the operator. `defaults` are the dtypes of inputs that are lists; `gives` are its outputs, where known."""
-    if not re.fullmatch(r"[A-Za-z0-9_]+", op):
+    if not isinstance(op, str) or not re.fullmatch(r"[A-Za-z0-9_]+", op):
         raise NotFound(f"There is no operator {op!r}", code="unknown_operator")
     if wrong := attributes.keys() & {"from", "into", "outputs", "weight", "epoch"}:
         raise InvalidInput(

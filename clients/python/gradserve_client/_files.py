@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shutil
+import tokenize
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +25,7 @@ def read_all(path: Path) -> dict[str, Array]:
         body = bytearray(file.read())
     try:
         return decode(body)[0]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         detail = f"{path} cannot be read as a safetensors file: {type(error).__name__}: {error}"
         raise InvalidInput(detail, code="invalid_file") from error
 
@@ -57,18 +60,30 @@ def writing(path: Path | None) -> Iterator[Write]:
     """
     if path is None:
         yield lambda tensors: None
-    elif path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe
+    elif path.exists() and (_is_device(path) or not (path.is_file() or path.is_dir())):  # or a pipe
         yield lambda tensors: _write(path, path, tensors)
     else:
-        part = path.with_name(path.name + ".part")
+        target = path.resolve()  # where a link leads
+        part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
         with _called(path):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "Is a directory")
-            part.touch()
+            part.touch(exist_ok=False)
+            if target.exists():
+                shutil.copymode(target, part)
         try:
-            yield lambda tensors: _write(path, part, tensors)
+            yield lambda tensors: _write(target, part, tensors)
         finally:
             part.unlink(missing_ok=True)
+
+
+def _is_device(path: Path) -> bool:
+    """Whether it is like /dev/stdout, or a link there, whatever that leads to."""
+    while path.is_symlink():
+        if path.parent.resolve().parts[1:2] in (("dev",), ("proc",)):
+            return True
+        path = path.parent / path.readlink()
+    return False
 
 
 def _write(path: Path, part: Path, tensors: Mapping[str, Array]) -> None:
@@ -97,5 +112,5 @@ def _read_npy(path: Path) -> Array:
     with path.open("rb") as file:
         try:
             return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
-        except ValueError as error:
+        except (ValueError, SyntaxError, TypeError, RecursionError, tokenize.TokenError) as error:
             raise InvalidInput(f"{path} cannot be read as an .npy file: {error}", code="invalid_file") from error

@@ -46,7 +46,16 @@ _AGAIN = frozenset({408, 429, 502, 503, 504})
 _NOT_DONE = frozenset({"expired", "store_full"})
 """Codes of failures of the server's after which nothing was changed. One that stops may have done it."""
 
+
+class Closed(httpx.TransportError):
+    """Nothing is sent any more, as the client is closed."""
+
+    def __init__(self) -> None:
+        super().__init__("The client is closed: make another one")
+
+
 _NEVER_SENT = (
+    Closed,
     httpx.ConnectError,
     httpx.ConnectTimeout,
     httpx.PoolTimeout,
@@ -69,6 +78,16 @@ class Patience:
         return replace(self, max_retries=0)
 
 
+def as_seconds(name: str, given: float) -> float:
+    """An argument that is seconds, as sockets take them: 0 or more. Raises `InvalidInput`."""
+    try:
+        if isinstance(given, numbers.Real) and 0 <= (seconds := float(given)) < math.inf:
+            return seconds
+    except OverflowError:
+        pass
+    raise InvalidInput(f"{name} is {given!r}, but must be a number of seconds", code="invalid_parameter")
+
+
 @dataclass(frozen=True)
 class Call(Generic[T]):
     """A request, and what its answer means."""
@@ -85,9 +104,7 @@ class Call(Generic[T]):
     """Seconds that the server is to wait for what is not there yet."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.wait, numbers.Real) or not 0 <= self.wait < math.inf:
-            raise InvalidInput(f"timeout is {self.wait!r}, but must be a number of seconds", code="invalid_parameter")
-        object.__setattr__(self, "wait", float(self.wait))  # sockets take no others
+        object.__setattr__(self, "wait", as_seconds("timeout", self.wait))
 
     @property
     def poll(self) -> float:
@@ -179,7 +196,7 @@ def _is_worth_another(outcome: Answer | httpx.TransportError, error: GradserveEr
     if isinstance(outcome, Answer):
         damaged = _ID in outcome.headers and error.code is None  # the server's own, then, but not whole
         return outcome.status in _AGAIN or _is_running(outcome) or damaged
-    refused = isinstance(outcome, (httpx.UnsupportedProtocol, httpx.LocalProtocolError))
+    refused = isinstance(outcome, (Closed, httpx.UnsupportedProtocol, httpx.LocalProtocolError))
     return not refused and "CERTIFICATE_VERIFY_FAILED" not in str(outcome)
 
 
@@ -219,6 +236,8 @@ def _error(outcome: Answer | httpx.TransportError) -> GradserveError:
     detail = str(outcome) or type(outcome).__name__
     if isinstance(outcome, httpx.TimeoutException):
         return TimedOut(f"No answer in time: {detail}")
+    if isinstance(outcome, Closed):
+        return InvalidInput(detail)
     if isinstance(outcome, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)):
         return InvalidInput(f"The request cannot be sent: {detail}")
     return ConnectionFailed(f"The connection failed: {detail}")

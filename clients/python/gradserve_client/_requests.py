@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 import os
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -47,15 +49,17 @@ class Settings:
             raise InvalidInput(f"The URL is {url!r}: {error}") from error
         if self.url.scheme not in ("http", "https") or not self.url.host:
             raise InvalidInput(f"The URL is {url!r}, but must begin with http:// or https:// and a host")
+        if self.url.port is not None and not 0 < self.url.port < 1 << 16:
+            raise InvalidInput(f"The URL is {url!r}, but a port is from 1 to {(1 << 16) - 1}")
         if self.url.userinfo:
             raise InvalidInput("The URL has a user or a password, which a gradserve server does not know; see api_key")
         for name, seconds in {"timeout": timeout, "attempt_timeout": attempt_timeout}.items():
-            if not (isinstance(seconds, (int, float)) and seconds > 0):
+            if not (isinstance(seconds, numbers.Real) and seconds > 0):
                 raise InvalidInput(f"{name} is {seconds!r}, but must be a number of seconds above 0")
         if not (max_retries is None or (isinstance(max_retries, int) and max_retries >= 0)):
             raise InvalidInput(f"max_retries is {max_retries!r}, but must be None or an integer from 0 up")
         # A socket's clock ends somewhere, too.
-        self.patience = Patience(min(timeout, _FOREVER), min(attempt_timeout, _FOREVER), max_retries)
+        self.patience = Patience(float(min(timeout, _FOREVER)), float(min(attempt_timeout, _FOREVER)), max_retries)
         self.echo = Echo()
         self.closed = False
         api_key = (api_key or os.environ.get("GRADSERVE_API_KEY") or "").strip()  # a file of it ends with a line break
@@ -84,11 +88,13 @@ class Settings:
         if size or call.method in ("POST", "PUT"):
             headers["Content-Length"] = str(size)
         query = {**call.query, "timeout": call.poll} if call.wait else call.query
-        target = f"{call.path}?{urlencode(query, doseq=True)}".rstrip("?")
-        url = self.url.copy_with(raw_path=self.url.raw_path.partition(b"?")[0].rstrip(b"/") + target.encode())
         seconds = min(send.silence, self.patience.attempt_timeout)
-        timeouts = {"connect": seconds, "write": seconds, "pool": seconds, "read": send.silence}
+        # To connect must end before all else does, or nobody would know that nothing was sent.
+        connect = min(seconds, max(0.9 * (send.until - time.monotonic()), 0.001))
+        timeouts = {"connect": connect, "write": seconds, "pool": connect, "read": send.silence}
         try:
+            target = f"{call.path}?{urlencode(query, doseq=True)}".rstrip("?")
+            url = self.url.copy_with(raw_path=self.url.raw_path.partition(b"?")[0].rstrip(b"/") + target.encode())
             return httpx.Request(
                 call.method,
                 url,
@@ -108,11 +114,14 @@ class Settings:
 
 
 def through(transport: Callable[..., T], proxy: str | None) -> T:
-    """An httpx transport, by the proxy that the environment names. Raises `InvalidInput` if there is no such way."""
+    """An httpx transport, by the proxy that the environment names. Raises `InvalidInput` if there is no such way, or
+    the certificates that the environment names cannot be read."""
     try:
         return transport(proxy=proxy, limits=_UNLIMITED)
     except (ImportError, ValueError) as error:
         raise InvalidInput(f"The proxy of the environment is {proxy!r}: {error}") from error
+    except OSError as error:
+        raise InvalidInput(f"The certificates of the environment (SSL_CERT_FILE) cannot be read: {error}") from error
 
 
 class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):

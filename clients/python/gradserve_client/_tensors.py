@@ -82,6 +82,8 @@ def _array(value: Any, default: str) -> Array:
 
 def _of_numbers(value: Any, dtype: np.dtype[Any]) -> Array:
     """Nested lists and numbers. NumPy alone would make NaN of None, 1 of 1.5 and infinity of what is too large."""
+    if isinstance(value, list | tuple) and any(np.ma.is_masked(one) for one in value):
+        raise ValueError("it has masked elements, which have no value to send")
     found = np.asarray(value)
     if found.size and not np.can_cast(found.dtype, dtype, "same_kind"):
         raise ValueError(f"it holds {'None or others' if found.dtype == object else found.dtype}, not {dtype}")

@@ -76,10 +76,12 @@ class Transport(httpx.BaseTransport):
     def _exchange(self, request: httpx.Request) -> tuple[http.client.HTTPResponse, bytearray]:
         timeout = request.extensions.get("timeout", {})
         connection = self._connection(request.url, timeout.get("connect"))
+        answering = False
         try:
             limits = _Limits(timeout.get("read"), request.extensions.get("until"))
             connection.response_class = limits.response  # type: ignore[assignment]
             sent = self._send(connection, request, limits)
+            answering = True
             response = connection.getresponse()
             if limits.ended:  # which http.client takes for the end of the head
                 raise http.client.RemoteDisconnected("the answer ends within its head")
@@ -91,7 +93,7 @@ class Transport(httpx.BaseTransport):
             response.close()
         except BaseException as error:
             connection.close()
-            _translate(error)
+            _translate(error, answering=answering)
         if response.will_close or not sent:
             connection.close()
         else:
@@ -107,7 +109,9 @@ class Transport(httpx.BaseTransport):
 
     def _connection(self, url: httpx.URL, patience: float | None) -> http.client.HTTPConnection:
         if self._process != os.getpid():  # the parent's connections are still the parent's
-            self._process, self._idle, self._lock = os.getpid(), [], threading.Lock()
+            inherited, self._process, self._idle, self._lock = self._idle, os.getpid(), [], threading.Lock()
+            for one in inherited:
+                one.close()
         port = {"http": 80, "https": 443}.get(url.scheme) if url.port is None else url.port
         while True:
             with self._lock:
@@ -119,7 +123,7 @@ class Transport(httpx.BaseTransport):
                 return found[-1]
             found[-1].close()
         if url.scheme == "https":
-            self._context = self._context or httpx.create_ssl_context()
+            self._context = self._context or _ssl_context()
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(url.host, port, context=self._context)
         elif url.scheme == "http":
             connection = http.client.HTTPConnection(url.host, port)
@@ -268,7 +272,16 @@ def _has_ended(connection: http.client.HTTPConnection) -> bool:
     return bool(poll.poll(0))
 
 
-def _translate(error: BaseException, connecting: str | None = None) -> NoReturn:
+def _ssl_context() -> ssl.SSLContext:
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise httpx.LocalProtocolError(
+            f"the certificates of the environment (SSL_CERT_FILE) cannot be read: {error}"
+        ) from error
+
+
+def _translate(error: BaseException, connecting: str | None = None, *, answering: bool = False) -> NoReturn:
     """Raise the error as httpx's transports would."""
     if isinstance(error, TimeoutError):
         if connecting:
@@ -282,6 +295,8 @@ def _translate(error: BaseException, connecting: str | None = None) -> NoReturn:
         raise httpx.ReadError(str(error) or type(error).__name__) from error
     if isinstance(error, (MemoryError, OverflowError)):
         raise httpx.RemoteProtocolError("the answer says that it is longer than there is memory for") from error
-    if isinstance(error, ValueError):  # of http.client, for what must not stand in a request
+    if isinstance(error, ValueError) and answering:  # of http.client, for lengths that are none
+        raise httpx.RemoteProtocolError(str(error)) from error
+    if isinstance(error, ValueError):  # for what must not stand in a request
         raise httpx.LocalProtocolError(str(error)) from error
     raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from gradserve_client import _calls
 from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_ops import AsyncOps
 from gradserve_client._calls import Input, Into
-from gradserve_client._policy import Answer, Call, Patience, Wait, exchange
+from gradserve_client._policy import Answer, Call, Closed, Patience, Wait, exchange
 from gradserve_client._requests import Settings, joined, through
 from gradserve_client._tensors import Array
 from gradserve_client._transport import Transport
@@ -157,6 +158,8 @@ class Client:
                 done = self._send(self._settings.request(call, request_id, step), step.until)
 
     def _send(self, request: httpx.Request, until: float) -> Answer | httpx.TransportError:
+        if self._settings.closed:
+            return Closed()
         body: bytearray | None = None
         try:
             response = self._transport.handle_request(request)
@@ -272,6 +275,8 @@ class AsyncClient:
                 done = await self._send(self._settings.request(call, request_id, step), step.until)
 
     async def _send(self, request: httpx.Request, until: float) -> Answer | httpx.TransportError:
+        if self._settings.closed:
+            return Closed()
         body: bytearray | None = None
         try:
             with anyio.fail_after(max(until - time.monotonic(), 0.001)):
@@ -281,9 +286,20 @@ class AsyncClient:
                     async for piece in response.stream:
                         body = joined(body, piece)
                 finally:
-                    await response.stream.aclose()
+                    await _close(response.stream)
         except TimeoutError:
             return httpx.ReadTimeout("the answer took too long")
         except httpx.TransportError as error:
             return error
         return Answer(response.status_code, response.headers, body or bytearray())
+
+
+async def _close(stream: httpx.AsyncByteStream) -> None:
+    """Close an answer's stream, to the end even if the call is cancelled meanwhile, or its connection is never free.
+
+    From asyncio's own way to cancel a task, httpcore does not shield it.
+    """
+    if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
+        await asyncio.shield(asyncio.ensure_future(stream.aclose()))
+    else:
+        await stream.aclose()

@@ -839,7 +839,7 @@ class Ops:
         X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H], HAll [S, D, N, H], ZRH [S, D, N, 3H],
         grad_HAll [S, D, N, H], grad_Ht [D, N, H] -> dX, dW, dR, dB, dH0, of the shapes of X, W, R, B, H0. HAll and ZRH
         are taken as GRUTraining gave them; B, H0 and the gradients are zeros if left out. Beyond a sequence's length
-        SL[n], dX is zero and the incoming gradients are ignored. What is not `wanted` is not computed. The attributes
+        SL[n], dX is zero and the incoming gradients are ignored. What is not asked for is not computed. The attributes
         are those of GRUTraining.
 
         X, W, R, B (optional), H0 (optional), HAll, ZRH, grad_HAll (optional), grad_Ht (optional): float32, float16,

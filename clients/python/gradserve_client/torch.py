@@ -123,7 +123,7 @@ class GradientAccumulator:
         closed without this worker: it may `pull`. Only after `KeyReused` they are gone: a worker of this name has made
         this push before, with another gradient or weight. That one is counted, and the next push is the next.
         """
-        self._check_none_is_new()
+        self._check_model()
         gradients = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
         if not gradients and weight:
             raise InvalidInput(
@@ -177,6 +177,7 @@ class GradientAccumulator:
         If it raises, it can be called again. Raises `EpochOpen` if pushes are missing, `EpochGone` if this worker is
         more than `keep` epochs behind, and `Conflict` if all weights are 0.
         """
+        self._check_model()
         try:
             means = self._closed() if self._quorum is not None else self._taken()
         except EpochGone as error:
@@ -202,12 +203,19 @@ class GradientAccumulator:
         """The parameters that require a gradient, by the names of their buffers; shared ones once."""
         return {self._prefix + name: one for name, one in self._model.named_parameters() if one.requires_grad}
 
-    def _check_none_is_new(self) -> None:
-        for name in self._trainable().keys() - self._parameters.keys():
-            raise InvalidInput(
-                f"{name!r} requires a gradient now, but did not when this accumulator was made; make another one, with"
-                " another prefix"
-            )
+    def _check_model(self) -> None:
+        """Raise `InvalidInput` unless what is trained is what was when this accumulator was made, or less."""
+        there = {self._prefix + name: one for name, one in self._model.named_parameters()}
+        for name, one in there.items():
+            if one.requires_grad and name not in self._parameters:
+                raise self._another(f"{name!r} requires a gradient now, but did not")
+            if one.requires_grad and one is not self._parameters[name]:
+                raise self._another(f"{name!r} is another parameter than")
+        for name in self._parameters.keys() - there.keys():
+            raise self._another(f"{name!r} is not in the model any more, but was")
+
+    def _another(self, what: str) -> InvalidInput:
+        return InvalidInput(f"{what} when this accumulator was made; make another one, with another prefix")
 
     def _running_epoch(self) -> int:
         """The epoch of all buffers, at one moment."""
