@@ -11,6 +11,7 @@ dX, dW, dR and the bias gradients in the backward pass. The loop over time holds
 do not depend on each other, so each block of them runs through time on its own, in whatever thread is free; where there
 is one block only, one thread does, and others join in for the products, since many short calls of NumPy in two threads
 would wait for the interpreter's lock more than they would work. What is little as a whole, one thread does alone.
+Steps beyond the longest sequence are not computed at all, and those beyond the longest of a block not step by step.
 Inside the engine BLAS runs with one thread: the pool's threads and those of BLAS never compete.
 """
 

@@ -412,6 +412,9 @@ NEITHER: dict[str, Callable[[httpx.Client, str, dict[str, str]], httpx.Response]
     **{f"{what} many": partial(_of_many, what=what) for what in ("accumulate", "zero", "take", "value")},
     "list": lambda http, name, headers: http.get("/v1/buffers", headers=headers),
     "operator": lambda http, name, headers: http.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers=headers),
+    "operator, from": lambda http, name, headers: http.post(
+        "/v1/ops/ReluGrad", params={"from": f"X:{name}"}, json={"dY": [1, 1]}, headers=headers
+    ),
 }
 UNHEEDED = [
     *(("If-None-Match", what) for what in [*MUTATIONS, *NEITHER] if what != "create"),

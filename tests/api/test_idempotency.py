@@ -503,3 +503,29 @@ def test_a_replay_after_a_restart(tmp_path: Path) -> None:
             assert (again.content, again.headers[REPLAYED]) == (answers[kind].content, "true")
         assert everything(http, name) == after
         assert_problem(add(http, name, [9, 9], {KEY: "take"}), 422, "idempotency_key_reused")
+
+
+def test_what_discards_is_not_done_again_to_a_buffer_of_the_same_name(http: httpx.Client, key: dict[str, str]) -> None:
+    name = create(http, shape=[2])
+    path = f"/v1/buffers/{name}"
+    zeroed = ok(http.post(f"{path}/zero", headers=key))
+    gone = {KEY: fresh("key ")}
+    assert http.delete(path, headers=gone).status_code == 204
+    create(http, name, shape=[2])
+    ok(http.post(f"{path}/accumulate", json={"gradient": [1, 2]}))
+    again = http.post(f"{path}/zero", headers=key)
+    assert (ok(again), again.headers[REPLAYED]) == (zeroed, "true")
+    assert http.delete(path, headers=gone).headers[REPLAYED] == "true"
+    assert metadata(http, name)["count"] == 1
+
+
+def test_an_add_that_updated_nothing_is_not_said_to_count(http: httpx.Client, key: dict[str, str]) -> None:
+    name = create(http, shape=[2])
+    path, body = f"/v1/buffers/{name}/accumulate", {"gradient": [1, 2]}
+    ok(http.post(path, json=body, headers=key, params={"do_update": False}))
+    assert http.delete(f"/v1/buffers/{name}").status_code == 204
+    create(http, name, shape=[2])
+    problem = assert_problem(
+        http.post(path, json=body, headers=key, params={"do_update": False}), 410, "epoch_gone", "was made before"
+    )
+    assert "counted" not in problem["detail"]

@@ -178,7 +178,7 @@ def test_an_empty_list_is_not_the_default(server: Any) -> None:
     for weight in (10**400, "much"):
         with pytest.raises(InvalidInput, match="^weight is no number that a float can be"):
             server.buffers["w"].accumulate([1], weight=weight)
-    for key in ("", " a", "a ", "ä", "a\n", "a" * 256, 5):
+    for key in ("", " a", "a ", "ä", "aäb", "a\n", "a" * 256, 5):
         with pytest.raises(InvalidInput, match="^idempotency_key is"):
             server.buffers["w"].accumulate([1], idempotency_key=key)
     for name in ("from", "into", "outputs", "weight", "epoch"):
