@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn
 
 import httpx
@@ -42,7 +42,7 @@ MOST_IDLE = 16
 """Connections that are kept open for later."""
 
 
-class Body(httpx.SyncByteStream):
+class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
     """A body that was read in one piece."""
 
     def __init__(self, body: bytearray) -> None:
@@ -50,6 +50,9 @@ class Body(httpx.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         yield self.body  # type: ignore[misc]  # as good as bytes to whoever joins pieces
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self.body  # type: ignore[misc]
 
 
 class Transport(httpx.BaseTransport):

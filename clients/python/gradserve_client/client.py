@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import httpx
 from gradserve_client import _calls
 from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_ops import AsyncOps
+from gradserve_client._async_transport import AsyncTransport
 from gradserve_client._calls import Input, Into
 from gradserve_client._policy import Answer, Call, Closed, Patience, Wait, exchange
 from gradserve_client._requests import Settings, joined, through
@@ -194,7 +194,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._settings = Settings(url, api_key, timeout, attempt_timeout, max_retries)
-        self._transport = transport or through(httpx.AsyncHTTPTransport, self._settings.proxy())
+        self._transport = transport or through(AsyncTransport, self._settings.proxy())
         self.ops = AsyncOps(self)
         """The operators, a method each."""
         self.buffers = AsyncBuffers(self)
@@ -286,20 +286,9 @@ class AsyncClient:
                     async for piece in response.stream:
                         body = joined(body, piece)
                 finally:
-                    await _close(response.stream)
+                    await response.stream.aclose()
         except TimeoutError:
             return httpx.ReadTimeout("the answer took too long")
         except httpx.TransportError as error:
             return error
         return Answer(response.status_code, response.headers, body or bytearray())
-
-
-async def _close(stream: httpx.AsyncByteStream) -> None:
-    """Close an answer's stream, to the end even if the call is cancelled meanwhile, or its connection is never free.
-
-    From asyncio's own way to cancel a task, httpcore does not shield it.
-    """
-    if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
-        await asyncio.shield(asyncio.ensure_future(stream.aclose()))
-    else:
-        await stream.aclose()
