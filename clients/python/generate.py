@@ -1,4 +1,4 @@
-"""Write what follows from elsewhere: `ops.py` from the service's registry, and the asynchronous twins.
+"""Write what follows from elsewhere: `ops.py` and `_defaults.py` from the service's registry, and the async twins.
 
 `python clients/python/generate.py` writes the files anew; a test fails when they are stale.
 """
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     from gradserve_client.client import Client
 
 
+'''
+
+DEFAULTS = '''"""Which dtype lists and numbers become that are not to be float32."""
+
+DEFAULTS = {!r}
+"""By operator and input."""
 '''
 
 CLASS = '''class Ops:
@@ -151,16 +157,22 @@ def _literal(value: Any) -> str:
 def _call(op: Operator, outputs: str | None, into: str) -> str:
     inputs = ", ".join(f'"{one.name}": {one.name}' for one in op.inputs)
     attributes = ", ".join(f'"{one.name}": {one.name}' for one in op.attributes)
-    defaults = {one.name: one.kind.default for one in op.inputs if one.kind.default != "float32"}
     gives = "".join(f'"{name}", ' for name in op.output_names)
     parts = [f'"{op.name}"', f"{{{inputs}}}", f"{{{attributes}}}", f"gives=({gives})"]
-    if defaults:
-        parts.append("defaults={" + ", ".join(f'"{name}": "{dtype}"' for name, dtype in defaults.items()) + "}")
     if outputs:
         parts.append(f"outputs={outputs}")
     if into != "into=None":
         parts += [into, "weight=weight", "epoch=epoch", "idempotency_key=idempotency_key"]
     return f"results = self._client._run(_calls.run({', '.join(parts)}))"
+
+
+def defaults() -> str:
+    """The dtypes of lists, for `Client.run` and the methods."""
+    found = {
+        op.name: {one.name: one.kind.default for one in op.inputs if one.kind.default != "float32"}
+        for op in OPERATORS.values()
+    }
+    return NOTICE.format(source="service/kernels") + DEFAULTS.format({name: one for name, one in found.items() if one})
 
 
 def _doc(op: Operator) -> str:
@@ -225,6 +237,7 @@ def awaited(source: str, module: str) -> str:
 def generated() -> dict[Path, str]:
     """The text of each generated file."""
     texts = {
+        PACKAGE / "_defaults.py": defaults(),
         PACKAGE / "ops.py": ops(),
         PACKAGE / "_async_ops.py": async_ops(),
         PACKAGE / "_async_buffers.py": awaited((PACKAGE / "buffers.py").read_text(), "buffers.py"),

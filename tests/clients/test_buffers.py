@@ -67,15 +67,26 @@ def test_more_buffers_than_there_may_be(kind: str) -> None:
         assert server.buffers["b"].create(2).shape == (2,)
 
 
-@pytest.mark.parametrize("shape", [3, (3,), [3], np.int64(3), np.array([3]), (np.int32(3),)], ids=repr)
+@pytest.mark.parametrize("shape", [3, (3,), [3], np.int64(3), np.array([3]), np.array(3), (np.int32(3),)], ids=repr)
 def test_a_shape_may_be_written_in_many_ways(server: Any, shape: Any) -> None:
     assert server.buffers["w"].create(shape, quorum=np.int64(2), keep=np.int8(1)).shape == (3,)
 
 
 @pytest.mark.parametrize("shape", [2.5, (2.5,), "3", (None,)])
 def test_a_shape_is_made_of_integers(server: Any, shape: Any) -> None:
-    with pytest.raises((TypeError, InvalidInput)):
+    with pytest.raises(InvalidInput, match="shape has .* but must be of integers"):
         server.buffers["w"].create(shape)
+
+
+def test_a_buffer_may_have_to_be_new(server: Any, key: str) -> None:
+    buffer = server.buffers["w"]
+    for replayed in (False, True):
+        assert buffer.create((3,), exist_ok=False, idempotency_key=key).shape == (3,), replayed
+    with pytest.raises(PreconditionFailed, match="there is 'w'"):
+        buffer.create((3,), exist_ok=False)
+    buffer.create((3,))
+    with pytest.raises(InvalidInput, match="nonfinite"):
+        buffer.create((3,), nonfinite={1})
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,10 @@ def test_every_operator_by_its_method_and_by_its_name(server: Any, op: Operator)
         found = method(**given)
         for name, one in zip(op.output_names, [found] if len(op.outputs) == 1 else found, strict=True):
             assert_same(one, expected[name])
-    named = server.run(op.name, arrays, {one.name: one.default for one in op.attributes})
-    assert named.keys() == expected.keys()
-    for name, one in named.items():
-        assert_same(one, expected[name])
+        named = server.run(op.name, given, {one.name: one.default for one in op.attributes})
+        assert named.keys() == expected.keys()
+        for name, one in named.items():
+            assert_same(one, expected[name])
 
 
 @pytest.mark.parametrize("op", SEVERAL, ids=[op.name for op in SEVERAL])

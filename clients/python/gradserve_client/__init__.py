@@ -1,5 +1,6 @@
 """The client of gradserve: gradient kernels as calls, and gradients that count exactly once."""
 
+from gradserve_client._async_buffers import AsyncBuffer, AsyncBuffers
 from gradserve_client.buffers import Buffer, Buffers
 from gradserve_client.client import AsyncClient, Client
 from gradserve_client.errors import (
@@ -25,6 +26,8 @@ from gradserve_client.errors import (
 from gradserve_client.models import BufferInfo, OperatorInfo, Receipt, Taken, TensorInfo
 
 __all__ = [
+    "AsyncBuffer",
+    "AsyncBuffers",
     "AsyncClient",
     "Buffer",
     "BufferInfo",

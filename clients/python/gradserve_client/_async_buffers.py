@@ -132,15 +132,17 @@ class AsyncBuffer(BufferName):
         keep: int = 1,
         nonfinite: str = "allow",
         ttl_seconds: float | None = None,
+        exist_ok: bool = True,
         idempotency_key: str | None = None,
     ) -> BufferInfo:
-        """Create it, with zeros. If it is there already and like this, nothing happens.
+        """Create it, with zeros. If it is there already and like this, nothing happens, unless `exist_ok` is False.
 
         `dtype` is float16, bfloat16, float32 or float64. With a `quorum` the add that makes the count reach it closes
         the epoch. Of the closed epochs the last `keep` can be read. With nonfinite="reject" an add that would make the
         sum infinite or NaN is refused. `ttl_seconds` after its last change the buffer is gone.
 
-        Raises `Conflict` if it is there and differs, `TooManyBuffers`, and `InvalidInput`.
+        Raises `Conflict` if it is there and differs, `PreconditionFailed` if it is there and must not be,
+        `TooManyBuffers`, and `InvalidInput`.
         """
         return await self._client._run(
             _buffer_calls.create(
@@ -151,6 +153,7 @@ class AsyncBuffer(BufferName):
                 keep=keep,
                 nonfinite=nonfinite,
                 ttl_seconds=ttl_seconds,
+                exist_ok=exist_ok,
                 idempotency_key=idempotency_key,
             )
         )

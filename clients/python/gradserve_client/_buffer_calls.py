@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -33,11 +33,14 @@ def create(
     keep: int,
     nonfinite: str,
     ttl_seconds: float | None,
+    exist_ok: bool,
     idempotency_key: str | None,
 ) -> Call[BufferInfo]:
     """Create the buffer."""
+    if not isinstance(nonfinite, str):
+        raise InvalidInput(f"nonfinite is {nonfinite!r}, but must be a string", code="invalid_parameter")
     spec = {
-        "shape": [_whole("shape", dim) for dim in (shape if isinstance(shape, Iterable) else [shape])],
+        "shape": _dims(shape),
         "dtype": _dtype(dtype),
         "quorum": None if quorum is None else _whole("quorum", quorum),
         "keep": _whole("keep", keep),
@@ -48,10 +51,18 @@ def create(
         "PUT",
         _path(name),
         _info,
-        headers={"Content-Type": JSON, "Accept": JSON},
+        headers={"Content-Type": JSON, "Accept": JSON, **({} if exist_ok else {"If-None-Match": "*"})},
         body=[json.dumps(spec).encode()],
         key=as_key(idempotency_key),
     )
+
+
+def _dims(shape: Sequence[int] | int) -> list[int]:
+    try:
+        dims: list[Any] = [*shape]  # type: ignore[misc]
+    except TypeError:  # a number
+        dims = [shape]
+    return [_whole("shape", dim) for dim in dims]
 
 
 def _whole(name: str, number: SupportsIndex) -> int:

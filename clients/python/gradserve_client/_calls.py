@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from gradserve_client._defaults import DEFAULTS
 from gradserve_client._policy import Answer, Call
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, decode, encode
 from gradserve_client.errors import InvalidInput, NotFound
@@ -69,7 +70,6 @@ def run(
     tensors: Mapping[str, Input | None],
     attributes: Mapping[str, Any],
     *,
-    defaults: Mapping[str, str] | None = None,
     gives: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
     into: Mapping[str, Into] | None = None,
@@ -77,7 +77,7 @@ def run(
     epoch: int | None = None,
     idempotency_key: str | None = None,
 ) -> Call[dict[str, Array | Receipt]]:
-    """Run the operator. `defaults` are the dtypes of inputs that are lists; `gives` are its outputs, where known."""
+    """Run the operator. `gives` are its outputs, where known."""
     if not isinstance(op, str) or not re.fullmatch(r"[A-Za-z0-9_]+", op):
         raise NotFound(f"There is no operator {op!r}", code="unknown_operator")
     if wrong := attributes.keys() & {"from", "into", "outputs", "weight", "epoch"}:
@@ -88,8 +88,9 @@ def run(
         )
     given = {name: value for name, value in tensors.items() if value is not None}
     sources = {name: value.name for name, value in given.items() if isinstance(value, BufferName)}
+    defaults = DEFAULTS.get(op, {})
     arrays = {
-        name: as_array(value, name, (defaults or {}).get(name, "float32"))
+        name: as_array(value, name, defaults.get(name, "float32"))
         for name, value in given.items()
         if name not in sources
     }

@@ -152,15 +152,17 @@ class Buffer(BufferName):
         keep: int = 1,
         nonfinite: str = "allow",
         ttl_seconds: float | None = None,
+        exist_ok: bool = True,
         idempotency_key: str | None = None,
     ) -> BufferInfo:
-        """Create it, with zeros. If it is there already and like this, nothing happens.
+        """Create it, with zeros. If it is there already and like this, nothing happens, unless `exist_ok` is False.
 
         `dtype` is float16, bfloat16, float32 or float64. With a `quorum` the add that makes the count reach it closes
         the epoch. Of the closed epochs the last `keep` can be read. With nonfinite="reject" an add that would make the
         sum infinite or NaN is refused. `ttl_seconds` after its last change the buffer is gone.
 
-        Raises `Conflict` if it is there and differs, `TooManyBuffers`, and `InvalidInput`.
+        Raises `Conflict` if it is there and differs, `PreconditionFailed` if it is there and must not be,
+        `TooManyBuffers`, and `InvalidInput`.
 
         >>> server.buffers["emb.weight"].create((30000, 256), quorum=8).bytes
         30720000
@@ -174,6 +176,7 @@ class Buffer(BufferName):
                 keep=keep,
                 nonfinite=nonfinite,
                 ttl_seconds=ttl_seconds,
+                exist_ok=exist_ok,
                 idempotency_key=idempotency_key,
             )
         )

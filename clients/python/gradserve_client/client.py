@@ -86,8 +86,9 @@ class Client:
     ) -> dict[str, Array | Receipt]:
         """Run any operator that the server has, by its ONNX name: the outputs by name.
 
-        Lists become float32. `outputs` names those to compute. `into`, output -> buffer, adds an output to a buffer,
-        with `weight`, and, with `epoch`, only while the buffer is in it; its receipt then stands in its place.
+        Lists become the dtype that the operator's method in `ops` names first, mostly float32. `outputs` names those to
+        compute. `into`, output -> buffer, adds an output to a buffer, with `weight`, and, with `epoch`, only while the
+        buffer is in it; its receipt then stands in its place.
 
         >>> server.run("LeakyReluGrad", {"dY": [1, 2], "Y": [3, -4]}, {"alpha": 0.5})
         {'dX': array([1., 1.], dtype=float32)}

@@ -104,7 +104,7 @@ class EpochGone(Conflict):
 
 
 class PreconditionFailed(Conflict):
-    """The buffer is not in the state that `if_match` names."""
+    """The buffer is not in the state that `if_match` names, or is there, and `exist_ok` is False."""
 
 
 class TooLarge(GradserveError):
