@@ -22,7 +22,7 @@ from service.api.admission import Admission
 from service.api.auth import authorize
 from service.api.context import CONTEXT, Context, patience_of
 from service.api.metrics import METRICS_DIRECTORY, Metrics, route_of
-from service.api.protocol import EXCHANGE
+from service.api.protocol import Exchange, exchange_of
 from service.api.statistics import Statistics
 from service.api.waiting import Waiting
 from service.api.workers import Workers, stop_without_parent
@@ -72,12 +72,12 @@ class Application(FastAPI):
         start = time.perf_counter_ns()
         context = scope[CONTEXT] = Context(dict(scope["headers"]))
         scope["app"] = self
-        asked = scope
+        asked, exchange = scope, exchange_of(scope)
         if asked["method"] == "HEAD":
             asked.get("extensions", {}).clear()  # the usual way to send leaves the body out
             scope = {**asked, "method": "GET"}
         self.metrics.began()
-        sending = _noting(scope, context, send)
+        sending = _noting(exchange, context, send)
         try:
             self._admit(scope, context)
             await self._answer(scope, receive, sending)
@@ -95,6 +95,10 @@ class Application(FastAPI):
             self.admission.release(context)
             if asked["method"] == "HEAD":
                 context.sent = 0
+            if exchange is not None and exchange.is_refused():
+                context.status = MalformedBody.status
+            elif exchange is not None and exchange.is_unheard():
+                context.status = problems.GONE
             spent = time.perf_counter_ns() - start
             self.metrics.answered(route_of(scope["path"], scope["method"]), context, spent, self.admission.bytes)
             if self.settings.access_log:
@@ -116,7 +120,8 @@ class Application(FastAPI):
         if b"request-timeout" in context.headers:
             patience_of(scope)  # so that a mistake in it is told whether anything waits or not
         context.caller = authorize(scope, context.headers, self.keys, self.settings.metrics_open)
-        self.admission.admit(context, self.engine)
+        if scope["method"] != "GET":  # whose body nobody reads
+            self.admission.admit(context, self.engine)
         if context.held:
             self.metrics.set("gradserve_in_flight_bytes", self.admission.bytes)
 
@@ -131,9 +136,8 @@ class Application(FastAPI):
         await problems.answering(scope, receive, send, work)
 
 
-def _noting(scope: Scope, context: Context, send: Send) -> Send:
+def _noting(exchange: Exchange | None, context: Context, send: Send) -> Send:
     """`send`, with the headers that every answer has, which notes the answer's status and size."""
-    exchange = scope.get("extensions", {}).get(EXCHANGE)
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

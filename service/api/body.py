@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.admission import SMALL_BYTES, hold
 from service.api.context import context_of, settings_of
-from service.api.protocol import EXCHANGE, LEAST_RATE, Exchange
+from service.api.protocol import LEAST_RATE, Exchange, exchange_of
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]
@@ -44,7 +44,7 @@ async def read_body(scope: Scope, receive: Receive, allocate: Callable[[int], me
     limit, patience = settings.max_body_bytes, settings.request_timeout
     if b"transfer-encoding" in context.headers:
         _check_chunked(scope)
-    began, exchange = time.perf_counter_ns(), _exchange(scope)
+    began, exchange = time.perf_counter_ns(), exchange_of(scope)
     at_hand = None if exchange is None else exchange.body_at_hand()
     if at_hand is None:
         body = await _read(scope, receive, exchange, allocate, head, limit, patience)
@@ -119,12 +119,6 @@ async def _grown(scope: Scope, receive: Receive, limit: int, patience: float) ->
     return memoryview(body)
 
 
-def _exchange(scope: Scope) -> Exchange | None:
-    """None under another server."""
-    exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
-    return exchange
-
-
 def _too_large(what: str, limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"{what}; the limit is {limit} (GRADSERVE_MAX_BODY_BYTES)", limit=limit)
 
@@ -197,21 +191,20 @@ class Answer(NamedTuple):
         size = sum(map(len, self.pieces))
         pieces = self.pieces if size > JOINED_BYTES else [b"".join(self.pieces)]
         headers = {"content-type": self.media_type, "content-length": str(size), **self.headers}
-        exchange = _exchange(scope)
+        exchange = exchange_of(scope)
         if exchange is not None:
             if context.request_id is not None:
                 headers["x-request-id"] = context.request_id
             context.status = 200
-            await exchange.send_at_once(
-                "".join([f"{name}: {value}\r\n" for name, value in headers.items()]), pieces, size
-            )
+            lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+            context.sent = await exchange.send_at_once(lines, pieces, size)
         else:  # under another server
             head = [(name.encode(), value.encode()) for name, value in headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": head})
             for piece in pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        context.sent = size
+            context.sent = size
         context.spent["write"] = time.perf_counter_ns() - started
 
 

@@ -18,6 +18,9 @@ from contextlib import suppress
 from typing import TypeAlias
 
 import httptools
+from starlette.responses import Response
+from starlette.types import Scope
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXCHANGE = "gradserve.exchange"
@@ -37,6 +40,16 @@ bytes it is the turn of others."""
 LEAST_RATE = 1 << 14
 """Bytes a second, on the average, that a body must come at if it takes longer than a request may be silent."""
 
+MOST_QUEUED = 16
+"""Requests behind the one that runs that are read, so that it is noticed when their client leaves."""
+
+LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 22
+"""How long, and how much, of what is no request is read after it was refused: a client that still sends when its
+connection is closed is told of that, and not of what it was answered."""
+
+GOODBYE_SECONDS = 1.0
+"""How long a TLS client is waited for to say goodbye, which one that is idle does not."""
+
 BUSY_SECONDS, PAUSE_SECONDS = 0.02, 0.003
 """How long after an answer to another request a large one makes way for more, and how long between two pieces."""
 
@@ -49,6 +62,8 @@ class Protocol(HttpToolsProtocol):
     uvicorn closes those that are idle after an answer; here, also those on which nothing came yet, half a head, or a
     part of a body that was refused, and those whose client has stopped reading its answer. One timer serves a
     connection for all its life: uvicorn's, new for each request, takes longer than to parse a request's head.
+
+    It stands in for the transport where uvicorn sends an answer, as it closes a connection in its own way.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -58,6 +73,8 @@ class Protocol(HttpToolsProtocol):
         self._unsent = 0  # bytes of answers, when they were last looked at
         self._unheeded = 0  # bytes that came since a head was complete, or a part of a body came
         self._ended = False  # whether what comes is thrown away
+        self._spare = math.inf  # how many bytes of that, before the connection is broken off
+        self._refused: RequestResponseCycle | None = None  # the request whose body cannot be read
         self._running: RequestResponseCycle | None = None  # `cycle` may be of a request that waits for its turn
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -66,14 +83,15 @@ class Protocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+        self.cycle = self._running = None  # type: ignore[assignment]  # which lead back here
 
     def _judge(self) -> None:
         now, unsent = self.loop.time(), _unsent(self.transport)
         if unsent and unsent == self._unsent:
             self.transport.abort()
         self._unsent = unsent
-        if now >= self._due:
-            self.timeout_keep_alive_handler()  # which waits for what is unsent
+        if now >= self._due and not self.transport.is_closing():
+            self._close()  # which waits for what is unsent
         later = now + self.timeout_keep_alive
         self._timer = self.loop.call_at(min(self._due, later) if now < self._due else later, self._judge)
 
@@ -81,8 +99,46 @@ class Protocol(HttpToolsProtocol):
         self._unsent = 0  # the client reads
         super().resume_writing()
 
+    def write(self, data: bytes) -> None:
+        """Send a part of an answer."""
+        self.transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Whether the connection is closed."""
+        return self.transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection after its last answer, but read the rest of a body first that was not wanted.
+
+        Else the client, which still sends it, would be told of a broken connection before it reads the answer.
+        """
+        running = self._running
+        if running is not None and running.response_complete and running.more_body:
+            self._say_no_more()
+        else:
+            self._close()
+
+    def _say_no_more(self) -> None:
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _close(self) -> None:
+        self.transport.close()
+        if not self.transport.can_write_eof():  # with TLS
+            self.loop.call_later(GOODBYE_SECONDS, self._part)
+
+    def _part(self) -> None:
+        """End a closed connection without the client's goodbye, but not before it has all that was sent."""
+        if self.transport.get_write_buffer_size() or _unacknowledged(self.transport):
+            self.loop.call_later(GOODBYE_SECONDS, self._part)
+        else:
+            self.transport.abort()
+
     def data_received(self, data: bytes) -> None:
         if self._ended:
+            self._spare -= len(data)
+            if self._spare < 0:
+                self.transport.abort()
             return
         self._unheeded += len(data)
         try:
@@ -102,28 +158,44 @@ class Protocol(HttpToolsProtocol):
         The parser leaves all that follows the head, `rest`, to that protocol; but the body is this request's.
         """
         self.cycle.keep_alive = False
-        framing = [b"%b: %b\r\n" % one for one in self.headers if one[0] in (b"content-length", b"transfer-encoding")]
+        headers = self.scope["headers"]
+        framing = [b"%b: %b\r\n" % one for one in headers if one[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(_LastBody(self))
         self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), rest))
 
     def _refuse(self, message: str) -> None:
         """End the connection because of what came, after the answers to the requests before it."""
-        self.logger.warning(message)
-        cycle = self.cycle
-        if self.pipeline or cycle is not None and not cycle.more_body and not cycle.response_complete:
+        cycle, answer = self.cycle, self.config.loaded_app.unreadable(message)
+        self.logger.warning("%s It is answered as %s.", message, answer.headers["x-request-id"])
+        if cycle is None or (cycle.response_complete and not cycle.more_body):  # where a request was to begin
+            self._answer_and_end(answer)
+        elif not cycle.more_body:  # behind one that is whole
             cycle.keep_alive = False
             self.end()
-        elif cycle is not None and cycle.response_started and not cycle.response_complete:
-            self.transport.close()
+        elif self.pipeline:  # in the body of one that waits for its turn
+            cycle.keep_alive = False
+            self.pipeline[0] = cycle, answer
+            self.end()
+        elif cycle.response_started:
+            self._close()
         else:
-            self.send_400_response(message)
+            self._refused = cycle
+            self._answer_and_end(answer)
+            cycle.disconnected = True
+            cycle.message_event.set()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be read as a request."""
-        answer = self.config.loaded_app.unreadable(msg)
+    def _answer_and_end(self, answer: Response) -> None:
         lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *answer.raw_headers)]
         self.transport.write(b"".join([b"HTTP/1.1 400 Bad Request\r\n", *lines, b"\r\n", bytes(answer.body)]))
-        self.transport.close()
+        self.end()
+        self._spare = LINGER_BYTES
+        self._say_no_more()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_SECONDS, self._close)
+
+    def has_refused(self, cycle: RequestResponseCycle) -> bool:
+        """Whether the body of this request cannot be read."""
+        return self._refused is cycle
 
     def end(self) -> None:
         """Throw away what comes from now on."""
@@ -136,10 +208,25 @@ class Protocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._unheeded = 0
         super().on_body(body)
+        if self.cycle.response_complete:  # it is thrown away
+            self._due = min(self._due + len(body) / LEAST_RATE, self.loop.time() + self.timeout_keep_alive)
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():  # else the parser has not looked for a body
-            super().on_message_complete()
+        if self.parser.should_upgrade():  # the parser has not looked for a body
+            return
+        cycle = self.cycle
+        cycle.more_body = False
+        cycle.message_event.set()
+        if not self.parser.should_keep_alive():  # as a trailer may say: the parser reads no more
+            cycle.keep_alive = False
+        if cycle.response_complete and not cycle.keep_alive:
+            self._close()
+        elif cycle.response_complete:
+            self._due = self.loop.time() + self.timeout_keep_alive
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if not self.transport.is_closing():
+            super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -156,20 +243,38 @@ class Protocol(HttpToolsProtocol):
         """The server stops: whoever waits for an epoch is told."""
         waiting = self.config.loaded_app.waiting
         waiting.stop()
-        super().shutdown()
+        if self.cycle is None or self.cycle.response_complete:
+            self._close()
+        else:
+            self.cycle.keep_alive = False
 
     def on_headers_complete(self) -> None:
+        if not self.url.startswith(b"/"):
+            self.url = _with_path(self.url)
         super().on_headers_complete()
+        cycle = self.cycle
+        self.headers = []  # where trailers go: they are no headers, which nobody may smuggle in behind a body
         self._due, self._unheeded = math.inf, 0
         if not self.pipeline:
-            self._running = self.cycle
-        self.scope["extensions"] = {EXCHANGE: Exchange(self, self.cycle)}  # type: ignore[dict-item]
+            self._running = cycle
+        elif len(self.pipeline) <= MOST_QUEUED:
+            self.flow.resume_reading()
+        if self.scope["http_version"] == "1.0":
+            cycle.waiting_for_100_continue = False
+        cycle.transport = self  # type: ignore[assignment]
+        self.scope["extensions"] = {EXCHANGE: Exchange(self, cycle)}  # type: ignore[dict-item]
 
     def read_by(self, protocol: asyncio.BaseProtocol) -> None:
         """Let what comes go to `protocol`."""
         self.flow.pause_reading()  # uvloop asks for the kind of protocol when reading starts
         self.transport.set_protocol(protocol)
         self.flow.resume_reading()
+
+
+def exchange_of(scope: Scope) -> Exchange | None:
+    """The request of this scope, and its answer; None under another server."""
+    exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
+    return exchange
 
 
 class Exchange:
@@ -182,7 +287,15 @@ class Exchange:
 
     def is_unasked(self) -> bool:
         """Whether the client still waits to be asked for the body."""
-        return self._cycle.waiting_for_100_continue
+        return self._cycle.waiting_for_100_continue and self._cycle.more_body
+
+    def is_refused(self) -> bool:
+        """Whether the client was told that its body cannot be read, whatever the answer is."""
+        return self._protocol.has_refused(self._cycle)
+
+    def is_unheard(self) -> bool:
+        """Whether the client was gone before it had the whole answer."""
+        return self._cycle.disconnected and not self._cycle.response_complete
 
     def body_at_hand(self) -> bytes | None:
         """The whole body, if all of it has come and none was received."""
@@ -232,18 +345,19 @@ class Exchange:
                 protocol.read_by(protocol)
             del receiver  # `done` has the exception, whose traceback has this frame
 
-    async def send_at_once(self, head: str, pieces: Pieces, size: int) -> None:
+    async def send_at_once(self, head: str, pieces: Pieces, size: int) -> int:
         """Send an answer with status 200 in one system call, if the socket takes it, where `cycle.send` needs two.
 
-        `head` has a line for each header, ended by CRLF, the Content-Length, which is `size`, among them.
+        `head` has a line for each header, ended by CRLF, the Content-Length, which is `size`, among them. Returns how
+        many bytes of the body have gone: fewer, if the client has.
         """
         protocol, cycle = self._protocol, self._cycle
         if protocol.flow.write_paused:
             await protocol.flow.drain()
         if cycle.disconnected:
-            return
+            return 0
         lines = [b"%b: %b\r\n" % line for line in protocol.server_state.default_headers]
-        if cycle.waiting_for_100_continue:  # whether the body comes all the same, nobody can know
+        if self.is_unasked():  # whether the body comes all the same, nobody can know
             cycle.keep_alive = False
         end = "\r\n" if cycle.keep_alive else "connection: close\r\n\r\n"
         cycle.response_started = True
@@ -252,31 +366,32 @@ class Exchange:
             protocol.transport.writelines([first, *pieces])
         else:
             protocol.transport.write(first)
-            await self._write_by_turns(pieces)
+            written = await self._write_by_turns(pieces)
             if cycle.disconnected:
-                return
+                return written
         cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
-            protocol.transport.close()
+            protocol.close()
         cycle.on_response()
+        return size
 
-    async def _write_by_turns(self, pieces: Pieces) -> None:
+    async def _write_by_turns(self, pieces: Pieces) -> int:
         """Write as fast as the client reads, but with pauses while this process answers other requests.
 
         Where there are none, 64 MB take the time that the socket takes; read again and again beside eight clients that
         add 4 KB, they slow these down by a tenth.
         """
         protocol, state, busy_until = self._protocol, self._protocol.server_state, 0.0
-        answered, written = state.total_requests, 0
+        answered, written, turn = state.total_requests, 0, TURN_BYTES
         for piece in pieces:
             for start in range(0, len(piece), TURN_BYTES):
                 part = piece[start : start + TURN_BYTES]
                 protocol.transport.write(part)
                 written += len(part)
-                if written < TURN_BYTES:
+                if written < turn:
                     continue
-                written = 0
+                turn = written + TURN_BYTES
                 if protocol.flow.write_paused:
                     await protocol.flow.drain()
                 await asyncio.sleep(0)
@@ -286,7 +401,8 @@ class Exchange:
                 if now < busy_until:
                     await asyncio.sleep(PAUSE_SECONDS)
                 if self._cycle.disconnected:
-                    return
+                    return written
+        return written
 
 
 class _LastBody:
@@ -315,7 +431,8 @@ class _Receiver(asyncio.BufferedProtocol):
     def __init__(self, owner: Protocol, memory: memoryview, size: int, patience: float, socket: int | None) -> None:
         self.owner, self._rest, self._patience, self._socket = owner, memory, patience, socket
         self.done: asyncio.Future[bool] = owner.loop.create_future()
-        self._began, self._size = owner.loop.time(), size
+        self._began = self._last = owner.loop.time()
+        self._size = size
         self._wait()
 
     def stop(self) -> None:
@@ -323,11 +440,11 @@ class _Receiver(asyncio.BufferedProtocol):
         self._timer.cancel()
 
     def _wait(self) -> None:
-        self._timer = self.owner.loop.call_later(self._patience, self._judge, len(self._rest))
+        self._timer = self.owner.loop.call_at(self._last + self._patience, self._judge)
 
-    def _judge(self, missing: int) -> None:
-        came, late = self._size - len(self._rest), self.owner.loop.time() - self._began - self._patience
-        if len(self._rest) < missing and came >= LEAST_RATE * late:
+    def _judge(self) -> None:
+        now, came = self.owner.loop.time(), self._size - len(self._rest)
+        if now < self._last + self._patience and came >= LEAST_RATE * (now - self._began - self._patience):
             self._wait()
         elif not self.done.done():
             self.done.set_exception(TimeoutError())
@@ -336,7 +453,7 @@ class _Receiver(asyncio.BufferedProtocol):
         return self._rest
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._rest = self._rest[nbytes:]
+        self._rest, self._last = self._rest[nbytes:], self.owner.loop.time()
         if nbytes >= FAST_BYTES and self._socket is not None:
             self._rest = _received(self._socket, self._rest)
         if not len(self._rest) and not self.done.done():
@@ -361,11 +478,23 @@ class _Receiver(asyncio.BufferedProtocol):
 def _unsent(transport: asyncio.WriteTransport) -> int:
     """Bytes of answers that the kernel has not taken yet; while there are any, with those that it has not sent."""
     held = transport.get_write_buffer_size()
-    if held:
-        with suppress(OSError, ValueError):  # where the kernel does not tell, or the socket is closed
-            socket = transport.get_extra_info("socket").fileno()
-            held += int.from_bytes(fcntl.ioctl(socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-    return held
+    return held + _unacknowledged(transport) if held else 0
+
+
+def _unacknowledged(transport: asyncio.BaseTransport) -> int:
+    """Bytes that the kernel keeps until the client has them."""
+    with suppress(OSError, ValueError):  # where the kernel does not tell, or the socket is closed
+        socket = transport.get_extra_info("socket").fileno()
+        return int.from_bytes(fcntl.ioctl(socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return 0
+
+
+def _with_path(url: bytes) -> bytes:
+    """A URL whose path may be empty, which means `/`. Only where it names its host can it be."""
+    parsed = httptools.parse_url(url)
+    if parsed.path is not None:
+        return url
+    return b"/" if parsed.query is None else b"/?" + parsed.query
 
 
 def _plain_socket(protocol: Protocol) -> int | None:

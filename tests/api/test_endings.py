@@ -1,0 +1,341 @@
+"""How connections end: who sends what is not wanted has the answer all the same, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.api.test_body import Answer, Connection, v1
+from tests.api.test_protocol import LIVE, POLL
+from tests.serving import in_flight, serving, wait_until
+
+KEEP_ALIVE = 1
+"""Seconds of the server here."""
+
+MOST = 1 << 20
+"""Its max_body_bytes."""
+
+MORE = 12 << 20
+"""Bytes of a body that no system takes before the server reads it."""
+
+CHUNKED = b"POST /v1/buffers/sum/accumulate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%b"
+CHUNKED += b'Transfer-Encoding: chunked\r\n\r\n17\r\n{"gradient": [1, 1]}   \r\n'
+"""An add but for its end, with a place for more headers."""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(keep_alive=KEEP_ALIVE, max_body_bytes=MOST, max_bytes_in_flight=MOST, access_log=True) as url:
+        httpx.put(f"{url}/v1/buffers/open", json={"shape": [2]}).raise_for_status()
+        httpx.put(f"{url}/v1/buffers/sum", json={"shape": [2]}).raise_for_status()
+        yield url
+
+
+def count(url: str, name: str = "sum") -> int:
+    number: int = httpx.get(f"{url}/v1/buffers/{name}").json()["count"]
+    return number
+
+
+def counted(url: str, status: int) -> float:
+    """The requests that were answered so, by the metrics."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    wanted = [one for one in lines if one.startswith("gradserve_requests_total") and f'status="{status}"' in one]
+    return sum(float(one.split()[-1]) for one in wanted)
+
+
+# ----- a body that nobody wants -----
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize(("path", "status"), [("/nope", 404), ("/v1/ops/ReluGrad", 413), ("/v1/ops", 405)])
+def test_who_sends_all_of_a_body_that_is_not_wanted_reads_why(url: str, path: str, status: int, version: str) -> None:
+    with Connection(url) as connection:
+        head = f"POST {path} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Length: {MORE}\r\n\r\n"
+        connection.send(head.encode())
+        time.sleep(0.2)  # in which it is answered
+        connection.send(bytes(MORE))
+        answer = connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (status, "close")
+        assert json.loads(answer.body)["status"] == status
+        assert connection.is_closed()
+
+
+def test_what_is_not_wanted_may_take_its_time_if_it_goes_on(url: str) -> None:
+    """Three times as long as a connection may be idle."""
+    pieces = [bytes(1 << 16)] * 30
+    with Connection(url) as connection:
+        connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % sum(map(len, pieces)))
+        connection.send(*pieces, pause=0.1)
+        assert connection.answer().status == 404
+        connection.send(LIVE)
+        assert connection.answer().status == 200
+        began = time.monotonic()
+        assert connection.is_closed()
+        assert time.monotonic() - began < 10 * KEEP_ALIVE
+
+
+@pytest.mark.parametrize("pause", [30.0, 0.1])
+def test_what_is_not_wanted_may_not_drip(url: str, pause: float) -> None:
+    with Connection(url) as connection:
+        connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % MORE)
+        assert connection.answer().status == 404
+        connection.socket.settimeout(pause)
+        for _ in range(200):
+            try:
+                if connection.socket.recv(1) == b"":
+                    return
+            except TimeoutError:
+                connection.send(b"x")
+            except ConnectionResetError:
+                return
+        raise AssertionError("the connection is open after 20 seconds")
+
+
+def test_who_sends_on_after_nonsense_reads_what_it_was(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(b"nonsense\r\n\r\n")
+        time.sleep(0.1)
+        connection.send(bytes(1 << 20))
+        assert connection.answer().status == 400
+        assert connection.is_closed()
+
+
+def test_a_body_that_nobody_reads_holds_no_place_of_others(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(POLL[:-2] + b"Content-Length: %d\r\n\r\n" % MOST)
+        wait_until(lambda: in_flight(url) == 1)
+        assert in_flight(url, "_bytes") == 0
+
+
+# ----- trailers -----
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize(
+    "trailer",
+    [
+        b"Idempotency-Key: in-the-trailer",
+        b"Content-Encoding: br",
+        b'If-Match: "9-9"',
+        b"Request-Timeout: x",
+        b"Authorization: Bearer x",
+        b"Expect: 100-continue",
+    ],
+)
+def test_a_trailer_is_no_header(url: str, trailer: bytes, pieces: int) -> None:
+    before = count(url)
+    message = CHUNKED % b"" + b"0\r\n" + trailer + b"\r\n\r\n"
+    cut = len(message) if pieces == 1 else message.index(b"\r\n\r\n") + 4
+    with Connection(url) as connection:
+        for number in (1, 2):
+            connection.send(*filter(None, [message[:cut], message[cut:]]), pause=0.05)
+            assert connection.answer().status == 200
+            assert count(url) == before + number
+
+
+def test_a_connection_that_a_trailer_closes_is_closed(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(CHUNKED % b"", b"0\r\nConnection: close\r\n\r\n" + LIVE, pause=0.1)
+        began = time.monotonic()
+        assert connection.answer().status == 200
+        assert connection.is_closed()
+        assert time.monotonic() - began < KEEP_ALIVE
+
+
+# ----- requests in a row -----
+
+
+@pytest.mark.parametrize("behind", [LIVE, POLL, LIVE * 5])
+def test_a_client_that_leaves_later_requests_behind_is_missed(url: str, behind: bytes) -> None:
+    with Connection(url) as connection:
+        connection.send(POLL)
+        wait_until(lambda: in_flight(url) == 1)
+        connection.send(behind, pause=0.1)
+        time.sleep(0.1)
+    wait_until(lambda: in_flight(url) == 0)
+
+
+def test_a_take_is_not_made_for_a_client_that_left(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(b"POST /v1/buffers/open/take?min_count=1&timeout=300 HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_until(lambda: in_flight(url) == 1)
+        connection.send(LIVE)
+        time.sleep(0.1)
+    wait_until(lambda: in_flight(url) == 0)
+    receipt = httpx.post(f"{url}/v1/buffers/open/accumulate", json={"gradient": [1, 1]}).json()
+    assert (receipt["epoch"], receipt["count"]) == (0, 1)
+
+
+def test_a_broken_chunk_in_a_later_request_is_told_in_its_turn(url: str) -> None:
+    before = count(url)
+    with Connection(url) as connection:
+        connection.send(LIVE + CHUNKED % b"" + b"zz\r\n")
+        assert connection.answer().status == 200
+        answer = connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert connection.is_closed()
+    assert count(url) == before
+
+
+def test_a_request_has_one_answer(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert connection.answer().status == 404
+        connection.send(b"zz\r\n" + LIVE)
+        assert connection.is_closed()
+
+
+# ----- what is expected -----
+
+
+def test_a_head_request_whose_body_was_not_asked_for_ends_the_connection(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(b"HEAD /v1/ops HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 49\r\n\r\n")
+        status, headers = connection.head()
+        assert (status, headers["connection"]) == (200, "close")
+        assert connection.is_closed()
+
+
+def test_who_does_not_wait_to_be_asked_keeps_the_connection(url: str) -> None:
+    head = b"GET /v1/buffers/sum HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}"
+    with Connection(url) as connection:
+        connection.send(head + LIVE)
+        for _ in range(2):
+            answer = connection.answer()
+            assert (answer.status, answer.headers.get("connection")) == (200, None)
+
+
+def test_an_old_client_is_not_asked(url: str) -> None:
+    message = v1(10)
+    whole = message.whole(b"Expect: 100-continue\r\n").replace(b"HTTP/1.1", b"HTTP/1.0")
+    with Connection(url) as connection:
+        connection.send(whole[:-3], whole[-3:], pause=0.1)
+        assert connection.head()[0] == 200
+
+
+@pytest.mark.parametrize("target", ["http://x", "http://x?prefix=none"])
+def test_a_path_may_be_empty(url: str, target: str) -> None:
+    with Connection(url) as connection:
+        connection.send(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        status, headers = connection.head()
+    usual = httpx.get(f"{url}/")
+    assert (status, headers.get("location")) == (usual.status_code, usual.headers.get("location"))
+
+
+def test_a_stall_is_noticed_in_time() -> None:
+    with serving(request_timeout=2) as url, Connection(url) as connection:
+        message = v1(100_000)
+        whole = message.whole()
+        connection.send(whole[:1000], whole[1000:100_000], pause=0.5)
+        began = time.monotonic()
+        assert connection.answer().status == 408
+        assert 1.5 < time.monotonic() - began < 3.5
+
+
+# ----- what is told of it -----
+
+
+def broken_off(url: str, sent: bytes) -> Answer:
+    with Connection(url) as connection:
+        connection.send(sent)
+        answer = connection.answer()
+        assert connection.is_closed()
+        return answer
+
+
+@pytest.mark.parametrize("head", [CHUNKED % b"", b"GET /v1/ops HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"])
+def test_a_body_that_cannot_be_read_is_counted_as_it_is_answered(url: str, head: bytes) -> None:
+    before, gone = counted(url, 400), counted(url, 499)
+    assert broken_off(url, head + b"zz\r\n").status == 400
+    wait_until(lambda: counted(url, 400) == before + 1)
+    assert counted(url, 499) == gone
+
+
+def test_what_cannot_be_read_is_found_in_the_log(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(caplog.handler)
+    try:
+        answer = broken_off(url, b"nonsense\r\n\r\n")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert answer.headers["x-request-id"] in caplog.text
+
+
+def test_a_client_that_is_gone_before_its_answer_is_told_from_others(url: str) -> None:
+    before = counted(url, 499)
+    with Connection(url) as connection:
+        message = CHUNKED % b"" + b"0\r\n\r\n"
+        connection.send(message)
+        connection.socket.shutdown(socket.SHUT_WR)
+        assert connection.is_closed()
+    wait_until(lambda: counted(url, 499) == before + 1)
+
+
+def test_an_answer_that_was_cut_is_logged_with_what_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    size = 16 << 20
+    logger = logging.getLogger("gradserve.access")
+    with serving(store=f"lmdb:{tmp_path}/store", access_log=True) as url:
+        httpx.put(f"{url}/v1/buffers/large", json={"shape": [size]}).raise_for_status()
+        logger.addHandler(caplog.handler)
+        try:
+            with Connection(url) as connection:
+                accept = b"Accept: application/vnd.safetensors\r\n\r\n"
+                connection.send(b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\n" + accept)
+                connection.head()
+            wait_until(lambda: counted(url, 499) == 1)
+        finally:
+            logger.removeHandler(caplog.handler)
+    (fields,) = [record.fields for record in caplog.records if record.fields["path"].endswith("/value")]  # type: ignore[attr-defined]
+    assert fields["status"] == 499
+    assert 0 < fields["bytes_sent"] < 4 * size
+
+
+# ----- TLS -----
+
+
+def secure(url: str, made: Path) -> ssl.SSLSocket:
+    port = int(url.rpartition(":")[2])
+    context = ssl.create_default_context(cafile=str(made))
+    plain = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection = context.wrap_socket(plain, server_hostname="127.0.0.1")
+    connection.sendall(LIVE)
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    return connection
+
+
+def test_an_idle_https_client_does_not_hold_the_stop(certificate: tuple[Path, Path]) -> None:
+    made, key = certificate
+    with serving(tls_certificate=made, tls_key=key, drain_timeout=20) as url:
+        connection = secure(url, made)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    connection.close()
+
+
+def test_a_slow_https_client_gets_all_before_the_end(certificate: tuple[Path, Path]) -> None:
+    made, key = certificate
+    size = 4 << 20
+    with serving(tls_certificate=made, tls_key=key) as url:
+        context = ssl.create_default_context(cafile=made)
+        with httpx.Client(base_url=url.replace("http:", "https:"), verify=context) as client:
+            client.put("/v1/buffers/large", json={"shape": [size]}).raise_for_status()
+        with secure(url, made) as slow:
+            accept = b"Accept: application/vnd.safetensors\r\nConnection: close\r\n\r\n"
+            slow.sendall(b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\n" + accept)
+            time.sleep(3)  # longer than a goodbye is waited for
+            stream = slow.makefile("rb")
+            lines = [*iter(stream.readline, b"\r\n")]
+            length = next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length"))
+            got = 0
+            while got < length and (piece := stream.read(1 << 20)):
+                got += len(piece)
+                time.sleep(0.1)
+            assert got == length > 4 * size
