@@ -75,8 +75,8 @@ class Settings(BaseSettings):
     )
     keep_alive: PositiveInt = Field(
         75,
-        description="Seconds for which a connection may wait for a request, for the rest of its head, for more of a body"
-        " that is thrown away, or for its client to read more of an answer.",
+        description="Seconds for which a connection may wait for a request, for the rest of its head, for more of a"
+        " body that is thrown away, or for its client to read more of an answer.",
     )
     reuse_bytes: int = Field(
         256 << 20, ge=0, description="Memory of past requests, in bytes, that each process keeps for later ones."
