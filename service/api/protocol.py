@@ -74,6 +74,7 @@ class Protocol(HttpToolsProtocol):
         self._unheeded = 0  # bytes that came since a head was complete, or a part of a body came
         self._ended = False  # whether what comes is thrown away
         self._spare = math.inf  # how many bytes of that, before the connection is broken off
+        self._stopping = False  # whether the server stops
         self._refused: RequestResponseCycle | None = None  # the request whose body cannot be read
         self._running: RequestResponseCycle | None = None  # `cycle` may be of a request that waits for its turn
 
@@ -114,13 +115,16 @@ class Protocol(HttpToolsProtocol):
         """
         running = self._running
         if running is not None and running.response_complete and running.more_body:
-            self._say_no_more()
+            self._half_close()
         else:
             self._close()
 
-    def _say_no_more(self) -> None:
-        if self.transport.can_write_eof():
+    def _half_close(self) -> None:
+        """Send no more. Where the server stops, what comes is read for a moment only."""
+        if self.transport.can_write_eof() and not self.transport.is_closing():  # never with TLS
             self.transport.write_eof()
+        if self._stopping:
+            self.loop.call_later(LINGER_SECONDS, self._close)
 
     def _close(self) -> None:
         self.transport.close()
@@ -165,31 +169,38 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, message: str) -> None:
         """End the connection because of what came, after the answers to the requests before it."""
-        cycle, answer = self.cycle, self.config.loaded_app.unreadable(message)
-        self.logger.warning("%s It is answered as %s.", message, answer.headers["x-request-id"])
+        cycle = self.cycle
         if cycle is None or (cycle.response_complete and not cycle.more_body):  # where a request was to begin
-            self._answer_and_end(answer)
+            self._answer_and_end(message)
         elif not cycle.more_body:  # behind one that is whole
+            self.logger.warning(message)
             cycle.keep_alive = False
             self.end()
         elif self.pipeline:  # in the body of one that waits for its turn
             cycle.keep_alive = False
-            self.pipeline[0] = cycle, answer
+            self.pipeline[0] = cycle, self._unreadable(message)  # type: ignore[assignment]  # ASGI, as Starlette has it
             self.end()
         elif cycle.response_started:
+            self.logger.warning(message)
             self._close()
         else:
             self._refused = cycle
-            self._answer_and_end(answer)
+            self._answer_and_end(message)
             cycle.disconnected = True
             cycle.message_event.set()
 
-    def _answer_and_end(self, answer: Response) -> None:
+    def _unreadable(self, message: str) -> Response:
+        answer: Response = self.config.loaded_app.unreadable(message)
+        self.logger.warning("%s It is answered as %s.", message, answer.headers["x-request-id"])
+        return answer
+
+    def _answer_and_end(self, message: str) -> None:
+        answer = self._unreadable(message)
         lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *answer.raw_headers)]
         self.transport.write(b"".join([b"HTTP/1.1 400 Bad Request\r\n", *lines, b"\r\n", bytes(answer.body)]))
         self.end()
         self._spare = LINGER_BYTES
-        self._say_no_more()
+        self._half_close()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self._close)
 
@@ -243,8 +254,9 @@ class Protocol(HttpToolsProtocol):
         """The server stops: whoever waits for an epoch is told."""
         waiting = self.config.loaded_app.waiting
         waiting.stop()
+        self._stopping = True
         if self.cycle is None or self.cycle.response_complete:
-            self._close()
+            self.close()
         else:
             self.cycle.keep_alive = False
 

@@ -298,6 +298,24 @@ def test_an_answer_that_was_cut_is_logged_with_what_went(tmp_path: Path, caplog:
     assert 0 < fields["bytes_sent"] < 4 * size
 
 
+# ----- the stop -----
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_body_that_does_not_come_does_not_hold_the_stop(read: bool) -> None:
+    with serving(drain_timeout=20) as url:
+        connection = Connection(url)
+        connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        if read:
+            assert connection.answer().status == 404
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    if not read:
+        assert connection.answer().status == 404
+    assert connection.is_closed()
+    connection.socket.close()
+
+
 # ----- TLS -----
 
 
