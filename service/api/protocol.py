@@ -170,6 +170,8 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, message: str) -> None:
         """End the connection because of what came, after the answers to the requests before it."""
         cycle = self.cycle
+        if self.transport.is_closing():  # behind the last request
+            return
         if cycle is None or (cycle.response_complete and not cycle.more_body):  # where a request was to begin
             self._answer_and_end(message)
         elif not cycle.more_body:  # behind one that is whole
@@ -186,7 +188,7 @@ class Protocol(HttpToolsProtocol):
         else:
             self._refused = cycle
             self._answer_and_end(message)
-            cycle.disconnected = True
+            cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
 
     def _unreadable(self, message: str) -> Response:
