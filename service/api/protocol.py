@@ -75,12 +75,14 @@ class Protocol(HttpToolsProtocol):
         self._ended = False  # whether what comes is thrown away
         self._spare = math.inf  # how many bytes of that, before the connection is broken off
         self._stopping = False  # whether the server stops
+        self._lost = False  # whether the connection is no more
         self._refused: RequestResponseCycle | None = None  # the request whose body cannot be read
         self._running: RequestResponseCycle | None = None  # `cycle` may be of a request that waits for its turn
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._timer.cancel()
+        self._lost = True
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -133,6 +135,8 @@ class Protocol(HttpToolsProtocol):
 
     def _part(self) -> None:
         """End a closed connection without the client's goodbye, but not before it has all that was sent."""
+        if self._lost:
+            return
         if self.transport.get_write_buffer_size() or _unacknowledged(self.transport):
             self.loop.call_later(GOODBYE_SECONDS, self._part)
         else:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.api.protocol import GOODBYE_SECONDS, LINGER_SECONDS
 from tests.api.test_body import Answer, Connection, v1
 from tests.api.test_protocol import LIVE, POLL
 from tests.serving import in_flight, serving, wait_until
@@ -357,6 +358,21 @@ def test_an_idle_https_client_does_not_hold_the_stop(certificate: tuple[Path, Pa
         began = time.monotonic()
     assert time.monotonic() - began < 10
     connection.close()
+
+
+def test_https_clients_that_leave_are_no_error(
+    certificate: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    made, key = certificate
+    with serving(tls_certificate=made, tls_key=key) as url:
+        for sent in (b"nonsense\r\n\r\n", LIVE, b"POST /nope HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n"):
+            for reads in (False, True):
+                with secure(url, made) as connection:
+                    connection.sendall(sent)
+                    if reads:
+                        assert connection.recv(1 << 16)
+        time.sleep(LINGER_SECONDS + GOODBYE_SECONDS + 0.5)
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
 def test_a_slow_https_client_gets_all_before_the_end(certificate: tuple[Path, Path]) -> None:
