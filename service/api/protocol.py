@@ -76,6 +76,8 @@ class Protocol(HttpToolsProtocol):
         self._spare = math.inf  # how many bytes of that, before the connection is broken off
         self._stopping = False  # whether the server stops
         self._lost = False  # whether the connection is no more
+        self.receiving: asyncio.Future[bool] | None = None
+        """What waits for a body that is received elsewhere."""
         self._refused: RequestResponseCycle | None = None  # the request whose body cannot be read
         self._running: RequestResponseCycle | None = None  # `cycle` may be of a request that waits for its turn
 
@@ -83,6 +85,8 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._timer.cancel()
         self._lost = True
+        if self.receiving is not None and not self.receiving.done():  # TLS had this call in its queue before
+            self.receiving.set_result(False)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -124,7 +128,8 @@ class Protocol(HttpToolsProtocol):
     def _half_close(self) -> None:
         """Send no more. Where the server stops, what comes is read for a moment only."""
         if self.transport.can_write_eof() and not self.transport.is_closing():  # never with TLS
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has broken it off
+                self.transport.write_eof()
         if self._stopping:
             self.loop.call_later(LINGER_SECONDS, self._close)
 
@@ -261,10 +266,10 @@ class Protocol(HttpToolsProtocol):
         waiting = self.config.loaded_app.waiting
         waiting.stop()
         self._stopping = True
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
         if self.cycle is None or self.cycle.response_complete:
             self.close()
-        else:
-            self.cycle.keep_alive = False
 
     def on_headers_complete(self) -> None:
         if not self.url.startswith(b"/"):
@@ -351,6 +356,7 @@ class Exchange:
 
     async def _receive(self, receiver: _Receiver) -> bool:
         protocol, cycle = self._protocol, self._cycle
+        protocol.receiving = receiver.done
         protocol.read_by(receiver)
         try:
             return await receiver.done
@@ -359,6 +365,7 @@ class Exchange:
             raise
         finally:
             receiver.stop()
+            protocol.receiving = None
             if not cycle.disconnected:
                 protocol.read_by(protocol)
             del receiver  # `done` has the exception, whose traceback has this frame

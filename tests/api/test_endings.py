@@ -16,6 +16,7 @@ import pytest
 from service.api.protocol import GOODBYE_SECONDS, LINGER_SECONDS
 from tests.api.test_body import Answer, Connection, v1
 from tests.api.test_protocol import LIVE, POLL
+from tests.faults.servers import Server
 from tests.serving import in_flight, serving, wait_until
 
 KEEP_ALIVE = 1
@@ -338,7 +339,35 @@ def test_a_body_that_does_not_come_does_not_hold_the_stop(read: bool) -> None:
     connection.socket.close()
 
 
+def test_nothing_is_begun_on_a_connection_that_the_stop_has_ended(tmp_path: Path) -> None:
+    with Server(tmp_path / "store") as server:
+        httpx.put(f"{server.url}/v1/buffers/sum", json={"shape": [2]}).raise_for_status()
+        with Connection(server.url) as connection:
+            connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n")
+            assert connection.answer().status == 404
+            server.process.terminate()
+            time.sleep(0.5)
+            connection.send(bytes(10) + CHUNKED % b"" + b"0\r\n\r\n")
+            assert connection.is_closed()
+        assert server.process.wait(30) == 0
+    with Server(tmp_path / "store") as server:
+        assert count(server.url) == 0
+
+
 # ----- TLS -----
+
+
+def test_an_https_client_that_leaves_in_a_later_body_is_missed(certificate: tuple[Path, Path]) -> None:
+    made, key = certificate
+    with serving(tls_certificate=made, tls_key=key, request_timeout=300) as url:
+        context = ssl.create_default_context(cafile=made)
+        for _ in range(10):
+            with secure(url, made) as connection:
+                message = v1(100_000)
+                connection.sendall(LIVE + message.whole()[:500])
+                connection.shutdown(socket.SHUT_RDWR)
+        with httpx.Client(base_url=url.replace("http:", "https:"), verify=context) as client:
+            wait_until(lambda: "gradserve_in_flight 1.0" in client.get("/metrics").text)
 
 
 def secure(url: str, made: Path) -> ssl.SSLSocket:
