@@ -95,7 +95,7 @@ class Application(FastAPI):
             self.admission.release(context)
             if asked["method"] == "HEAD":
                 context.sent = 0
-            if exchange is not None and exchange.is_refused():
+            if exchange is not None and exchange.is_refused:
                 context.status = MalformedBody.status
             elif exchange is not None and exchange.is_unheard():
                 context.status = problems.GONE

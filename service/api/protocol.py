@@ -11,9 +11,10 @@ import asyncio
 import fcntl
 import math
 import os
+import select
 import sys
 import termios
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -40,12 +41,13 @@ bytes it is the turn of others."""
 LEAST_RATE = 1 << 14
 """Bytes a second, on the average, that a body must come at if it takes longer than a request may be silent."""
 
-MOST_QUEUED = 16
-"""Requests behind the one that runs that are read, so that it is noticed when their client leaves."""
+MOST_QUEUED, PIECE_BYTES = 16, 1 << 14
+"""Requests behind the one that runs that are read, so that it is noticed when their client leaves; and bytes that are
+parsed at a time, as so many may be hundreds of requests. What follows is kept as it came."""
 
 LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 22
-"""How long, and how much, of what is no request is read after it was refused: a client that still sends when its
-connection is closed is told of that, and not of what it was answered."""
+"""How long, and how much, is read after the last answer: a client that still sends when its connection is closed is
+told of that, and not of what it was answered."""
 
 GOODBYE_SECONDS = 1.0
 """How long a TLS client is waited for to say goodbye, which one that is idle does not."""
@@ -74,27 +76,32 @@ class Protocol(HttpToolsProtocol):
         self._unheeded = 0  # bytes that came since a head was complete, or a part of a body came
         self._ended = False  # whether what comes is thrown away
         self._spare = math.inf  # how many bytes of that, before the connection is broken off
+        self._surplus = False  # whether anything was thrown away
         self._stopping = False  # whether the server stops
-        self._lost = False  # whether the connection is no more
+        self._ending: asyncio.TimerHandle | None = None  # what closes it at last
+        self._kept = b""  # what came behind `MOST_QUEUED` requests
         self.receiving: asyncio.Future[bool] | None = None
         """What waits for a body that is received elsewhere."""
-        self._refused: RequestResponseCycle | None = None  # the request whose body cannot be read
         self._running: RequestResponseCycle | None = None  # `cycle` may be of a request that waits for its turn
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._timer.cancel()
-        self._lost = True
+        if self._ending is not None:
+            self._ending.cancel()
         if self.receiving is not None and not self.receiving.done():  # TLS had this call in its queue before
             self.receiving.set_result(False)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         self.cycle = self._running = None  # type: ignore[assignment]  # which lead back here
+        for waiting, _ in self.pipeline:
+            waiting.scope["extensions"].clear()  # where its `Exchange` is, which leads back to it
+        self.pipeline.clear()
 
     def _judge(self) -> None:
         now, unsent = self.loop.time(), _unsent(self.transport)
-        if unsent and unsent == self._unsent:
+        if (unsent and unsent == self._unsent) or (self.flow.read_paused and _has_left(self.transport)):
             self.transport.abort()
         self._unsent = unsent
         if now >= self._due and not self.transport.is_closing():
@@ -115,13 +122,15 @@ class Protocol(HttpToolsProtocol):
         return self.transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection after its last answer, but read the rest of a body first that was not wanted.
+        """Close the connection after its last answer, but first read what the client still sends.
 
-        Else the client, which still sends it, would be told of a broken connection before it reads the answer.
+        Else it would be told of a broken connection before it reads the answer.
         """
         running = self._running
-        if running is not None and running.response_complete and running.more_body:
+        if running is not None and running.response_complete and running.more_body and not self._ended:
             self._half_close()
+        elif self._surplus or _at_hand(self.transport) or (self.transport.can_write_eof() and not self._stopping):
+            self._linger()
         else:
             self._close()
 
@@ -131,36 +140,64 @@ class Protocol(HttpToolsProtocol):
             with suppress(OSError):  # the client has broken it off
                 self.transport.write_eof()
         if self._stopping:
-            self.loop.call_later(LINGER_SECONDS, self._close)
+            self._end_after(LINGER_SECONDS, self._close)
+
+    def _linger(self) -> None:
+        """Send no more, and throw away what comes for a moment."""
+        self.end()
+        self._spare = LINGER_BYTES
+        self._half_close()
+        self.flow.resume_reading()
+        self._end_after(LINGER_SECONDS, self._close)
 
     def _close(self) -> None:
         self.transport.close()
         if not self.transport.can_write_eof():  # with TLS
-            self.loop.call_later(GOODBYE_SECONDS, self._part)
+            self._end_after(GOODBYE_SECONDS, self._part)
 
     def _part(self) -> None:
         """End a closed connection without the client's goodbye, but not before it has all that was sent."""
-        if self._lost:
-            return
         if self.transport.get_write_buffer_size() or _unacknowledged(self.transport):
-            self.loop.call_later(GOODBYE_SECONDS, self._part)
+            self._end_after(GOODBYE_SECONDS, self._part)
         else:
             self.transport.abort()
 
+    def _end_after(self, seconds: float, end: Callable[[], None]) -> None:
+        """Call `end` unless the client goes before."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = self.loop.call_later(seconds, end)
+
     def data_received(self, data: bytes) -> None:
         if self._ended:
+            self._surplus = True
             self._spare -= len(data)
             if self._spare < 0:
                 self.transport.abort()
-            return
+        elif self._kept:
+            self._kept += data
+            self.flow.pause_reading()
+        else:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Parse `data`, or keep it until fewer requests wait."""
+        for start in range(0, len(data), PIECE_BYTES):
+            if self._ended:
+                break
+            if len(self.pipeline) > MOST_QUEUED:
+                self._kept = data[start:]
+                break
+            self._parse(data[start : start + PIECE_BYTES])
+
+    def _parse(self, data: bytes) -> None:
         self._unheeded += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._stay(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            cause = error.__context__ if isinstance(error.__context__, httptools.HttpParserError) else error
-            self._refuse(f"The request is no HTTP that this server reads: {str(cause)[:200]}")
+            self._refuse(f"The request is no HTTP that this server reads: {_reason(error)[:200]}")
         else:
             if self._unheeded > LONGEST_HEAD:
                 self._refuse(f"The head of this request has more than {LONGEST_HEAD} bytes.")
@@ -174,28 +211,28 @@ class Protocol(HttpToolsProtocol):
         headers = self.scope["headers"]
         framing = [b"%b: %b\r\n" % one for one in headers if one[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(_LastBody(self))
-        self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), rest))
+        self._parse(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), rest))
 
     def _refuse(self, message: str) -> None:
         """End the connection because of what came, after the answers to the requests before it."""
         cycle = self.cycle
-        if self.transport.is_closing():  # behind the last request
+        if self._ended or self.transport.is_closing():  # behind the last request
             return
         if cycle is None or (cycle.response_complete and not cycle.more_body):  # where a request was to begin
             self._answer_and_end(message)
-        elif not cycle.more_body:  # behind one that is whole
+        elif cycle.response_started or not cycle.more_body:  # the request of which will be answered, or was
             self.logger.warning(message)
-            cycle.keep_alive = False
+            cycle.keep_alive, self._surplus = False, True
             self.end()
+            if cycle.response_complete:
+                self._linger()
         elif self.pipeline:  # in the body of one that waits for its turn
             cycle.keep_alive = False
+            cycle.scope["extensions"].clear()
             self.pipeline[0] = cycle, self._unreadable(message)  # type: ignore[assignment]  # ASGI, as Starlette has it
             self.end()
-        elif cycle.response_started:
-            self.logger.warning(message)
-            self._close()
         else:
-            self._refused = cycle
+            cycle.scope["extensions"][EXCHANGE].is_refused = True  # type: ignore[attr-defined]
             self._answer_and_end(message)
             cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
@@ -209,19 +246,11 @@ class Protocol(HttpToolsProtocol):
         answer = self._unreadable(message)
         lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *answer.raw_headers)]
         self.transport.write(b"".join([b"HTTP/1.1 400 Bad Request\r\n", *lines, b"\r\n", bytes(answer.body)]))
-        self.end()
-        self._spare = LINGER_BYTES
-        self._half_close()
-        self.flow.resume_reading()
-        self.loop.call_later(LINGER_SECONDS, self._close)
-
-    def has_refused(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the body of this request cannot be read."""
-        return self._refused is cycle
+        self._linger()
 
     def end(self) -> None:
         """Throw away what comes from now on."""
-        self._ended = True
+        self._ended, self._kept = True, b""
 
     def on_message_begin(self) -> None:
         self._unheeded = 0
@@ -242,24 +271,27 @@ class Protocol(HttpToolsProtocol):
         if not self.parser.should_keep_alive():  # as a trailer may say: the parser reads no more
             cycle.keep_alive = False
         if cycle.response_complete and not cycle.keep_alive:
-            self._close()
+            self._linger()
         elif cycle.response_complete:
             self._due = self.loop.time() + self.timeout_keep_alive
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        if not self.transport.is_closing():
+        if not (self._ended or self.transport.is_closing()):
             super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
-        if self.pipeline:
+        if self.pipeline and self._running is not None and self._running.keep_alive:
             self._running, app = self.pipeline.pop()
-            self._start_asgi_task(self._running, app)
+            super()._start_asgi_task(self._running, app)
         else:
             self._due = self.loop.time() + self.timeout_keep_alive
+        if len(self.pipeline) <= MOST_QUEUED:
+            kept, self._kept = self._kept, b""
+            self.flow.resume_reading()
+            self._read(kept)
 
     def shutdown(self) -> None:
         """The server stops: whoever waits for an epoch is told."""
@@ -303,18 +335,16 @@ def exchange_of(scope: Scope) -> Exchange | None:
 class Exchange:
     """A request and its answer on a connection."""
 
-    __slots__ = ("_cycle", "_protocol")
+    __slots__ = ("_cycle", "_protocol", "is_refused")
 
     def __init__(self, protocol: Protocol, cycle: RequestResponseCycle) -> None:
         self._protocol, self._cycle = protocol, cycle
+        self.is_refused = False
+        """Whether the client was told that its body cannot be read, whatever the answer is."""
 
     def is_unasked(self) -> bool:
         """Whether the client still waits to be asked for the body."""
         return self._cycle.waiting_for_100_continue and self._cycle.more_body
-
-    def is_refused(self) -> bool:
-        """Whether the client was told that its body cannot be read, whatever the answer is."""
-        return self._protocol.has_refused(self._cycle)
 
     def is_unheard(self) -> bool:
         """Whether the client was gone before it had the whole answer."""
@@ -352,6 +382,8 @@ class Exchange:
         protocol.parser = httptools.HttpRequestParser(protocol)  # the old one still waits for the body
         protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         cycle.more_body = False
+        if not cycle.keep_alive:
+            protocol.end()
         return True
 
     async def _receive(self, receiver: _Receiver) -> bool:
@@ -500,18 +532,41 @@ class _Receiver(asyncio.BufferedProtocol):
         self.owner.resume_writing()
 
 
+def _reason(error: httptools.HttpParserError) -> str:
+    """What the parser, or one of the methods that it calls, did not like."""
+    return str(error.__context__ if isinstance(error.__context__, httptools.HttpParserError) else error)
+
+
 def _unsent(transport: asyncio.WriteTransport) -> int:
     """Bytes of answers that the kernel has not taken yet; while there are any, with those that it has not sent."""
     held = transport.get_write_buffer_size()
     return held + _unacknowledged(transport) if held else 0
 
 
+def _at_hand(transport: asyncio.BaseTransport) -> int:
+    """Bytes that have come and were not read yet."""
+    return _told(transport, termios.FIONREAD)
+
+
 def _unacknowledged(transport: asyncio.BaseTransport) -> int:
     """Bytes that the kernel keeps until the client has them."""
+    return _told(transport, termios.TIOCOUTQ)
+
+
+def _told(transport: asyncio.BaseTransport, request: int) -> int:
+    """The number that the kernel answers."""
     with suppress(OSError, ValueError):  # where the kernel does not tell, or the socket is closed
         socket = transport.get_extra_info("socket").fileno()
-        return int.from_bytes(fcntl.ioctl(socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return int.from_bytes(fcntl.ioctl(socket, request, bytes(4)), sys.byteorder)
     return 0
+
+
+def _has_left(transport: asyncio.BaseTransport) -> bool:
+    """Whether the client has closed its connection, though what it sent before may not be read yet."""
+    poll = select.poll()
+    with suppress(ValueError):  # the socket is closed
+        poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _with_path(url: bytes) -> bytes:

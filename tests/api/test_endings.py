@@ -152,39 +152,7 @@ def test_a_connection_that_a_trailer_closes_is_closed(url: str) -> None:
         assert time.monotonic() - began < KEEP_ALIVE
 
 
-# ----- requests in a row -----
-
-
-@pytest.mark.parametrize("behind", [LIVE, POLL, LIVE * 5])
-def test_a_client_that_leaves_later_requests_behind_is_missed(url: str, behind: bytes) -> None:
-    with Connection(url) as connection:
-        connection.send(POLL)
-        wait_until(lambda: in_flight(url) == 1)
-        connection.send(behind, pause=0.1)
-        time.sleep(0.1)
-    wait_until(lambda: in_flight(url) == 0)
-
-
-def test_a_take_is_not_made_for_a_client_that_left(url: str) -> None:
-    with Connection(url) as connection:
-        connection.send(b"POST /v1/buffers/open/take?min_count=1&timeout=300 HTTP/1.1\r\nHost: x\r\n\r\n")
-        wait_until(lambda: in_flight(url) == 1)
-        connection.send(LIVE)
-        time.sleep(0.1)
-    wait_until(lambda: in_flight(url) == 0)
-    receipt = httpx.post(f"{url}/v1/buffers/open/accumulate", json={"gradient": [1, 1]}).json()
-    assert (receipt["epoch"], receipt["count"]) == (0, 1)
-
-
-def test_a_broken_chunk_in_a_later_request_is_told_in_its_turn(url: str) -> None:
-    before = count(url)
-    with Connection(url) as connection:
-        connection.send(LIVE + CHUNKED % b"" + b"zz\r\n")
-        assert connection.answer().status == 200
-        answer = connection.answer()
-        assert (answer.status, answer.headers["connection"]) == (400, "close")
-        assert connection.is_closed()
-    assert count(url) == before
+# ----- the last answer -----
 
 
 def test_a_request_has_one_answer(url: str) -> None:

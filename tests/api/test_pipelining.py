@@ -1,0 +1,178 @@
+"""Requests that are sent before the one in front is answered: each has its turn, and they take no more than a few."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.api.protocol import MOST_QUEUED, PIECE_BYTES, Protocol
+from tests.api.test_body import Connection
+from tests.api.test_endings import CHUNKED, KEEP_ALIVE, count
+from tests.api.test_protocol import LIVE, POLL
+from tests.faults.servers import Server
+from tests.serving import in_flight, serving, wait_until
+
+ADD = b"POST /v1/buffers/sum/accumulate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+ADD += b'Content-Length: 18\r\n\r\n{"gradient":[1,1]}'
+LARGE = b"POST /v1/buffers/sum/accumulate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + bytes(200_000)
+"""A part of a request, of which more comes than is read in advance."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(keep_alive=KEEP_ALIVE) as url:
+        httpx.put(f"{url}/v1/buffers/open", json={"shape": [2]}).raise_for_status()
+        httpx.put(f"{url}/v1/buffers/sum", json={"shape": [2]}).raise_for_status()
+        yield url
+
+
+SHORT = b"GET /v2/health/live HTTP/1.1\r\n\r\n"
+WAIT = b"GET /v1/buffers/open/value?epoch=0&timeout=%d HTTP/1.1\r\n\r\n"
+MORE = 10 << 20
+"""Bytes that the process may take."""
+
+
+def resident_bytes(server: Server) -> int:
+    """What the process has of the memory."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server whose memory is measured: what it keeps for good is there."""
+    with Server(tmp_path / "store") as server:
+        for name in ("open", "sum"):
+            httpx.put(f"{server.url}/v1/buffers/{name}", json={"shape": [2]}).raise_for_status()
+        with Connection(server.url) as connection:
+            connection.send((SHORT + ADD) * 200)
+            for _ in range(400):
+                connection.answer()
+        yield server
+
+
+LONG = b"GET /v2/health/live HTTP/1.1\r\nX-Long: %b\r\n\r\n" % (b"x" * 3000)
+
+
+@pytest.mark.parametrize(("more", "times"), [(SHORT * 60, 300), (LONG * 9, 1000)])
+def test_who_does_not_stop_for_answers_does_not_make_the_process_large(server: Server, more: bytes, times: int) -> None:
+    """Eight thousand of the short requests, which come at once, take twenty megabytes; all of the long ones, thirty."""
+    before, after = resident_bytes(server), 0
+    with Connection(server.url) as connection:
+        sender = threading.Thread(target=connection.send, args=[(more + ADD) * 20] * (times // 20), kwargs={"pause": 0})
+        sender.start()
+        for number in range(times):
+            for _ in range(more.count(b"GET")):
+                assert connection.answer().body == b'{"live":true}'
+            assert json.loads(connection.answer().body)["count"] == 201 + number
+            after = max(after, resident_bytes(server))
+        sender.join()
+    assert after - before < MORE
+
+
+def test_what_comes_behind_a_long_poll_is_not_read_without_end(server: Server) -> None:
+    before = resident_bytes(server)
+    with Connection(server.url) as connection:
+        connection.socket.setblocking(False)
+        connection.socket.send(WAIT % 300 + SHORT * 100)
+        sent, end = 0, time.monotonic() + 2
+        while time.monotonic() < end:
+            try:
+                sent += connection.socket.send(SHORT * 10_000)
+            except BlockingIOError:
+                time.sleep(0.01)
+        assert resident_bytes(server) - before < MORE
+    assert sent < 40 << 20
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_what_comes_while_requests_wait_is_kept(url: str, pieces: int) -> None:
+    before = count(url)
+    with Connection(url) as connection:
+        connection.send(WAIT % 1 + ADD * 3 * MOST_QUEUED, *[ADD * 5 + ADD[:20], ADD[20:]] * pieces, pause=0.1)
+        assert connection.answer().status == 409
+        for number in range(3 * MOST_QUEUED + 6 * pieces):
+            assert json.loads(connection.answer().body)["count"] == before + number + 1
+
+
+@pytest.mark.parametrize("start", range(0, len(LIVE + ADD), 7))
+def test_requests_may_be_cut_anywhere(url: str, start: int) -> None:
+    """Where the server begins to keep what comes as it is, or takes the next piece of it."""
+    requests = 2 * PIECE_BYTES // len(LIVE + ADD)
+    before = count(url)
+    with Connection(url) as connection:
+        sent = b"GET /v2/health/live HTTP/1.1\r\nX: %b\r\n\r\n" % (b"x" * start) + (LIVE + ADD) * requests
+        connection.send(sent[: 3 * start + 1000], sent[3 * start + 1000 :])
+        assert connection.answer().status == 200
+        for number in range(requests):
+            assert connection.answer().body == b'{"live":true}'
+            assert json.loads(connection.answer().body)["count"] == before + number + 1
+
+
+@pytest.mark.parametrize("behind", [LIVE, POLL, LIVE * 5, LIVE * 5 * MOST_QUEUED, LARGE])
+def test_a_client_that_leaves_later_requests_behind_is_missed(url: str, behind: bytes) -> None:
+    with Connection(url) as connection:
+        connection.send(POLL)
+        wait_until(lambda: in_flight(url) == 1)
+        connection.send(behind, pause=0.1)
+        time.sleep(0.1)
+    wait_until(lambda: in_flight(url) == 0)
+
+
+def test_a_take_is_not_made_for_a_client_that_left(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(b"POST /v1/buffers/open/take?min_count=1&timeout=300 HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_until(lambda: in_flight(url) == 1)
+        connection.send(LIVE)
+        time.sleep(0.1)
+    wait_until(lambda: in_flight(url) == 0)
+    receipt = httpx.post(f"{url}/v1/buffers/open/accumulate", json={"gradient": [1, 1]}).json()
+    assert (receipt["epoch"], receipt["count"]) == (0, 1)
+
+
+def test_a_broken_chunk_in_a_later_request_is_told_in_its_turn(url: str) -> None:
+    before = count(url)
+    with Connection(url) as connection:
+        connection.send(LIVE + CHUNKED % b"" + b"zz\r\n")
+        assert connection.answer().status == 200
+        answer = connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert connection.is_closed()
+    assert count(url) == before
+
+
+def test_who_sends_on_behind_nonsense_has_the_answer_before(url: str) -> None:
+    with Connection(url) as connection:
+        connection.send(LIVE + b"nonsense\r\n\r\n")
+        time.sleep(0.1)
+        connection.send(bytes(1 << 20))
+        assert connection.answer().status == 200
+        assert connection.is_closed()
+
+
+@pytest.mark.parametrize("sent", [POLL * 3, POLL + LARGE, LIVE + CHUNKED % b"" + b"zz\r\n", b"nonsense\r\n\r\n"])
+def test_a_connection_that_was_lost_leaves_nothing(url: str, sent: bytes) -> None:
+    """Not even until the collector of cycles comes."""
+
+    def alive() -> int:
+        return sum(isinstance(one, Protocol) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        for _ in range(20):
+            with Connection(url) as connection:
+                connection.send(sent)
+                time.sleep(0.02)
+        wait_until(lambda: in_flight(url) == 0)
+        wait_until(lambda: alive() < before + 10)
+    finally:
+        gc.enable()
