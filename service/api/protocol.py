@@ -76,7 +76,6 @@ class Protocol(HttpToolsProtocol):
         self._unheeded = 0  # bytes that came since a head was complete, or a part of a body came
         self._ended = False  # whether what comes is thrown away
         self._spare = math.inf  # how many bytes of that, before the connection is broken off
-        self._surplus = False  # whether anything was thrown away
         self._stopping = False  # whether the server stops
         self._ending: asyncio.TimerHandle | None = None  # what closes it at last
         self._kept = b""  # what came behind `MOST_QUEUED` requests
@@ -124,12 +123,12 @@ class Protocol(HttpToolsProtocol):
     def close(self) -> None:
         """Close the connection after its last answer, but first read what the client still sends.
 
-        Else it would be told of a broken connection before it reads the answer.
+        Else it would be told of a broken connection before it reads the answer. With TLS, its goodbye is waited for.
         """
         running = self._running
         if running is not None and running.response_complete and running.more_body and not self._ended:
             self._half_close()
-        elif self._surplus or _at_hand(self.transport) or (self.transport.can_write_eof() and not self._stopping):
+        elif self.transport.can_write_eof() and not self._stopping:
             self._linger()
         else:
             self._close()
@@ -170,7 +169,6 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._ended:
-            self._surplus = True
             self._spare -= len(data)
             if self._spare < 0:
                 self.transport.abort()
@@ -222,7 +220,7 @@ class Protocol(HttpToolsProtocol):
             self._answer_and_end(message)
         elif cycle.response_started or not cycle.more_body:  # the request of which will be answered, or was
             self.logger.warning(message)
-            cycle.keep_alive, self._surplus = False, True
+            cycle.keep_alive = False
             self.end()
             if cycle.response_complete:
                 self._linger()
@@ -382,8 +380,6 @@ class Exchange:
         protocol.parser = httptools.HttpRequestParser(protocol)  # the old one still waits for the body
         protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         cycle.more_body = False
-        if not cycle.keep_alive:
-            protocol.end()
         return True
 
     async def _receive(self, receiver: _Receiver) -> bool:
@@ -543,21 +539,11 @@ def _unsent(transport: asyncio.WriteTransport) -> int:
     return held + _unacknowledged(transport) if held else 0
 
 
-def _at_hand(transport: asyncio.BaseTransport) -> int:
-    """Bytes that have come and were not read yet."""
-    return _told(transport, termios.FIONREAD)
-
-
 def _unacknowledged(transport: asyncio.BaseTransport) -> int:
     """Bytes that the kernel keeps until the client has them."""
-    return _told(transport, termios.TIOCOUTQ)
-
-
-def _told(transport: asyncio.BaseTransport, request: int) -> int:
-    """The number that the kernel answers."""
     with suppress(OSError, ValueError):  # where the kernel does not tell, or the socket is closed
         socket = transport.get_extra_info("socket").fileno()
-        return int.from_bytes(fcntl.ioctl(socket, request, bytes(4)), sys.byteorder)
+        return int.from_bytes(fcntl.ioctl(socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     return 0
 
 

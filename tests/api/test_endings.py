@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -63,7 +64,7 @@ def test_who_sends_all_of_a_body_that_is_not_wanted_reads_why(url: str, path: st
         head = f"POST {path} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Length: {MORE}\r\n\r\n"
         connection.send(head.encode())
         time.sleep(0.2)  # in which it is answered
-        connection.send(bytes(MORE))
+        connection.send(bytes(MORE), b"and what", b"is no body", pause=0.1)
         answer = connection.answer()
         assert (answer.status, answer.headers["connection"]) == (status, "close")
         assert json.loads(answer.body)["status"] == status
@@ -155,12 +156,23 @@ def test_a_connection_that_a_trailer_closes_is_closed(url: str) -> None:
 # ----- the last answer -----
 
 
-def test_a_request_has_one_answer(url: str) -> None:
-    with Connection(url) as connection:
+def test_a_request_has_one_answer() -> None:
+    with serving(keep_alive=300) as url, Connection(url) as connection:
         connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert connection.answer().status == 404
         connection.send(b"zz\r\n" + LIVE)
         assert connection.is_closed()
+
+
+def test_nothing_is_begun_behind_the_last_answer(url: str) -> None:
+    before = count(url)
+    add = CHUNKED % b"" + b"0\r\n\r\n"
+    with Connection(url) as connection:
+        whole = v1(100_000).whole(b"Connection: close\r\n")
+        connection.send(whole[:1000], whole[1000:] + add * 3, pause=0.1)
+        assert connection.answer().headers["connection"] == "close"
+        assert connection.is_closed()
+    assert count(url) == before
 
 
 def test_nothing_is_sent_behind_the_last_answer(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -292,6 +304,16 @@ def test_an_answer_that_was_cut_is_logged_with_what_went(tmp_path: Path, caplog:
 # ----- the stop -----
 
 
+def test_an_idle_client_does_not_hold_the_stop() -> None:
+    with serving() as url:
+        connection = Connection(url)
+        connection.send(LIVE)
+        assert connection.answer().status == 200
+        began = time.monotonic()
+    assert time.monotonic() - began < LINGER_SECONDS
+    connection.socket.close()
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_a_body_that_does_not_come_does_not_hold_the_stop(read: bool) -> None:
     with serving(drain_timeout=20) as url:
@@ -344,8 +366,17 @@ def secure(url: str, made: Path) -> ssl.SSLSocket:
     plain = socket.create_connection(("127.0.0.1", port), timeout=30)
     connection = context.wrap_socket(plain, server_hostname="127.0.0.1")
     connection.sendall(LIVE)
-    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    assert_lives(connection)
     return connection
+
+
+def assert_lives(connection: ssl.SSLSocket) -> None:
+    answer = b""
+    while not answer.endswith(b'{"live":true}'):
+        part = connection.recv(1 << 16)
+        assert part, answer
+        answer += part
+    assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 def test_an_idle_https_client_does_not_hold_the_stop(certificate: tuple[Path, Path]) -> None:
@@ -355,6 +386,17 @@ def test_an_idle_https_client_does_not_hold_the_stop(certificate: tuple[Path, Pa
         began = time.monotonic()
     assert time.monotonic() - began < 10
     connection.close()
+
+
+@pytest.mark.parametrize("more", [b"", b"nonsense\r\n\r\n"])
+def test_an_https_client_that_sends_on_has_the_last_answer(certificate: tuple[Path, Path], more: bytes) -> None:
+    made, key = certificate
+    with serving(tls_certificate=made, tls_key=key) as url, secure(url, made) as connection:
+        connection.sendall(LIVE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + more)
+        time.sleep(0.1)
+        with suppress(OSError):
+            connection.sendall(bytes(1 << 20))
+        assert_lives(connection)
 
 
 def test_https_clients_that_leave_are_no_error(
