@@ -126,7 +126,7 @@ class Protocol(HttpToolsProtocol):
         Else it would be told of a broken connection before it reads the answer. With TLS, its goodbye is waited for.
         """
         running = self._running
-        if running is not None and running.response_complete and running.more_body and not self._ended:
+        if running is not None and running.response_complete and running.more_body:
             self._half_close()
         elif self.transport.can_write_eof() and not self._stopping:
             self._linger()
@@ -181,8 +181,6 @@ class Protocol(HttpToolsProtocol):
     def _read(self, data: bytes) -> None:
         """Parse `data`, or keep it until fewer requests wait."""
         for start in range(0, len(data), PIECE_BYTES):
-            if self._ended:
-                break
             if len(self.pipeline) > MOST_QUEUED:
                 self._kept = data[start:]
                 break
@@ -248,7 +246,7 @@ class Protocol(HttpToolsProtocol):
 
     def end(self) -> None:
         """Throw away what comes from now on."""
-        self._ended, self._kept = True, b""
+        self._ended = True
 
     def on_message_begin(self) -> None:
         self._unheeded = 0

@@ -166,11 +166,13 @@ def test_a_request_has_one_answer() -> None:
 
 def test_nothing_is_begun_behind_the_last_answer(url: str) -> None:
     before = count(url)
-    add = CHUNKED % b"" + b"0\r\n\r\n"
+    body = json.dumps({"dY": [1] * 100_000, "X": [1] * 100_000}).encode()  # takes its time to read
+    head = b"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    sent = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with Connection(url) as connection:
-        whole = v1(100_000).whole(b"Connection: close\r\n")
-        connection.send(whole[:1000], whole[1000:] + add * 3, pause=0.1)
-        assert connection.answer().headers["connection"] == "close"
+        connection.send(sent[:1000], sent[1000:] + (CHUNKED % b"" + b"0\r\n\r\n") * 3, pause=0.1)
+        answer = connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
         assert connection.is_closed()
     assert count(url) == before
 
@@ -179,6 +181,10 @@ def test_nothing_is_sent_behind_the_last_answer(url: str, caplog: pytest.LogCapt
     logger = logging.getLogger("uvicorn.error")
     logger.addHandler(caplog.handler)
     try:
+        with Connection(url) as connection:
+            connection.send(b"nonsense\r\n" * 5000)
+            assert connection.answer().status == 400
+            assert connection.is_closed()
         with Connection(url) as connection:
             connection.send(CHUNKED % b"Expect: 100-continue\r\n" + b"zz\r\n")
             assert connection.answer().status == 400
