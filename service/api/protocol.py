@@ -31,7 +31,7 @@ LARGE_BYTES, TURN_BYTES = 8 << 20, 1 << 19
 """An answer of more than so many bytes is written in pieces of so many, between which it is the turn of others."""
 
 LONGEST_HEAD = 1 << 16
-"""A head, or whatever else is no body, of more bytes than that is refused, give or take what comes at once."""
+"""A head, or whatever else is no body, of more bytes than that is refused, give or take a piece."""
 
 FAST_BYTES, LOOKS, LEAST_BYTES, MOST_AT_ONCE = 1 << 17, 40, 1 << 14, 1 << 21
 """Behind a head, or so many bytes of a body that came at once, more are on their way. They are looked for so many times
