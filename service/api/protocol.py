@@ -22,6 +22,7 @@ import httptools
 from starlette.responses import Response
 from starlette.types import Scope
 from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXCHANGE = "gradserve.exchange"
@@ -68,8 +69,11 @@ class Protocol(HttpToolsProtocol):
     It stands in for the transport where uvicorn sends an answer, as it closes a connection in its own way.
     """
 
+    flow: _Flow
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = _Flow(transport)  # type: ignore[arg-type]
         self._due = self.loop.time() + self.timeout_keep_alive
         self._timer = self.loop.call_at(self._due, self._judge)
         self._unsent = 0  # bytes of answers, when they were last looked at
@@ -78,7 +82,8 @@ class Protocol(HttpToolsProtocol):
         self._spare = math.inf  # how many bytes of that, before the connection is broken off
         self._stopping = False  # whether the server stops
         self._ending: asyncio.TimerHandle | None = None  # what closes it at last
-        self._kept = b""  # what came behind `MOST_QUEUED` requests
+        self._kept = b""  # what came while the flow was full
+        self._left = sys.maxsize  # bytes of the last answer that the client did not have yet, when they were looked at
         self.receiving: asyncio.Future[bool] | None = None
         """What waits for a body that is received elsewhere."""
         self._running: RequestResponseCycle | None = None  # `cycle` may be of a request that waits for its turn
@@ -103,7 +108,7 @@ class Protocol(HttpToolsProtocol):
         if (unsent and unsent == self._unsent) or (self.flow.read_paused and _has_left(self.transport)):
             self.transport.abort()
         self._unsent = unsent
-        if now >= self._due and not self.transport.is_closing():
+        if now >= self._due and not (self._ended or self.transport.is_closing()):
             self._close()  # which waits for what is unsent
         later = now + self.timeout_keep_alive
         self._timer = self.loop.call_at(min(self._due, later) if now < self._due else later, self._judge)
@@ -126,7 +131,7 @@ class Protocol(HttpToolsProtocol):
         Else it would be told of a broken connection before it reads the answer. With TLS, its goodbye is waited for.
         """
         running = self._running
-        if running is not None and running.response_complete and running.more_body:
+        if running is not None and running.response_complete and running.more_body and not self._ended:
             self._half_close()
         elif self.transport.can_write_eof() and not self._stopping:
             self._linger()
@@ -146,8 +151,9 @@ class Protocol(HttpToolsProtocol):
         self.end()
         self._spare = LINGER_BYTES
         self._half_close()
+        self.flow.full = False
         self.flow.resume_reading()
-        self._end_after(LINGER_SECONDS, self._close)
+        self._end_after(LINGER_SECONDS, self._part)
 
     def _close(self) -> None:
         self.transport.close()
@@ -155,8 +161,11 @@ class Protocol(HttpToolsProtocol):
             self._end_after(GOODBYE_SECONDS, self._part)
 
     def _part(self) -> None:
-        """End a closed connection without the client's goodbye, but not before it has all that was sent."""
-        if self.transport.get_write_buffer_size() or _unacknowledged(self.transport):
+        """Break the connection off, which the client has not closed, but not while it still reads the last answer."""
+        now, left = self.loop.time(), self.transport.get_write_buffer_size() + _unacknowledged(self.transport)
+        if left < self._left:
+            self._left, self._due = left, now + self.timeout_keep_alive
+        if left and now < self._due:
             self._end_after(GOODBYE_SECONDS, self._part)
         else:
             self.transport.abort()
@@ -172,17 +181,14 @@ class Protocol(HttpToolsProtocol):
             self._spare -= len(data)
             if self._spare < 0:
                 self.transport.abort()
-        elif self._kept:
-            self._kept += data
-            self.flow.pause_reading()
         else:
             self._read(data)
 
     def _read(self, data: bytes) -> None:
         """Parse `data`, or keep it until fewer requests wait."""
         for start in range(0, len(data), PIECE_BYTES):
-            if len(self.pipeline) > MOST_QUEUED:
-                self._kept = data[start:]
+            if self.flow.full:
+                self._kept += data[start:]
                 break
             self._parse(data[start : start + PIECE_BYTES])
 
@@ -203,6 +209,8 @@ class Protocol(HttpToolsProtocol):
 
         The parser leaves all that follows the head, `rest`, to that protocol; but the body is this request's.
         """
+        if self._ended:  # behind that request
+            return
         self.cycle.keep_alive = False
         headers = self.scope["headers"]
         framing = [b"%b: %b\r\n" % one for one in headers if one[0] in (b"content-length", b"transfer-encoding")]
@@ -285,9 +293,9 @@ class Protocol(HttpToolsProtocol):
         else:
             self._due = self.loop.time() + self.timeout_keep_alive
         if len(self.pipeline) <= MOST_QUEUED:
-            kept, self._kept = self._kept, b""
-            self.flow.resume_reading()
+            kept, self._kept, self.flow.full = self._kept, b"", False
             self._read(kept)
+            self.flow.resume_reading()
 
     def shutdown(self) -> None:
         """The server stops: whoever waits for an epoch is told."""
@@ -310,6 +318,8 @@ class Protocol(HttpToolsProtocol):
             self._running = cycle
         elif len(self.pipeline) <= MOST_QUEUED:
             self.flow.resume_reading()
+        else:
+            self.flow.full = True
         if self.scope["http_version"] == "1.0":
             cycle.waiting_for_100_continue = False
         cycle.transport = self  # type: ignore[assignment]
@@ -320,6 +330,16 @@ class Protocol(HttpToolsProtocol):
         self.flow.pause_reading()  # uvloop asks for the kind of protocol when reading starts
         self.transport.set_protocol(protocol)
         self.flow.resume_reading()
+
+
+class _Flow(FlowControl):
+    """Reads no more while it is full, whoever else wants to."""
+
+    full = False
+
+    def resume_reading(self) -> None:
+        if not self.full:
+            super().resume_reading()
 
 
 def exchange_of(scope: Scope) -> Exchange | None:
@@ -540,8 +560,7 @@ def _unsent(transport: asyncio.WriteTransport) -> int:
 def _unacknowledged(transport: asyncio.BaseTransport) -> int:
     """Bytes that the kernel keeps until the client has them."""
     with suppress(OSError, ValueError):  # where the kernel does not tell, or the socket is closed
-        socket = transport.get_extra_info("socket").fileno()
-        return int.from_bytes(fcntl.ioctl(socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return int.from_bytes(fcntl.ioctl(_socket(transport), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     return 0
 
 
@@ -549,8 +568,14 @@ def _has_left(transport: asyncio.BaseTransport) -> bool:
     """Whether the client has closed its connection, though what it sent before may not be read yet."""
     poll = select.poll()
     with suppress(ValueError):  # the socket is closed
-        poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        poll.register(_socket(transport), select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+def _socket(transport: asyncio.BaseTransport) -> int:
+    """The socket's number; -1: it is closed."""
+    socket = transport.get_extra_info("socket")  # None with TLS, from when it is lost until that is told
+    return -1 if socket is None else socket.fileno()
 
 
 def _with_path(url: bytes) -> bytes:
@@ -563,8 +588,7 @@ def _with_path(url: bytes) -> bytes:
 
 def _plain_socket(protocol: Protocol) -> int | None:
     """The socket's number, unless what comes through it must be deciphered."""
-    transport = protocol.transport
-    return transport.get_extra_info("socket").fileno() if transport.get_extra_info("ssl_object") is None else None
+    return _socket(protocol.transport) if protocol.transport.get_extra_info("ssl_object") is None else None
 
 
 def _received(socket: int, rest: memoryview) -> memoryview:

@@ -153,6 +153,16 @@ def test_a_request_that_offers_another_protocol_has_its_body(url: str, make: Mak
             assert connection.is_closed()
 
 
+@pytest.mark.parametrize("behind", [b"GET / HTTP/1.1\r\n" + UPGRADE + b"\r\n", b"CONNECT x:1 HTTP/1.1\r\n\r\n" * 600])
+def test_what_follows_a_request_that_offers_another_protocol_is_not_its_body(url: str, behind: bytes) -> None:
+    message = v1(SMALL)
+    with Connection(url) as connection:
+        connection.send(LIVE + message.whole(UPGRADE) + behind)
+        assert connection.answer().body == b'{"live":true}'
+        assert_right(connection.answer(), message)
+        assert connection.is_closed()
+
+
 def test_a_body_that_looks_like_a_request_is_none(url: str) -> None:
     httpx.put(f"{url}/v1/buffers/dear", json={"shape": [2]}).raise_for_status()
     inner = b"DELETE /v1/buffers/dear HTTP/1.1\r\nHost: test\r\n\r\n"
@@ -185,12 +195,12 @@ def test_nobody_waits_for_a_client_that_left_requests_behind(strict: str, behind
     wait_until(lambda: in_flight(strict) == 0)
 
 
-def ask_for_the_large(url: str, reader: socket.socket) -> None:
+def ask_for_the_large(url: str, reader: socket.socket, more: bytes = b"") -> None:
     host, port = url.removeprefix("http://").split(":")
     reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     reader.connect((host, int(port)))
-    head = f"GET /v1/buffers/large/value HTTP/1.1\r\nHost: test\r\nAccept: {safetensors.MEDIA_TYPE}\r\n\r\n"
-    reader.sendall(head.encode())
+    head = f"GET /v1/buffers/large/value HTTP/1.1\r\nHost: test\r\nAccept: {safetensors.MEDIA_TYPE}\r\n"
+    reader.sendall(head.encode() + more + b"\r\n")
 
 
 def test_a_client_that_does_not_read_holds_nothing_for_long(strict: str) -> None:
@@ -215,6 +225,18 @@ def test_a_client_that_reads_slowly_gets_all(strict: str, step: int) -> None:
         assert got == 4 * HALF
 
 
+def test_a_client_that_reads_slowly_and_sends_on_gets_all(strict: str) -> None:
+    """Longer than a connection that ends is lingered on."""
+    with socket.socket() as slow:
+        ask_for_the_large(strict, slow, b"Connection: close\r\n")
+        stream, end = slow.makefile("rb"), 1 << 20
+        assert len(stream.read(4 * HALF - end)) == 4 * HALF - end
+        for _ in range(32):
+            time.sleep(0.1)
+            slow.send(b"x")
+            assert len(stream.read(end // 32)) == end // 32
+
+
 def test_answers_are_right_while_others_do_all_this(strict: str) -> None:
     """What was closed or refused above has left nothing on any connection of others."""
     with Connection(strict) as connection:
@@ -224,6 +246,14 @@ def test_answers_are_right_while_others_do_all_this(strict: str) -> None:
             assert_right(connection.answer(), message)
             assert connection.answer().body == b'{"live":true}'
     assert np.isclose(in_flight(strict), 0)
+
+
+def test_a_socket_that_is_no_more_tells_nothing() -> None:
+    """With TLS, the connection may still be asked meanwhile."""
+    for found in (None, Mock(fileno=lambda: -1)):
+        lost = Mock(get_extra_info=Mock(return_value=found))
+        assert protocol._unacknowledged(lost) == 0
+        assert not protocol._has_left(lost)
 
 
 @pytest.mark.parametrize(("step", "most"), [(1, 1), (protocol.LEAST_BYTES, 1 << 10)])
