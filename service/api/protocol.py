@@ -44,7 +44,8 @@ LEAST_RATE = 1 << 14
 
 MOST_QUEUED, PIECE_BYTES = 16, 1 << 14
 """Requests behind the one that runs that are read, so that it is noticed when their client leaves; and bytes that are
-parsed at a time, as so many may be hundreds of requests. What follows is kept as it came."""
+parsed at a time, as so many may be hundreds of requests, unless they are known to be a body's. What follows is kept as
+it came."""
 
 LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 22
 """How long, and how much, is read after the last answer: a client that still sends when its connection is closed is
@@ -186,11 +187,22 @@ class Protocol(HttpToolsProtocol):
 
     def _read(self, data: bytes) -> None:
         """Parse `data`, or keep it until fewer requests wait."""
-        for start in range(0, len(data), PIECE_BYTES):
+        start = 0
+        while start < len(data):
             if self.flow.full:
                 self._kept += data[start:]
                 break
-            self._parse(data[start : start + PIECE_BYTES])
+            end = start + self._piece()
+            self._parse(data[start:end])
+            start = end
+
+    def _piece(self) -> int:
+        """How many bytes to parse."""
+        cycle, missing = self.cycle, 0
+        if cycle is not None and cycle.more_body and not cycle.response_complete:
+            lengths = (int(value) for name, value in cycle.scope["headers"] if name == b"content-length")
+            missing = next(lengths, 0) - len(cycle.body)
+        return max(PIECE_BYTES, missing)
 
     def _parse(self, data: bytes) -> None:
         self._unheeded += len(data)
