@@ -46,32 +46,41 @@ GROWTH: list[Sizes] = [(S, 32, 128, 128, 1) for S in (32, 64, 128, 256)] + [
 GRADIENTS = ("dX", "dW", "dR", "dB", "dH0")
 
 
-def sample(engine: Engine, sizes: Sizes, attributes: dict[str, Any]) -> dict[str, Array | None]:
-    """GRUGrad's inputs, with HAll and ZRH of a real forward pass."""
+def sample(
+    engine: Engine, sizes: Sizes, attributes: dict[str, Any], lengths: Array | None = None
+) -> dict[str, Array | None]:
+    """GRUGrad's inputs, with HAll and ZRH of a real forward pass, for sequences of these lengths, S if None."""
     S, N, I, H, D = sizes  # noqa: E741
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(H))
 
-    given = {"X": normal(S, N, I), "W": normal(D, 3 * H, I), "R": normal(D, 3 * H, H), "B": normal(D, 6 * H)}
-    given["H0"] = normal(D, N, H)
+    given: dict[str, Array | None] = {
+        "X": normal(S, N, I),
+        "W": normal(D, 3 * H, I),
+        "R": normal(D, 3 * H, H),
+        "B": normal(D, 6 * H),
+    }
+    given |= {"SL": lengths, "H0": normal(D, N, H)}
     made = run(engine, "GRUTraining", given, attributes)
     back = {"grad_HAll": normal(S, D, N, H), "grad_Ht": normal(D, N, H)}
     everything = {**given, "HAll": made["HAll"], "ZRH": made["ZRH"], **back}
     return {one.name: everything.get(one.name) for one in OPERATORS["GRUGrad"].inputs}
 
 
-def run(engine: Engine, op: str, given: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Array]:
+def run(engine: Engine, op: str, given: Mapping[str, Any], attributes: dict[str, Any]) -> dict[str, Array]:
     """The operator's outputs."""
     tensors = {name: array for name, array in given.items() if array is not None}
     return engine.run(OPERATORS[op], tensors, attributes)
 
 
-def gru_grad(engine: Engine, sizes: Sizes, linear_before_reset: int = 1) -> Callable[[], object]:
+def gru_grad(
+    engine: Engine, sizes: Sizes, linear_before_reset: int = 1, lengths: Array | None = None
+) -> Callable[[], object]:
     """GRUGrad, ready to run."""
     attributes = {"linear_before_reset": linear_before_reset, "direction": direction(sizes)}
-    return partial(run, engine, "GRUGrad", sample(engine, sizes, attributes), attributes)
+    return partial(run, engine, "GRUGrad", sample(engine, sizes, attributes, lengths), attributes)
 
 
 def direction(sizes: Sizes) -> str:
@@ -165,12 +174,14 @@ def speeds(engine: Engine, bare: Mapping[tuple[Sizes, int], float]) -> str:
 def ways(engine: Engine) -> str:
     """The table of our own times against each other."""
     rows = []
-    pairs = [
+    lengths = np.random.default_rng(0).permutation(np.arange(LARGE[0], 0, -2))  # of which half the steps are run
+    pairs: list[tuple[str, tuple[Any, ...], tuple[Any, ...], float]] = [
         ("bidirectional / forward", (BOTH_WAYS, 1), (LARGE, 1), 2.0),
         ("bidirectional / forward, lbr 0", (BOTH_WAYS, 0), (LARGE, 0), 2.0),
         ("lbr 0 / 1", (LARGE, 0), (LARGE, 1), 1.5),
         ("lbr 0 / 1", (SMALL, 0), (SMALL, 1), 1.5),
         ("lbr 0 / 1", (BOTH_WAYS, 0), (BOTH_WAYS, 1), 1.5),
+        ("lengths 2, 4, .. 64, in no order / all 64", (LARGE, 1, lengths), (LARGE, 1), 0.75),
     ]
     for what, one, other, limit in pairs:
         medians = alternate(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -34,32 +34,42 @@ class Backward:
     """
 
     def __init__(self, layout: Layout, x: Array, given: Mapping[str, Array | None], made: Mapping[str, Array]) -> None:
-        self.layout, self.x, self.given, self.made = layout, x, given, made
-        S, N, H, D, dtype = layout.longest(), layout.N, layout.H, layout.D, x.dtype
+        self.layout, self.rows, self.given, self.made = layout, layout.rows, given, made
+        self.x = self.rows.by_rows(x)
+        H, D, dtype = layout.H, layout.D, x.dtype
         self.first = 1 if layout.linear_before_reset else 0  # where z stands
-        self.gates: Array = spare_memory((D, S, N, 3 + self.first, H), dtype)
-        self.previous: Array = spare_memory((D, S, N, H), dtype)  # the state before each step
+        self.gates: Array = spare_memory((D, *self.rows.shape, 3 + self.first, H), dtype)
+        self.previous: Array = spare_memory((D, *self.rows.shape, H), dtype)  # the state before each step
         self.reset: Array | None = None  # r * previous, where R sees that instead
         self.recurrent = self._array("R")
         if layout.linear_before_reset:
             self.recurrent = np.concatenate([self.recurrent[:, 2 * H :], self.recurrent[:, : 2 * H]], axis=1)
         else:
-            self.reset = spare_memory((D, S, N, H), dtype)
+            self.reset = spare_memory((D, *self.rows.shape, H), dtype)
+        grad_Ht = given["grad_Ht"]
+        made["dH0"][...] = 0 if grad_Ht is None else grad_Ht
+        self.state = self.rows.by_length(made["dH0"])  # its gradient
+        if "dX" in made:
+            made["dX"][layout.steps :] = 0
+            self.dX = self.rows.like(made["dX"])
 
     def run(self) -> None:
         """Fill `made`."""
-        layout, grad_Ht = self.layout, self.given["grad_Ht"]
-        self.made["dH0"][...] = 0 if grad_Ht is None else grad_Ht
+        layout = self.layout
         chunks, blocks = [layout.chunks(d)[::-1] for d in range(layout.D)], layout.blocks()
         places = list(itertools.product(range(len(chunks[0])), range(layout.D)))
-        if "dX" in self.made:
-            self.made["dX"][layout.longest() :] = 0
         if not places:
             for name in {"dX", "dW", "dR", "dB"} & self.made.keys():
                 self.made[name][...] = 0
         if layout.alone:
             self._run_alone([(d, chunks[d][number]) for number, d in places], blocks)
-            return
+        else:
+            self._run_shared(chunks, blocks, places)
+        self.rows.return_states(self.made["dH0"], self.state)
+
+    def _run_shared(
+        self, chunks: Sequence[Sequence[slice]], blocks: Sequence[slice], places: Sequence[tuple[int, int]]
+    ) -> None:
         tasks = Tasks()
         walked: dict[tuple[int, int], list[int]] = {}  # the tasks of a direction's chunk, block by block
         for number, d in places:
@@ -93,24 +103,22 @@ class Backward:
 
     def _walk(self, d: int, chunk: slice, block: slice) -> None:
         """Take a block of sequences back through a chunk of steps, in pieces that are small enough for scratch."""
-        if chunk.start >= self.layout.longest(block):
-            for array in (self.gates, self.previous, self.reset):
-                if array is not None:
-                    array[d, chunk, block] = 0
-            return
+        running = self.rows.running(chunk, block)
         height = max(1, PIECE // ((block.stop - block.start) * self.layout.H))
-        pieces = [slice(t, min(t + height, chunk.stop)) for t in range(chunk.start, chunk.stop, height)]
+        pieces = [slice(t, min(t + height, running.stop)) for t in range(running.start, running.stop, height)]
         for steps in pieces if self.layout.reverse[d] else reversed(pieces):
             self._through_time(d, steps, block)
 
     def _factors(self, d: int, steps: slice, block: slice) -> tuple[Array, Array]:
         """Fill `gates` with what to multiply the state's gradient by; return z, and r, in memory of their own."""
-        layout, H = self.layout, self.layout.H
-        z, r, h = (self._array("ZRH")[steps, d, block, k * H : (k + 1) * H] for k in range(3))
+        H = self.layout.H
+        zrh = self.rows.taken(self._array("ZRH"), d, steps, block)
+        z, r, h = (zrh[..., k * H : (k + 1) * H] for k in range(3))
         passing, reset, candidate, rest, part = scratch(0, 5 * z.size, z.dtype).reshape(5, *z.shape)
-        gates, previous = self.gates[d, steps, block], self.previous[d, steps, block]
-        to_z, to_r, to_h = (gates[:, :, self.first + k] for k in range(3))
-        self._fill_previous(d, steps, block, previous)
+        gates, previous = (self.rows.part(one[d], steps, block) for one in (self.gates, self.previous))
+        to_z, to_r, to_h = (gates[..., self.first + k, :] for k in range(3))
+        HAll, H0 = self._array("HAll"), self.given["H0"]
+        self.rows.previous(HAll, H0, d, steps, block, previous, back=self.layout.reverse[d])
         passing[...], reset[...], candidate[...] = z, r, h
         np.subtract(1, passing, out=rest)
         np.subtract(previous, candidate, out=part)
@@ -122,75 +130,54 @@ class Backward:
         to_h[...] = part
         if self.reset is None:
             part *= reset
-            gates[:, :, 0] = part
+            gates[..., 0, :] = part
             np.matmul(previous.reshape(-1, H), self._array("R")[d, 2 * H :].T, out=rest.reshape(-1, H))
             if self.given["B"] is not None:
                 rest += self._array("B")[d, 5 * H :]
             part *= rest
         else:
             np.multiply(reset, previous, out=part)
-            self.reset[d, steps, block] = part
+            self.rows.part(self.reset[d], steps, block)[...] = part
         np.subtract(1, reset, out=rest)
         np.multiply(part, rest, out=to_r)
-        if layout.padded is not None and self.reset is not None:
-            self.reset[d, steps, block][layout.padded[steps, block]] = 0
         return passing, reset
 
-    def _fill_previous(self, d: int, steps: slice, block: slice, previous: Array) -> None:
-        HAll, H0 = self._array("HAll")[:, d, block], self.given["H0"]
-        start: Any = 0 if H0 is None else H0[d, block]
-        first, last = steps.start, steps.stop
-        if self.layout.reverse[d]:
-            previous[:-1] = HAll[first + 1 : last]
-            previous[-1] = HAll[last] if last < self.layout.S else start
-        else:
-            previous[1:] = HAll[first : last - 1]
-            previous[0] = HAll[first - 1] if first else start
-        if self.layout.lengths is not None:
-            lengths = self.layout.lengths[block]
-            if self.layout.reverse[d]:
-                for n in np.flatnonzero((lengths > first) & (lengths <= last)):
-                    previous[lengths[n] - 1 - first, n] = 0 if H0 is None else start[n]
-            previous[np.arange(first, last)[:, None] >= lengths] = 0
-
     def _through_time(self, d: int, steps: slice, block: slice) -> None:
-        """Take the gradient of a block's state, in dH0, back through a chunk of steps, and leave those of its gates."""
-        layout, H, R, grad_HAll = self.layout, self.layout.H, self.recurrent[d], self.given["grad_HAll"]
-        order = slice(None, None, 1 if layout.reverse[d] else -1)
+        """Take the gradient of a block's state back through steps of a chunk, and leave those of its gates."""
+        rows, H, R, grad_HAll = self.rows, self.layout.H, self.recurrent[d], self.given["grad_HAll"]
         passing, reset = self._factors(d, steps, block)
-        gates = self.gates[d, steps, block][order]
-        by_row = gates.reshape(*gates.shape[:2], -1)
-        G = self.made["dH0"][d, block]
-        G_of_gates, product, waiting = G[:, None], np.empty_like(G), None
-        # Slices of all steps at once: slicing step by step would take as long as the arithmetic of a small step.
-        for gradient, z, r, gate, row, idle in zip(
-            itertools.repeat(None) if grad_HAll is None else grad_HAll[steps, d, block][order],
-            passing[order],
-            itertools.repeat(None) if self.reset is None else reset[order],
-            gates,
-            by_row[:, :, : 3 * H if self.reset is None else 2 * H],
-            layout.idle(range(steps.start, steps.stop)[order], block),
+        gates, G = rows.part(self.gates[d], steps, block), self.state[d, block]
+        by_row = gates.reshape(*gates.shape[:-2], -1)
+        step_by_step, who_runs = (
+            partial(each, steps=steps, block=block, back=not self.layout.reverse[d])
+            for each in (rows.step_by_step, rows.who_runs)
+        )
+        nothing = itertools.repeat(None)
+        for gradient, z, r, gate, row, state, state_of_gates, product in zip(
+            nothing if grad_HAll is None else step_by_step(rows.taken(grad_HAll, d, steps, block)),
+            step_by_step(passing),
+            nothing if self.reset is None else step_by_step(reset),
+            step_by_step(gates),
+            step_by_step(by_row[..., : 3 * H if self.reset is None else 2 * H]),
+            who_runs(G),
+            who_runs(G[:, None]),
+            who_runs(np.empty_like(G)),
             strict=False,
         ):
-            if idle is not None:
-                waiting = G[idle]
             if gradient is not None:
-                G += gradient
+                state += gradient
             if self.reset is None:
-                gate *= G_of_gates
+                gate *= state_of_gates
                 np.matmul(row, R, out=product)
             else:
-                gate[:, ::2] *= G_of_gates
+                gate[:, ::2] *= state_of_gates
                 to_reset = np.matmul(gate[:, 2], R[2 * H :])
                 gate[:, 1] *= to_reset
                 np.matmul(row, R[: 2 * H], out=product)
                 to_reset *= r
                 product += to_reset
-            G *= z
-            G += product
-            if idle is not None:
-                G[idle] = waiting
-                gate[idle] = 0
+            state *= z
+            state += product
 
     def _products(self, d: int, steps: slice) -> Iterator[tuple[object, Callable[[bool], None]]]:
         """What is made of a chunk's gradients: what it adds to, and how; True starts from zero."""
@@ -206,26 +193,22 @@ class Backward:
 
     def _to_weights(self, name: str, d: int, steps: slice, bounds: Sequence[int], fresh: bool) -> None:
         """Add to the rows of the gates between each two of `bounds` in dW or dR."""
-        H, total = self.layout.H, self.made[name][d]
+        H, total, rows = self.layout.H, self.made[name][d], self.rows.chunk(steps)
         for start, stop in itertools.pairwise(bounds):
             place = self.first + start
             if name == "dW":
-                factor = self._inputs(steps)
+                factor = self.x[rows]
             elif start < 2:
-                factor = self.previous[d, steps]
+                factor = self.previous[d, rows]
             else:  # h, as R sees it
-                factor, place = (self.previous[d, steps], 0) if self.reset is None else (self.reset[d, steps], 2)
-            factor = factor.reshape(len(factor) * self.layout.N, factor.shape[-1])
-            gradient = self.gates[d, steps, :, place : place + stop - start].reshape(len(factor), -1)
+                factor, place = (self.previous[d, rows], 0) if self.reset is None else (self.reset[d, rows], 2)
+            gates = self.gates[d, rows]
+            gradient = gates[..., place : place + stop - start, :].reshape(math.prod(gates.shape[:-2]), -1)
+            factor = factor.reshape(len(gradient), factor.shape[-1])
             _add_product(total[start * H : stop * H], gradient.T, factor, fresh)
 
-    def _inputs(self, steps: slice) -> Array:
-        """X, but zero beyond the sequences' lengths: where it is not finite there, 0 times it is NaN."""
-        x, padded = self.x[steps], self.layout.padded
-        return x if padded is None else np.where(padded[steps, :, None], x.dtype.type(0), x)
-
     def _to_bias(self, d: int, steps: slice, fresh: bool) -> None:
-        gates = self.gates[d, steps]
+        gates = self.gates[d, self.rows.chunk(steps)]
         kinds, H = gates.shape[-2:]
         rows = gates.reshape(-1, kinds * H)
         sums = np.matmul(np.ones((1, len(rows)), rows.dtype), rows).reshape(kinds, H)
@@ -237,11 +220,11 @@ class Backward:
         total[5] += sums[0 if self.first else 2]
 
     def _to_x(self, d: int, steps: slice, fresh: bool) -> None:
-        W, dX = self._array("W")[d], self.made["dX"][steps]
-        gates = self.gates[d, steps, :, self.first :].reshape(-1, len(W))
-        _add_product(dX.reshape(len(gates), self.layout.I), gates, W, fresh)
-        if self.layout.padded is not None:  # where W is not finite, 0 times it is NaN
-            dX[self.layout.padded[steps]] = 0
+        W, rows = self._array("W")[d], self.rows.chunk(steps)
+        gates, dX = self.gates[d, rows][..., self.first :, :].reshape(-1, len(W)), self.dX[rows]
+        _add_product(dX.reshape(len(gates), W.shape[1]), gates, W, fresh)
+        if self.layout.D == 1 or not fresh:  # no other direction adds to it
+            self.rows.return_rows(self.made["dX"], steps, dX)
 
 
 def _add_product(total: Array, left: Array, right: Array, fresh: bool) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -13,6 +12,7 @@ import numpy as np
 from service.dtypes import DType, compute_dtype
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
 from service.kernels._blocks import new_output, spare_memory
+from service.kernels._gru_rows import Even, Ragged
 from service.kernels._op import Array
 
 SEQUENCES = 32
@@ -34,7 +34,7 @@ Direction = Literal["forward", "reverse", "bidirectional"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes, checked, and the pass through time of each direction."""
+    """The sizes, checked, and how a batch is cut, for the passes through time."""
 
     S: int
     N: int
@@ -43,33 +43,26 @@ class Layout:
     D: int
     reverse: tuple[bool, ...]
     lengths: Array | None
+    """None if all sequences are as long as the longest."""
+    steps: int
+    """Of the longest sequence: what is beyond is not computed."""
     linear_before_reset: bool
 
-    def idle(self, steps: range, block: slice) -> Iterable[Array | None]:
-        """For each step, which sequences of the block are over, as indices into it; None if none is."""
-        if self.lengths is None:
-            return itertools.repeat(None)
-        over = [np.flatnonzero(self.lengths[block] <= t) for t in steps]
-        return [places if places.size else None for places in over]
-
-    def longest(self, block: slice = slice(None)) -> int:
-        """The steps that the longest of these sequences runs: what is beyond need not be computed."""
-        return self.S if self.lengths is None else int(self.lengths[block].max(initial=0))
-
     @cached_property
-    def padded(self) -> Array | None:
-        """Where [S, N] is beyond a sequence's length; None if nowhere."""
-        if self.lengths is None or (self.lengths >= self.S).all():
-            return None
-        return np.arange(self.S)[:, None] >= self.lengths
+    def rows(self) -> Even:
+        """What is computed."""
+        if self.lengths is None:
+            return Even(self.N, self.steps)
+        return Ragged(self.lengths, self.steps, self.D, self.blocks(), self._chunks())
 
     @property
     def alone(self) -> bool:
         """Whether the work is too little for more than one thread."""
-        return self.D * self.longest() * self.N * 3 * self.H * (2 * self.I + self.H) < LEAST_SHARED
+        rows = self.N * self.steps if self.lengths is None else int(self.lengths.sum())
+        return self.D * rows * 3 * self.H * (2 * self.I + self.H) < LEAST_SHARED
 
     def blocks(self) -> list[slice]:
-        """The sequences in blocks, which go through time each by itself, as each direction does."""
+        """The sequences in blocks, by length, which go through time each by itself, as each direction does."""
         in_halves = self.D == 1 and self.N > SEQUENCES // 2
         most = 1 if self.alone and self.N <= ROWS else BLOCKS
         count = min(max(self.N // SEQUENCES, 1 + in_halves), most) if self.N else 0
@@ -77,11 +70,13 @@ class Layout:
 
     def chunks(self, direction: int) -> list[slice]:
         """The steps that any sequence runs, in chunks, in the order of the forward pass."""
+        return self._chunks()[:: -1 if self.reverse[direction] else 1]
+
+    def _chunks(self) -> list[slice]:
         if not self.N:  # however many steps it is of
             return []
-        height, end = max(STEPS, ROWS // self.N), self.longest()
-        chunks = [slice(t, min(t + height, end)) for t in range(0, end, height)]
-        return chunks[::-1] if self.reverse[direction] else chunks
+        height = max(STEPS, ROWS // self.N)
+        return [slice(t, min(t + height, self.steps)) for t in range(0, self.steps, height)]
 
 
 _REVERSE: dict[str, tuple[bool, ...]] = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
@@ -130,7 +125,7 @@ def layout_of(
             " multiplied",
             tensor="X",
         )
-    layout = Layout(S, N, I, H, len(reverse), reverse, SL, linear_before_reset == 1)
+    steps, lengths = S, None
     if SL is not None:
         check_shape("SL", SL, N)
         wrong = np.flatnonzero((SL < 0) | (SL > S))
@@ -138,7 +133,9 @@ def layout_of(
             raise InvalidTensor(
                 f"SL[{wrong[0]}] is {SL[wrong[0]]}, but must be in [0, {S}], the steps of X", tensor="SL"
             )
-    return layout
+        steps = int(SL.max(initial=0))
+        lengths = None if (SL == steps).all() else SL
+    return Layout(S, N, I, H, len(reverse), reverse, lengths, steps, linear_before_reset == 1)
 
 
 def _refused(name: str, value: object, wanted: str) -> InvalidParameter:

@@ -11,23 +11,22 @@ dX, dW, dR and the bias gradients in the backward pass. The loop over time holds
 do not depend on each other, so each block of them runs through time on its own, in whatever thread is free; where there
 is one block only, one thread does, and others join in for the products, since many short calls of NumPy in two threads
 would wait for the interpreter's lock more than they would work. What is little as a whole, one thread does alone.
-Steps beyond the longest sequence are not computed at all, and those beyond the longest of a block not step by step.
+Where sequences differ in length, they are sorted, and what is beyond the end of one is not computed: its steps are not
+among the rows of any product.
 Inside the engine BLAS runs with one thread: the pool's threads and those of BLAS never compete.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
-from functools import partial
 
 import numpy as np
 
 from service.dtypes import compute_dtype
 from service.kernels._gru_backward import Backward
-from service.kernels._gru_layout import Direction, Layout, check_shape, layout_of, narrowed, results, widened
-from service.kernels._op import Array, T, TSize, op
-from service.kernels._tasks import Tasks
+from service.kernels._gru_forward import Forward
+from service.kernels._gru_layout import Direction, check_shape, layout_of, narrowed, results, widened
+from service.kernels._op import T, TSize, op
 
 _INPUTS = {
     "X": [[[1.0]], [[-0.5]]],
@@ -83,89 +82,10 @@ def gru_training(
     check_shape("H0", H0, D, N, H)
     dtype = compute_dtype(X.dtype)
     made = results(X.dtype, (S, D, N, H), (D, N, H), (S, D, N, 3 * H))
-    HAll, HFinal, ZRH = (wide for _, wide in made)
-    x, w, r = (np.ascontiguousarray(tensor, dtype) for tensor in (X, W, R))
-    b, h0 = widened(B, dtype), widened(H0, dtype)
-    bias = np.zeros((D, 6 * H), dtype) if b is None else b
-    inputs = bias[:, : 3 * H].copy()  # what is added to X W', for all steps alike
-    with np.errstate(all="ignore"):
-        inputs[:, : 2 * H] += bias[:, 3 * H : 5 * H]
-        if not layout.linear_before_reset:
-            inputs[:, 2 * H :] += bias[:, 5 * H :]
-    HFinal[...] = 0 if h0 is None else h0
-    HAll[layout.longest() :], ZRH[layout.longest() :] = 0, 0
-    chunks, blocks, tasks = [layout.chunks(d) for d in range(D)], layout.blocks(), Tasks()
-    before: dict[tuple[int, int], list[int]] = {}  # the task of each block's chunk before
-    for number, d in itertools.product(range(len(chunks[0])), range(D)):
-        steps = chunks[d][number]
-        project = partial(_project, x[steps], w[d], inputs[d], ZRH[steps, d])
-        fixed = partial(_through_time, layout, d, steps, r[d], bias[d, 5 * H :], HAll, ZRH, HFinal)
-        walks = [partial(fixed, block) for block in blocks]
-        if layout.alone:
-            with np.errstate(all="ignore"):
-                for work in (project, *walks):
-                    work()
-            continue
-        projected = tasks.add(project, rank=number)
-        for k, walk in enumerate(walks):
-            before[d, k] = [tasks.add(walk, [projected, *before.get((d, k), ())], rank=number)]
-    tasks.run()
+    given = {name: widened(tensor, dtype) for name, tensor in {"W": W, "R": R, "B": B, "H0": H0}.items()}
+    memory = {name: wide for name, (_, wide) in zip(("HAll", "HFinal", "ZRH"), made, strict=True)}
+    Forward(layout, np.ascontiguousarray(X, dtype), given, memory).run()
     return tuple(narrowed(*one) for one in made)  # type: ignore[return-value]
-
-
-def _project(x: Array, w: Array, bias: Array, pre: Array) -> None:
-    """pre = x w' + bias, for all steps and sequences at once."""
-    gates = np.matmul(x.reshape(-1, x.shape[2]) if x.size else x, w.T).reshape(pre.shape)
-    np.add(gates, bias, out=pre)
-
-
-def _through_time(
-    layout: Layout,
-    d: int,
-    steps: slice,
-    r: Array,
-    candidate_bias: Array,
-    HAll: Array,
-    ZRH: Array,
-    HFinal: Array,
-    block: slice,
-) -> None:
-    """Run a block of sequences through a chunk of steps: ZRH goes in as X W' + bias and comes out as gates."""
-    if steps.start >= layout.longest(block):
-        HAll[steps, d, block], ZRH[steps, d, block] = 0, 0
-        return
-    H, gates_r, candidate_r = layout.H, r[: 2 * layout.H].T, r[2 * layout.H :].T
-    h = HFinal[d, block]  # the state, from step to step
-    order = range(steps.start, steps.stop)[:: -1 if layout.reverse[d] else 1]
-    for t, idle in zip(order, layout.idle(order, block), strict=False):
-        pre, state = ZRH[t, d, block], HAll[t, d, block]
-        zr = np.matmul(h, gates_r)
-        zr += pre[:, : 2 * H]
-        np.negative(zr, out=zr)
-        np.exp(zr, out=zr)
-        zr += 1
-        np.divide(1, zr, out=zr)
-        z, reset = zr[:, :H], zr[:, H:]
-        if layout.linear_before_reset:
-            candidate = np.matmul(h, candidate_r)
-            candidate += candidate_bias
-            candidate *= reset
-        else:
-            candidate = np.matmul(reset * h, candidate_r)
-        candidate += pre[:, 2 * H :]
-        np.tanh(candidate, out=candidate)
-        pre[:, : 2 * H] = zr
-        pre[:, 2 * H :] = candidate
-        np.multiply(z, h, out=state)
-        state += (1 - z) * candidate
-        if idle is None:
-            h[...] = state
-        else:
-            waiting = h[idle]
-            h[...] = state
-            h[idle] = waiting
-            pre[idle] = 0
-            state[idle] = 0
 
 
 @op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS}, linear=False)

@@ -26,7 +26,7 @@ backward: Any = gru_gradient
 
 OUTPUTS = ("dX", "dW", "dR", "dB", "dH0")
 DIRECTIONS = ("forward", "reverse", "bidirectional")
-LENGTHS = (None, [3, 1, 0], [2, 3, 3], [1, 2, 0], [0, 0, 0])
+LENGTHS = (None, [3, 1, 0], [2, 3, 3], [1, 2, 0], [2, 2, 2], [0, 0, 0])
 OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False), LENGTHS))
 
 
@@ -136,6 +136,21 @@ def test_last_bits(
         np.testing.assert_allclose(made[name], array, rtol=4e-15, atol=4e-15, err_msg=name)
 
 
+@pytest.mark.parametrize("linear_before_reset", [0, 1])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.usefixtures("shared")
+def test_many_lengths_in_no_order(direction: str, linear_before_reset: int) -> None:
+    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+    lengths = np.random.default_rng(3).integers(0, 20, 40).tolist()
+    given = case(direction, lengths=lengths, S=21, N=40)
+    got, expected = train(*given.values(), **attributes), forward(**given, **attributes)
+    for mine, right in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-13, atol=1e-13)
+    made, *grads = gradients(given, **attributes)
+    for name, right in zip(OUTPUTS, backward(*given.values(), got[0], got[2], *grads, **attributes), strict=True):
+        np.testing.assert_allclose(made[name], right, rtol=1e-11, atol=1e-12, err_msg=name)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_lengths_of_32_bits(direction: str) -> None:
     narrow, wide = (case(direction, lengths=[3, 1, 0], lengths_dtype=dtype) for dtype in (np.int32, np.int64))
@@ -147,10 +162,14 @@ def test_lengths_of_32_bits(direction: str) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("lengths", [None, [1, 3, 0]])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bit_floats_are_computed_in_float32(dtype: str) -> None:
-    narrow = case(dtype=DTYPES[dtype])
-    wide = {name: None if array is None else array.astype(np.float32) for name, array in narrow.items()}
+def test_16_bit_floats_are_computed_in_float32(dtype: str, lengths: list[int] | None) -> None:
+    narrow = case(dtype=DTYPES[dtype], lengths=lengths)
+    wide = {
+        name: array.astype(np.float32) if array is not None and name != "SL" else array
+        for name, array in narrow.items()
+    }
     for got, expected in zip(train(*narrow.values()), train(*wide.values()), strict=True):
         assert got.dtype == DTYPES[dtype]
         np.testing.assert_array_equal(got.astype(np.float32), expected.astype(DTYPES[dtype]).astype(np.float32))
@@ -158,9 +177,14 @@ def test_16_bit_floats_are_computed_in_float32(dtype: str) -> None:
 
 @pytest.mark.parametrize("linear_before_reset", [0, 1])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("S", "N", "inputs"), [(0, 3, 2), (3, 0, 2), (3, 3, 0), (0, 0, 0)])
-def test_empty_dimensions(S: int, N: int, inputs: int, direction: str, linear_before_reset: int) -> None:
-    given = case(direction, S=S, N=N, inputs=inputs)
+@pytest.mark.parametrize(
+    ("S", "N", "inputs", "lengths"),
+    [(0, 3, 2, None), (3, 0, 2, None), (3, 3, 0, None), (0, 0, 0, None), (3, 0, 2, []), (3, 3, 0, [1, 0, 3])],
+)
+def test_empty_dimensions(
+    S: int, N: int, inputs: int, lengths: list[int] | None, direction: str, linear_before_reset: int
+) -> None:
+    given = case(direction, S=S, N=N, inputs=inputs, lengths=lengths)
     attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
     for got, expected in zip(train(*given.values(), **attributes), forward(**given, **attributes), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-13)
@@ -218,31 +242,26 @@ def test_what_stands_beyond_a_length_does_not_count(direction: str, linear_befor
 
 @pytest.mark.parametrize("linear_before_reset", [0, 1])
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.usefixtures("shared")
 def test_padding_is_not_computed(direction: str, linear_before_reset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are as many products, of as many numbers, as without what no sequence comes to."""
-    done, product = list[tuple[int, ...]](), np.matmul
+    """Each step of a sequence takes as many multiplications, and those that no sequence runs take not even a call."""
+    work, product = list[int](), np.matmul
 
-    def noting(left: Array, right: Array, **keywords: Any) -> Array:
-        done.append((*left.shape, *right.shape))
+    def counting(left: Array, right: Array, **keywords: Any) -> Array:
+        work.append(left.size * right.shape[-1])
         made: Array = product(left, right, **keywords)
         return made
 
-    monkeypatch.setattr(np, "matmul", noting)
-    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
-    padded = case(direction, S=400, lengths=[2, 1, 0])
-    gradients(padded, **attributes)
-    with_padding = done.copy()
-    done.clear()
-    gradients({**padded, "X": padded["X"][:2]}, **attributes)
-    assert with_padding == done
-    for name, value in (("SEQUENCES", 1), ("LEAST_SHARED", 0), ("ROWS", 1), ("STEPS", 2)):
-        monkeypatch.setattr(_gru_layout, name, value)
-    steps = [0, 0]
-    for number, lengths in enumerate(([100, 100, 100], [100, 2, 2])):  # each sequence by itself
-        done.clear()
-        gradients(case(direction, S=100, lengths=lengths), **attributes)
-        steps[number] = sum(shape[0] == 1 for shape in done)
-    assert steps[1] < steps[0] / 2
+    monkeypatch.setattr(np, "matmul", counting)
+    took = list[tuple[int, int]]()
+    for S, lengths in ((9, [9] * 6), (9, [2, 9, 0, 1, 5, 9]), (400, [2, 9, 0, 1, 5, 9])):
+        given = case(direction, lengths=lengths, S=S, N=6)
+        gradients(given, direction=direction, linear_before_reset=linear_before_reset)
+        took.append((sum(work), len(work)))
+        work.clear()
+    (full, _), ragged, padded = took
+    assert ragged[0] * 9 * 6 == full * (2 + 9 + 0 + 1 + 5 + 9)
+    assert padded == ragged
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
