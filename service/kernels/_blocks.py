@@ -28,6 +28,9 @@ BLOCK_BYTES = 768 * 1024
 """Bytes of one tensor in a block. Smaller blocks stay closer to the core, but threads then hand the interpreter lock
 over more often, which costs more; with larger ones, scratch would take more than 2 MB in each thread."""
 
+SCRATCH_BYTES = 1 << 22
+"""Bytes of scratch, at most, that a thread keeps in each slot."""
+
 CACHE_LINE = 64
 """Bytes. What starts in the middle of a line is slower: each access of a vector's width touches two."""
 
@@ -149,7 +152,12 @@ def helpers() -> Iterator[Callable[[Callable[[], None]], None]]:
 
 
 def scratch(slot: int, size: int, dtype: DType) -> Array:
-    """This thread's flat scratch array number `slot`, uninitialised, its own until it asks for the slot again."""
+    """This thread's flat scratch array number `slot`, uninitialised, its own until it asks for the slot again.
+
+    One of more than `SCRATCH_BYTES` is not kept. Raises `TensorTooLarge` where there is not enough memory for it.
+    """
+    if size * dtype.itemsize > SCRATCH_BYTES:
+        return spare_memory((size,), dtype)
     slots: dict[tuple[int, DType], Array] = _scratch.__dict__.setdefault("slots", {})
     memory = slots.get((slot, dtype))
     if memory is None or memory.size < size:

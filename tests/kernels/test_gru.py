@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from service.dtypes import DTYPES
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, ShapeMismatch
-from service.kernels import _gru_backward, _gru_layout
+from service.kernels import _blocks, _gru_backward, _gru_layout
 from service.kernels._blocks import Workspace, workspace
 from service.kernels.gru import gru_grad, gru_training
 from tests.kernels.gru_reference import Array, gru, gru_gradient
@@ -300,6 +300,22 @@ def test_many_products_are_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     parts, *_ = gradients(given, direction="bidirectional")
     for name in OUTPUTS:
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(2400, [2400]), (2399, [])])
+def test_a_thread_keeps_no_large_scratch(limit: int, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step takes is not bounded: here, 5 arrays of 5 steps, 3 sequences and 4 units."""
+    monkeypatch.setattr(_blocks, "SCRATCH_BYTES", limit)
+
+    def run() -> tuple[dict[str, Array], list[int]]:
+        made, *_ = gradients(case(S=5))
+        return made, [memory.nbytes for memory in getattr(_blocks._scratch, "slots", {}).values()]
+
+    with ThreadPoolExecutor(1) as pool:
+        made, sizes = pool.submit(run).result()
+    assert sizes == kept
+    for got, expected in zip(made.values(), gradients(case(S=5))[0].values(), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
