@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_info, threadpool_limits
 
+from benchmarks import LEFT_OUT
 from benchmarks.ort import Array, Kernel
 from benchmarks.timing import alternate, table, verdict, watched
 from service.arena import keep_freed_memory
@@ -208,10 +209,18 @@ def growth(engine: Engine) -> str:
     return table(["sizes", "lbr", "ms", "us per step and sequence"], rows)
 
 
+def blas() -> str:
+    """The library that multiplies matrices, and what of the environment it was not told."""
+    (found,) = (one for one in threadpool_info() if one["user_api"] == "blas")
+    left_out = "".join(f", without {name}={value}" for name, value in LEFT_OUT.items())
+    return f"{found['internal_api']} {found['version']}, {found['architecture']} kernels{left_out}"
+
+
 def main() -> None:
     """Print the tables."""
     keep_freed_memory(MEMORY)  # as the service does
     print(f"GRUGrad, float32, {THREADS} threads each, medians of runs by turns; lbr: linear_before_reset", flush=True)
+    print(f"Products by {blas()}", flush=True)
     with watched():
         # First and by themselves: BLAS's own threads, which the engine does without, spin after each product.
         with threadpool_limits(THREADS, user_api="blas"):
