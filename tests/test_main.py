@@ -162,8 +162,8 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("host", "workers"), [("127.0.0.1", 1), ("0.0.0.0", 1), ("127.0.0.1", 2)])
-def test_the_server_serves_and_ends_when_told(host: str, workers: int) -> None:
-    given = {"ALLOW_ANONYMOUS": "true", "HOST": host, "PORT": "0", "WORKERS": str(workers)}
+def test_the_server_serves_and_ends_when_told(host: str, workers: int, tmp_path: Path) -> None:
+    given = {"ALLOW_ANONYMOUS": "true", "HOST": host, "PORT": "0", "WORKERS": str(workers), "STORE": f"lmdb:{tmp_path}"}
     environment = {**os.environ, **{f"GRADSERVE_{name}": value for name, value in given.items()}}
     server = subprocess.Popen(
         [sys.executable, "-m", "service", "serve"], env=environment, stderr=subprocess.PIPE, text=True
