@@ -25,9 +25,9 @@ test: $(VENV)/.dev  ## run every test, or WHAT="tests/test_json.py -k name"
 test-faults: $(VENV)/.dev  ## the long form of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
 
-fuzz: $(VENV)/.dev  ## damaged frames for the binary decoders, for SECONDS=60, and requests made from the schema
+fuzz: $(VENV)/.dev  ## damaged frames for the decoders, for SECONDS=60, requests made from the schema, and changes of buffers in any order
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
-	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py
+	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py tests/buffers/test_state_machine.py
 
 examples: $(VENV)/.dev  ## train through the service: digits in four processes, a GRU, PyTorch behind a bad network
 	$(BIN)/python examples/digits_data_parallel.py

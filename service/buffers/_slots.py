@@ -32,8 +32,9 @@ _SYNC_FILE_RANGE_WRITE = 2
 """Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
 
 _PARTS, _MOST_HELD = 4, 1 << 21
-"""The disk is told to begin when a quarter of what was written waits, or so many bytes: a small value is on its way
-early, and a large one is not held up by the telling, which takes as long as it takes to add a chunk."""
+"""The disk is told to begin when a quarter of what was written waits, a chunk at least, or so many bytes: a small value
+is on its way early, and neither many nor a large one is held up by the telling, which takes as long as it takes to add
+a chunk."""
 
 _PUNCH_HOLE = 3
 """Linux's fallocate: take a part of a file from the disk, but keep the file's size."""
@@ -80,12 +81,12 @@ class SlotFile:
 
     def write(self, slot: int, data: memoryview) -> None:
         """Write a chunk. Raises OSError for a full disk."""
-        done = 0
+        done = os.pwrite(self._fd, data, slot * CHUNK)
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
         self._written += done
         self._held += done
-        if self._held >= min(self._written // _PARTS, _MOST_HELD):
+        if self._held >= max(CHUNK, min(self._written // _PARTS, _MOST_HELD)):
             _begin_to_store(self._fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # 0 bytes: all that there is
             self._held = 0
 

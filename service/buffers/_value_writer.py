@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from service.buffers._slots import CHUNK, NUMBER, Databases, Slots
-from service.buffers._values import CHUNKS, SEAL, Entry, ValueReader, Waiting, add_waiting, chunk_seed, pieces_of
+from service.buffers._values import SEAL, ZEROS, Chunk, Entry, ValueReader, Waiting, add_waiting, chunk_seed, pieces_of
 from service.buffers.gradients import Dense, Gradient, add_piece
 from service.buffers.store import Array, Spec
 from service.dtypes import NAMES
@@ -25,7 +25,7 @@ from service.kernels.gather import GatheredRows
 INLINE = 1 << 16
 """Up to this size a value is kept in LMDB."""
 
-MOST_KEPT, KEPT_BYTES, ARRAY_BYTES = 1 << 22, 1 << 25, 256
+MOST_KEPT, KEPT_BYTES, ARRAY_BYTES = 1 << 22, 1 << 25, 320
 """Bytes of a value that the writer remembers, and of all together, what Python takes for each of them included. To read
 one anew and check it takes a quarter of an add; one that is larger would push out too many."""
 
@@ -34,33 +34,40 @@ MOST_WAITING, MOST_GRADIENTS = 2.0, 32
 add that follows a little longer."""
 
 
-class Kept:
-    """Values as the last add left them, by their ids; those that changed last, up to `KEPT_BYTES`.
+class KeptValue(NamedTuple):
+    """A value as the last add left it, and where its chunks are.
 
-    A small one has room for what `Entry.packed` puts behind it.
+    A small one has none, and its array has room for what `Entry.packed` puts behind it.
     """
 
+    array: Array
+    chunks: list[Chunk]
+
+
+class Kept:
+    """Values by their ids: those that changed last, up to `KEPT_BYTES`."""
+
     def __init__(self) -> None:
-        self._arrays: dict[int, Array] = {}
+        self._values: dict[int, KeptValue] = {}
         self._bytes = 0
 
-    def take(self, value: int | None) -> Array | None:
+    def take(self, value: int | None) -> KeptValue | None:
         """A value, which is the caller's from now on; None if it is not here."""
-        array = self._arrays.pop(value, None) if value is not None else None
-        if array is not None:
-            self._bytes -= array.nbytes + ARRAY_BYTES
-        return array
+        kept = self._values.pop(value, None) if value is not None else None
+        if kept is not None:
+            self._bytes -= kept.array.nbytes + ARRAY_BYTES
+        return kept
 
-    def keep(self, value: int, array: Array) -> None:
+    def keep(self, value: int, kept: KeptValue) -> None:
         """Keep a value, and let go of those that changed longest ago where that is too much."""
-        self._arrays[value] = array
-        self._bytes += array.nbytes + ARRAY_BYTES
+        self._values[value] = kept
+        self._bytes += kept.array.nbytes + ARRAY_BYTES
         while self._bytes > KEPT_BYTES:
-            self.take(next(iter(self._arrays)))
+            self.take(next(iter(self._values)))
 
     def clear(self) -> None:
         """Let go of all."""
-        self._arrays.clear()
+        self._values.clear()
         self._bytes = 0
 
 
@@ -82,15 +89,17 @@ class ValueWriter(ValueReader):
         if spec.nbytes <= INLINE:
             self._add_small(spec, value, old, gradient, weight, overwrite)
             return value
-        if old is None:
-            entry = Entry(None, np.full(math.ceil(spec.nbytes / CHUNK), -1, CHUNKS))
+        known, kept = self._kept.take(old), None
+        if known is not None:
+            kept, entry = known.array, Entry(None, known.chunks)
+        elif old is None:
+            entry = Entry(None, [ZEROS] * math.ceil(spec.nbytes / CHUNK))
         else:
             entry = self._entry(old)
         if isinstance(gradient, GatheredRows) and self._may_wait(spec, entry, gradient, overwrite):
             entry.waiting.append(self._store_rows(gradient, weight))
-            self._kept.take(value)
         else:
-            self._add_to_chunks(spec, value, entry, gradient, weight, overwrite)
+            self._add_to_chunks(spec, value, entry, kept, gradient, weight, overwrite)
         self._put(value, entry.packed())
         return value
 
@@ -98,7 +107,7 @@ class ValueWriter(ValueReader):
         self, spec: Spec, value: int, old: int | None, gradient: Gradient, weight: float, overwrite: bool
     ) -> None:
         known = self._kept.take(old)
-        packed = np.empty(spec.nbytes + 1 + SEAL, np.uint8) if known is None else known
+        packed = np.empty(spec.nbytes + 1 + SEAL, np.uint8) if known is None else known.array
         packed[spec.nbytes] = ord("i")
         result = packed[: spec.nbytes].view(spec.dtype)
         piece = gradient.piece(0, spec.size) if spec.size else np.empty(0, spec.dtype)
@@ -110,22 +119,28 @@ class ValueWriter(ValueReader):
         else:
             add_piece(spec, result, total, piece, weight, overwrite)
         self._put(value, packed.data)
-        self._kept.keep(value, packed)
+        self._kept.keep(value, KeptValue(packed, []))
 
     def _add_to_chunks(
-        self, spec: Spec, value: int, entry: Entry, gradient: Gradient, weight: float, overwrite: bool
+        self,
+        spec: Spec,
+        value: int,
+        entry: Entry,
+        known: Array | None,
+        gradient: Gradient,
+        weight: float,
+        overwrite: bool,
     ) -> None:
-        waiting = [] if overwrite else self._waiting(spec, entry)
-        known, whole = self._kept.take(value), None
+        waiting, whole = [] if overwrite else self._waiting(spec, entry), None
         if isinstance(gradient, Dense) and spec.nbytes <= MOST_KEPT:
             whole = np.empty(spec.size, spec.dtype) if known is None else known
         spare = self._memory.view(spec.dtype)
         for number, start, stop in pieces_of(spec):
             piece = gradient.piece(start, stop)
-            slot = int(entry.chunks[number]["slot"])
+            slot = entry.chunks[number].slot
             if overwrite and piece is None:
                 self.slots.leave(slot)
-                entry.chunks[number] = (-1, 0)
+                entry.chunks[number] = ZEROS
                 continue
             out = spare[: stop - start] if whole is None else whole[start:stop]
             total: Array | int = 0
@@ -142,7 +157,7 @@ class ValueWriter(ValueReader):
                 add_piece(spec, out, total, piece, weight, overwrite)
             entry.chunks[number] = self._write(value, number, slot, out.view(np.uint8).data)
         if whole is not None:
-            self._kept.keep(value, whole)
+            self._kept.keep(value, KeptValue(whole, entry.chunks))
         self._forget_waiting(entry)
 
     def _may_wait(self, spec: Spec, entry: Entry, rows: GatheredRows, overwrite: bool) -> bool:
@@ -164,7 +179,7 @@ class ValueWriter(ValueReader):
         starts = range(0, data.size, CHUNK)
         pieces = [data[start : start + CHUNK].data for start in starts]
         written = [self._write(value, number, -1, piece) for number, piece in enumerate(pieces)]
-        self._put(value, Entry(None, np.array(written, CHUNKS)).packed())
+        self._put(value, Entry(None, written).packed())
         return value
 
     def free(self, value: int | None) -> None:
@@ -175,8 +190,8 @@ class ValueWriter(ValueReader):
         with suppress(BufferCorrupt):
             entry = self._entry(value)
             self._forget_waiting(entry)
-            for slot in entry.chunks["slot"].tolist():
-                self.slots.leave(slot)
+            for chunk in entry.chunks:
+                self.slots.leave(chunk.slot)
         self._txn.delete(NUMBER.pack(value), db=self._env.values)
 
     def _put(self, value: int, packed: memoryview) -> None:
@@ -189,11 +204,11 @@ class ValueWriter(ValueReader):
             self.free(one.rows_id)
         entry.waiting = []
 
-    def _write(self, value: int, number: int, slot: int, data: memoryview) -> tuple[int, int]:
+    def _write(self, value: int, number: int, slot: int, data: memoryview) -> Chunk:
         """Write a chunk that was in `slot`: where it is now, and its checksum."""
         slot = self.slots.write(slot, data)
         self._written()
-        return slot, xxhash.xxh3_64_intdigest(data, chunk_seed(value, number))
+        return Chunk(slot, xxhash.xxh3_64_intdigest(data, chunk_seed(value, number)))
 
     def new_id(self) -> int:
         """A number that was never given before."""

@@ -31,10 +31,19 @@ from service.kernels.gather import GatheredRows
 SEAL = 8
 """Bytes of a checksum."""
 
-CHUNKS = np.dtype([("slot", "<i8"), ("check", "<u8")])
-"""Where a chunk is; slot -1: nowhere, it is all zeros."""
-
+_CHUNK = struct.Struct("<qQ")
 _LENGTH = struct.Struct("<I")
+
+
+class Chunk(NamedTuple):
+    """Where a chunk is, and its checksum."""
+
+    slot: int
+    check: int
+
+
+ZEROS = Chunk(-1, 0)
+"""A chunk that is nowhere: it is all zeros."""
 
 
 class Waiting(NamedTuple):
@@ -57,7 +66,7 @@ class Entry:
     """A value as LMDB has it: its elements, or where its chunks are and what waits to be added to them."""
 
     inline: memoryview | None = None
-    chunks: Array = field(default_factory=lambda: np.empty(0, CHUNKS))
+    chunks: list[Chunk] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)
 
     def packed(self) -> memoryview:
@@ -65,9 +74,8 @@ class Entry:
         if self.inline is not None:
             return memoryview(bytearray().join([self.inline, b"i", bytes(SEAL)]))
         waiting = orjson.dumps([tuple(one) for one in self.waiting])
-        return memoryview(
-            bytearray().join([self.chunks.tobytes(), waiting, _LENGTH.pack(len(waiting)), b"c", bytes(SEAL)])
-        )
+        chunks = [_CHUNK.pack(*chunk) for chunk in self.chunks]
+        return memoryview(bytearray().join([*chunks, waiting, _LENGTH.pack(len(waiting)), b"c", bytes(SEAL)]))
 
     @classmethod
     def unpacked(cls, data: memoryview) -> Entry:
@@ -75,7 +83,7 @@ class Entry:
             return cls(data[:-1])
         end = len(data) - 1 - _LENGTH.size
         start = end - _LENGTH.unpack_from(data, end)[0]
-        chunks = np.frombuffer(data[:start], CHUNKS).copy()
+        chunks = [Chunk(*one) for one in _CHUNK.iter_unpack(data[:start])]
         return cls(None, chunks, [Waiting(*one) for one in orjson.loads(data[start:end])])
 
 
@@ -133,7 +141,7 @@ class ValueReader:
     def parts_of(self, value: int) -> dict[int, list[int]]:
         """The ids of a value and of what waits to be added to it, each with its slots."""
         entry = self._entry(value)
-        parts = {value: [slot for slot in entry.chunks["slot"].tolist() if slot >= 0]}
+        parts = {value: [chunk.slot for chunk in entry.chunks if chunk.slot >= 0]}
         for one in entry.waiting:
             parts |= self.parts_of(one.index_id) | self.parts_of(one.rows_id)
         return parts
@@ -155,10 +163,10 @@ class ValueReader:
             raise _corrupt(value)
         return data
 
-    def _read(self, value: int, chunks: Array, number: int, out: Array) -> None:
+    def _read(self, value: int, chunks: list[Chunk], number: int, out: Array) -> None:
         if number >= len(chunks):
             raise _corrupt(value)
-        slot, check = chunks[number].item()
+        slot, check = chunks[number]
         if slot < 0:
             out[...] = 0
             return

@@ -342,14 +342,14 @@ def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Pa
 
 def test_no_more_values_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_value_writer, "KEPT_BYTES", 2 * (16 + _value_writer.ARRAY_BYTES))
-    kept, arrays = _value_writer.Kept(), {number: ones(4) for number in range(3)}
-    for number, array in arrays.items():
-        kept.keep(number, array)
+    kept, values = _value_writer.Kept(), {number: _value_writer.KeptValue(ones(4), []) for number in range(3)}
+    for number, one in values.items():
+        kept.keep(number, one)
     assert kept.take(0) is None
-    assert kept.take(1) is arrays[1]
+    assert kept.take(1) is values[1]
     assert kept.take(1) is None
-    kept.keep(3, arrays[0])
-    assert kept.take(2) is arrays[2]
+    kept.keep(3, values[0])
+    assert kept.take(2) is values[2]
     kept.clear()
     assert kept.take(3) is None
 
