@@ -100,7 +100,7 @@ class Engine:
             self.limits.check(name, tensor.shape, tensor.dtype)
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        self.limits.check("The output", shape, dtype)
+        self.limits.check(None, shape, dtype, what="The output")
         return self._arena.allocate(shape, dtype)
 
 

@@ -29,27 +29,40 @@ class Limits:
                 limit=self.max_tensors,
             )
 
-    def check(self, tensor: str, shape: Sequence[int], dtype: DType) -> None:
-        """Raise `TooManyDimensions` or `TensorTooLarge` for a tensor of this shape, whatever its numbers."""
+    def check(self, tensor: str | None, shape: Sequence[int], dtype: DType, *, what: str = "") -> None:
+        """Raise `TooManyDimensions` or `TensorTooLarge` for a tensor of this shape, whatever its numbers.
+
+        `what` is what it is called in words, where that is not its name, or where it has none.
+        """
         if len(shape) > self.max_dimensions:
-            self.check_rank(tensor, len(shape))
+            self.check_rank(tensor, len(shape), what=what)
         size = math.prod(shape) * dtype.itemsize
         if 0 < size <= self.max_tensor_bytes:
             return
         if size > self.max_tensor_bytes:
             raise TensorTooLarge(
-                f"{tensor}, {dtype} of shape {list(shape)}, takes {size} bytes;"
+                f"{what or tensor}, {dtype} of shape {list(shape)}, takes {size} bytes;"
                 f" the limit is {self.max_tensor_bytes} (GRADSERVE_MAX_TENSOR_BYTES)",
                 limit=self.max_tensor_bytes,
+                **_named(tensor),
             )
         # NumPy multiplies the other dimensions of an empty tensor too, and they must fit its 64-bit count.
         if math.prod(max(dim, 1) for dim in shape) * dtype.itemsize >= 1 << 63:
-            raise TensorTooLarge(f"{tensor} has shape {list(shape)}, which is empty but too large to index")
+            raise TensorTooLarge(
+                f"{what or tensor} has shape {list(shape)}, which is empty but too large to index", **_named(tensor)
+            )
 
-    def check_rank(self, tensor: str, rank: int) -> None:
+    def check_rank(self, tensor: str | None, rank: int, *, what: str = "") -> None:
         """Raise `TooManyDimensions` for so many."""
         if rank > self.max_dimensions:
             raise TooManyDimensions(
-                f"{tensor} has {rank} dimensions; the limit is {self.max_dimensions} (GRADSERVE_MAX_DIMENSIONS)",
+                f"{what or tensor} has {rank} dimensions; the limit is {self.max_dimensions}"
+                " (GRADSERVE_MAX_DIMENSIONS)",
                 limit=self.max_dimensions,
+                **_named(tensor),
             )
+
+
+def _named(tensor: str | None) -> dict[str, str]:
+    """What an error tells programs of it."""
+    return {} if tensor is None else {"tensor": tensor}

@@ -179,7 +179,7 @@ def parse(body: Body) -> Any:
     """The JSON value, whose numbers stay in the parser. Raises `MalformedBody` and `BodyTooLarge`."""
     if not body:
         raise MalformedBody("The body is empty, and not JSON; it must be an object")
-    if len(body) > MOST_ELEMENTS and count(body, b",") > MOST_ELEMENTS:
+    if len(body) > MOST_ELEMENTS and count(body, b",") >= MOST_ELEMENTS:
         raise BodyTooLarge(
             f"The body has lists of more than {MOST_ELEMENTS} elements in all; send tensors of so many as base64, or in"
             " a safetensors file",
@@ -234,6 +234,6 @@ def _plain(name: str, value: Any, limits: Limits) -> Any:
         return value
     form = dict(members_of(value, shown(name)))
     if isinstance(form.get("shape"), simdjson.Array):
-        limits.check_rank(f"{name}.shape", len(form["shape"]))
+        limits.check_rank(name, len(form["shape"]), what=f"{name}.shape")
         form["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in form["shape"]]
     return form

@@ -8,10 +8,13 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.numpy import save
 
 from service.api.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES, Metrics
 from service.keys import add
@@ -118,6 +121,40 @@ def test_phases_and_bytes_are_counted(url: str) -> None:
     assert of(samples, "gradserve_sent_bytes_total") == len(answer.content) + len(made.content)
     for phase in PHASES:
         assert of(samples, "gradserve_phase_seconds_count", phase=phase) == {"read": 2}.get(phase, 1), phase
+
+
+NUMBERS = np.linspace(-1, 1, 300_000, dtype=np.float32)
+FILE = {"Content-Type": "application/vnd.safetensors"}
+LONGEST: dict[str, tuple[str, dict[str, Any]]] = {
+    "decode": ("ReluGrad?encoding=base64", {"json": {"dY": NUMBERS.tolist(), "X": NUMBERS.tolist()}}),
+    "kernel": (
+        "GRUTraining",
+        {
+            "content": save(
+                {
+                    "X": np.ones((3000, 1, 1), np.float32),
+                    "W": np.ones((1, 3, 1), np.float32),
+                    "R": np.ones((1, 3, 1), np.float32),
+                }
+            ),
+            "headers": FILE,
+        },
+    ),
+    "encode": (
+        "ReluGrad?encoding=list",
+        {"content": save({"dY": NUMBERS, "X": NUMBERS}), "headers": {**FILE, "Accept": "application/json"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("phase", LONGEST)
+def test_time_is_counted_in_the_phase_that_took_it(url: str, phase: str) -> None:
+    path, request = LONGEST[phase]
+    for _ in range(3):
+        httpx.post(f"{url}/v1/ops/{path}", **request).raise_for_status()
+    samples = scraped(url)
+    computing = ("queue", "decode", "kernel", "encode")
+    assert phase == max(computing, key=lambda one: of(samples, "gradserve_phase_seconds_sum", phase=one))
 
 
 def test_buckets_only_grow(url: str) -> None:

@@ -318,6 +318,18 @@ def test_every_code_is_met_somewhere() -> None:
         assert f'"{code}"' in (Path(__file__).parent / path).read_text(), code
 
 
+@pytest.mark.parametrize("case", ["input too large", "empty, but no index reaches that far", "rank"])
+def test_a_tensor_beyond_a_limit_is_named_for_programs(client: httpx.Client, case: str) -> None:
+    operator, request, status, code, _ = CASES[case]
+    assert assert_problem(client.post(f"/v1/ops/{operator}", **request), status, code)["tensor"] == "dY"
+
+
+@pytest.mark.parametrize("case", ["output too large", "rank of the output"])
+def test_an_output_beyond_a_limit_is_no_tensor_of_the_request(client: httpx.Client, case: str) -> None:
+    operator, request, status, code, _ = CASES[case]
+    assert "tensor" not in assert_problem(client.post(f"/v1/ops/{operator}", **request), status, code)
+
+
 def test_every_error_class_says_what_it_means() -> None:
     for error in tree():
         assert error.title()

@@ -263,9 +263,9 @@ def test_lists_are_the_same_however_they_are_cut(
 
 def test_of_too_many_elements_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_codec, "MOST_ELEMENTS", 10)
-    assert read(b'{"a": [1,1,1,1,1,1,1,1,1,1,1]}').size == 11
+    assert read(b'{"a": [1,1,1,1,1,1,1,1,1,1]}').size == 10
     with pytest.raises(BodyTooLarge, match="base64") as refused:
-        read(b'{"a": [1,1,1,1,1,1,1,1,1,1,1],"b":1}')
+        read(b'{"a": [1,1,1,1,1,1,1,1,1,1],"b":1}')
     assert refused.value.context["limit"] == 10
 
 
