@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -26,6 +26,7 @@ import orjson
 from service.buffers._environment import Environment
 from service.buffers._reader import Reader
 from service.buffers._slots import CHUNK
+from service.buffers._values import Parts
 from service.buffers.changes import Delete, Restore
 from service.buffers.names import bare_name, check_length, check_name
 from service.buffers.requests import Request
@@ -289,7 +290,7 @@ def examine(store: Path, max_bytes: int) -> Iterator[str]:
 
 def _examined(reader: Reader) -> Iterator[str]:
     """Lines about what a transaction sees."""
-    records, parts = 0, dict[int, list[int]]()
+    records, parts = 0, dict[int, Parts]()
     for name, record in reader.sound_records():
         records += 1
         if record is None:
@@ -298,24 +299,45 @@ def _examined(reader: Reader) -> Iterator[str]:
         for what, value in _values(record):
             if value is None:
                 continue
-            parts.setdefault(value, [])
+            parts.setdefault(value, Parts([], None))
             try:
                 parts |= reader.values.parts_of(value)
                 for _ in _pieces(reader, record.spec, value):
                     pass  # to read it is to check it
             except BufferCorrupt:
                 yield f"{WRONG}{what} of the buffer {name!r} is damaged"
-    slots = Counter(slot for each in parts.values() for slot in each)
-    free, slot_count = reader.free_slots(), reader.slot_count()
-    yield f"{records} buffers, {len(parts)} values, {len(slots)} slots in use, {len(free)} free"
+    orphans = sorted(set(reader.value_ids()) - parts.keys())
+    own = Counter(slot for each in parts.values() for slot in each.own)
+    shared = _shared(reader, [*parts.values()], orphans)
+    free = reader.free_slots()
+    yield f"{records} buffers, {len(parts)} values, {len(own | shared)} slots in use, {len(free)} free"
     yield f"{reader.entries()['keys']} idempotency keys"
     if damaged := reader.damaged_keys():
         yield f"{WRONG}{damaged} idempotency keys are damaged: who repeats such a request is not answered"
     yield from _miscounted(reader)
-    for value in sorted(set(reader.value_ids()) - parts.keys()):
+    for value in orphans:
         yield f"{WRONG}value {value} belongs to no buffer that can be read"
-    for slot in sorted({slot for slot, count in slots.items() if count > 1} | slots.keys() & set(free)):
+    yield from _misused(reader, own, shared, set(free))
+
+
+def _shared(reader: Reader, parts: list[Parts], orphans: list[int]) -> Counter[int]:
+    """How many values there are in each slot that several may share."""
+    for value in orphans:
+        with suppress(BufferCorrupt):
+            parts += reader.values.parts_of(value).values()
+    return Counter(each.shared.slot for each in parts if each.shared is not None)
+
+
+def _misused(reader: Reader, own: Counter[int], shared: Counter[int], free: Set[int]) -> Iterator[str]:
+    """A line for each slot that is not used as it should be. `own` and `shared`: how many values are in each slot."""
+    twice = {slot for slot, count in own.items() if count > 1} | own.keys() & shared.keys()
+    for slot in sorted(twice | (own.keys() | shared.keys()) & free):
         yield f"{WRONG}slot {slot} has more than one use"
+    counts, slot_count = reader.packs(), reader.slot_count()
+    for slot in sorted(counts.keys() | shared.keys()):
+        if (count := counts.get(slot)) != shared[slot]:
+            counted = "their number is damaged" if count is None else f"{count} are counted"
+            yield f"{WRONG}slot {slot} is shared by {shared[slot]} values, but {counted}"
     for slot in sorted(slot for slot in free if not 0 <= slot < slot_count):
         yield f"{WRONG}slot {slot} is said to be free, but there are {slot_count}"
 

@@ -26,7 +26,7 @@ FILES = "data.mdb", "lock.mdb", "values"
 
 
 class Environment:
-    """An LMDB environment of format 1, its databases, and its transactions."""
+    """An LMDB environment of format 1 or 2, its databases, and its transactions."""
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes

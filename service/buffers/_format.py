@@ -1,14 +1,15 @@
 """The format of an LMDB store.
 
-Format 1, in the databases of the LMDB environment:
+Format 2, in the databases of the LMDB environment:
 
     meta     b"format" -> the number of the format, as text; b"last_id" -> the last id given, and b"slots" ->
              the number of slots, 8 bytes each; b"writer" -> a mark of the last transaction; b"count:" and a
              namespace -> how many buffers it has, 8 bytes, if the mark has `MARK_SIZE` bytes: versions that do not
-             count leave a shorter one
+             count leave a shorter one; b"pack:" and a slot, 8 bytes -> how many values share it, 8 bytes, sealed
     buffers  name -> a `Record` as JSON, sealed
-    values   id of a value, 8 bytes -> its elements and b"i", or its chunks: slot and checksum, 8 bytes each, what waits
-             to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
+    values   id of a value, 8 bytes -> its elements and b"i"; or where it is in a slot that it shares: slot, 8 bytes,
+             first byte, 4 bytes, checksum, 8 bytes, and b"p"; or its chunks: slot and checksum, 8 bytes each, what
+             waits to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
     free     number of the transaction that freed them, 8 bytes, a number, 4 bytes -> slots, 8 bytes each
     keys     digest of caller and key -> time, fingerprint, receipts, ids of buffers, and, unless an earlier version
              wrote it, states of the buffers that the request was computed from, as JSON, sealed
@@ -17,7 +18,10 @@ Format 1, in the databases of the LMDB environment:
 
 Keys are big-endian, times microseconds since 1970, numbers in chunks and entries little-endian. What is sealed ends
 with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of large
-values (`_values.py`, `_slots.py`); a file `format` tells that all was complete once.
+values, and small ones that share slots (`_values.py`, `_slots.py`, `_packs.py`); a file `format` tells that all was
+complete once.
+
+Format 1 has no places and no b"pack:". A store of format 1 becomes one of format 2 when the first values share a slot.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from service.buffers._values import opened, seal
 from service.buffers.store import Closed, Key, Record, spec_of
 from service.errors import BufferCorrupt
 
-FORMAT = 1
+FORMAT = 2
 
 DATABASES = ("buffers", "values", "free", "keys", "times", "deadlines")
 

@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,18 +73,21 @@ class SlotFile:
         self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o600)
         self._written = self._held = 0  # bytes since the last sync, and those of which the disk was not told
 
-    def read(self, slot: int, memory: memoryview) -> bool:
-        """Fill the memory. False if the file is too short."""
+    def read(self, slot: int, memory: memoryview, offset: int = 0) -> bool:
+        """Fill the memory with what a slot has from `offset` on. False if the file is too short."""
         try:
-            return os.preadv(self._fd, [memory], slot * CHUNK) == len(memory)
+            return os.preadv(self._fd, [memory], slot * CHUNK + offset) == len(memory)
         except OSError:
             return False
 
-    def write(self, slot: int, data: memoryview) -> None:
-        """Write a chunk. Raises OSError for a full disk."""
-        done = os.pwrite(self._fd, data, slot * CHUNK)
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
+    def write(self, slot: int, pieces: Sequence[memoryview], offset: int = 0) -> None:
+        """Write the pieces, one behind the other, into a slot from `offset` on. Raises OSError for a full disk."""
+        place, size = slot * CHUNK + offset, sum(map(len, pieces))
+        done = os.pwritev(self._fd, pieces, place)
+        if done < size:
+            data = memoryview(b"".join(pieces))
+            while done < size:
+                done += os.pwrite(self._fd, data[done:], place + done)
         self._written += done
         self._held += done
         if self._held >= max(CHUNK, min(self._written // _PARTS, _MOST_HELD)):
@@ -137,14 +141,18 @@ class Slots:
         """Write a chunk that was in `slot`, -1 for nowhere. Returns the slot where it is now. Raises `StoreFull`."""
         if slot not in self._fresh:
             self.leave(slot)
-            slot = self._take()
+            slot = self.take()
+        self.put(slot, [data])
+        return slot
+
+    def put(self, slot: int, pieces: Sequence[memoryview], offset: int = 0) -> None:
+        """Write into a slot that was taken, from `offset` on. Raises `StoreFull`."""
         try:
-            self._env.file.write(slot, data)
+            self._env.file.write(slot, pieces, offset)
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise disk_full(str(error.strerror)) from None
             raise
-        return slot
 
     def leave(self, slot: int) -> None:
         """Free a slot, -1 for none."""
@@ -177,8 +185,8 @@ class Slots:
         keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
         return next(key for key in keys if self._txn.get(key, db=self._env.free) is None)
 
-    def _take(self) -> int:
-        """A slot to which nothing refers."""
+    def take(self) -> int:
+        """A slot to which nothing refers. Raises `StoreFull`."""
         if not self._spare:
             self._spare = self._reusable() or self._beyond()
         slot = self._spare.pop()

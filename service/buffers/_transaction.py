@@ -163,7 +163,7 @@ class LmdbTransaction(Reader):
 
     def finish(self, now: float) -> None:
         """Store what is stored once for all requests, and bring large values to the disk."""
-        self._writer.slots.finish()
+        self._writer.finish()
         for name, record in self.changed.items():
             if record is None:
                 self._txn.delete(name.encode(), db=self._env.buffers)

@@ -14,8 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from service.buffers._packs import Packs
 from service.buffers._slots import CHUNK, NUMBER, Databases, Slots
-from service.buffers._values import SEAL, ZEROS, Chunk, Entry, ValueReader, Waiting, add_waiting, chunk_seed, pieces_of
+from service.buffers._values import (
+    SEAL,
+    ZEROS,
+    Chunk,
+    Entry,
+    Place,
+    ValueReader,
+    Waiting,
+    add_waiting,
+    chunk_seed,
+    pieces_of,
+)
 from service.buffers.gradients import Dense, Gradient, add_piece
 from service.buffers.store import Array, Spec
 from service.dtypes import NAMES
@@ -23,7 +35,11 @@ from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows
 
 INLINE = 1 << 16
-"""Up to this size a value is kept in LMDB."""
+"""Up to this size a value is small."""
+
+PACKED, MOST_INLINE = 1 << 13, 1 << 20
+"""Small values are kept in LMDB, which writes them when a transaction is committed. What a transaction changes beyond
+so many bytes of them is better on its way to the disk before: values from that size on share slots then."""
 
 MOST_KEPT, KEPT_BYTES, ARRAY_BYTES = 1 << 22, 1 << 25, 320
 """Bytes of a value that the writer remembers, and of all together, what Python takes for each of them included. To read
@@ -34,14 +50,15 @@ MOST_WAITING, MOST_GRADIENTS = 2.0, 32
 add that follows a little longer."""
 
 
-class KeptValue(NamedTuple):
-    """A value as the last add left it, and where its chunks are.
+NOWHERE = Entry()
+"""Of a value that is in LMDB itself, or not there yet: nothing is to be left when it changes."""
 
-    A small one has none, and its array has room for what `Entry.packed` puts behind it.
-    """
+
+class KeptValue(NamedTuple):
+    """A value as the last add left it, flat, and its entry. A small one has room for what stands behind it in LMDB."""
 
     array: Array
-    chunks: list[Chunk]
+    entry: Entry
 
 
 class Kept:
@@ -81,7 +98,9 @@ class ValueWriter(ValueReader):
         super().__init__(env, txn)
         self._kept, self._written = kept, written
         self._memory = np.empty(CHUNK, np.uint8)
+        self._inline_bytes = 0
         self.slots = Slots(env, txn)
+        self._packs = Packs(env, txn, self.slots, written)
 
     def accumulate(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> int:
         """Add to the value `old`. Returns the id of the result, under which alone it is from now on."""
@@ -91,9 +110,9 @@ class ValueWriter(ValueReader):
             return value
         known, kept = self._kept.take(old), None
         if known is not None:
-            kept, entry = known.array, Entry(None, known.chunks)
+            kept, entry = known
         elif old is None:
-            entry = Entry(None, [ZEROS] * math.ceil(spec.nbytes / CHUNK))
+            entry = Entry(chunks=[ZEROS] * math.ceil(spec.nbytes / CHUNK))
         else:
             entry = self._entry(old)
         if isinstance(gradient, GatheredRows) and self._may_wait(spec, entry, gradient, overwrite):
@@ -106,20 +125,41 @@ class ValueWriter(ValueReader):
     def _add_small(
         self, spec: Spec, value: int, old: int | None, gradient: Gradient, weight: float, overwrite: bool
     ) -> None:
-        known = self._kept.take(old)
-        packed = np.empty(spec.nbytes + 1 + SEAL, np.uint8) if known is None else known.array
-        packed[spec.nbytes] = ord("i")
+        known, left = self._kept.take(old), NOWHERE
+        if known is not None:
+            packed, left = known
+        else:
+            packed = np.empty(spec.nbytes + 1 + SEAL, np.uint8)
+            with suppress(*[BufferCorrupt] * overwrite):  # of what is damaged, but not needed, the slot is lost
+                left = NOWHERE if old is None else self._entry(old)
         result = packed[: spec.nbytes].view(spec.dtype)
         piece = gradient.piece(0, spec.size) if spec.size else np.empty(0, spec.dtype)
         total: Array | int = 0
         if old is not None and not overwrite:
-            total = self._inline(spec, old) if known is None else result
+            total = self._small(spec, old, left, result) if known is None else result
         if piece is None and not overwrite:
             result[...] = total
         else:
             add_piece(spec, result, total, piece, weight, overwrite)
-        self._put(value, packed.data)
-        self._kept.keep(value, KeptValue(packed, []))
+        if left.place is not None:
+            self._packs.leave(left.place.slot)
+        self._kept.keep(value, KeptValue(packed, self._put_small(value, packed, spec.nbytes)))
+
+    def _put_small(self, value: int, packed: Array, size: int) -> Entry:
+        """Store a small value, the first `size` bytes, which are not to change before they are written."""
+        if size < PACKED or self._inline_bytes + size <= MOST_INLINE:
+            self._inline_bytes += size
+            packed[size] = ord("i")
+            self._put(value, packed.data)
+            return NOWHERE
+        data = packed[:size].data
+        entry = Entry(place=Place(*self._packs.add(data), xxhash.xxh3_64_intdigest(data, chunk_seed(value, 0))))
+        self._put(value, entry.packed())
+        return entry
+
+    def _read_place(self, value: int, place: Place, out: Array) -> None:
+        self._packs.flush()
+        super()._read_place(value, place, out)
 
     def _add_to_chunks(
         self,
@@ -157,7 +197,7 @@ class ValueWriter(ValueReader):
                 add_piece(spec, out, total, piece, weight, overwrite)
             entry.chunks[number] = self._write(value, number, slot, out.view(np.uint8).data)
         if whole is not None:
-            self._kept.keep(value, KeptValue(whole, entry.chunks))
+            self._kept.keep(value, KeptValue(whole, entry))
         self._forget_waiting(entry)
 
     def _may_wait(self, spec: Spec, entry: Entry, rows: GatheredRows, overwrite: bool) -> bool:
@@ -174,12 +214,12 @@ class ValueWriter(ValueReader):
     def _store_bytes(self, array: Array) -> int:
         value, data = self.new_id(), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if data.size <= INLINE:
-            self._put(value, Entry(data.data).packed())
+            self._put(value, Entry(inline=data.data).packed())
             return value
         starts = range(0, data.size, CHUNK)
         pieces = [data[start : start + CHUNK].data for start in starts]
         written = [self._write(value, number, -1, piece) for number, piece in enumerate(pieces)]
-        self._put(value, Entry(None, written).packed())
+        self._put(value, Entry(chunks=written).packed())
         return value
 
     def free(self, value: int | None) -> None:
@@ -192,6 +232,8 @@ class ValueWriter(ValueReader):
             self._forget_waiting(entry)
             for chunk in entry.chunks:
                 self.slots.leave(chunk.slot)
+            if entry.place is not None:
+                self._packs.leave(entry.place.slot)
         self._txn.delete(NUMBER.pack(value), db=self._env.values)
 
     def _put(self, value: int, packed: memoryview) -> None:
@@ -209,6 +251,11 @@ class ValueWriter(ValueReader):
         slot = self.slots.write(slot, data)
         self._written()
         return Chunk(slot, xxhash.xxh3_64_intdigest(data, chunk_seed(value, number)))
+
+    def finish(self) -> None:
+        """Bring what was written to the disk, and store which slots are in use: what is left before the commit."""
+        self._packs.finish()
+        self.slots.finish()
 
     def new_id(self) -> int:
         """A number that was never given before."""

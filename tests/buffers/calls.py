@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from service.buffers import lmdb as module
+from service.buffers._environment import Environment
+from service.buffers._reader import Reader
 from service.buffers._slots import CHUNK
 from service.buffers.changes import Add, Change, Create
 from service.buffers.lmdb import LmdbStore
@@ -21,6 +23,7 @@ from service.buffers.requests import Outcome, Request
 from service.buffers.store import MOST_BUFFERS, Key, Receipt, Record, Spec, Store
 from service.dtypes import DTYPES
 from service.errors import GradserveError
+from service.transfer import examine
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -114,6 +117,19 @@ def entries_of(path: Path) -> dict[str, int]:
     with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin() as txn:
         names = [bytes(name) for name, _ in txn.cursor()]
         return {name.decode(): txn.stat(env.open_db(name, txn=txn, create=False))["entries"] for name in names}
+
+
+def wrong(path: Path) -> list[str]:
+    """What the doctor says against a store that is closed, and whether a slot is lost."""
+    lines = [*examine(path, MAX_BYTES)]
+    env = Environment(path, max_bytes=MAX_BYTES, readonly=True)
+    with env.reading() as txn:
+        slots = Reader(env, txn).slot_count()
+    env.close()
+    used, free = (int(line.split()[place]) for line in lines if " slots in use, " in line for place in (4, 8))
+    if used + free != slots:
+        lines.append(f"WRONG: of {slots} slots {used} are used and {free} free")
+    return [line for line in lines if line.startswith("WRONG")]
 
 
 class Gate:

@@ -342,7 +342,8 @@ def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Pa
 
 def test_no_more_values_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_value_writer, "KEPT_BYTES", 2 * (16 + _value_writer.ARRAY_BYTES))
-    kept, values = _value_writer.Kept(), {number: _value_writer.KeptValue(ones(4), []) for number in range(3)}
+    kept = _value_writer.Kept()
+    values = {number: _value_writer.KeptValue(ones(4), _value_writer.NOWHERE) for number in range(3)}
     for number, one in values.items():
         kept.keep(number, one)
     assert kept.take(0) is None

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.buffers import _value_writer, _values
+from service.buffers import _packs, _value_writer, _values
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.requests import Outcome, Request
 from service.buffers.store import Spec, Store
 from service.dtypes import DTYPES, NAMES
 from service.errors import GradserveError
-from tests.buffers.calls import KEY_SECONDS, PATIENCE, Array, Clock, key, open_lmdb, open_memory
+from tests.buffers.calls import KEY_SECONDS, PATIENCE, Array, Clock, key, open_lmdb, open_memory, wrong
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 
@@ -435,9 +435,10 @@ class MemoryMachine(Machine):
 class LmdbMachine(Machine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        for module in (_values, _value_writer):
+        for module in (_values, _value_writer, _packs):
             self.patch.setattr(module, "CHUNK", SMALL_CHUNK)
-        self.patch.setattr(_value_writer, "INLINE", SMALL_CHUNK // 2)
+        for name, size in {"INLINE": SMALL_CHUNK // 2, "PACKED": 2, "MOST_INLINE": SMALL_CHUNK // 4}.items():
+            self.patch.setattr(_value_writer, name, size)
         self.directory = tempfile.TemporaryDirectory()
         super().__init__()
 
@@ -451,8 +452,10 @@ class LmdbMachine(Machine):
 
     def teardown(self) -> None:
         super().teardown()
+        said = wrong(Path(self.directory.name))
         self.directory.cleanup()
         self.patch.undo()
+        assert said == []
 
 
 SOME = settings(

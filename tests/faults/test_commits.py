@@ -17,7 +17,10 @@ from tests.faults.servers import LONG, PATIENCE, ROOT, Client, Server, new_key, 
 
 NAMES = ("a", "b", "c")
 CLIENTS = 3
-SHAPE = (CLIENTS, 6000)
+MANY = tuple(f"n{number}" for number in range(40))
+SHARED = (CLIENTS, 2000)
+"""Of many buffers: most of them share slots."""
+SHAPE = (CLIENTS, 20_000)
 """Of every buffer, in float64: it lies in several chunks."""
 
 POINTS = dict.fromkeys(
@@ -50,8 +53,8 @@ def server(tmp_path: Path, order: Path) -> Iterator[Server]:
 class Adder:
     """Adds 1 to its row of every buffer, until the server is gone; then has one add of which it does not know."""
 
-    def __init__(self, row: int) -> None:
-        self.gradients = {name: np.zeros(SHAPE) for name in NAMES}
+    def __init__(self, row: int, names: tuple[str, ...], shape: tuple[int, int]) -> None:
+        self.gradients = {name: np.zeros(shape) for name in names}
         for one in self.gradients.values():
             one[row] = 1
         self.row, self.answered, self.key = row, 0, ""
@@ -68,31 +71,34 @@ class Adder:
         raise AssertionError("the server did not kill itself")
 
 
-def rows(client: Client) -> list[int]:
+def rows(client: Client, names: tuple[str, ...]) -> list[int]:
     """How many adds each row has, after a check that all buffers tell the same of all their elements."""
-    receipts, values = client.values(*NAMES)
-    found: list[int] = values["a"][:, 0].astype(int).tolist()
-    for name in NAMES:
+    receipts, values = client.values(*names)
+    found: list[int] = values[names[0]][:, 0].astype(int).tolist()
+    for name in names:
         assert (values[name] == np.array(found)[:, None]).all()
         assert receipts[name]["count"] == receipts[name]["version"] == sum(found)
     return found
 
 
-def test_adds_are_there_as_a_whole_or_not_at_all(server: Server, order: Path) -> None:
+@pytest.mark.parametrize(("names", "shape"), [(NAMES, SHAPE), (MANY, SHARED)], ids=["large", "many"])
+def test_adds_are_there_as_a_whole_or_not_at_all(
+    server: Server, order: Path, names: tuple[str, ...], shape: tuple[int, int]
+) -> None:
     with Client(server.url) as client, ThreadPoolExecutor(CLIENTS) as threads:
-        for name in NAMES:
-            client.create(name, SHAPE)
+        for name in names:
+            client.create(name, shape)
         assert {*POINTS} >= {*CLOSES}
         for point, number in ADDS:
-            before = rows(client)
+            before = rows(client, names)
             order.write_text(f"{point}:{number}")
-            adders = [Adder(row) for row in range(CLIENTS)]
+            adders = [Adder(row, names, shape) for row in range(CLIENTS)]
             for running in [threads.submit(one.run, server.url) for one in adders]:
                 running.result(PATIENCE)
             assert server.ended()[0] == -9
             order.unlink()
             server.start()
-            fresh = [now - then for now, then in zip(rows(client), before, strict=True)]
+            fresh = [now - then for now, then in zip(rows(client, names), before, strict=True)]
             for one, found in zip(adders, fresh, strict=True):
                 assert one.answered <= found <= one.answered + 1, (point, number)
             if point != "committed" and number == 1:
@@ -104,7 +110,7 @@ def test_adds_are_there_as_a_whole_or_not_at_all(server: Server, order: Path) ->
                 assert answer.status_code == 200
                 assert ("Idempotency-Replayed" in answer.headers) == (found > one.answered), (point, number)
             expected = [then + one.answered + 1 for then, one in zip(before, adders, strict=True)]
-            assert rows(client) == expected, (point, number)
+            assert rows(client, names) == expected, (point, number)
 
 
 def test_a_take_is_there_as_a_whole_or_not_at_all(server: Server, order: Path) -> None:

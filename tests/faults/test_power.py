@@ -22,9 +22,9 @@ from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_ke
 
 CLIENTS = 4
 CUTS = 200 if LONG else 20
-NAMES = ("a", "b", "c")
-SIZES = (1, 10_000, 20_000)
-"""Of the buffers, in float64: in one chunk and in several."""
+NAMES = ("a", "b", "c", *(f"n{number}" for number in range(30)))
+SIZES = (1, 10_000, 40_000, *(6000 for _ in range(30)))
+"""Of the buffers, in float64: in LMDB, in one slot, in several, and many that share slots."""
 
 PAGE = 4096
 META = 2
