@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
 
-from service import transfer
+from service import doctor, transfer
 from service.api.app import store_at
 from service.api.server import run
 from service.arena import keep_freed_memory
@@ -166,8 +166,8 @@ def _settings(settings: Settings) -> int:
 
 def _doctor(settings: Settings) -> int:
     problems = 0
-    for line in transfer.examine(_store_path(settings), settings.store_bytes):
-        problems += line.startswith(transfer.WRONG)
+    for line in doctor.examine(_store_path(settings), settings.store_bytes):
+        problems += line.startswith(doctor.WRONG)
         print(line)
     print("nothing is wrong" if not problems else f"{problems} things are wrong")
     return 1 if problems else 0

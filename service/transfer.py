@@ -1,4 +1,4 @@
-"""Buffers on their way out of a store and back, as safetensors files, and a look at the store itself.
+"""Buffers on their way out of a store and back, as safetensors files.
 
 A file holds the running value of each buffer under its name, and under `__metadata__["buffers"]`, as JSON, what is
 needed to create the buffers again. Closed epochs and idempotency keys stay behind.
@@ -12,9 +12,8 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,8 +24,6 @@ import orjson
 
 from service.buffers._environment import Environment
 from service.buffers._reader import Reader
-from service.buffers._slots import CHUNK
-from service.buffers._values import Parts
 from service.buffers.changes import Delete, Restore
 from service.buffers.names import bare_name, check_length, check_name
 from service.buffers.requests import Request
@@ -34,9 +31,7 @@ from service.buffers.store import (
     LONGEST_TTL,
     MOST_KEEP,
     MOST_QUORUM,
-    Array,
     Record,
-    Spec,
     Store,
     name_buffer,
     spec_of,
@@ -45,9 +40,6 @@ from service.codecs import safetensors
 from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, MalformedBody, UnknownBuffer, shown
 from service.limits import Limits
-
-WRONG = "WRONG: "
-"""What a line of `examine` begins with that tells of damage."""
 
 
 def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> tuple[int, int]:
@@ -71,7 +63,7 @@ def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> 
             size: int = file.write(safetensors.head(ordered, {"buffers": orjson.dumps(about).decode()}))
             for name in ordered:
                 try:
-                    for piece in _pieces(reader, records[name].spec, records[name].value):
+                    for piece in reader.values.streamed(records[name].spec, records[name].value):
                         file.write(piece.view(np.uint8).data)
                 except BufferCorrupt as error:
                     name_buffer(error, name, one_of_many=True)
@@ -115,15 +107,6 @@ def _replacing(path: Path | None) -> Iterator[Any]:
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _pieces(reader: Reader, spec: Spec, value: int | None) -> Iterator[Array]:
-    """The elements of a value, in order, a piece at a time, which the next one overwrites. Raises `BufferCorrupt`."""
-    memory = np.empty(CHUNK, np.uint8)
-    for start, stop, fill in reader.values.pieces(spec, value):
-        piece = memory.view(spec.dtype)[: stop - start]
-        fill(piece)
-        yield piece
 
 
 def _described(record: Record) -> dict[str, Any]:
@@ -269,92 +252,3 @@ def _record(name: str, about: dict[str, Any], longest_name: int) -> Record:
     check_length(bare, longest_name)
     spec, created = spec_of(about["spec"]), about["created"]
     return Record(name, spec, 0, created, created, about["epoch"], about["version"], about["count"], about["weight"])
-
-
-def examine(store: Path, max_bytes: int) -> Iterator[str]:
-    """Lines about the store, which is only read and may be in use; those that tell of damage begin with `WRONG`.
-
-    Raises `StoreFailed` if it cannot be opened at all.
-    """
-    env = Environment(store, max_bytes=max_bytes, readonly=True)
-    try:
-        sizes = env.sizes()
-        yield f"store {store}, format {env.format}"
-        yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
-        with env.reading() as txn, np.errstate(all="ignore"):
-            lines = [*_examined(Reader(env, txn))]  # at once: who reads them slowly must not hold the transaction
-        yield from lines
-    finally:
-        env.close()
-
-
-def _examined(reader: Reader) -> Iterator[str]:
-    """Lines about what a transaction sees."""
-    records, parts = 0, dict[int, Parts]()
-    for name, record in reader.sound_records():
-        records += 1
-        if record is None:
-            yield f"{WRONG}the buffer {name!r} is damaged"
-            continue
-        for what, value in _values(record):
-            if value is None:
-                continue
-            parts.setdefault(value, Parts([], None))
-            try:
-                parts |= reader.values.parts_of(value)
-                for _ in _pieces(reader, record.spec, value):
-                    pass  # to read it is to check it
-            except BufferCorrupt:
-                yield f"{WRONG}{what} of the buffer {name!r} is damaged"
-    orphans = sorted(set(reader.value_ids()) - parts.keys())
-    own = Counter(slot for each in parts.values() for slot in each.own)
-    shared = _shared(reader, [*parts.values()], orphans)
-    free = reader.free_slots()
-    yield f"{records} buffers, {len(parts)} values, {len(own | shared)} slots in use, {len(free)} free"
-    yield f"{reader.entries()['keys']} idempotency keys"
-    if damaged := reader.damaged_keys():
-        yield f"{WRONG}{damaged} idempotency keys are damaged: who repeats such a request is not answered"
-    yield from _miscounted(reader)
-    for value in orphans:
-        yield f"{WRONG}value {value} belongs to no buffer that can be read"
-    yield from _misused(reader, own, shared, set(free))
-
-
-def _shared(reader: Reader, parts: list[Parts], orphans: list[int]) -> Counter[int]:
-    """How many values there are in each slot that several may share."""
-    for value in orphans:
-        with suppress(BufferCorrupt):
-            parts += reader.values.parts_of(value).values()
-    return Counter(each.shared.slot for each in parts if each.shared is not None)
-
-
-def _misused(reader: Reader, own: Counter[int], shared: Counter[int], free: Set[int]) -> Iterator[str]:
-    """A line for each slot that is not used as it should be. `own` and `shared`: how many values are in each slot."""
-    twice = {slot for slot, count in own.items() if count > 1} | own.keys() & shared.keys()
-    for slot in sorted(twice | (own.keys() | shared.keys()) & free):
-        yield f"{WRONG}slot {slot} has more than one use"
-    counts, slot_count = reader.packs(), reader.slot_count()
-    for slot in sorted(counts.keys() | shared.keys()):
-        if (count := counts.get(slot)) != shared[slot]:
-            counted = "their number is damaged" if count is None else f"{count} are counted"
-            yield f"{WRONG}slot {slot} is shared by {shared[slot]} values, but {counted}"
-    for slot in sorted(slot for slot in free if not 0 <= slot < slot_count):
-        yield f"{WRONG}slot {slot} is said to be free, but there are {slot_count}"
-
-
-def _miscounted(reader: Reader) -> Iterator[str]:
-    """A line for each namespace that has more or fewer buffers than are counted."""
-    if not reader.is_counted():  # an older version wrote last; the next to write counts anew
-        return
-    counts, counted = reader.counts(), reader.counted_anew()
-    for one in sorted(counts | counted):
-        said, found = counts.get(one, 0), counted.get(one, 0)
-        if said != found:
-            yield (
-                f"{WRONG}the namespace {one!r} has {found} buffers, not {said}, as counted for GRADSERVE_MAX_BUFFERS;"
-                " start the server again, which then counts anew"
-            )
-
-
-def _values(record: Record) -> list[tuple[str, int | None]]:
-    return [("the running value", record.value), *((f"epoch {one.epoch}", one.value) for one in record.closed)]

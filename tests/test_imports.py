@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "codecs": BOTTOM,
     "buffers": {"kernels", *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
+    "doctor": {"buffers", *BOTTOM},
     "transfer": {"buffers", "codecs", *BOTTOM},
     "api": {"arena", "buffers", "engine", "codecs", "kernels", "settings", "keys", *BOTTOM},
-    "cli": {"keys", "api", "arena", "buffers", "transfer", "kernels", "settings", *BOTTOM},
+    "cli": {"keys", "api", "arena", "buffers", "doctor", "transfer", "kernels", "settings", *BOTTOM},
     "__main__": {"cli"},
 }
 

@@ -1,4 +1,4 @@
-"""`gradserve export`, `import` and `doctor`, on the store of a server that runs."""
+"""`gradserve export` and `import`, on the store of a server that runs, and what damage is to them and `doctor`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from safetensors import safe_open
 from safetensors.numpy import load, load_file, save_file
 
 from service.__main__ import main
-from service.buffers._format import COUNT, TIME, WRITER
 from service.buffers.changes import Create
 from service.buffers.lmdb import LmdbStore
 from service.buffers.requests import Request
@@ -32,25 +31,11 @@ from service.dtypes import FLOAT32
 from service.errors import MalformedBody
 from service.keys import add as add_key
 from service.limits import Limits
+from tests.commands import add, put, run
 from tests.serving import serving, wait_until
 
 LARGE = 100_003
 ROOT = Path(__file__).parents[1]
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    """The status and output of the command, which runs in a process of its own, beside the server's."""
-    done = subprocess.run([sys.executable, "-m", "service", *arguments], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout, done.stderr
-
-
-def put(client: httpx.Client, name: str, **spec: Any) -> None:
-    assert client.put(f"/v1/buffers/{name}", json=spec).status_code == 201
-
-
-def add(client: httpx.Client, name: str, gradient: object, **query: float) -> None:
-    answer = client.post(f"/v1/buffers/{name}/accumulate", json={"gradient": gradient}, params=query)
-    assert answer.status_code == 200, answer.text
 
 
 def metadata(client: httpx.Client, name: str) -> dict[str, Any]:
@@ -302,30 +287,6 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_the_doctor(tmp_path: Path) -> None:
-    store = f"lmdb:{tmp_path}/a"
-    with serving(store=store) as url, httpx.Client(base_url=url) as client:
-        for name, size in (("small", 50), ("large", LARGE), ("taken", LARGE)):
-            put(client, name, shape=[size])
-            add(client, name, 7)
-        client.post("/v1/buffers/taken/take", headers={"Idempotency-Key": "k"})
-        rows = {"shape": [LARGE, 2], "indices": [1, 5], "grad": [[1, 2], [3, 4]]}
-        put(client, "rows", shape=[LARGE, 2])
-        assert client.post("/v1/ops/GatherGrad?into=output:rows", json=rows).status_code == 200
-        status, out, _ = run("doctor", "--store", store)
-        assert status == 0
-        for words in ("format 2", "4 buffers", "1 idempotency keys", "nothing is wrong"):
-            assert words in out
-    values = tmp_path / "a" / "values"
-    damaged = bytearray(values.read_bytes())
-    damaged[1000] ^= 1
-    values.write_bytes(damaged)
-    status, out, _ = run("doctor", "--store", store)
-    assert status == 1
-    assert len([line for line in out.splitlines() if line.startswith("WRONG: ")]) == 1
-    assert "1 things are wrong" in out
-
-
 def damage(path: Path, database: bytes, key: bytes | None = None) -> None:
     """Flip a bit in the middle of an entry; without a key, of the first one."""
     with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
@@ -431,55 +392,3 @@ def test_buffers_of_namespaces_stay_apart(tmp_path: Path) -> None:
         if store == "a":
             assert run("export", str(file), "--store", f"lmdb:{tmp_path}/a")[0] == 0
             assert run("import", str(file), "--store", f"lmdb:{tmp_path}/b") == (0, "2 buffers\n", "")
-
-
-def test_the_doctor_checks_the_free_slots(tmp_path: Path) -> None:
-    path, store = tmp_path / "a", f"lmdb:{tmp_path}/a"
-
-    def change(name: str) -> None:
-        with serving(store=store) as url, httpx.Client(base_url=url) as client:
-            put(client, name, shape=[200_000])
-            for _ in range(3):
-                add(client, name, 1)
-            assert set(client.get(f"/v1/buffers/{name}/value").json()["value"]["data"]) == {3}
-
-    change("x")
-    assert run("doctor", "--store", store)[0] == 0
-    with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
-        free = txn.cursor(env.open_db(b"free", txn=txn))
-        assert free.first()
-        slots = np.frombuffer(free.value(), "<i8").copy()
-        slots[0] |= 1 << 60
-        free.put(free.key(), slots.tobytes())
-    status, out, _ = run("doctor", "--store", store)
-    lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
-    assert status == 1
-    assert lines == [f"WRONG: slot {slots[0]} is said to be free, but there are 12"]
-    change("y")
-    assert run("doctor", "--store", store)[0] == 0
-
-
-def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
-    path, store = tmp_path / "a", f"lmdb:{tmp_path}/a"
-    with serving(store=store) as url, httpx.Client(base_url=url) as client:
-        for name in ("x", "y"):
-            put(client, name, shape=[1])
-
-    def change(name: bytes, value: bytes) -> None:
-        with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
-            txn.put(name, value, db=env.open_db(b"meta", txn=txn))
-
-    assert run("doctor", "--store", store)[0] == 0
-    change(COUNT, TIME.pack(1))
-    change(COUNT + b"ann", TIME.pack(7))
-    status, out, _ = run("doctor", "--store", store)
-    lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
-    assert (status, len(lines)) == (1, 2)
-    for line, words in zip(lines, ("'' has 2 buffers, not 1", "'ann' has 0 buffers, not 7"), strict=True):
-        assert words in line
-    with serving(store=store) as url, httpx.Client(base_url=url) as client:
-        add(client, "x", 1)
-    assert "nothing is wrong" in run("doctor", "--store", store)[1]
-    change(COUNT, TIME.pack(1))
-    change(WRITER, bytes(16))  # as a version leaves it that does not count
-    assert "nothing is wrong" in run("doctor", "--store", store)[1]

@@ -5,7 +5,8 @@ Format 2, in the databases of the LMDB environment:
     meta     b"format" -> the number of the format, as text; b"last_id" -> the last id given, and b"slots" ->
              the number of slots, 8 bytes each; b"writer" -> a mark of the last transaction; b"count:" and a
              namespace -> how many buffers it has, 8 bytes, if the mark has `MARK_SIZE` bytes: versions that do not
-             count leave a shorter one; b"pack:" and a slot, 8 bytes -> how many values share it, 8 bytes, sealed
+             count leave a shorter one; b"pack:" and a slot, 8 bytes -> the ids of the values that share it and
+             their bytes, 8 and 4 bytes each, sealed
     buffers  name -> a `Record` as JSON, sealed
     values   id of a value, 8 bytes -> its elements and b"i"; or where it is in a slot that it shares: slot, 8 bytes,
              first byte, 4 bytes, checksum, 8 bytes, and b"p"; or its chunks: slot and checksum, 8 bytes each, what
@@ -16,10 +17,10 @@ Format 2, in the databases of the LMDB environment:
     times    time, 8 bytes, number of a transaction, 8 bytes -> the digests of the keys that it stored
     deadlines  time, 8 bytes, name -> nothing: when to see whether a buffer has expired
 
-Keys are big-endian, times microseconds since 1970, numbers in chunks and entries little-endian. What is sealed ends
-with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of large
-values, and small ones that share slots (`_values.py`, `_slots.py`, `_packs.py`); a file `format` tells that all was
-complete once.
+Keys are big-endian, times microseconds since 1970, numbers in chunks, places and lists little-endian. What is sealed
+ends with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of
+large values, and small ones that share slots (`_values.py`, `_slots.py`, `_packs.py`); a file `format` tells that all
+was complete once.
 
 Format 1 has no places and no b"pack:". A store of format 1 becomes one of format 2 when the first values share a slot.
 """

@@ -1,20 +1,33 @@
 """Values of middle size: where a transaction changes many of them, they lie together in slots and are written at once.
 
-A slot that several values share is free as soon as none of them is in it any more: `meta` holds how many there are,
-sealed. If that is damaged, the slot stays taken for good.
+`meta` lists which values share a slot, with their sizes, sealed. The slot is free as soon as none of them is in it any
+more. Those that are left in one that is half empty are to go to LMDB: a few that never change would else hold slots of
+many times their size. If the list is damaged, the slot stays taken for good.
 """
 
 from __future__ import annotations
 
+import itertools
+import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from service.buffers._format import FORMAT
 from service.buffers._slots import CHUNK, NUMBER, Databases, Slots
 from service.buffers._values import opened, seal
 
 PACK = b"pack:"
-"""What the names of these numbers in `meta` begin with; that of the slot follows, 8 bytes."""
+"""What the names of these lists in `meta` begin with; that of the slot follows, 8 bytes."""
+
+_MEMBER = struct.Struct("<QI")
+
+
+class Lonely(NamedTuple):
+    """A value in a slot that is half empty, and its size in bytes."""
+
+    value: int
+    slot: int
+    nbytes: int
 
 
 class Packs:
@@ -22,29 +35,55 @@ class Packs:
 
     def __init__(self, env: Databases, txn: Any, slots: Slots, written: Callable[[], None]) -> None:
         self._env, self._txn, self._slots, self._written = env, txn, slots, written
-        self._counts: dict[int, int | None] = {}
-        self._open = -1  # the slot that is being filled; to be written are, from `_start` to `_end`:
-        self._pieces: list[memoryview] = []
+        self._lists: dict[int, dict[int, int] | None] = {}
+        self._filled = set[int]()
+        self._left_bytes = 0
+        self._open, self._inside = -1, dict[int, int]()  # the slot that is being filled, and its list
+        self._pieces: list[memoryview] = []  # what is to be written, from `_start` to `_end`
         self._start = self._end = 0
 
-    def add(self, data: memoryview) -> tuple[int, int]:
+    def add(self, value: int, data: memoryview) -> tuple[int, int]:
         """The slot, and the first byte there, of a value whose memory must stay as it is until `flush`."""
         if self._open < 0 or self._end + len(data) > CHUNK:
             self._close()
-            self._open, self._counts[self._open] = self._slots.take(), 0
+            self._open = self._slots.take()
+            self._lists[self._open] = self._inside = {}
+            self._filled.add(self._open)
         offset, self._end = self._end, self._end + len(data)
         self._pieces.append(data)
-        self._counts[self._open] = 1 + (self._counts[self._open] or 0)
+        self._inside[value] = len(data)
         return self._open, offset
 
-    def leave(self, slot: int) -> None:
+    def leave(self, value: int, slot: int) -> None:
         """A value is in this slot no more."""
-        count = self._count(slot)
-        if count is None:
+        listed = self._list(slot)
+        size = listed.pop(value, None) if listed else None
+        if size is None:
             return
-        self._counts[slot] = count - 1
-        if count == 1 and slot != self._open:
+        self._left_bytes += size
+        if not listed and slot != self._open:
             self._slots.leave(slot)
+
+    def leave_unknown(self, value: int) -> None:
+        """A value, of which is damaged where it was, is in no slot any more."""
+        for slot, listed in {**lists(self._env, self._txn), **self._lists}.items():
+            if listed and value in listed:
+                self.leave(value, slot)
+
+    def lonely(self) -> list[Lonely]:
+        """The values in slots that others have left half empty, the emptiest slots first.
+
+        They are no more bytes than what has left slots in this transaction, so that it does not take much longer, or
+        than there are in one slot.
+        """
+        budget, found = max(self._left_bytes, CHUNK // 2), list[Lonely]()
+        left = [(sum(listed.values()), slot) for slot, listed in self._lists.items() if listed]
+        for size, slot in sorted(left):
+            if slot in self._filled or size > min(budget, CHUNK // 2):
+                continue
+            budget -= size
+            found += [Lonely(value, slot, nbytes) for value, nbytes in (self._lists[slot] or {}).items()]
+        return found
 
     def flush(self) -> None:
         """Write what is to be written, so that it can be read."""
@@ -54,32 +93,44 @@ class Packs:
         self._pieces, self._start = [], self._end
 
     def finish(self) -> None:
-        """Write everything, and store how many values each slot has."""
+        """Write everything, and store which values each slot has."""
         self._close()
-        for slot, count in self._counts.items():
-            if count:
-                self._txn.put(PACK + NUMBER.pack(slot), seal(NUMBER.pack(count), slot), db=self._env.meta)
-            elif count == 0:
+        for slot, listed in self._lists.items():
+            if listed:
+                data = b"".join(itertools.starmap(_MEMBER.pack, listed.items()))
+                self._txn.put(PACK + NUMBER.pack(slot), seal(data, slot), db=self._env.meta)
+            elif listed is not None:
                 self._txn.delete(PACK + NUMBER.pack(slot), db=self._env.meta)
-        if self._counts:
+        if self._lists:
             self._txn.put(b"format", str(FORMAT).encode(), db=self._env.meta)
 
     def _close(self) -> None:
         if self._open < 0:
             return
         self.flush()
-        if not self._counts[self._open]:
+        if not self._inside:
             self._slots.leave(self._open)
         self._open, self._start, self._end = -1, 0, 0
 
-    def _count(self, slot: int) -> int | None:
-        if slot not in self._counts:
+    def _list(self, slot: int) -> dict[int, int] | None:
+        if slot not in self._lists:
             sealed = self._txn.get(PACK + NUMBER.pack(slot), db=self._env.meta)
-            self._counts[slot] = None if sealed is None else count_of(slot, sealed)
-        return self._counts[slot]
+            self._lists[slot] = None if sealed is None else _listed(slot, sealed)
+        return self._lists[slot]
 
 
-def count_of(slot: int, sealed: memoryview) -> int | None:
-    """How many values a slot has, of what `meta` holds; None: that is damaged."""
+def lists(env: Databases, txn: Any) -> dict[int, dict[int, int] | None]:
+    """By slot that several values may share the ids and the bytes of these values; None: that is damaged."""
+    found = {}
+    with txn.cursor(db=env.meta) as cursor:
+        more = cursor.set_range(PACK)
+        while more and bytes(cursor.key()).startswith(PACK):
+            slot = NUMBER.unpack(cursor.key()[len(PACK) :])[0]
+            found[slot] = _listed(slot, cursor.value())
+            more = cursor.next()
+    return found
+
+
+def _listed(slot: int, sealed: memoryview) -> dict[int, int] | None:
     data = opened(sealed, slot)
-    return None if data is None else int(NUMBER.unpack(data)[0])
+    return None if data is None or len(data) % _MEMBER.size else dict(_MEMBER.iter_unpack(data))

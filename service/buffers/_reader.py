@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from service.buffers._format import COUNT, DATABASES, KEY_HEAD, MARK_SIZE, TIME, WRITER, microseconds, seed_of, unpacked
-from service.buffers._packs import PACK, count_of
+from service.buffers._packs import lists
 from service.buffers._slots import CHUNK, NUMBER, slot_count
 from service.buffers._values import ValueReader, opened
 from service.buffers.names import namespace_of
@@ -117,16 +117,9 @@ class Reader:
         with self._txn.cursor(db=self._env.free) as cursor:
             return [slot for found in cursor.iternext(keys=False) for slot in np.frombuffer(found, "<i8").tolist()]
 
-    def packs(self) -> dict[int, int | None]:
-        """How many values each slot has that several may share; None: that is damaged."""
-        packs = {}
-        with self._txn.cursor(db=self._env.meta) as cursor:
-            found = cursor.set_range(PACK)
-            while found and bytes(cursor.key()).startswith(PACK):
-                slot = NUMBER.unpack(cursor.key()[len(PACK) :])[0]
-                packs[slot] = count_of(slot, cursor.value())
-                found = cursor.next()
-        return packs
+    def packs(self) -> dict[int, dict[int, int] | None]:
+        """By slot that several values may share the ids and the bytes of these values; None: that is damaged."""
+        return lists(self._env, self._txn)
 
     def pages(self) -> int:
         """Bytes of the pages in use."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from service.buffers._packs import Packs
+from service.buffers._packs import Lonely, Packs
 from service.buffers._slots import CHUNK, NUMBER, Databases, Slots
 from service.buffers._values import (
     SEAL,
@@ -130,8 +130,12 @@ class ValueWriter(ValueReader):
             packed, left = known
         else:
             packed = np.empty(spec.nbytes + 1 + SEAL, np.uint8)
-            with suppress(*[BufferCorrupt] * overwrite):  # of what is damaged, but not needed, the slot is lost
+            try:
                 left = NOWHERE if old is None else self._entry(old)
+            except BufferCorrupt:
+                if not overwrite:
+                    raise
+                self._packs.leave_unknown(value)
         result = packed[: spec.nbytes].view(spec.dtype)
         piece = gradient.piece(0, spec.size) if spec.size else np.empty(0, spec.dtype)
         total: Array | int = 0
@@ -142,20 +146,24 @@ class ValueWriter(ValueReader):
         else:
             add_piece(spec, result, total, piece, weight, overwrite)
         if left.place is not None:
-            self._packs.leave(left.place.slot)
+            self._packs.leave(value, left.place.slot)
         self._kept.keep(value, KeptValue(packed, self._put_small(value, packed, spec.nbytes)))
 
     def _put_small(self, value: int, packed: Array, size: int) -> Entry:
         """Store a small value, the first `size` bytes, which are not to change before they are written."""
         if size < PACKED or self._inline_bytes + size <= MOST_INLINE:
             self._inline_bytes += size
-            packed[size] = ord("i")
-            self._put(value, packed.data)
-            return NOWHERE
+            return self._put_inline(value, packed, size)
         data = packed[:size].data
-        entry = Entry(place=Place(*self._packs.add(data), xxhash.xxh3_64_intdigest(data, chunk_seed(value, 0))))
+        place = Place(*self._packs.add(value, data), xxhash.xxh3_64_intdigest(data, chunk_seed(value, 0)))
+        entry = Entry(place=place)
         self._put(value, entry.packed())
         return entry
+
+    def _put_inline(self, value: int, packed: Array, size: int) -> Entry:
+        packed[size] = ord("i")
+        self._put(value, packed.data)
+        return NOWHERE
 
     def _read_place(self, value: int, place: Place, out: Array) -> None:
         self._packs.flush()
@@ -223,17 +231,20 @@ class ValueWriter(ValueReader):
         return value
 
     def free(self, value: int | None) -> None:
-        """Forget a value; of one that is damaged, the slots are lost."""
+        """Forget a value; of one that is damaged, the slots that it has for itself are lost."""
         if value is None:
             return
         self._kept.take(value)
-        with suppress(BufferCorrupt):
+        try:
             entry = self._entry(value)
+        except BufferCorrupt:
+            self._packs.leave_unknown(value)
+        else:
             self._forget_waiting(entry)
             for chunk in entry.chunks:
                 self.slots.leave(chunk.slot)
             if entry.place is not None:
-                self._packs.leave(entry.place.slot)
+                self._packs.leave(value, entry.place.slot)
         self._txn.delete(NUMBER.pack(value), db=self._env.values)
 
     def _put(self, value: int, packed: memoryview) -> None:
@@ -254,8 +265,30 @@ class ValueWriter(ValueReader):
 
     def finish(self) -> None:
         """Bring what was written to the disk, and store which slots are in use: what is left before the commit."""
+        self._move_lonely()
         self._packs.finish()
         self.slots.finish()
+
+    def _move_lonely(self) -> None:
+        """Bring values that hold slots which are half empty to LMDB, so that the slots are free, if there is room."""
+        lonely = self._packs.lonely()
+        if lonely and self._env.file.has_room(2 * sum(one.nbytes for one in lonely)):
+            for one in lonely:
+                with suppress(BufferCorrupt):  # whoever reads it is told
+                    self._move(one)
+
+    def _move(self, one: Lonely) -> None:
+        known = self._kept.take(one.value)
+        packed = np.empty(one.nbytes + 1 + SEAL, np.uint8) if known is None else known.array
+        if known is None:
+            place = self._entry(one.value).place
+            if place is None or place.slot != one.slot:
+                return
+            self._read_place(one.value, place, packed[: one.nbytes])
+        self._packs.leave(one.value, one.slot)
+        entry = self._put_inline(one.value, packed, one.nbytes)
+        if known is not None:
+            self._kept.keep(one.value, KeptValue(packed, entry))
 
     def new_id(self) -> int:
         """A number that was never given before."""

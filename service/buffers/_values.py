@@ -164,6 +164,14 @@ class ValueReader:
 
             yield start, stop, fill
 
+    def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
+        """The elements of a value, in order, a piece at a time, which the next one overwrites."""
+        memory = np.empty(CHUNK, np.uint8)
+        for start, stop, fill in self.pieces(spec, value):
+            piece = memory.view(spec.dtype)[: stop - start]
+            fill(piece)
+            yield piece
+
     def parts_of(self, value: int) -> dict[int, Parts]:
         """The ids of a value and of what waits to be added to it, each with its slots."""
         entry = self._entry(value)

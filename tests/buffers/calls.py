@@ -21,9 +21,9 @@ from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
 from service.buffers.requests import Outcome, Request
 from service.buffers.store import MOST_BUFFERS, Key, Receipt, Record, Spec, Store
+from service.doctor import examine
 from service.dtypes import DTYPES
 from service.errors import GradserveError
-from service.transfer import examine
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

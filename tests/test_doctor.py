@@ -1,0 +1,92 @@
+"""`gradserve doctor`, beside a server that runs, and on a store that is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import lmdb
+import numpy as np
+
+from service.buffers._format import COUNT, TIME, WRITER
+from tests.commands import add, put, run
+from tests.serving import serving
+
+LARGE = 100_003
+
+
+def test_the_doctor(tmp_path: Path) -> None:
+    store = f"lmdb:{tmp_path}/a"
+    with serving(store=store) as url, httpx.Client(base_url=url) as client:
+        for name, size in (("small", 50), ("large", LARGE), ("taken", LARGE)):
+            put(client, name, shape=[size])
+            add(client, name, 7)
+        client.post("/v1/buffers/taken/take", headers={"Idempotency-Key": "k"})
+        rows = {"shape": [LARGE, 2], "indices": [1, 5], "grad": [[1, 2], [3, 4]]}
+        put(client, "rows", shape=[LARGE, 2])
+        assert client.post("/v1/ops/GatherGrad?into=output:rows", json=rows).status_code == 200
+        status, out, _ = run("doctor", "--store", store)
+        assert status == 0
+        for words in ("format 2", "4 buffers", "1 idempotency keys", "nothing is wrong"):
+            assert words in out
+    values = tmp_path / "a" / "values"
+    damaged = bytearray(values.read_bytes())
+    damaged[1000] ^= 1
+    values.write_bytes(damaged)
+    status, out, _ = run("doctor", "--store", store)
+    assert status == 1
+    assert len([line for line in out.splitlines() if line.startswith("WRONG: ")]) == 1
+    assert "1 things are wrong" in out
+
+
+def test_the_doctor_checks_the_free_slots(tmp_path: Path) -> None:
+    path, store = tmp_path / "a", f"lmdb:{tmp_path}/a"
+
+    def change(name: str) -> None:
+        with serving(store=store) as url, httpx.Client(base_url=url) as client:
+            put(client, name, shape=[200_000])
+            for _ in range(3):
+                add(client, name, 1)
+            assert set(client.get(f"/v1/buffers/{name}/value").json()["value"]["data"]) == {3}
+
+    change("x")
+    assert run("doctor", "--store", store)[0] == 0
+    with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
+        free = txn.cursor(env.open_db(b"free", txn=txn))
+        assert free.first()
+        slots = np.frombuffer(free.value(), "<i8").copy()
+        slots[0] |= 1 << 60
+        free.put(free.key(), slots.tobytes())
+    status, out, _ = run("doctor", "--store", store)
+    lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
+    assert status == 1
+    assert lines == [f"WRONG: slot {slots[0]} is said to be free, but there are 12"]
+    assert "1 slots of 262144 bytes are lost" in out
+    change("y")
+    assert run("doctor", "--store", store)[0] == 0
+
+
+def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
+    path, store = tmp_path / "a", f"lmdb:{tmp_path}/a"
+    with serving(store=store) as url, httpx.Client(base_url=url) as client:
+        for name in ("x", "y"):
+            put(client, name, shape=[1])
+
+    def change(name: bytes, value: bytes) -> None:
+        with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
+            txn.put(name, value, db=env.open_db(b"meta", txn=txn))
+
+    assert run("doctor", "--store", store)[0] == 0
+    change(COUNT, TIME.pack(1))
+    change(COUNT + b"ann", TIME.pack(7))
+    status, out, _ = run("doctor", "--store", store)
+    lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
+    assert (status, len(lines)) == (1, 2)
+    for line, words in zip(lines, ("'' has 2 buffers, not 1", "'ann' has 0 buffers, not 7"), strict=True):
+        assert words in line
+    with serving(store=store) as url, httpx.Client(base_url=url) as client:
+        add(client, "x", 1)
+    assert "nothing is wrong" in run("doctor", "--store", store)[1]
+    change(COUNT, TIME.pack(1))
+    change(WRITER, bytes(16))  # as a version leaves it that does not count
+    assert "nothing is wrong" in run("doctor", "--store", store)[1]
