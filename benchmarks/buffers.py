@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.servers import Server, gradserve, serving
-from benchmarks.timing import alternate, table, verdict, watched
+from benchmarks.timing import alternate, awake, table, verdict, watched
 from service.buffers.changes import Add, Create
 from service.buffers.lmdb import LmdbStore
 from service.buffers.requests import Request
@@ -330,20 +330,25 @@ def memory(pid: int, what: str) -> int:
 
 
 def growth(rows: Table, server: Server) -> None:
-    """The time of an add per byte, from 1 MB to 512 MB."""
-    client, per_byte = Client(server), {}
-    for size in SIZES:
-        g = numbers(size)
-        client.create(f"grown.{size}", size)
-        body = file(gradient=g)
-        add = partial(client.add, f"/v1/buffers/grown.{size}/accumulate", body)
-        taken = alternate({"add": add}, seconds=1.0, least=5)["add"]
-        per_byte[size] = taken / (4 * size)
-        print(f"  add of {4 * size >> 20} MB: {taken * 1e3:.1f} ms, {per_byte[size] * 1e12:.0f} per GB", flush=True)
-        check(client, f"grown.{size}", g)
-        client.ask("POST", f"/v1/buffers/grown.{size}/zero")
-    slowest, fastest = max(per_byte.values()), min(per_byte.values())
-    rows.add("add of 1 to 512 MB, slowest per GB, ms", "the fastest", slowest * 1e12, fastest * 1e12, "<=", 2.0)
+    """The time of an add per byte, from 1 MB to 512 MB, and once more while no processor halts."""
+    client = Client(server)
+    for condition, more, target in ((nullcontext(), "", 2.0), (awake(), ", while no processor halts", None)):
+        with condition:
+            times = [per_gb(client, size) for size in SIZES]
+        case = f"add of 1 to 512 MB, slowest per GB, ms{more}"
+        rows.add(case, "the fastest", max(times) * 1e3, min(times) * 1e3, "<=", target)
+
+
+def per_gb(client: Client, size: int) -> float:
+    """The seconds of an add of so many elements, for each GB of them."""
+    g, name = numbers(size), f"grown.{size}"
+    client.create(name, size)
+    add = partial(client.add, f"/v1/buffers/{name}/accumulate", file(gradient=g))
+    taken = alternate({"add": add}, seconds=1.0, least=5)["add"]
+    print(f"  add of {4 * size >> 20} MB: {taken * 1e3:.1f} ms", flush=True)
+    check(client, name, g)
+    client.ask("POST", f"/v1/buffers/{name}/zero")
+    return taken / (4 * size) * 1e9
 
 
 def main() -> None:
