@@ -37,9 +37,10 @@ from service.kernels.gather import GatheredRows
 INLINE = 1 << 16
 """Up to this size a value is small."""
 
-PACKED, MOST_INLINE = 1 << 13, 1 << 20
+PACKED, MOST_INLINE = 1 << 15, 1 << 20
 """Small values are kept in LMDB, which writes them when a transaction is committed. What a transaction changes beyond
-so many bytes of them is better on its way to the disk before: values from that size on share slots then."""
+so many bytes of them is better on its way to the disk before: values from that size on share slots then. With smaller
+ones nothing is gained."""
 
 MOST_KEPT, KEPT_BYTES, ARRAY_BYTES = 1 << 22, 1 << 25, 320
 """Bytes of a value that the writer remembers, and of all together, what Python takes for each of them included. To read
