@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -105,14 +105,14 @@ class _Slots(NamedTuple):
     def of(cls, reader: Reader, parts: dict[int, Parts], orphans: list[int]) -> _Slots:
         """The slots of these values, and of those that belong to no buffer."""
         own = Counter(slot for each in parts.values() for slot in each.own)
-        shared: dict[int, set[int]] = {}
+        found, shared = dict(parts), defaultdict[int, set[int]](set)
         for value in orphans:
             with suppress(BufferCorrupt):
-                parts = {**parts, **reader.values.parts_of(value)}
-        for value, each in parts.items():
+                found |= reader.values.parts_of(value)
+        for value, each in found.items():
             if each.shared is not None:
-                shared.setdefault(each.shared.slot, set()).add(value)
-        return cls(reader.slot_count(), reader.free_slots(), own, shared, reader.packs())
+                shared[each.shared.slot].add(value)
+        return cls(reader.slot_count(), reader.free_slots(), own, dict(shared), reader.packs())
 
     @property
     def used(self) -> set[int]:

@@ -35,8 +35,8 @@ class Packs:
 
     def __init__(self, env: Databases, txn: Any, slots: Slots, written: Callable[[], None]) -> None:
         self._env, self._txn, self._slots, self._written = env, txn, slots, written
-        self._lists: dict[int, dict[int, int] | None] = {}
-        self._filled = set[int]()
+        self._lists: dict[int, dict[int, int] | None] = {}  # as `lists` has them, of slots that were looked at
+        self._filled = set[int]()  # those that are new
         self._left_bytes = 0
         self._open, self._inside = -1, dict[int, int]()  # the slot that is being filled, and its list
         self._pieces: list[memoryview] = []  # what is to be written, from `_start` to `_end`
@@ -73,16 +73,16 @@ class Packs:
     def lonely(self) -> list[Lonely]:
         """The values in slots that others have left half empty, the emptiest slots first.
 
-        They are no more bytes than what has left slots in this transaction, so that it does not take much longer, or
-        than there are in one slot.
+        They are no more bytes than have left slots in this transaction, so that it does not take many times as long,
+        or than half a slot has.
         """
         budget, found = max(self._left_bytes, CHUNK // 2), list[Lonely]()
-        left = [(sum(listed.values()), slot) for slot, listed in self._lists.items() if listed]
-        for size, slot in sorted(left):
-            if slot in self._filled or size > min(budget, CHUNK // 2):
-                continue
+        left = [(slot, listed) for slot, listed in self._lists.items() if listed and slot not in self._filled]
+        for size, slot, listed in sorted((sum(listed.values()), slot, listed) for slot, listed in left):
+            if size > min(budget, CHUNK // 2):
+                break
             budget -= size
-            found += [Lonely(value, slot, nbytes) for value, nbytes in (self._lists[slot] or {}).items()]
+            found += [Lonely(value, slot, nbytes) for value, nbytes in listed.items()]
         return found
 
     def flush(self) -> None:
