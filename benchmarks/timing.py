@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,23 +68,6 @@ def watched() -> Iterator[None]:
     yield
     share = (_busy() - sum(os.times()[:4]) - others) / (time.monotonic() - start) / (os.cpu_count() or 1)
     print(f"\nOther processes took {max(share, 0):.0%} of the processors' time meanwhile.")
-
-
-@contextmanager
-def awake() -> Iterator[None]:
-    """No processor halts meanwhile: on each there is a loop that makes way for whatever else there is to do.
-
-    One that is virtual, and halts where it has nothing to do, has to be brought back by its host each time, which takes
-    up to a tenth of a millisecond; and a kernel that knows would rather let tasks wait for one that is awake. Linux.
-    """
-    loop = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
-    loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for one in loops:
-            one.kill()
-            one.wait()
 
 
 def _busy() -> float:
