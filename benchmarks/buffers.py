@@ -29,13 +29,11 @@ import numpy as np
 from benchmarks.servers import Server, gradserve, serving
 from benchmarks.timing import alternate, table, verdict, watched
 from service.buffers.changes import Add, Create
-from service.buffers.lmdb import LmdbStore
-from service.buffers.requests import Request
-from service.buffers.store import Key, Spec
+from service.buffers.lmdb.store import LmdbStore
+from service.buffers.perform import Request
+from service.buffers.record import Key, Spec
 from service.codecs import safetensors
-from service.dtypes import FLOAT32
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import FLOAT32, Array
 
 SMALL, LARGE = 1 << 10, 1 << 20
 """Elements: 4 KB and 4 MB of float32."""

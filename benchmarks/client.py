@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 from gradserve_client import Client
@@ -22,8 +21,7 @@ from gradserve_client._tensors import MEDIA_TYPE, encode
 
 from benchmarks.servers import Server, gradserve, serving
 from benchmarks.timing import alternate, table, verdict, watched
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
 
 SIZES = {"1 KB": 1 << 8, "64 KB": 1 << 14, "4 MB": 1 << 20}
 TARGETS = {"1 KB": 2.0, "64 KB": None, "4 MB": 1.25}

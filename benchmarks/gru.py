@@ -18,9 +18,10 @@ import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from benchmarks import LEFT_OUT
-from benchmarks.ort import Array, Kernel
+from benchmarks.ort import Kernel
 from benchmarks.timing import alternate, table, verdict, watched
 from service.arena import keep_freed_memory
+from service.dtypes import Array
 from service.engine import Engine
 from service.kernels import OPERATORS
 from service.limits import Limits

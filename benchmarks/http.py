@@ -21,14 +21,13 @@ import orjson
 
 from benchmarks.servers import Connection, gradserve, serving, uvicorn
 from benchmarks.timing import alternate, table, verdict, watched
+from service.dtypes import Array
 
 SECONDS = 20.0
 ROUNDS = 25
 LARGE, SMALL = 1 << 20, 256
 PLAIN = uvicorn("benchmarks.plain:app", "--timeout-graceful-shutdown", "30", "--no-access-log")
 LISTS_TARGET, BASE64_TARGET = 0.25, 0.4
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from typing import TypeVar
 import numpy as np
 from scipy.special import expit, log_softmax, softmax
 
-from benchmarks.ort import Array, Kernel
+from benchmarks.ort import Kernel
 from benchmarks.timing import alternate, table, verdict, watched
+from service.dtypes import Array
 from service.kernels import OPERATORS
 from service.kernels._blocks import Workspace, workspace
 

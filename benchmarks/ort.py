@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from service.dtypes import Array
 
 try:
     import onnxruntime
@@ -20,7 +20,6 @@ except ImportError as missing:
         "onnxruntime-training 1.19.2 has wheels for CPython 3.11 and older only: make bench PYTHON=python3.11"
     )
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
 onnxruntime.set_default_logger_severity(3)  # errors only: each session would warn of operators without a schema
 

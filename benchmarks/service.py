@@ -31,8 +31,7 @@ import numpy as np
 from benchmarks import triton
 from benchmarks.servers import Connection, Server, gradserve, serving
 from benchmarks.timing import alternate, table, verdict, watched
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
 
 INFER = "/v2/models/ReluGrad/infer"
 HEADER_LENGTH = "Inference-Header-Content-Length"

@@ -31,8 +31,6 @@ from gradserve_client._tensors import MEDIA_TYPE, encode
 from benchmarks.servers import Server, gradserve, serving
 from benchmarks.timing import table, verdict
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
 SIZES = {256: 0.6, 1 << 14: 0.25, 1 << 18: 0.12, 1 << 22: 0.03}
 """Elements of float32, 1 KB to 16 MB, and how often each comes."""
 

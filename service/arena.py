@@ -5,13 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from typing import Any
 
 import numpy as np
 
-from service.dtypes import DType
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array, DType
 
 SMALLEST = 1 << 20
 """Bytes below which the C library's allocator already reuses memory."""

@@ -18,10 +18,10 @@ from typing import Any
 
 from pydantic import ValidationError  # noqa: TID251 - what a bad setting raises
 
-from service import doctor, transfer
 from service.api.app import store_at
 from service.api.server import run
 from service.arena import keep_freed_memory
+from service.buffers import doctor, transfer
 from service.buffers.url import path_of
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
@@ -303,7 +303,7 @@ def _check_settings(settings: Settings) -> None:
             ) from None
     if settings.tracing:
         try:
-            import_module("service.api.tracing")
+            import_module("service.api.telemetry.tracing")
         except ModuleNotFoundError as missing:
             raise Unusable(f"GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'") from None
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 DType = np.dtype[Any]
+Array = np.ndarray[Any, DType]
 
 BOOL = np.dtype(np.bool_)
 INT32 = np.dtype(np.int32)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from service.api.health import CONSTANTS, SETTINGS
-from service.api.metrics import FAMILIES, GAUGES
+from service.api.telemetry.metrics import FAMILIES, GAUGES
 from service.errors import tree
 from service.kernels import OPERATORS, Tensor
 from service.settings import Settings

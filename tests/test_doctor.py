@@ -8,7 +8,7 @@ import httpx
 import lmdb
 import numpy as np
 
-from service.buffers._format import COUNT, TIME, WRITER
+from service.buffers.lmdb.format import COUNT, TIME, WRITER
 from tests.commands import add, put, run
 from tests.serving import serving
 

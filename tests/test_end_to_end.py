@@ -10,9 +10,9 @@ import httpx
 import numpy as np
 from sklearn.datasets import load_digits
 
+from service.dtypes import Array
 from tests.kernels.gru_reference import gru, gru_gradient
 
-Array = np.ndarray[Any, Any]
 forward: Any = gru  # called with dictionaries, which the type checker cannot follow
 backward: Any = gru_gradient
 

@@ -20,12 +20,10 @@ ALLOWED: dict[str, set[str]] = {
     "keys": {"errors"},
     "kernels": BOTTOM,
     "codecs": BOTTOM,
-    "buffers": {"kernels", *BOTTOM},
+    "buffers": {"codecs", "kernels", *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
-    "doctor": {"buffers", *BOTTOM},
-    "transfer": {"buffers", "codecs", *BOTTOM},
     "api": {"arena", "buffers", "engine", "codecs", "kernels", "settings", "keys", *BOTTOM},
-    "cli": {"keys", "api", "arena", "buffers", "doctor", "transfer", "kernels", "settings", *BOTTOM},
+    "cli": {"keys", "api", "arena", "buffers", "kernels", "settings", *BOTTOM},
     "__main__": {"cli"},
 }
 

@@ -23,9 +23,9 @@ from safetensors.numpy import load, load_file, save_file
 
 from service.__main__ import main
 from service.buffers.changes import Create
-from service.buffers.lmdb import LmdbStore
-from service.buffers.requests import Request
-from service.buffers.store import Spec
+from service.buffers.lmdb.store import LmdbStore
+from service.buffers.perform import Request
+from service.buffers.record import Spec
 from service.codecs.safetensors import decode
 from service.dtypes import FLOAT32
 from service.errors import MalformedBody

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from service.dtypes import DTYPES, FLOATS
+from service.dtypes import DTYPES, FLOATS, Array
 from service.kernels import OPERATORS, Operator, Tensor
-from service.kernels._op import Array, Attribute
+from service.kernels._op import Attribute
 
 PACKAGE = Path(__file__).parent / "gradserve_client"
 

@@ -17,15 +17,20 @@ from fastapi import FastAPI
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from service.api import buffers, docs, health, logs, open_inference, openapi, ops, problems
-from service.api.admission import Admission
-from service.api.auth import authorize
-from service.api.context import CONTEXT, Context, patience_of
-from service.api.metrics import METRICS_DIRECTORY, Metrics, route_of
+from service.api import docs, health, openapi
+from service.api.buffers import routes as buffers
+from service.api.buffers.waiting import Waiting
+from service.api.http import problems
+from service.api.http.admission import Admission
+from service.api.http.auth import authorize
+from service.api.http.context import CONTEXT, Context, patience_of
+from service.api.operators import open_inference
+from service.api.operators import rest as ops
+from service.api.operators.statistics import Statistics
 from service.api.protocol import Exchange, exchange_of
-from service.api.statistics import Statistics
-from service.api.waiting import Waiting
-from service.api.workers import Workers, stop_without_parent
+from service.api.telemetry import logs
+from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics, route_of
+from service.api.telemetry.workers import Workers, stop_without_parent
 from service.arena import keep_freed_memory
 from service.buffers.names import check_name
 from service.buffers.store import Allocate, Committed, Store, uncounted
@@ -166,7 +171,7 @@ def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application. Its engine lives from the application's startup to its shutdown."""
     kind = Application
     if settings.tracing:
-        from service.api.tracing import TracedApplication as kind  # it needs the extra otel
+        from service.api.telemetry.tracing import TracedApplication as kind  # it needs the extra otel
     app = kind(
         settings,
         title="gradserve",

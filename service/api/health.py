@@ -10,10 +10,11 @@ from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from service.api.buffer_models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
-from service.api.changes import LONGEST_KEY, store_of
-from service.api.context import engine_of, settings_of
-from service.api.metrics import Metrics
+from service.api.buffers.models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
+from service.api.buffers.preconditions import store_of
+from service.api.http.context import engine_of, settings_of
+from service.api.http.openapi import LONGEST_KEY
+from service.api.telemetry.metrics import Metrics
 from service.codecs.json import MOST_ELEMENTS, MOST_MEMBERS
 from service.settings import Settings
 

@@ -15,10 +15,10 @@ from types import FrameType
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
-from service.api import logs
 from service.api.app import create_app
-from service.api.metrics import METRICS_DIRECTORY
 from service.api.protocol import Protocol
+from service.api.telemetry import logs
+from service.api.telemetry.metrics import METRICS_DIRECTORY
 from service.settings import Settings
 
 

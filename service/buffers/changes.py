@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from service.buffers.gradients import Dense, Gradient
-from service.buffers.store import Array, Closed, Receipt, Record, Spec, Transaction, unknown
-from service.dtypes import DType, compute_dtype
+from service.buffers.record import Closed, Receipt, Record, Spec, unknown
+from service.buffers.transaction import Transaction
+from service.dtypes import Array, DType, compute_dtype
 from service.errors import (
     BufferExists,
     EpochGone,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from service.dtypes import DType
+from service.buffers.record import Spec
+from service.dtypes import Array, DType
 from service.errors import NonfiniteGradient, ShapeMismatch
 from service.kernels import accumulate
-
-if TYPE_CHECKING:
-    from service.buffers.store import Spec
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Gradient(Protocol):

@@ -15,23 +15,10 @@ import numpy as np
 
 from service.buffers.gradients import Gradient, add_piece
 from service.buffers.names import namespace_of
-from service.buffers.requests import Outcome, Request, perform
-from service.buffers.store import (
-    KEY_SECONDS,
-    MOST_BUFFERS,
-    Allocate,
-    Array,
-    Committed,
-    Key,
-    Known,
-    Record,
-    Snapshot,
-    Spec,
-    told,
-    too_many,
-    uncounted,
-    unknown,
-)
+from service.buffers.perform import Outcome, Request, perform
+from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many, unknown
+from service.buffers.store import KEY_SECONDS, MOST_BUFFERS, Allocate, Committed, told, uncounted
+from service.dtypes import Array
 from service.errors import StoreFailed
 
 K = TypeVar("K")

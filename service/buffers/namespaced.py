@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from service.buffers.requests import Outcome, Request
-from service.buffers.store import Key, Known, Receipt, Record, Snapshot, Store, told
+from service.buffers.perform import Outcome, Request
+from service.buffers.record import Key, Known, Receipt, Record, Snapshot
+from service.buffers.store import Store, told
 from service.errors import BufferCorrupt, GradserveError
 
 T = TypeVar("T")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from service.dtypes import BOOL, DType
+from service.dtypes import BOOL, Array, DType
 from service.errors import InvalidTensor
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def view(place: str, name: str, data: bytes | memoryview, dtype: DType, shape: Sequence[int]) -> Array:

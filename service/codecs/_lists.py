@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import simdjson
 
-from service.codecs._bytes import Array
-from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, DType, cast
+from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, Array, DType, cast
 from service.errors import InvalidTensor, shown
 from service.limits import Limits
 

@@ -20,9 +20,9 @@ import orjson
 import pybase64
 import simdjson
 
-from service.codecs._bytes import Array, bytes_of, view, wrong_size
+from service.codecs._bytes import bytes_of, view, wrong_size
 from service.codecs._lists import NONFINITE, Numbers, count, is_empty, shape_of
-from service.dtypes import NAMES, DType
+from service.dtypes import NAMES, Array, DType
 from service.errors import BodyTooLarge, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import orjson
 import simdjson
 
-from service.codecs._bytes import Array, bytes_of, view, view_at, wrong_size
+from service.codecs._bytes import bytes_of, view, view_at, wrong_size
 from service.codecs._headers import as_object, check_shape, load
 from service.codecs._lists import LISTS, Numbers, is_empty, shape_of
 from service.codecs.json import Pairs, list_text, members_of, parse
-from service.dtypes import BFLOAT16, BOOL, OPEN_INFERENCE, DType
+from service.dtypes import BFLOAT16, BOOL, OPEN_INFERENCE, Array, DType
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 

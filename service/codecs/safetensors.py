@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
-from service.codecs._bytes import Array, bytes_of, view
+from service.codecs._bytes import bytes_of, view
 from service.codecs._headers import MOST_VALUES, as_object, check_shape, load
-from service.dtypes import SAFETENSORS, DType
+from service.dtypes import SAFETENSORS, Array, DType
 from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 

@@ -18,9 +18,8 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from service.dtypes import FLOAT32, DType, compute_dtype
+from service.dtypes import FLOAT32, Array, DType, compute_dtype
 from service.errors import ShapeMismatch, TensorTooLarge
-from service.kernels._op import Array
 
 T = TypeVar("T", bound=Array)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from service.dtypes import Array
 from service.errors import AxisOutOfRange, DtypeMismatch, ShapeMismatch
-from service.kernels._op import Array
 
 
 def same_shape(**tensors: Array) -> None:

@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
+from service.dtypes import Array
 from service.kernels._blocks import scratch, spare_memory
 from service.kernels._gru_layout import Layout
-from service.kernels._op import Array
 from service.kernels._tasks import Tasks
 
 PIECE = 1 << 16

@@ -9,11 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from service.dtypes import DType, compute_dtype
+from service.dtypes import Array, DType, compute_dtype
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
 from service.kernels._blocks import new_output, spare_memory
 from service.kernels._gru_rows import Even, Ragged
-from service.kernels._op import Array
 
 SEQUENCES = 32
 """Sequences in a block, as a rule: enough rows for a product with R to be worth it."""

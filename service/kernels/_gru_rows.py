@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from service.dtypes import Array
 from service.kernels._blocks import spare_memory
-from service.kernels._op import Array
 
 
 class Even:

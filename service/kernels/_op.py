@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
-
 from service import dtypes
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
 
 T = TypeVar("T", bound=Annotated[Array, dtypes.FLOATS])
 T_GRAD = TypeVar("T_GRAD", bound=Annotated[Array, dtypes.FLOATS])

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.dtypes import BFLOAT16, BOOL, FLOAT64, DType, cast, compute_dtype
+from service.dtypes import BFLOAT16, BOOL, FLOAT64, Array, DType, cast, compute_dtype
 from service.errors import InvalidTensor, ShapeMismatch
 from service.kernels._blocks import block_length, new_output, share_out
-from service.kernels._op import T_GRAD, AnyTensor, Array, Flag, T, op
+from service.kernels._op import T_GRAD, AnyTensor, Flag, T, op
 
 _BUFFER = {"gradient_buffer": [[1.0, 2.0], [3.0, 4.0]], "gradient": [0.5, -0.5]}
 

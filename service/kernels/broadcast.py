@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from service.dtypes import Array
 from service.errors import ShapeMismatch, shown
-from service.kernels._op import Array, Shape, op
+from service.kernels._op import Shape, op
 
 
 @op(

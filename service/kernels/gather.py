@@ -11,11 +11,11 @@ import numpy as np
 # into a fresh array of the output's size.
 from scipy.sparse._sparsetools import csc_matvecs
 
-from service.dtypes import compute_dtype
+from service.dtypes import Array, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch, TooManyDimensions
 from service.kernels._blocks import block_length, new_output, share_out
 from service.kernels._checks import normalize_axis
-from service.kernels._op import Array, Shape, T, Tind, op
+from service.kernels._op import Shape, T, Tind, op
 from service.limits import MAX_RANK
 
 SPARSE = 32

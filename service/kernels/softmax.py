@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from service.dtypes import Array
 from service.kernels._blocks import block_length, prepare, scratch, share_out, widen
 from service.kernels._checks import normalize_axis, same_shape
-from service.kernels._op import Array, T, op
+from service.kernels._op import T, op
 
 WIDTH = 4096
 """Columns in a tile, at least, where there are so many: short pieces of rows that lie far apart are slow to read."""

@@ -19,9 +19,8 @@ import safetensors.numpy
 
 from service.codecs import safetensors as codec
 from service.codecs.safetensors import MEDIA_TYPE
+from service.dtypes import Array
 from service.limits import Limits
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 PATIENCE = 30
 """Seconds after which what is waited for makes a test fail instead of hang."""

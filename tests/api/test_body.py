@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from service.api.app import create_app
-from service.api.body import DIRECT_BYTES
+from service.api.http.body import DIRECT_BYTES
 from service.codecs import safetensors
 from service.settings import Settings
 from tests.serving import assert_problem, serving

@@ -11,14 +11,13 @@ import pytest
 import tritonclient.http as triton  # type: ignore[import-untyped]
 from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 
-from service.dtypes import DTYPES, OPEN_INFERENCE
+from service.dtypes import DTYPES, OPEN_INFERENCE, Array
 from service.kernels import OPERATORS, Operator
 from tests.api.calls import (
     KEY,
     REPLAYED,
     SAFE,
     TO_SAFETENSORS,
-    Array,
     add,
     create,
     fresh,

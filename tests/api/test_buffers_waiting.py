@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api import buffer_requests
+from service.api.buffers import request as buffer_requests
 from service.buffers.memory import MemoryStore
 from tests.api.calls import (
     PATIENCE,

@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from service.api import work
 from service.api.app import create_app
-from service.api.body import Answer
+from service.api.http.body import Answer
+from service.api.operators import run as work
 from service.buffers.memory import MemoryStore
 from service.settings import Settings
 from tests.serving import assert_problem, serving

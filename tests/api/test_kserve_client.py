@@ -17,11 +17,9 @@ from kserve import (  # type: ignore[import-untyped]
 )
 from kserve.protocol.infer_type import RequestedOutput  # type: ignore[import-untyped]
 
-from service.dtypes import OPEN_INFERENCE
+from service.dtypes import OPEN_INFERENCE, Array
 from service.kernels import OPERATORS, Operator
 from tests.test_contract import EVERY, assert_same, example
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def call(method: str, *args: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from service.api import work
 from service.api.health import SETTINGS
+from service.api.operators import run as work
 from service.buffers.names import LONGEST_NAME
 from service.buffers.store import MOST_BUFFERS
 from service.keys import add as add_key

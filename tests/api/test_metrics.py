@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save
 
-from service.api.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES, Metrics
+from service.api.telemetry.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES, Metrics
 from service.keys import add
 from tests.faults.servers import Server
 from tests.serving import serving, wait_until

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api import work
+from service.api.operators import run as work
 from service.kernels import OPERATORS
 from service.kernels._op import T, _read
 from tests.serving import serving

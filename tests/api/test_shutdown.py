@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from service.buffers.lmdb import LmdbStore
+from service.buffers.lmdb.store import LmdbStore
 from tests.faults.servers import Server
 from tests.serving import assert_problem, serving
 

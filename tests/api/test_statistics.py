@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from service.api.statistics import Record, Statistics
+from service.api.operators.statistics import Record, Statistics
 
 BODY = {"dY": [1.0], "Y": [0.5]}
 

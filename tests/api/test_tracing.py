@@ -18,8 +18,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from service.api import tracing, work
-from service.api.metrics import PHASES
+from service.api.operators import run as work
+from service.api.telemetry import tracing
+from service.api.telemetry.metrics import PHASES
 from service.keys import add
 from tests.faults.servers import ROOT, Server
 from tests.serving import serving

@@ -13,12 +13,11 @@ import tritonclient.http as triton  # type: ignore[import-untyped]
 import tritonclient.http.aio as triton_aio  # type: ignore[import-untyped]
 from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 
-from service.dtypes import DTYPES, OPEN_INFERENCE
+from service.dtypes import DTYPES, OPEN_INFERENCE, Array
 from service.kernels import OPERATORS, Operator
 from tests.kernels.calls import CALLS, FLOAT_DTYPES
 from tests.test_contract import EVERY, assert_same, example
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Call: TypeAlias = Callable[..., Any]
 """Calls a method of a client, given its name and its arguments."""
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from service.api.work import INLINE_TEXT, header_of, text_of
+from service.api.operators.run import INLINE_TEXT, header_of, text_of
 from service.codecs import safetensors
 from service.limits import Limits
 from tests.api.calls import saved

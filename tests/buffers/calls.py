@@ -12,20 +12,19 @@ import lmdb
 import numpy as np
 import pytest
 
-from service.buffers import lmdb as module
-from service.buffers._environment import Environment
-from service.buffers._reader import Reader
-from service.buffers._slots import CHUNK
 from service.buffers.changes import Add, Change, Create
-from service.buffers.lmdb import LmdbStore
+from service.buffers.doctor import examine
+from service.buffers.lmdb import store as module
+from service.buffers.lmdb.environment import Environment
+from service.buffers.lmdb.reader import Reader
+from service.buffers.lmdb.slots import CHUNK
+from service.buffers.lmdb.store import LmdbStore
 from service.buffers.memory import MemoryStore
-from service.buffers.requests import Outcome, Request
-from service.buffers.store import MOST_BUFFERS, Key, Receipt, Record, Spec, Store
-from service.doctor import examine
-from service.dtypes import DTYPES
+from service.buffers.perform import Outcome, Request
+from service.buffers.record import Key, Receipt, Record, Spec
+from service.buffers.store import MOST_BUFFERS, Store
+from service.dtypes import DTYPES, Array
 from service.errors import GradserveError
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 KEY_SECONDS = 1000.0
 MAX_BYTES = 64 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from service.buffers import lmdb as module
-from service.buffers.lmdb import LmdbStore
+from service.buffers.lmdb import store as module
+from service.buffers.lmdb.store import LmdbStore
 from service.buffers.store import MOST_BUFFERS, Store
 from tests.buffers.calls import Clock, open_lmdb, open_memory
 

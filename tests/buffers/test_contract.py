@@ -13,16 +13,10 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Restore, Take, Zero
-from service.buffers.requests import Outcome, Request
-from service.buffers.store import Record, Store
-from service.errors import (
-    BufferExists,
-    EpochOpen,
-    PreconditionFailed,
-    StaleEpoch,
-    StoreFailed,
-    UnknownBuffer,
-)
+from service.buffers.perform import Outcome, Request
+from service.buffers.record import Record
+from service.buffers.store import Store
+from service.errors import BufferExists, EpochOpen, PreconditionFailed, StaleEpoch, StoreFailed, UnknownBuffer
 from tests.buffers.calls import (
     LARGE,
     PATIENCE,

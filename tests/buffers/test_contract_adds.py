@@ -8,17 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from service.buffers._slots import CHUNK
 from service.buffers.changes import Add, Take, Zero
+from service.buffers.lmdb.slots import CHUNK
 from service.buffers.store import Store
-from service.errors import (
-    InvalidParameter,
-    NonfiniteGradient,
-    ShapeMismatch,
-)
+from service.dtypes import Array
+from service.errors import InvalidParameter, NonfiniteGradient, ShapeMismatch
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2
 from service.kernels.gather import GatheredRows, gather_grad
-from tests.buffers.calls import LARGE, Array, Clock, add, create, do, fails_alone, ones, state, value
+from tests.buffers.calls import LARGE, Clock, add, create, do, fails_alone, ones, state, value
 from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES
 from tests.kernels.equality import assert_same_bits
 from tests.kernels.test_accumulate import FITTING, UNFIT, numbers

@@ -7,12 +7,7 @@ import pytest
 
 from service.buffers.changes import Add, Take, Zero
 from service.buffers.store import Store
-from service.errors import (
-    EpochGone,
-    EpochOpen,
-    StaleEpoch,
-    TooFewGradients,
-)
+from service.errors import EpochGone, EpochOpen, StaleEpoch, TooFewGradients
 from tests.buffers.calls import Clock, add, create, do, fails_alone, ones, value
 from tests.kernels.equality import assert_same_bits
 

@@ -7,7 +7,7 @@ import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.namespaced import Namespaced
-from service.buffers.requests import Outcome, Request
+from service.buffers.perform import Outcome, Request
 from service.buffers.store import Store
 from service.errors import (
     BufferExists,

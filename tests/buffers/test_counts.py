@@ -14,12 +14,13 @@ import lmdb
 import numpy as np
 import pytest
 
-from service.buffers._format import COUNT, MARK_SIZE, TIME, WRITER, packed
 from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
-from service.buffers.lmdb import LmdbStore
+from service.buffers.lmdb.format import COUNT, MARK_SIZE, TIME, WRITER, packed
+from service.buffers.lmdb.store import LmdbStore
 from service.buffers.namespaced import Namespaced
-from service.buffers.requests import Request
-from service.buffers.store import Record, Store
+from service.buffers.perform import Request
+from service.buffers.record import Record
+from service.buffers.store import Store
 from service.errors import NonfiniteGradient, TooManyBuffers
 from tests.buffers.calls import (
     PATIENCE,
@@ -229,9 +230,9 @@ CREATOR = """
 import sys
 from pathlib import Path
 from service.buffers.changes import (Create, Delete)
-from service.buffers.requests import (Request)
-from service.buffers.lmdb import LmdbStore
-from service.buffers.store import Spec
+from service.buffers.perform import Request
+from service.buffers.lmdb.store import LmdbStore
+from service.buffers.record import Spec
 from service.dtypes import FLOAT32
 from service.errors import TooManyBuffers
 

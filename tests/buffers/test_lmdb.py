@@ -17,14 +17,14 @@ import lmdb
 import numpy as np
 import pytest
 
-from service.buffers import _value_writer
-from service.buffers import lmdb as module
-from service.buffers._environment import Environment
-from service.buffers._transaction import MOST_KNOWN, MOST_KNOWN_EPOCHS, Remembered
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.lmdb import LmdbStore
-from service.buffers.requests import Outcome
-from service.buffers.store import Closed, Record, Spec
+from service.buffers.lmdb import store as module
+from service.buffers.lmdb import value_writer as _value_writer
+from service.buffers.lmdb.environment import Environment
+from service.buffers.lmdb.store import LmdbStore
+from service.buffers.lmdb.transaction import MOST_KNOWN, MOST_KNOWN_EPOCHS, Remembered
+from service.buffers.perform import Outcome
+from service.buffers.record import Closed, Record, Spec
 from service.dtypes import FLOAT32
 from service.errors import StoreFailed
 from service.kernels.gather import GatheredRows
@@ -159,9 +159,9 @@ ADDER = """
 import sys
 from pathlib import Path
 import numpy as np
-from service.buffers.lmdb import LmdbStore
+from service.buffers.lmdb.store import LmdbStore
 from service.buffers.changes import (Add)
-from service.buffers.requests import (Request)
+from service.buffers.perform import Request
 
 store = LmdbStore(Path(sys.argv[1]), max_bytes=1 << 30)
 gradient = np.full(20_000, float(sys.argv[2]), np.float32)

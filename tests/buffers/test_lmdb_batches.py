@@ -8,18 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from service.buffers import lmdb as module
 from service.buffers.changes import Add, Delete
-from service.buffers.lmdb import LmdbStore
-from service.buffers.requests import Request
-from service.errors import (
-    GradserveError,
-    NonfiniteGradient,
-    ShapeMismatch,
-    StaleEpoch,
-    StoreFailed,
-    UnknownBuffer,
-)
+from service.buffers.lmdb import store as module
+from service.buffers.lmdb.store import LmdbStore
+from service.buffers.perform import Request
+from service.errors import GradserveError, NonfiniteGradient, ShapeMismatch, StaleEpoch, StoreFailed, UnknownBuffer
 from tests.buffers.calls import LARGE, PATIENCE, Gate, add, create, do, key, ones, request, value
 
 

@@ -15,13 +15,9 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Delete, Take, Zero
-from service.buffers.lmdb import LmdbStore
+from service.buffers.lmdb.store import LmdbStore
 from service.buffers.namespaced import Namespaced
-from service.errors import (
-    BufferCorrupt,
-    KeyReused,
-    StoreFailed,
-)
+from service.errors import BufferCorrupt, KeyReused, StoreFailed
 from tests.buffers.calls import LARGE, PATIENCE, Clock, add, create, do, key, ones, request, value
 from tests.kernels.equality import assert_same_bits
 

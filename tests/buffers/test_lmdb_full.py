@@ -17,14 +17,12 @@ import lmdb
 import numpy as np
 import pytest
 
-from service.buffers import _environment
-from service.buffers import lmdb as module
-from service.buffers._slots import CHUNK
 from service.buffers.changes import Add, Create, Delete, Take, Zero
-from service.buffers.lmdb import LmdbStore
-from service.errors import (
-    StoreFull,
-)
+from service.buffers.lmdb import environment as _environment
+from service.buffers.lmdb import store as module
+from service.buffers.lmdb.slots import CHUNK
+from service.buffers.lmdb.store import LmdbStore
+from service.errors import StoreFull
 from tests.buffers.calls import (
     LARGE,
     PATIENCE,
@@ -222,7 +220,7 @@ def test_what_a_reader_held_is_room_once_it_is_gone(roomy: LmdbStore, tmp_path: 
     create(roomy, "a", shape=(size,))
     add(roomy, "a", ones(size))
     code = (
-        "import sys, time, pathlib; from service.buffers._environment import Environment\n"
+        "import sys, time, pathlib; from service.buffers.lmdb.environment import Environment\n"
         "env = Environment(pathlib.Path(sys.argv[1]), max_bytes=int(sys.argv[2]), readonly=True)\n"
         "with env.reading(): print('reads', flush=True); time.sleep(600)"
     )

@@ -12,20 +12,20 @@ import lmdb
 import numpy as np
 import pytest
 
-from service.buffers import _value_writer
-from service.buffers import lmdb as module
-from service.buffers._environment import Environment
-from service.buffers._packs import PACK
-from service.buffers._reader import Reader
-from service.buffers._slots import CHUNK, SlotFile
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.lmdb import LmdbStore
-from service.doctor import examine
+from service.buffers.doctor import examine
+from service.buffers.lmdb import store as module
+from service.buffers.lmdb import value_writer as _value_writer
+from service.buffers.lmdb.environment import Environment
+from service.buffers.lmdb.packs import PACK
+from service.buffers.lmdb.reader import Reader
+from service.buffers.lmdb.slots import CHUNK, SlotFile
+from service.buffers.lmdb.store import LmdbStore
+from service.dtypes import Array
 from service.errors import BufferCorrupt, StoreFull, UnknownBuffer
 from tests.buffers.calls import (
     MAX_BYTES,
     PATIENCE,
-    Array,
     Clock,
     Gate,
     add,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from service.buffers.transfer import read, restore
 from service.errors import MalformedBody
 from service.limits import Limits
-from service.transfer import read, restore
 from tests.buffers.calls import Clock, open_memory, value
 
 RULES: dict[str, Any] = {

@@ -15,13 +15,16 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service.buffers import _packs, _value_writer, _values
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.requests import Outcome, Request
-from service.buffers.store import Spec, Store
-from service.dtypes import DTYPES, NAMES
+from service.buffers.lmdb import packs as _packs
+from service.buffers.lmdb import value_writer as _value_writer
+from service.buffers.lmdb import values as _values
+from service.buffers.perform import Outcome, Request
+from service.buffers.record import Spec
+from service.buffers.store import Store
+from service.dtypes import DTYPES, NAMES, Array
 from service.errors import GradserveError
-from tests.buffers.calls import KEY_SECONDS, PATIENCE, Array, Clock, key, open_lmdb, open_memory, wrong
+from tests.buffers.calls import KEY_SECONDS, PATIENCE, Clock, key, open_lmdb, open_memory, wrong
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.buffers.lmdb import LmdbStore
+from service.buffers.lmdb.store import LmdbStore
 from service.buffers.memory import MemoryStore
 from service.buffers.url import open_store, path_of
 from service.errors import StoreFailed

@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
+
 MATRIX = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 

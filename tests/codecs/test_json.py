@@ -14,12 +14,18 @@ from hypothesis.extra import numpy as arrays
 
 from service.codecs import json as json_codec
 from service.codecs.json import DIAGNOSED_BYTES, Document, Form
-from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64
-from service.errors import BodyTooLarge, GradserveError, InvalidTensor, MalformedBody, TensorTooLarge, TooManyDimensions
+from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64, Array
+from service.errors import (
+    BodyTooLarge,
+    GradserveError,
+    InvalidTensor,
+    MalformedBody,
+    TensorTooLarge,
+    TooManyDimensions,
+)
 from service.limits import Limits
 
 LIMITS = Limits(1 << 30)
-Array = np.ndarray[Any, Any]
 
 
 def encode(tensors: dict[str, Array], form: Form) -> bytes:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from service.codecs import open_inference as codec
 from service.codecs.open_inference import SMALL, Request
-from service.dtypes import BFLOAT16, DTYPES, OPEN_INFERENCE
+from service.dtypes import BFLOAT16, DTYPES, OPEN_INFERENCE, Array
 from service.errors import (
     GradserveError,
     InvalidParameter,
@@ -28,7 +28,6 @@ from tests.codecs.test_json import any_array
 from tests.codecs.test_safetensors import EVERY_DTYPE, HUGE, UNHURRIED
 from tests.test_contract import assert_same
 
-Array = np.ndarray[Any, np.dtype[Any]]
 LIMITS = Limits(1 << 30)
 
 PADDING = b" " * SMALL

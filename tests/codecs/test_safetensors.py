@@ -13,13 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from service.codecs import safetensors as codec
-from service.dtypes import BFLOAT16, DTYPES, FLOAT32, SAFETENSORS, DType
+from service.dtypes import BFLOAT16, DTYPES, FLOAT32, SAFETENSORS, Array, DType
 from service.errors import GradserveError, InvalidTensor, MalformedBody, TensorTooLarge, TooManyDimensions
 from service.limits import Limits
 from tests.codecs.test_json import any_array
 from tests.test_contract import assert_same
 
-Array = np.ndarray[Any, np.dtype[Any]]
 LIMITS = Limits(1 << 30)
 
 UNHURRIED = settings(deadline=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import numpy as np
@@ -14,14 +13,13 @@ from hypothesis import given
 from service.codecs import json as json_codec
 from service.codecs import open_inference, safetensors
 from service.codecs.json import Document
-from service.dtypes import BOOL, DTYPES, OPEN_INFERENCE, DType
+from service.dtypes import BOOL, DTYPES, OPEN_INFERENCE, Array, DType
 from service.limits import Limits
 from tests.codecs.test_json import any_array
 from tests.codecs.test_safetensors import EVERY_DTYPE, UNHURRIED
 from tests.kernels.equality import is_nan
 from tests.test_contract import assert_same
 
-Array = np.ndarray[Any, np.dtype[Any]]
 LIMITS = Limits(1 << 30)
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 

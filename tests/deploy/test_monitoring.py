@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.api.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES
+from service.api.telemetry.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERTS = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]

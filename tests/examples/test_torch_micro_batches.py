@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from gradserve_client import Client
 
-import service.api.buffer_requests
+import service.api.buffers.request
 from tests.serving import serving
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_it_fails_if_the_server_counts_twice(monkeypatch: pytest.MonkeyPatch) ->
     def forgotten(*_: Any, **__: Any) -> None:
         return None
 
-    monkeypatch.setattr(service.api.buffer_requests, "key_of", forgotten)
+    monkeypatch.setattr(service.api.buffers.request, "key_of", forgotten)
     with serving() as url:
         done = run("--url", url)
     assert done.returncode == 1

@@ -1,7 +1,7 @@
 """The server, which kills itself within a commit: python -m tests.faults.killing serve.
 
-The file named by GRADSERVE_TEST_KILL, while it is there, says where: a point of `service.buffers.lmdb.reached`, and how
-often it must be reached since.
+The file named by GRADSERVE_TEST_KILL, while it is there, says where: a point of `reached` in the LMDB store, and
+how often it must be reached since.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from service import __main__
-from service.buffers import lmdb
+from service.buffers.lmdb import store as lmdb
 
 
 def main() -> int:

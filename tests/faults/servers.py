@@ -20,6 +20,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from service.codecs import safetensors
+from service.dtypes import Array
 
 ROOT = Path(__file__).parents[2]
 LONG = os.environ.get("GRADSERVE_FAULTS") == "long"
@@ -27,7 +28,6 @@ PATIENCE = 60.0
 """Seconds after which whatever has not happened makes a test fail instead of hang."""
 
 SAFETENSORS = safetensors.MEDIA_TYPE
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Server:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.faults.servers import LONG, PATIENCE, Array, Client, Server, new_key
+from service.dtypes import Array
+from tests.faults.servers import LONG, PATIENCE, Client, Server, new_key
 
 WORKERS = 8
 EPOCHS = 200 if LONG else 20

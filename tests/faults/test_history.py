@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Array, Client, Server, contents, new_key
+from service.dtypes import Array
+from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, contents, new_key
 
 ADDERS = 5
 EACH = 400 if LONG else 60

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.faults.servers import LONG, PATIENCE, Array, Client, Server, moments, new_key, tensors
+from service.dtypes import Array
+from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
 
 CLIENTS = 8
 KILLS = 100 if LONG else 3

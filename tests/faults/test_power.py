@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from service.buffers.changes import Add
-from service.buffers.lmdb import LmdbStore
-from service.buffers.requests import Request
+from service.buffers.lmdb.store import LmdbStore
+from service.buffers.perform import Request
 from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key
 
 CLIENTS = 4

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from service.api.waiting import ANY, Waiting
+from service.api.buffers.waiting import ANY, Waiting
 from service.buffers.changes import Add, Change, Create, Delete, Take
 from service.buffers.memory import MemoryStore
-from service.buffers.requests import Request
-from service.buffers.store import Record, Spec
+from service.buffers.perform import Request
+from service.buffers.record import Record, Spec
 from service.dtypes import FLOAT32
 from service.errors import InvalidParameter, PreconditionFailed
 from tests.api.calls import PATIENCE

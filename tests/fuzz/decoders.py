@@ -16,17 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 
 from service.codecs import open_inference, safetensors
-from service.dtypes import DTYPES, OPEN_INFERENCE
+from service.dtypes import DTYPES, OPEN_INFERENCE, Array
 from service.errors import GradserveError
 from service.limits import Limits
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 LIMITS = Limits(1 << 20)
 

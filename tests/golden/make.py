@@ -13,9 +13,10 @@ from pathlib import Path
 
 from onnxruntime.capi import onnxruntime_pybind11_state as refusals
 
+from service.dtypes import Array
 from tests.golden import ort, questions, store, torch_gru
 from tests.golden.questions import accumulate, activations, broadcast, gather, gru, softmax
-from tests.golden.store import Array, Case
+from tests.golden.store import Case
 
 REFUSED = (refusals.Fail, refusals.InvalidArgument, refusals.RuntimeException)
 

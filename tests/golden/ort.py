@@ -6,13 +6,11 @@ Needs onnxruntime-training 1.19.2, the last release, and onnx; only to ask the k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import numpy as np
 import onnxruntime
 from onnx import helper
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
 
 onnxruntime.set_default_logger_severity(4)  # fatal only: some of the questions are meant to fail
 

@@ -11,13 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from service.dtypes import Array
 from tests.golden.values import uniform
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 FOLDER = Path(__file__).parent
 """The answers of ONNX Runtime's kernels."""

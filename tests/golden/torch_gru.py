@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.golden.store import Array
+from service.dtypes import Array
 
 SUFFIXES = ("", "_reverse")
 """Of the parameters of each direction."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
 
 
 def generator(*names: str) -> np.random.Generator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from service.api.buffer_models import LONGEST_WAIT
+from service.api.buffers.models import LONGEST_WAIT
 from service.errors import tree
 from service.settings import Settings
 from tests.integration.stack import ROOT

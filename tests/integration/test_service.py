@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -15,12 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
+from service.dtypes import Array
 from service.kernels import OPERATORS
 from service.settings import Settings
 from tests.integration.conftest import client
 from tests.serving import assert_problem
 
-Array = np.ndarray[Any, np.dtype[Any]]
 SAFETENSORS = {"Content-Type": "application/vnd.safetensors", "Accept": "application/vnd.safetensors"}
 LARGE = (25, 1_000_000)
 """The shape of 100 MB in float32."""

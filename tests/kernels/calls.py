@@ -10,9 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from service.dtypes import Array
 from service.kernels import OPERATORS
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 FLOAT_DTYPES = [np.dtype(name) for name in ("float32", "float64", "float16")] + [np.dtype(ml_dtypes.bfloat16)]
 NARROW_DTYPES = FLOAT_DTYPES[2:]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
 
 
 def bits(array: Array) -> Array:

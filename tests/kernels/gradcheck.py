@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
 
 STEP = 1e-5
 TOLERANCE = 1e-8

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from service.dtypes import Array
 
 REVERSE = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}
 

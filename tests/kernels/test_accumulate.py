@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.dtypes import BFLOAT16, cast
+from service.dtypes import BFLOAT16, Array, cast
 from service.errors import InvalidTensor, ShapeMismatch
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2, zero_gradient
-from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES, Array
+from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES
 from tests.kernels.equality import assert_same_bits
 
 INF, NAN = np.inf, np.nan

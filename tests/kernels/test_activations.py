@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
+from service.dtypes import Array
 from service.errors import DtypeMismatch, ShapeMismatch
 from service.kernels.activations import leaky_relu_grad, quick_gelu_grad, relu_grad, sigmoid_grad, tanh_grad
-from tests.kernels.calls import FLOAT_DTYPES, Array
+from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_close, assert_same_bits, bits
 
 INF, NAN = np.inf, np.nan

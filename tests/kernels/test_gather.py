@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from service.dtypes import Array
 from service.errors import (
     AxisOutOfRange,
     IndexOutOfRange,
@@ -16,7 +17,7 @@ from service.errors import (
     TooManyDimensions,
 )
 from service.kernels.gather import gather_grad
-from tests.kernels.calls import FLOAT_DTYPES, Array
+from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 
 INF, NAN = np.inf, np.nan

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.dtypes import Array
 from service.errors import AxisOutOfRange, GradserveError, IndexOutOfRange, InvalidTensor, ShapeMismatch
 from service.kernels.gather import GatheredRows, gather_grad
-from tests.kernels.calls import FLOAT_DTYPES, Array
+from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 
 INF, NAN = np.inf, np.nan

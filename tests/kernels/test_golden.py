@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from service import errors
+from service.dtypes import Array
 from service.kernels import OPERATORS, accumulate, activations, broadcast, gather, gru, softmax
 from tests.golden import store
-from tests.golden.store import Array, Case
+from tests.golden.store import Case
 from tests.kernels.equality import assert_close, assert_same_bits
 
 CASES = [case for operator in store.operators() for case in store.read(operator)]

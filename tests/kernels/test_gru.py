@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
-from service.dtypes import DTYPES
+from service.dtypes import DTYPES, Array
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, ShapeMismatch
 from service.kernels import _blocks, _gru_backward, _gru_layout
 from service.kernels._blocks import Workspace, workspace
 from service.kernels.gru import gru_grad, gru_training
-from tests.kernels.gru_reference import Array, gru, gru_gradient
+from tests.kernels.gru_reference import gru, gru_gradient
 
 train: Any = gru_training  # called with dictionaries, which the type checker cannot follow
 back: Any = gru_grad

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.dtypes import Array
 from service.errors import ShapeMismatch
 from service.kernels import OPERATORS
-from tests.kernels.calls import CALLS, ELEMENTWISE, FLOAT_DTYPES, SOFTMAX, Array, Call
+from tests.kernels.calls import CALLS, ELEMENTWISE, FLOAT_DTYPES, SOFTMAX, Call
 from tests.kernels.equality import assert_same_bits
 
 SHAPE = (3, 4, 5)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.dtypes import BFLOAT16, cast
-from tests.kernels.calls import CALLS, ELEMENTWISE, NARROW_DTYPES, Array, Call
+from service.dtypes import BFLOAT16, Array, cast
+from tests.kernels.calls import CALLS, ELEMENTWISE, NARROW_DTYPES, Call
 from tests.kernels.equality import assert_same_bits
 
 every_dtype = pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)

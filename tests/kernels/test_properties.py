@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.special import expit
 
+from service.dtypes import Array
 from service.errors import Invalid, ShapeMismatch
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2, zero_gradient
 from service.kernels.activations import leaky_relu_grad, quick_gelu_grad, relu_grad, sigmoid_grad, tanh_grad
 from service.kernels.broadcast import broadcast_gradient_args
 from service.kernels.gather import gather_grad
 from service.kernels.softmax import log_softmax_grad, log_softmax_grad_13, softmax_grad, softmax_grad_13
-from tests.kernels.calls import FLOAT_DTYPES, Array
+from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_close, assert_like, assert_same_bits
 
 # The same examples in every run: a failure is never a matter of luck.

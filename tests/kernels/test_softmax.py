@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.dtypes import Array
 from service.errors import AxisOutOfRange, DtypeMismatch, ShapeMismatch
 from service.kernels.softmax import log_softmax_grad, log_softmax_grad_13, softmax_grad, softmax_grad_13
-from tests.kernels.calls import FLOAT_DTYPES, Array
+from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_close, assert_same_bits
 
 Kernel = Callable[..., Array]

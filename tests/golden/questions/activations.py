@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from tests.golden.store import Array, Case
+from service.dtypes import Array
+from tests.golden.store import Case
 from tests.golden.values import generator, special_pairs
 
 SECOND = {"ReluGrad": "X", "LeakyReluGrad": "Y", "SigmoidGrad": "Y", "TanhGrad": "Y", "QuickGeluGrad": "X"}

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tests.golden.store import Array, Case
+from service.dtypes import Array
+from tests.golden.store import Case
 from tests.golden.values import generator, special
 
 SHAPES = [(5,), (3, 4), (2, 3, 4), (2, 3, 2, 4), (2, 2, 3, 1, 2)]

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.golden.store import Array, Case, draw
+from service.dtypes import Array
+from tests.golden.store import Case, draw
 from tests.golden.values import generator
 
 SIZES = [(1, 1, 1, 1), (2, 2, 2, 3), (5, 3, 4, 8), (7, 3, 9, 17), (3, 18, 5, 6)]

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.golden.store import Array, Case
+from service.dtypes import Array
+from tests.golden.store import Case
 from tests.golden.values import generator, special
 
 OPERATORS = ["SoftmaxGrad", "SoftmaxGrad_13", "LogSoftmaxGrad", "LogSoftmaxGrad_13"]

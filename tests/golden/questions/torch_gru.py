@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.golden.store import Array, Case
+from service.dtypes import Array
+from tests.golden.store import Case
 from tests.golden.values import generator
 
 LENGTHS = (None, [2, 4, 1])  # of 5 steps: none takes the last

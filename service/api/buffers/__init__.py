@@ -1,0 +1,1 @@
+"""The buffers over HTTP: `/v1/buffers`."""

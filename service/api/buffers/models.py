@@ -1,0 +1,186 @@
+"""What clients say to the buffers' endpoints and read from them, but for tensors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+)
+
+from service.api.http.tensor_forms import absent, output_type
+from service.buffers.record import LONGEST_TTL, MOST_KEEP, MOST_QUORUM
+from service.codecs import json as json_codec
+from service.dtypes import FLOATS
+
+LONGEST_WAIT = 600.0
+"""Seconds that a request may wait for an epoch at most."""
+
+MOST_LISTED = 1000
+
+MOST_NAMES = 100_000
+"""Buffers that a request may name at most."""
+
+FloatName = Literal["float16", "bfloat16", "float32", "float64"]
+Timeout = Annotated[
+    float,
+    Field(ge=0, le=LONGEST_WAIT, description="Seconds to wait for what is not there yet."),
+]
+Encoding = Annotated[
+    json_codec.Form | None,
+    Field(description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."),
+]
+Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
+AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
+
+
+class _Query(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class NewBuffer(BaseModel):
+    """What a buffer is created with."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"shape": [2, 2], "dtype": "float32"}})
+
+    shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
+    dtype: FloatName = "float32"
+    nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether an add may make it infinite or NaN.")
+    quorum: StrictInt | None = Field(
+        None, ge=1, le=MOST_QUORUM, description="The count with which its epochs close by themselves."
+    )
+    keep: StrictInt = Field(1, ge=1, le=MOST_KEEP, description="How many closed epochs can be read.")
+    ttl_seconds: float | None = Field(
+        None, strict=True, gt=0, le=LONGEST_TTL, description="Seconds after its last change when it is gone."
+    )
+
+
+class Metadata(BaseModel):
+    """A buffer, but for its value."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    nonfinite: str
+    quorum: int | None
+    keep: int
+    ttl_seconds: float | None
+    epoch: int = Field(description="Its running epoch, counted from 0.")
+    version: int = Field(description="How often it was changed.")
+    count: int = Field(description="The gradients in this epoch's sum.")
+    weight: float = Field(description="The sum of their weights.")
+    bytes: int = Field(description="The size of its value.")
+    closed_epochs: list[int] = Field(description="Those whose values are kept.")
+    created_at: float = Field(description="Seconds since 1970.")
+    updated_at: float
+    expires_at: float | None
+
+
+class BufferList(BaseModel):
+    """Some buffers, in the order of their names."""
+
+    buffers: list[Metadata]
+    next_cursor: str | None = Field(description="`cursor` of the request for those that follow; null: there are none.")
+
+
+class AccumulateQuery(_Query):
+    """How gradients are added."""
+
+    do_update: bool = Field(True, description="False: change nothing.")
+    overwrite: bool = Field(False, description="True: the gradient replaces the sum.")
+    weight: float = Field(1.0, allow_inf_nan=False, description="What the gradient is multiplied by.")
+    epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
+    answered: Literal["value"] | None = Field(None, alias="return", description="`value`: answer the sum, too.")
+    encoding: Encoding = None
+
+
+class ValueQuery(_Query):
+    """How a value is read."""
+
+    reduce: Reduce = "sum"
+    dtype: AnswerDtype = None
+    epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the running value.")
+    timeout: Timeout = 0.0
+    encoding: Encoding = None
+
+
+class TakeQuery(_Query):
+    """When and how a value is taken."""
+
+    min_count: int = Field(0, ge=0, description="Gradients that must be in.")
+    epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
+    timeout: Timeout = 0.0
+    reduce: Reduce = "sum"
+    dtype: AnswerDtype = None
+    encoding: Encoding = None
+
+
+class _Prefix(_Query):
+    prefix: str | None = Field(None, description="All buffers whose names begin so, in place of a body with names.")
+
+
+class ManyValueQuery(ValueQuery, _Prefix):
+    """How values are read, and of which buffers."""
+
+
+class ManyTakeQuery(TakeQuery, _Prefix):
+    """When and how values are taken, and of which buffers."""
+
+
+class ManyZeroQuery(_Prefix):
+    """Which buffers."""
+
+
+class ListQuery(_Query):
+    """Which buffers are listed."""
+
+    prefix: str = Field("", description="Those whose names begin so.")
+    limit: int = Field(100, ge=1, le=MOST_LISTED, description="As many at most.")
+    cursor: str = Field("", description="`next_cursor` of the answer before.")
+
+
+class Names(BaseModel):
+    """Buffers by name."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"]}})
+
+    names: list[StrictStr] = Field(min_length=1, max_length=MOST_NAMES)
+
+
+EXAMPLE_RECEIPT: dict[str, Any] = {
+    "name": "layer.weight",
+    "updated": True,
+    "closed": False,
+    "epoch": 0,
+    "version": 1,
+    "count": 1,
+    "weight": 1.0,
+}
+"""What the first add of the example of a gradient gives."""
+
+
+class Receipt(BaseModel):
+    """What a change of a buffer did."""
+
+    model_config = ConfigDict(json_schema_extra={"example": EXAMPLE_RECEIPT})
+
+    name: str
+    updated: bool = Field(description="Whether the buffer was changed.")
+    closed: bool = Field(description="Whether the epoch closed, whose state the receipt then gives.")
+    epoch: int
+    version: int
+    count: int
+    weight: float
+    value: output_type(FLOATS) = Field(default_factory=absent)  # type: ignore[valid-type]
+
+
+class Receipts(BaseModel):
+    """What a change of several buffers did, by their names."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"buffers": {"layer.weight": EXAMPLE_RECEIPT}}})
+
+    buffers: dict[str, Receipt]

@@ -1,0 +1,83 @@
+"""The OpenAPI entries of the buffers' endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from service.api.buffers.models import Receipts
+from service.api.http.openapi import ONE, READING, REF, SAFETENSORS_CONTENT, answer_header, header_parameters
+
+CREATING = (*ONE, *READING)
+"""Those of a request that creates a buffer."""
+
+
+_ETAG = answer_header("ETag", "The tag of the buffer's state.")
+
+
+_REPLAYED = answer_header(
+    "Idempotency-Replayed", "`true`: the request was made before, and this is its receipt of then."
+)
+
+
+_LOCATION = answer_header("Location", "The path of the buffer.")
+
+
+_UNCHANGED: dict[str, Any] = {"304": {"description": "The buffer still has a tag that If-None-Match names"}}
+"""What those that read a buffer may be answered, too."""
+
+
+METADATA: dict[str, Any] = {**header_parameters(*READING), "responses": {"200": {"headers": _ETAG}, **_UNCHANGED}}
+
+
+DELETION: dict[str, Any] = {**header_parameters(*ONE), "responses": {"204": {"headers": _REPLAYED}}}
+"""What these endpoints know and answer besides what FastAPI can tell."""
+
+
+GRADIENT: dict[str, Any] = {
+    "type": "object",
+    "required": ["gradient"],
+    "properties": {"gradient": {}},
+    "additionalProperties": False,
+    "example": {"gradient": [[1.0, 2.0], [3.0, 4.0]]},
+}
+
+
+GRADIENTS: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": {},
+    "minProperties": 1,
+    "example": {"layer.weight": [[1.0, 2.0], [3.0, 4.0]], "layer.bias": [1.0, 2.0]},
+}
+
+
+def buffer_operation(
+    body: dict[str, Any] | type[BaseModel] | None,
+    answer: type[BaseModel],
+    knows: Sequence[str],
+    *,
+    created: bool = False,
+) -> dict[str, Any]:
+    """The request, with the headers that it `knows`, and the answers of a buffer's endpoint.
+
+    Its tensors may also travel as safetensors.
+    """
+
+    def schema(of: dict[str, Any] | type[BaseModel]) -> dict[str, Any]:
+        return {"schema": of if isinstance(of, dict) else {"$ref": REF.format(model=of.__name__)}}
+
+    content = {"application/json": schema(answer), **({} if created else SAFETENSORS_CONTENT)}
+    told = {**(_ETAG if answer is not Receipts else {}), **(_REPLAYED if "Idempotency-Key" in knows else {})}
+    success = {"content": content, "headers": told}
+    responses = {"200": {"description": "There was such a buffer" if created else "The receipt", **success}}
+    if created:
+        responses["201"] = {"description": "The new buffer", **success, "headers": {**told, **_LOCATION}}
+    if knows == READING:
+        responses |= _UNCHANGED
+    operation: dict[str, Any] = {**header_parameters(*knows), "responses": responses}
+    if body is not None:
+        content = {"application/json": schema(body), **(SAFETENSORS_CONTENT if isinstance(body, dict) else {})}
+        operation["requestBody"] = {"required": not isinstance(body, type) or created, "content": content}
+    return operation

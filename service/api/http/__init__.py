@@ -1,0 +1,1 @@
+"""One request over HTTP: its connection, its body, its caller, its errors."""

@@ -1,0 +1,50 @@
+"""What the OpenAPI entries of several endpoints share: media types, headers, the form of errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.api.http.problems import MEDIA_TYPE
+from service.codecs import safetensors
+
+LONGEST_KEY = 255
+"""Characters of an Idempotency-Key."""
+
+SAFETENSORS_CONTENT: dict[str, Any] = {safetensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+
+
+BYTES_CONTENT: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+REF = "#/components/schemas/{model}"
+
+
+PROBLEM = {"content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}}}
+"""An error, wherever it is answered."""
+
+
+_HEADERS: dict[str, dict[str, Any]] = {
+    "Idempotency-Key": {
+        "description": "The change is made once, however often the request comes with this key.",
+        "schema": {"type": "string", "maxLength": LONGEST_KEY},
+    },
+    "If-Match": {"description": "The tag that the buffer must have.", "schema": {"type": "string"}},
+    "If-None-Match": {
+        "description": "The tag that the client has seen: while it is the buffer's, the answer is 304, without a body;"
+        " or, to create a buffer, `*`: there must be none yet.",
+        "schema": {"type": "string"},
+    },
+}
+
+
+ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If-None-Match",)
+"""The headers of requests that change one buffer, that change several, and that read one."""
+
+
+def answer_header(name: str, description: str) -> dict[str, Any]:
+    return {name: {"description": description, "schema": {"type": "string"}}}
+
+
+def header_parameters(*names: str) -> dict[str, Any]:
+    """The headers that an endpoint knows."""
+    return {"parameters": [{"name": name, "in": "header", **_HEADERS[name]} for name in names]}

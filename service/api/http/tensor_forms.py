@@ -1,0 +1,119 @@
+"""The JSON forms of one tensor, as pydantic models: they check the envelope of a request, and OpenAPI shows them.
+
+pydantic never sees the numbers: they stay with the codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypeAliasType
+
+from service.codecs import json as json_codec
+from service.dtypes import DTYPES, Array, Kind
+from service.errors import InvalidTensor, shown
+
+_ABSENT: Any = object()
+
+
+Dimension = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
+
+
+class Form(BaseModel):
+    """One tensor of a request, its numbers not yet read. A bare value is the `data` of the input's default dtype."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: Literal[tuple(DTYPES)] | None = None  # type: ignore[valid-type]
+    shape: list[Dimension] | None = None
+    data: Any = _ABSENT
+    base64: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_data_and_base64(self) -> Self:
+        if (self.data is _ABSENT) is (self.base64 is None):
+            raise PydanticCustomError("form", "a tensor has either data or base64")
+        if self.base64 is not None and self.shape is None:
+            raise PydanticCustomError("form", "base64 needs a shape")
+        return self
+
+
+def judge(name: str, value: Any) -> Form:
+    """The member `name` of a request as a `Form`. Raises `InvalidTensor`."""
+    try:
+        return Form.model_validate(value if isinstance(value, dict) else {"data": value})
+    except ValidationError as invalid:
+        error = invalid.errors(include_url=False, include_context=False)[0]
+        place = ".".join([name, *map(str, error["loc"])])
+        if error["type"] == "extra_forbidden":
+            members = ", ".join(Form.model_fields)
+            raise InvalidTensor(f"{place} is unknown; a tensor has of {members} what it needs", tensor=name) from None
+        came = f", but is {shown(error['input'])}" if error["loc"] else ""
+        raise InvalidTensor(f"{place}: {error['msg']}{came}", tensor=name) from None
+
+
+def tensor_of(document: json_codec.Document, name: str, form: Form, default: str) -> Array:
+    """The tensor that the member `name` of the document describes; a list without a dtype is of the `default` one."""
+    dtype = DTYPES[form.dtype or default]
+    if form.base64 is None:
+        return document.tensor(name, form.data, dtype, form.shape)
+    return document.base64(name, form.base64, dtype, form.shape or [])
+
+
+def form_of_answer(forms: Iterable[Form]) -> json_codec.Form:
+    """How an answer writes its tensors unless it is told: in base64 if the request has any."""
+    return "base64" if any(form.base64 is not None for form in forms) else "list"
+
+
+Number = TypeAliasType("Number", 'float | Literal["NaN", "Infinity", "-Infinity"]')
+
+
+Numbers = TypeAliasType("Numbers", Number | list[Any])
+
+
+Integers = TypeAliasType("Integers", int | list[Any])
+
+
+Booleans = TypeAliasType("Booleans", bool | list[Any])
+
+
+Values = TypeAliasType("Values", Number | bool | list[Any])
+"""A number, or lists of them as deep as the tensor has dimensions. Types that hold themselves would say all of it, but
+most programs that make clients of OpenAPI cannot read them."""
+
+
+_DATA: Mapping[str, Any] = {"float": Numbers, "integer": Integers, "flag": Booleans, "any": Values}
+
+
+def absent() -> Any:
+    """A default of what is left out rather than null: one that is made, not named, stays out of the schema."""
+
+
+@cache
+def input_type(kind: Kind) -> Any:
+    head: Any = {"__config__": ConfigDict(extra="forbid"), "dtype": (Literal[kind.dtypes], kind.default)}
+    name, data = kind.name.capitalize(), _DATA[kind.name]
+    as_list = create_model(f"{name}List", **head, shape=(list[int] | None, None), data=(data, ...))
+    as_base64 = create_model(f"{name}Base64", **head, shape=(list[int], ...), base64=(str, ...))
+    return data | as_list | as_base64
+
+
+@cache
+def output_type(kind: Kind) -> Any:
+    head: Any = {"dtype": (Literal[kind.dtypes], ...), "shape": (list[int], ...)}
+    name, data = kind.name.capitalize(), _DATA[kind.name]
+    as_list = create_model(f"{name}ListAnswer", **head, data=(data, ...))
+    as_base64 = create_model(f"{name}Base64Answer", **head, base64=(str, ...))
+    return as_list | as_base64

@@ -1,0 +1,125 @@
+"""The OpenAPI entries of the operators' endpoints, with examples that run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+
+from service.api.http.openapi import BYTES_CONTENT, ONE, PROBLEM, REF, SAFETENSORS_CONTENT, header_parameters
+from service.codecs import json as json_codec
+from service.dtypes import OPEN_INFERENCE
+from service.kernels import Operator
+
+
+def example_answer(operator: Operator) -> Any:
+    """The answer to the operator's example."""
+    tensors = {one.name: np.array(operator.example[one.name], one.kind.default) for one in operator.inputs}
+    return orjson.loads(b"".join(json_codec.encode(operator(tensors, {}), "list")))
+
+
+def operation(operator: Operator) -> dict[str, Any]:
+    """The request and the answers of the operator's endpoint."""
+
+    def json(name: str, example: Any) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": REF.format(model=operator.name + name)}, "example": example}}
+
+    return {
+        **header_parameters(*ONE),
+        "requestBody": {"content": {**json("Request", dict(operator.example)), **SAFETENSORS_CONTENT}},
+        "responses": {
+            "200": {
+                "description": "The outputs",
+                "content": {**json("Answer", example_answer(operator)), **SAFETENSORS_CONTENT},
+            },
+            "400": {"description": "The body cannot be read", **PROBLEM},
+            "408": {"description": "The rest of the body did not come in time", **PROBLEM},
+            "406": {"description": "The answer cannot be given in a type that Accept names", **PROBLEM},
+            "413": {"description": "The body or a tensor is too large", **PROBLEM},
+            "415": {"description": "The body is of a type that the server does not read", **PROBLEM},
+            "422": {"description": "The body was read, but makes no sense", **PROBLEM},
+            "503": {"description": "The server is starting or stopping", **PROBLEM},
+        },
+    }
+
+
+_TENSOR = {
+    "type": "object",
+    "required": ["name", "shape", "datatype"],
+    "properties": {
+        "name": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "datatype": {"enum": list(OPEN_INFERENCE.values())},
+        "parameters": {"type": "object", "properties": {"binary_data_size": {"type": "integer", "minimum": 0}}},
+        "data": {"type": "array", "items": {}},
+    },
+}
+
+
+_NAMED = {"type": "string", "examples": ["dW:gru.W"]}
+
+
+_PARAMETERS = {
+    "type": "object",
+    "description": "The model's attributes, and what its endpoint under /v1/ops has as a query.",
+    "properties": {
+        "from": {"description": "Inputs to take from buffers, separated by commas.", **_NAMED},
+        "into": {"description": "Outputs to add to buffers, separated by commas.", **_NAMED},
+        "weight": {"type": "number", "description": "With `into`: the weight of what is added."},
+        "epoch": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "With `into`: the epoch that the buffers must be in.",
+        },
+    },
+}
+
+
+INFER: dict[str, Any] = {
+    "tags": ["open inference protocol"],
+    "summary": "Run a model",
+    "description": "With the header Inference-Header-Content-Length, the JSON ends there, and tensors follow as bytes.",
+    "operationId": "infer",
+    "parameters": [
+        {"name": "op", "in": "path", "required": True, "schema": {"type": "string"}, "example": "ReluGrad"},
+        {"name": "Inference-Header-Content-Length", "in": "header", "schema": {"type": "integer", "minimum": 0}},
+        *header_parameters(*ONE)["parameters"],
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["inputs"],
+                    "properties": {
+                        "id": {"type": "string"},
+                        "parameters": _PARAMETERS,
+                        "inputs": {"type": "array", "items": _TENSOR},
+                        "outputs": {"type": "array", "items": {"type": "object", "required": ["name"]}},
+                    },
+                },
+                "example": {
+                    "inputs": [
+                        {"name": "dY", "shape": [2], "datatype": "FP32", "data": [1.0, 2.0]},
+                        {"name": "X", "shape": [2], "datatype": "FP32", "data": [0.5, -1.0]},
+                    ]
+                },
+            },
+            **BYTES_CONTENT,
+        },
+    },
+    "responses": {
+        "200": {
+            "description": "The outputs",
+            "content": {
+                "application/json": {
+                    "schema": {"type": "object", "properties": {"outputs": {"type": "array", "items": _TENSOR}}}
+                },
+                **BYTES_CONTENT,
+            },
+        },
+    },
+}
+"""The endpoint that FastAPI does not know."""

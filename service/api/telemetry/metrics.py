@@ -1,0 +1,233 @@
+"""What the server does, in numbers: counted in every process, told by any of them in Prometheus' text format.
+
+Each process counts in a table of doubles, which several processes keep in files of one directory, so that whoever is
+asked can add them up. What a process counted stays when it ends; what it holds at the moment does not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from service.api.http.context import Context
+from service.api.telemetry.workers import is_locked
+from service.errors import Busy
+
+logger = logging.getLogger(__name__)
+
+METRICS_DIRECTORY = "GRADSERVE_METRICS_DIRECTORY"
+"""The environment variable that tells worker processes where they share their numbers."""
+
+ROUTES = ("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "health", "metrics", "other")
+"""What requests ask for, in a few words: names of operators and buffers are too many to count by."""
+
+_FAILURES = (400, 401, 403, 404, 405, 406, 408, 409, 410, 412, 413, 415, 422, 429, 499, 500, 503, 507)
+STATUSES = (200, 201, 204, 304, *_FAILURES)
+
+PHASES = ("read", "queue", "decode", "kernel", "encode", "store", "write")
+"""Where a request's time goes: to receive the body, to wait for a thread, to read tensors out of it, to compute, to
+write the answer's bytes, to make it durable, and to send the answer."""
+
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+NANOSECONDS = tuple(round(bound * 1e9) for bound in SECONDS)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Family(NamedTuple):
+    """A metric: its kind, what it means, its labels' names and all their values, and its buckets if it has some."""
+
+    kind: str
+    name: str
+    help: str
+    labels: dict[str, tuple[object, ...]] = {}
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Numbers for one set of labels: a histogram has one for each bucket, one beyond them, and the sum."""
+        return len(self.buckets) + 2 if self.buckets else 1
+
+    @property
+    def sets(self) -> list[tuple[str, ...]]:
+        """Every set of labels."""
+        return [tuple(map(str, one)) for one in product(*self.labels.values())]
+
+
+FAMILIES = (
+    Family("counter", "gradserve_requests", "Requests answered.", {"route": ROUTES, "status": (*STATUSES, "other")}),
+    Family("histogram", "gradserve_request_seconds", "From head to answer.", {"route": ROUTES}, SECONDS),
+    Family("histogram", "gradserve_phase_seconds", "A phase of requests.", {"phase": PHASES}, SECONDS),
+    Family("counter", "gradserve_received_bytes", "Bytes of requests' bodies."),
+    Family("counter", "gradserve_sent_bytes", "Bytes of answers' bodies."),
+    Family("counter", "gradserve_refused", "Requests told to come again."),
+    Family("histogram", "gradserve_commit_requests", "Requests made durable together.", {}, SIZES),
+    Family("histogram", "gradserve_commit_seconds", "A commit of the store.", {}, SECONDS),
+    Family("gauge", "gradserve_in_flight", "Requests that have no answer yet."),
+    Family("gauge", "gradserve_in_flight_bytes", "Bytes that large requests in flight hold."),
+    Family("gauge", "gradserve_waiting", "Requests that wait for a thread."),
+)
+
+GAUGES = {
+    "gradserve_buffers": "Buffers in the store.",
+    "gradserve_store_bytes": "Bytes of the store in use.",
+    "gradserve_store_limit_bytes": "Bytes that the store may take.",
+    "gradserve_workers": "Processes that serve.",
+}
+"""What is looked up when someone asks."""
+
+
+def _placed() -> tuple[dict[str, int], int]:
+    """Where in the table each family begins, and the size of the table, in numbers."""
+    places, end = {}, 0
+    for family in FAMILIES:
+        places[family.name] = end
+        end += family.width * len(family.sets)
+    return places, end
+
+
+_PLACES, _SIZE = _placed()
+_REQUESTS = {
+    (route, status): _PLACES["gradserve_requests"] + number
+    for number, (route, status) in enumerate(product(ROUTES, (*STATUSES, None)))
+}
+_HISTOGRAM_WIDTH = len(SECONDS) + 2
+_ROUTES = {route: _PLACES["gradserve_request_seconds"] + k * _HISTOGRAM_WIDTH for k, route in enumerate(ROUTES)}
+_PHASES = {phase: _PLACES["gradserve_phase_seconds"] + k * _HISTOGRAM_WIDTH for k, phase in enumerate(PHASES)}
+_IN_FLIGHT = _PLACES["gradserve_in_flight"]
+_HELD = _PLACES["gradserve_in_flight_bytes"]
+_REFUSED = _PLACES["gradserve_refused"]
+_RECEIVED = _PLACES["gradserve_received_bytes"]
+_SENT = _PLACES["gradserve_sent_bytes"]
+_COMMIT_REQUESTS = _PLACES["gradserve_commit_requests"]
+_COMMIT_SECONDS = _PLACES["gradserve_commit_seconds"]
+
+
+class Metrics(Collector):
+    """The numbers of this process, and of all that share `directory`."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        self._numbers: Any = [0.0] * _SIZE
+        if directory is not None:
+            try:
+                directory.mkdir(mode=0o700, exist_ok=True)  # whoever tidies up may have removed it
+                self._numbers = _shared(directory)
+            except OSError as error:
+                logger.warning("gradserve does not count the requests of process %s: %s", os.getpid(), error)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self.store: tuple[int, int, int] = (0, 0, 0)
+        """Buffers, bytes of the store, and their limit, when they were asked for last."""
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        self._numbers[_PLACES[name]] = value
+
+    def began(self) -> None:
+        """Count a request in."""
+        self._numbers[_IN_FLIGHT] += 1
+
+    def answered(self, route: str, context: Context, nanoseconds: int, held: int) -> None:
+        """Count a request out. All that are in flight now hold so many bytes."""
+        numbers = self._numbers
+        numbers[_IN_FLIGHT] -= 1
+        numbers[_HELD] = held
+        numbers[_REQUESTS.get((route, context.status), _REQUESTS[route, None])] += 1
+        if context.status == Busy.status:
+            numbers[_REFUSED] += 1
+        numbers[_RECEIVED] += context.received
+        numbers[_SENT] += context.sent
+        self._observe(_ROUTES[route], NANOSECONDS, nanoseconds, 1e-9)
+        for phase, spent in context.spent.items():
+            self._observe(_PHASES[phase], NANOSECONDS, spent, 1e-9)
+
+    def committed(self, requests: int, seconds: float) -> None:
+        """Count a commit of the store."""
+        self._observe(_COMMIT_REQUESTS, SIZES, requests)
+        self._observe(_COMMIT_SECONDS, SECONDS, seconds)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of all processes, added up."""
+        tables = list(self._tables())
+        for family in FAMILIES:
+            yield _metric(family, [numbers for numbers, alive in tables if alive or family.kind != "gauge"])
+        values = (*self.store, sum(alive for _, alive in tables))
+        for (name, meaning), value in zip(GAUGES.items(), values, strict=True):
+            yield GaugeMetricFamily(name, meaning, value)
+
+    def _observe(self, place: int, buckets: Sequence[float], value: float, unit: float = 1.0) -> None:
+        numbers = self._numbers
+        numbers[place + bisect_left(buckets, value)] += 1
+        numbers[place + len(buckets) + 1] += value * unit
+
+    def _tables(self) -> Iterator[tuple[Sequence[float], bool]]:
+        """The numbers of each process, and whether it is still there."""
+        if self._directory is None:
+            yield self._numbers, True
+            return
+        for file in self._directory.glob("*.metrics"):
+            data = file.read_bytes()
+            if len(data) == _SIZE * 8:
+                yield memoryview(data).cast("d"), is_locked(file)
+
+
+def _shared(directory: Path) -> Any:
+    """Numbers that the processes of `directory` see. Raises OSError."""
+    with NamedTemporaryFile(dir=directory, suffix=".metrics", delete=False) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # for as long as the file is mapped
+        try:
+            os.posix_fallocate(file.fileno(), 0, _SIZE * 8)  # or a full disk would end the process once it counts
+        except OSError:
+            os.unlink(file.name)
+            raise
+        return memoryview(mmap.mmap(file.fileno(), _SIZE * 8)).cast("d")
+
+
+def _metric(family: Family, tables: Iterable[Sequence[float]]) -> Metric:
+    start, width = _PLACES[family.name], family.width
+    names = list(family.labels)
+    count = len(family.sets) * width
+    totals = [sum(numbers[start + k] for numbers in tables) for k in range(count)]
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(family.name, family.help, labels=names)
+        for number, labels in enumerate(family.sets):
+            *counts, total = totals[number * width : (number + 1) * width]
+            cumulated = [sum(counts[: k + 1]) for k in range(len(counts))]
+            bounds = [*(str(float(bound)) for bound in family.buckets), "+Inf"]
+            histogram.add_metric(labels, list(zip(bounds, cumulated, strict=True)), total)
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=names)
+    for labels, value in zip(family.sets, totals, strict=True):
+        if value or not names:
+            metric.add_metric(labels, value)
+    return metric
+
+
+def route_of(path: str, method: str) -> str:
+    """The route that a path is counted by."""
+    if path.startswith("/v1/buffers"):
+        last = path.rpartition("/")[2]
+        return last if last in ("accumulate", "take", "value", "zero") else "buffers"
+    if path.startswith("/v2/"):
+        return "infer" if path.endswith("/infer") else "health" if path.startswith("/v2/health") else "other"
+    if path.startswith("/v1/ops"):
+        return "ops" if method == "POST" else "other"
+    return "metrics" if path == "/metrics" else "other"

@@ -1,0 +1,1 @@
+"""The store on one machine's disk, in LMDB and a file of slots beside it."""

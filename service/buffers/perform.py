@@ -1,0 +1,137 @@
+"""A request to a store: changes that are made together, once for their idempotency key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from service.buffers.changes import Add, Change, Delete
+from service.buffers.record import Key, Known, Receipt, Record, name_buffer
+from service.buffers.transaction import Transaction
+from service.dtypes import Array
+from service.errors import BufferCorrupt, EpochGone, GradserveError, Invalid, KeyReused, shown
+
+
+@dataclass(frozen=True)
+class Request:
+    """Changes of different buffers, to be made together, under a key if they must not be made twice.
+
+    `sources` are the states of the buffers that they were computed from; they are stored with the key.
+    """
+
+    changes: Sequence[Change]
+    key: Key | None = None
+    sources: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """By buffer the receipts and the values asked for: of a request made now, or, if `replayed`, when its key came.
+
+    `sources` are, if it is replayed, the states of the buffers that it was computed from then.
+    """
+
+    receipts: dict[str, Receipt]
+    values: dict[str, Array] = field(default_factory=dict)
+    replayed: bool = False
+    sources: Sequence[str] = ()
+
+
+def perform(txn: Transaction, request: Request, now: float) -> Outcome:
+    """Make the request's changes, unless its key is known; then `EpochGone` says that what it answers is no more.
+
+    Raises what `Change.admit` raises, `KeyReused`, and, when changes were made that the store must then undo,
+    `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull`.
+    """
+    key = request.key
+    if key is not None and (known := txn.recall(key)) is not None:
+        check_same(key, known)
+        outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
+        for change in request.changes:
+            if change.name not in known.receipts:
+                continue  # of all with a prefix, one that was not there then
+            record = _alive(txn, change.name, now)
+            if record is not None and isinstance(change, Add):
+                check_same_buffer(record, known)
+            if record is not None and record.id != known.ids[change.name]:
+                record = None
+            try:
+                value = change.again(txn, record, known.receipts[change.name])
+            except EpochGone as error:
+                raise counted_once(error.detail, known.receipts) from None
+            if value is not None:
+                outcome.values[change.name] = value
+        return outcome
+    if len({change.name for change in request.changes}) < len(request.changes):
+        raise Invalid("A request changes each buffer once at most")
+    many = len(request.changes) > 1
+    records = []
+    for change in request.changes:
+        try:
+            record = _alive(txn, change.name, now)
+            change.admit(record)
+        except BufferCorrupt:
+            if not isinstance(change, Delete) or many:
+                raise
+            txn.remove_damaged(change.name)
+            outcome = Outcome({change.name: {"name": change.name, "updated": True}})
+            if key is not None:
+                txn.remember(key, Known(key.fingerprint, outcome.receipts, {change.name: 0}), now)
+            return outcome
+        except GradserveError as error:
+            name_buffer(error, change.name, one_of_many=many)
+            raise
+        records.append(record)
+    outcome, ids = Outcome({}), {}
+    for change, record in zip(request.changes, records, strict=True):
+        try:
+            outcome.receipts[change.name], value = change.apply(txn, record, now)
+        except GradserveError as error:
+            name_buffer(error, change.name, one_of_many=many)
+            raise
+        if value is not None:
+            outcome.values[change.name] = value
+        if key is not None:
+            left = record or txn.get(change.name)
+            ids[change.name] = 0 if left is None else left.id
+    if key is not None:
+        txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
+    return outcome
+
+
+def check_same(key: Key, known: Known) -> None:
+    """Raise `KeyReused` unless the request is the one that came with its key before."""
+    if known.fingerprint != key.fingerprint:
+        raise KeyReused(
+            f"The Idempotency-Key {shown(key.text)} was used for another request: its path, query, Content-Type or body"
+            " was not the same, byte by byte. A new request needs a new key"
+        )
+
+
+def check_same_buffer(record: Record, known: Known) -> None:
+    """Raise `EpochGone` unless it is this buffer that the request with a known key has added to."""
+    if record.id != known.ids[record.name]:
+        made = "counted once" if known.receipts[record.name]["updated"] else "made"
+        raise EpochGone(
+            f"This request was {made} before, in a buffer {record.name!r} that is gone since. The one of that name now"
+            " is another: a request that is meant for it needs a new key",
+            buffer=record.name,
+            receipts={name: dict(receipt) for name, receipt in known.receipts.items()},
+        )
+
+
+def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
+    """What a request is told that was made before, where what it answers besides the receipts cannot be had again."""
+    return EpochGone(
+        f"This request was made before and counted once, but what it answers besides cannot be made anew: {why}",
+        receipts={name: dict(receipt) for name, receipt in receipts.items()},
+    )
+
+
+def _alive(txn: Transaction, name: str, now: float) -> Record | None:
+    """The buffer; None if there is none, or none any more, and then it is removed."""
+    record = txn.get(name)
+    if record is not None and not record.lives(now):
+        txn.remove(record)
+        return None
+    return record
