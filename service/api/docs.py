@@ -1,38 +1,82 @@
-"""`/docs`: the interactive documentation, which takes nothing from other hosts, and nothing else may."""
+"""`/docs`: the interactive documentation. It loads nothing from other hosts, and may not."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from mimetypes import guess_type
+from typing import Any
+
+import xxhash
+from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.responses import RedirectResponse, Response
-from starlette.staticfiles import StaticFiles
+
+from service.api.buffers.preconditions import is_unchanged
+from service.api.http.answer import Answer, json_answer
+from service.api.http.call import CurrentCall
+from service.api.http.routing import access
+from service.errors import NotFound, shown
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline';"
     " style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
-"""The page's script and its styles stand in it; an API key typed into it goes to this server only."""
+"""The page's script and styles stand in the page; an API key typed into it goes to this server only."""
 
 
-def install(app: FastAPI) -> None:
-    """Serve the page, and at `/` the way to it."""
+def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
+    """The page, its files, the schema, and at `/` the way to the page."""
+    router = APIRouter(include_in_schema=False)
     page = get_swagger_ui_html(
-        openapi_url="openapi.json",  # paths of the page's, that hold behind a proxy with a prefix, too
-        title=app.title,
+        openapi_url="openapi.json",  # relative paths hold behind a proxy with a prefix, too
+        title="gradserve",
         swagger_js_url="docs/swagger-ui-bundle.js",
         swagger_css_url="docs/swagger-ui.css",
         swagger_favicon_url="docs/favicon-32x32.png",
-        swagger_ui_parameters={"validatorUrl": None},  # or another host would be asked about the schema
+        swagger_ui_parameters={"validatorUrl": None},  # or the page would send the schema to another host
     )
-    page.headers.update(_HEADERS)
 
-    async def docs() -> Response:
-        return page
+    @router.get("/")
+    @access(open=True)
+    async def index(call: CurrentCall) -> Answer:
+        return Answer(fields={"Location": "docs"}, status=307)
 
-    async def index() -> Response:
-        return RedirectResponse("docs")
+    @router.get("/docs")
+    @access(open=True)
+    async def docs(call: CurrentCall) -> Answer:
+        return Answer([bytes(page.body)], "text/html; charset=utf-8", _HEADERS)
 
-    app.add_api_route("/", index, include_in_schema=False)
-    app.add_api_route("/docs", docs, include_in_schema=False)
-    app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
+    @router.get("/docs/{file}")
+    @access(open=True)
+    async def file_of_docs(call: CurrentCall, file: str) -> Answer:
+        content, etag = _file(file)
+        if is_unchanged(call, etag):
+            return Answer(status=304, fields={"ETag": etag})
+        return Answer([content], guess_type(file)[0], {"ETag": etag})
+
+    @router.get("/openapi.json")
+    @access(open=True)
+    async def openapi(call: CurrentCall) -> Answer:
+        return json_answer(schema())
+
+    return router
+
+
+def _resources() -> Iterator[Traversable]:
+    return files("fastapi_swagger").joinpath("resources").iterdir()
+
+
+@cache
+def _files() -> dict[str, tuple[bytes, str]]:
+    """The files of the page, each with its tag."""
+    contents = {path.name: path.read_bytes() for path in _resources() if path.is_file()}
+    return {name: (content, f'"{xxhash.xxh3_64_hexdigest(content)}"') for name, content in contents.items()}
+
+
+def _file(name: str) -> tuple[bytes, str]:
+    if name not in _files():
+        raise NotFound(f"There is nothing at {shown(f'/docs/{name}')}; see /docs for what there is")
+    return _files()[name]

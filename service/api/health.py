@@ -7,34 +7,17 @@ from typing import Any
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field, create_model
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse
 
 from service.api.buffers.models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
-from service.api.buffers.preconditions import store_of
-from service.api.http.context import engine_of, settings_of
-from service.api.http.openapi import LONGEST_KEY
+from service.api.http.answer import Answer, json_answer
+from service.api.http.call import CurrentCall
+from service.api.http.openapi import MAX_KEY_CHARACTERS
+from service.api.http.routing import access
 from service.api.telemetry.metrics import Metrics
+from service.api.telemetry.workers import Workers
 from service.codecs.json import MOST_ELEMENTS, MOST_MEMBERS
 from service.settings import Settings
-
-router = APIRouter(tags=["health"])
-
-
-@router.get("/v2/health/live", summary="The process answers")
-async def live() -> dict[str, bool]:
-    return {"live": True}
-
-
-@router.get("/v2/health/ready", summary="Requests are taken")
-async def ready(request: Request) -> dict[str, bool]:
-    """503 while the server starts or stops, while a worker process that died is being replaced, and where the store of
-    the buffers has failed."""
-    engine_of(request.scope)
-    request.app.workers.check()
-    store_of(request.scope).generation()
-    return {"ready": True}
-
 
 SETTINGS = (
     "max_body_bytes",
@@ -53,7 +36,7 @@ SETTINGS = (
 """The settings that are limits."""
 
 CONSTANTS: dict[str, tuple[int | float, str]] = {
-    "max_idempotency_key_length": (LONGEST_KEY, "Most characters in an Idempotency-Key."),
+    "max_idempotency_key_length": (MAX_KEY_CHARACTERS, "Most characters in an Idempotency-Key."),
     "max_wait_seconds": (LONGEST_WAIT, "Longest time that a request may wait for an epoch, in seconds."),
     "max_listed": (MOST_LISTED, "Most buffers on a page of a list."),
     "max_names": (MOST_NAMES, "Most buffers that a request names."),
@@ -77,19 +60,38 @@ def _described() -> type[BaseModel]:
     return model
 
 
-@router.get("/v1/limits", summary="What a request may be at most", response_model=_described())
-async def limits(request: Request) -> dict[str, int | float]:
-    """Each by the name of its setting, or, where there is none, of what it bounds."""
-    settings = settings_of(request.scope)
-    constants = {name: value for name, (value, _) in CONSTANTS.items()}
-    return {name: getattr(settings, name) for name in SETTINGS} | constants
+def routes(metrics: Metrics, workers: Workers) -> APIRouter:
+    """The endpoints; they tell what these count."""
+    router = APIRouter(tags=["health"])
 
+    @router.get("/v2/health/live", summary="The process answers", response_model=dict[str, bool])
+    @access(label="health", open=True)
+    async def live(call: CurrentCall) -> Answer:
+        return json_answer({"live": True})
 
-@router.get("/metrics", summary="What the server does, in Prometheus' format", response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
-    """With API keys, only for a key with the scope admin, and for whom `GRADSERVE_METRICS_OPEN` says."""
-    kept: Metrics = request.app.metrics
-    kept.set("gradserve_waiting", engine_of(request.scope).waiting)
-    settings = settings_of(request.scope)
-    kept.store = (*store_of(request.scope).size(), settings.store_bytes)
-    return Response(kept.text(), media_type=CONTENT_TYPE_LATEST)
+    @router.get("/v2/health/ready", summary="Requests are taken", response_model=dict[str, bool])
+    @access(label="health", open=True)
+    async def ready(call: CurrentCall) -> Answer:
+        """503 while the server starts or stops, while a worker process that died is being replaced, and while the store
+        of the buffers fails."""
+        store = call.store
+        workers.check()
+        await call.look_up(1, store.generation)
+        return json_answer({"ready": True})
+
+    @router.get("/v1/limits", summary="What a request may be at most", response_model=_described())
+    @access()
+    async def limits(call: CurrentCall) -> Answer:
+        """Each by the name of its setting, or, where there is none, of what it bounds."""
+        constants = {name: value for name, (value, _) in CONSTANTS.items()}
+        return json_answer({name: getattr(call.settings, name) for name in SETTINGS} | constants)
+
+    @router.get("/metrics", summary="What the server does, in Prometheus' format", response_class=PlainTextResponse)
+    @access("admin", label="metrics")
+    async def prometheus(call: CurrentCall) -> Answer:
+        """With API keys, only for a key with the scope admin, and for whom `GRADSERVE_METRICS_OPEN` says."""
+        metrics.set("gradserve_waiting", call.engine.waiting)
+        metrics.store = (*await call.look_up(1, call.store.size), call.settings.store_bytes)
+        return Answer([metrics.text()], CONTENT_TYPE_LATEST)
+
+    return router

@@ -13,7 +13,6 @@ from service.api.buffers.models import Metadata, Names, NewBuffer, Receipts
 from service.api.http.openapi import PROBLEM, REF, answer_header
 from service.api.http.problems import Problem
 from service.api.operators.models import answer_model, request_model
-from service.api.operators.openapi import INFER
 from service.buffers.names import NAME
 from service.kernels import OPERATORS
 
@@ -41,6 +40,8 @@ def _tell_errors(made: dict[str, Any]) -> None:
                 if parameter["in"] == "path" and path.startswith("/v1/buffers"):
                     parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
                     parameter["example"] = "layer.weight"
+                elif parameter["in"] == "path":
+                    parameter["example"] = "ReluGrad"
     for unused in ("HTTPValidationError", "ValidationError"):
         made["components"]["schemas"].pop(unused, None)
 
@@ -56,7 +57,6 @@ def install(app: FastAPI) -> None:
                 models += [request_model(operator), answer_model(operator)]
             _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
             made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-            made["paths"]["/v2/models/{op}/infer"] = {"post": INFER}
             made["components"]["securitySchemes"] = {"key": _KEY}
             made["security"] = [{}, {"key": []}]
             _tell_errors(made)

@@ -16,14 +16,13 @@ import sys
 import termios
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import httptools
-from starlette.responses import Response
 from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 EXCHANGE = "gradserve.exchange"
 """The name, among the scope's extensions, of the request's `Exchange`."""
@@ -245,7 +244,7 @@ class Protocol(HttpToolsProtocol):
         elif self.pipeline:  # in the body of one that waits for its turn
             cycle.keep_alive = False
             cycle.scope["extensions"].clear()
-            self.pipeline[0] = cycle, self._unreadable(message)  # type: ignore[assignment]  # ASGI, as Starlette has it
+            self.pipeline[0] = cycle, self._unreadable(message)
             self.end()
         else:
             cycle.scope["extensions"][EXCHANGE].is_refused = True  # type: ignore[attr-defined]
@@ -253,15 +252,15 @@ class Protocol(HttpToolsProtocol):
             cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
 
-    def _unreadable(self, message: str) -> Response:
-        answer: Response = self.config.loaded_app.unreadable(message)
-        self.logger.warning("%s It is answered as %s.", message, answer.headers["x-request-id"])
+    def _unreadable(self, message: str) -> Any:
+        answer: Any = self.config.loaded_app.unreadable(message)
+        self.logger.warning("%s It is answered as %s.", message, answer.fields["X-Request-ID"])
         return answer
 
     def _answer_and_end(self, message: str) -> None:
         answer = self._unreadable(message)
         lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *answer.raw_headers)]
-        self.transport.write(b"".join([b"HTTP/1.1 400 Bad Request\r\n", *lines, b"\r\n", bytes(answer.body)]))
+        self.transport.write(b"".join([b"HTTP/1.1 400 Bad Request\r\n", *lines, b"\r\n", *answer.pieces]))
         self._linger()
 
     def end(self) -> None:
@@ -311,8 +310,7 @@ class Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """The server stops: whoever waits for an epoch is told."""
-        waiting = self.config.loaded_app.waiting
-        waiting.stop()
+        self.config.loaded_app.stop_waiting()
         self._stopping = True
         if self.cycle is not None:
             self.cycle.keep_alive = False
@@ -428,7 +426,7 @@ class Exchange:
                 protocol.read_by(protocol)
             del receiver  # `done` has the exception, whose traceback has this frame
 
-    async def send_at_once(self, head: str, pieces: Pieces, size: int) -> int:
+    async def send_at_once(self, status: int, head: str, pieces: Pieces, size: int) -> int:
         """Send an answer with status 200 in one system call, if the socket takes it, where `cycle.send` needs two.
 
         `head` has a line for each header, ended by CRLF, the Content-Length, which is `size`, among them. Returns how
@@ -442,9 +440,13 @@ class Exchange:
         lines = [b"%b: %b\r\n" % line for line in protocol.server_state.default_headers]
         if self.is_unasked():  # whether the body comes all the same, nobody can know
             cycle.keep_alive = False
-        end = "\r\n" if cycle.keep_alive else "connection: close\r\n\r\n"
+        if "onnection: close" in head:
+            cycle.keep_alive = False
+        end = "\r\n" if cycle.keep_alive or "onnection: close" in head else "connection: close\r\n\r\n"
+        end = "\r\n" if cycle.keep_alive or "onnection: close" in head else "connection: close\r\n\r\n"
+        _ = "\r\n" if cycle.keep_alive else "connection: close\r\n\r\n"
         cycle.response_started = True
-        first = b"".join([b"HTTP/1.1 200 OK\r\n", *lines, (head + end).encode("latin-1")])
+        first = b"".join([STATUS_LINE[status], *lines, (head + end).encode("latin-1")])
         if size <= LARGE_BYTES:
             protocol.transport.writelines([first, *pieces])
         else:

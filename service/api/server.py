@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -15,17 +16,63 @@ from types import FrameType
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
-from service.api.app import create_app
+from service.api import docs, health
+from service.api.app import Application
+from service.api.buffers import many, routes
+from service.api.operators import catalogue, open_inference, rest
+from service.api.operators.statistics import Statistics
 from service.api.protocol import Protocol
 from service.api.telemetry import logs
-from service.api.telemetry.metrics import METRICS_DIRECTORY
+from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics
+from service.api.telemetry.observer import Observer
+from service.api.telemetry.workers import Workers, stop_without_parent
+from service.arena import keep_freed_memory
 from service.settings import Settings
+
+
+def create_app(settings: Settings) -> Application:
+    """The service as an ASGI application. Its engine and its store live from the startup to the shutdown."""
+    directory = os.environ.get(METRICS_DIRECTORY) if settings.workers > 1 else None
+    shared = None if directory is None else Path(directory)
+    metrics, statistics, workers = Metrics(shared), Statistics(), Workers(settings.workers, shared)
+    observers: list[Observer] = [metrics, statistics]
+    if settings.tracing:
+        from service.api.telemetry.tracing import Tracer  # it needs the extra otel
+
+        observers.append(Tracer())
+    if settings.access_log:
+        observers.append(logs.AccessLog())
+    routers = [
+        rest.router,
+        open_inference.router,
+        catalogue.routes(statistics),
+        routes.router,
+        many.router,
+        health.routes(metrics, workers),
+        docs.routes(lambda: app.openapi()),
+    ]
+    app = Application(settings, routers, observers, metrics, workers)
+    return app
+
+
+def in_worker() -> Application:
+    """The application of a worker process, with the settings of the environment."""
+    stop_without_parent()
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    ):  # a terminal signals all; the parent stops the workers
+        signal.signal(number, signal.SIG_IGN)
+    settings = Settings()
+    keep_freed_memory(settings.reuse_bytes)
+    return create_app(settings)
 
 
 def server_config(settings: Settings) -> uvicorn.Config:
     """The application and the server that it runs under."""
     return uvicorn.Config(
-        create_app(settings) if settings.workers == 1 else "service.api.app:in_worker",
+        create_app(settings) if settings.workers == 1 else "service.api.server:in_worker",
         factory=settings.workers > 1,
         workers=settings.workers,
         host=settings.host,

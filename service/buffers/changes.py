@@ -282,7 +282,7 @@ def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) 
     if record is None:
         raise EpochGone(f"The buffer {name!r} of this receipt is gone, and its value with it", buffer=name)
     if receipt["closed"]:
-        return txn.load(record.spec, record.kept(receipt["epoch"]).value)
+        return txn.load(record.spec, record.closed_epoch(receipt["epoch"]).value)
     if record.version != receipt["version"]:
         raise EpochGone(f"{name!r} has changed since this receipt, and its value of then is not kept", buffer=name)
     return txn.load(record.spec, record.value)

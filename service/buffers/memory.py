@@ -28,6 +28,8 @@ V = TypeVar("V")
 class MemoryStore:
     """A dict and a lock. Requests are made one after the other, in the thread that submits them."""
 
+    blocks = False
+
     def __init__(
         self,
         *,
@@ -88,7 +90,7 @@ class MemoryStore:
             snapshots = []
             for name in names:
                 record = self._alive(name)
-                closed = None if epoch is None else record.kept(epoch)
+                closed = None if epoch is None else record.closed_epoch(epoch)
                 value = record.value if closed is None else closed.value
                 snapshots.append(Snapshot(record, txn.load(record.spec, value), closed))
             return snapshots

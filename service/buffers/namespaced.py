@@ -26,6 +26,7 @@ class Namespaced:
 
     def __init__(self, store: Store, namespace: str) -> None:
         self._store, self._namespace = store, namespace
+        self.blocks = store.blocks
         self._head = f"~{namespace}/" if namespace else ""
 
     def submit(self, request: Request) -> Future[Outcome]:

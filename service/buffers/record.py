@@ -133,7 +133,7 @@ class Record:
         """Whether it has not expired."""
         return self.expires is None or now < self.expires
 
-    def kept(self, epoch: int) -> Closed:
+    def closed_epoch(self, epoch: int) -> Closed:
         """The closed epoch. Raises `EpochOpen` if it is yet to close, and `EpochGone` if it is not kept any more."""
         if epoch >= self.epoch:
             raise EpochOpen(

@@ -48,7 +48,14 @@ def told(error: E) -> E:
 
 
 class Store(Protocol):
-    """Keeps buffers. Thread-safe; what it returns is the caller's own, and shared with nobody."""
+    """Keeps buffers. Thread-safe; what it returns is the caller's own, and shared with nobody.
+
+    `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `recall` and
+    `generation` block only in a store that `blocks`: then the event loop must not call them.
+    """
+
+    blocks: bool
+    """Whether a look-up may wait, for a network say; else it is as quick as a look into memory."""
 
     def submit(self, request: Request) -> Future[Outcome]:
         """Make the request's changes: all, durably, before the future has its result, or none if it has an error."""

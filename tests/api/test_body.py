@@ -20,8 +20,8 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api.app import create_app
 from service.api.http.body import DIRECT_BYTES
+from service.api.server import create_app
 from service.codecs import safetensors
 from service.settings import Settings
 from tests.serving import assert_problem, serving

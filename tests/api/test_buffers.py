@@ -131,7 +131,7 @@ def test_a_body_that_lists_too_much_is_refused_before_it_is_read(http: httpx.Cli
     for method, path, member in (("PUT", fresh(), "shape"), ("POST", "take", "names")):
         content = gzip.compress(f'{{"{member}": [{"1," * ((1 << 21) + 1)}1]}}'.encode(), 1)
         answer = http.request(method, f"/v1/buffers/{path}", content=content, headers=headers)
-        assert_problem(answer, 422, "invalid_request", "2097152 elements")
+        assert_problem(answer, 422, "invalid_request", "2097152 list elements")
 
 
 def test_a_member_that_there_is_not(http: httpx.Client) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.buffers import request as buffer_requests
+from service.api.http import call
 from service.buffers.memory import MemoryStore
 from tests.api.calls import (
     PATIENCE,
@@ -204,7 +204,7 @@ def test_a_wait_for_a_prefix_is_for_those_that_are_there_then(http: httpx.Client
 def test_many_are_waited_for_in_the_pool_as_in_the_loop(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str, few: int
 ) -> None:
-    monkeypatch.setattr(buffer_requests, "FEW", few)
+    monkeypatch.setattr(call, "INLINE_LOOKUPS", few)
     with serving(threads=2) as url, httpx.Client(base_url=url, timeout=30) as http:
         names = [create(http, f"p.{number}", quorum=2 if "value" in what else None) for number in range(5)]
         named = wait_in(pool, http.post, f"/v1/buffers/{what}&timeout=60", json=naming(*names))

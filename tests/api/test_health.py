@@ -7,15 +7,13 @@ import socket
 import threading
 import time
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from service.api.app import create_app
-from service.api.http.body import Answer
-from service.api.operators import run as work
+from service.api.server import create_app
 from service.buffers.memory import MemoryStore
+from service.engine import Engine
 from service.settings import Settings
 from tests.serving import assert_problem, serving
 
@@ -46,10 +44,10 @@ def test_before_the_start_and_after_the_stop_it_is_live_but_not_ready() -> None:
 
 
 def test_a_bug_is_a_problem_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> bytes:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(work, "_Run", Mock(return_value=Mock(perform=broken)))
+    monkeypatch.setattr(Engine, "run", broken)
     monkeypatch.setattr(MemoryStore, "records", broken)
     with serving() as url, httpx.Client(base_url=url) as client:
         for method, path in (("POST", "/v1/ops/ReluGrad"), ("GET", "/v1/buffers")):
@@ -60,31 +58,36 @@ def test_a_bug_is_a_problem_without_its_traceback(monkeypatch: pytest.MonkeyPatc
             assert client.get("/v2/health/ready").status_code == 200
 
 
+GATHER = b'{"shape": [1], "indices": [0], "grad": [1.0]}'
+"""The body of a request that the thread pool computes."""
+
+
 class Gate:
-    """Work that reports its start and then waits until it is let go."""
+    """A kernel that reports its start and then waits until it is let go."""
 
     def __init__(self) -> None:
         self.started = threading.Semaphore(0)
         self.let_go = threading.Event()
         self.runs = 0
 
-    def __call__(self, *_: Any) -> Answer:
+    def __call__(self, *_: Any, **__: Any) -> dict[str, Any]:
         self.runs += 1
         self.started.release()
         assert self.let_go.wait(30)
-        return Answer([b"{}"], "application/json")
+        return {}
 
 
 def send(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    connection.sendall(b"POST /v1/ops/GatherGrad HTTP/1.1\r\nHost: test\r\nContent-Length: 2\r\n\r\n{}")
+    head = b"POST /v1/ops/GatherGrad HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % len(GATHER) + GATHER)
     return connection
 
 
 def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(work, "_Run", Mock(return_value=Mock(perform=gate)))
+    monkeypatch.setattr(Engine, "run", gate)
     with serving(threads=1) as url:
         running = send(url)
         assert gate.started.acquire(timeout=30)
@@ -102,7 +105,7 @@ def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.Mon
 
 def test_stopping_finishes_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(work, "_Run", Mock(return_value=Mock(perform=gate)))
+    monkeypatch.setattr(Engine, "run", gate)
     with serving(threads=1) as url:
         running = send(url)
         assert gate.started.acquire(timeout=30)

@@ -11,21 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from service.api.health import SETTINGS
-from service.api.operators import run as work
 from service.buffers.names import LONGEST_NAME
 from service.buffers.store import MOST_BUFFERS
+from service.engine import Engine
 from service.keys import add as add_key
 from service.limits import MAX_RANK
 from service.settings import Settings
 from tests.api.calls import KEY, REPLAYED, SAFE, add, create, fresh, metadata, ok, saved, serving_workers, value
 from tests.api.test_admission import half_sent, relu, wait_until_held
-from tests.api.test_health import Gate
+from tests.api.test_health import GATHER, Gate
 from tests.serving import assert_problem, serving
 
 JSON = {"Content-Type": "application/json"}
@@ -100,9 +99,9 @@ def send(client: httpx.Client, content: bytes, length: int) -> socket.socket:
 
 def waiting(client: httpx.Client) -> httpx.Response:
     """One of three requests for the one thread."""
-    content, gate = b" " * 100_000, Gate()
+    content, gate = GATHER + b" " * 100_000, Gate()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(work, "_Run", Mock(return_value=Mock(perform=gate)))
+        patch.setattr(Engine, "run", gate)
         stack.callback(gate.let_go.set)
         stack.enter_context(send(client, content, len(content)))
         assert gate.started.acquire(timeout=30)

@@ -120,7 +120,7 @@ def test_phases_and_bytes_are_counted(url: str) -> None:
     assert of(samples, "gradserve_received_bytes_total") == len(body) + len(b'{"shape":[]}')
     assert of(samples, "gradserve_sent_bytes_total") == len(answer.content) + len(made.content)
     for phase in PHASES:
-        assert of(samples, "gradserve_phase_seconds_count", phase=phase) == {"read": 2}.get(phase, 1), phase
+        assert of(samples, "gradserve_phase_seconds_count", phase=phase) == {"read": 2, "write": 2}.get(phase, 1), phase
 
 
 NUMBERS = np.linspace(-1, 1, 300_000, dtype=np.float32)
@@ -186,7 +186,7 @@ def test_a_full_disk_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     metrics = Metrics(tmp_path / "gone")
-    metrics.began()
+    metrics.committed(1, 0.1)
     assert os.listdir(tmp_path / "gone") == []
 
 
@@ -221,7 +221,7 @@ def test_who_may_read_them(tmp_path: Path, rule: str, near: int, forwarded: int)
 def test_a_process_does_not_undo_what_one_of_its_number_counted_before(tmp_path: Path) -> None:
     before = Metrics(tmp_path)
     before.committed(1, 0.1)
-    before.began()
+    before.set("gradserve_in_flight", 1)
     del before  # as if its process had ended
     gc.collect()
     now = Metrics(tmp_path)

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
         {"content": gzip.compress(b"{}") + b"{}", "headers": {"Content-Encoding": "gzip"}},
         400,
         "malformed_body",
-        ("gzip", "more behind its end"),
+        ("gzip", "data after its end"),
     ),
     "compressed, and huge once inflated": (
         "ReluGrad",

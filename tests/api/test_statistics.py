@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gzip
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-
-from service.api.operators.statistics import Record, Statistics
 
 BODY = {"dY": [1.0], "Y": [0.5]}
 
@@ -68,26 +65,3 @@ def test_a_failure_changes_no_phase(client: httpx.Client) -> None:
         stats.pop("fail")
     assert after == before
     assert of(client, "QuickGeluGrad")["inference_stats"]["fail"]["ns"] > 0
-
-
-def test_threads_lose_no_count() -> None:
-    statistics = Statistics()
-
-    def count(_: int) -> None:
-        for _ in range(500):
-            statistics.succeeded("a", 0, 1, 3, 6, 10)
-            statistics.failed("b", time.monotonic_ns())
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(count, range(4)))
-    record = statistics.of("a")
-    times = record.queue, record.compute_input, record.compute_infer, record.compute_output
-    assert (record.succeeded, *times) == (2000, 2000, 4000, 6000, 8000)
-    assert (record.failed, statistics.of("b").failed, statistics.of("b").succeeded) == (0, 2000, 0)
-    assert statistics.of("c") == Record()
-
-
-def test_a_record_is_a_copy() -> None:
-    statistics = Statistics()
-    statistics.of("a").succeeded = 5
-    assert statistics.of("a").succeeded == 0

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from service.api.operators.run import INLINE_TEXT, header_of, text_of
+from service.api.http.offload import INLINE_TEXT_BYTES
+from service.api.operators.run import json_cost, safetensors_cost
 from service.codecs import safetensors
 from service.limits import Limits
 from tests.api.calls import saved
@@ -73,7 +74,7 @@ def test_large_and_small_ones_beside_each_other(client: httpx.Client) -> None:
 
 def test_what_takes_long_counts_as_more_text() -> None:
     """Many lists, and the header of a safetensors file."""
-    assert text_of(memoryview(b"[1, 2, 3]" * 100)) < INLINE_TEXT < text_of(memoryview(b"[1]" * 2000))
-    assert text_of(memoryview(bytes(INLINE_TEXT + 1))) > INLINE_TEXT
+    assert json_cost(memoryview(b"[1, 2, 3]" * 100)) < INLINE_TEXT_BYTES < json_cost(memoryview(b"[1]" * 2000))
+    assert json_cost(memoryview(bytes(INLINE_TEXT_BYTES + 1))) > INLINE_TEXT_BYTES
     few, many = ({str(k): np.zeros(0, np.float32) for k in range(count)} for count in (10, 1000))
-    assert header_of(memoryview(saved(few))) < INLINE_TEXT < header_of(memoryview(saved(many)))
+    assert safetensors_cost(memoryview(saved(few))) < INLINE_TEXT_BYTES < safetensors_cost(memoryview(saved(many)))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from service.api.buffers.waiting import ANY, Waiting
+from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Add, Change, Create, Delete, Take
 from service.buffers.memory import MemoryStore
 from service.buffers.perform import Request
@@ -74,7 +74,7 @@ def test_a_change_in_the_moment_in_which_the_wait_begins(kind: str, before: bool
         tries += 1
         record = MemoryStore.record(store, "w")
         if kind == "epoch":
-            return record.kept(0).epoch
+            return record.closed_epoch(0).epoch
         with suppress(PreconditionFailed):
             Take(name="w", min_count=5 if kind == "tag" else 1, match=match).admit(record)
         return 0

@@ -1,19 +1,29 @@
-"""Answers to changes of buffers: receipts, values, and the headers that go with them."""
+"""Answers of `/v1/buffers`: receipts, values, and the headers that go with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
-from service.api.http.body import Answer
-from service.api.http.negotiation import JSON
+from service.api.buffers.models import ValueQuery
+from service.api.http.answer import JSON, Answer
+from service.api.http.body import wanted_coding
+from service.api.http.call import Call
+from service.api.http.offload import INLINE_LOOKUPS, INLINE_TEXT_BYTES
 from service.buffers.perform import Outcome
 from service.buffers.record import Receipt
+from service.buffers.store import Store
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.dtypes import Array
+from service.dtypes import DTYPES, Array
+from service.errors import NothingToAverage
+from service.kernels.accumulate import converted
+
+VARY = "Accept, Accept-Encoding"
+"""The headers, besides the path, that an answer with values depends on."""
 
 
 def etag_after(receipt: Mapping[str, Any]) -> str:
@@ -21,41 +31,99 @@ def etag_after(receipt: Mapping[str, Any]) -> str:
     return f'"{receipt["epoch"] + receipt["closed"]}-{receipt["version"]}"'
 
 
-def answer(
+def replayed(outcome: Outcome) -> dict[str, str]:
+    """The header that tells the answer to a repeated request from the original."""
+    return {"Idempotency-Replayed": "true"} if outcome.replayed else {}
+
+
+def receipts_text(receipts: Mapping[str, Receipt]) -> dict[str, str]:
+    """Receipts as the metadata of a safetensors file: JSON."""
+    return {"receipts": orjson.dumps(receipts).decode()}
+
+
+async def answer_outcome(
+    call: Call,
+    media_type: str,
+    outcome: Outcome,
+    form: json_codec.Form,
+    *,
+    single: bool,
+    reduce: str = "sum",
+    dtype: str | None = None,
+) -> Answer:
+    """The receipts, and the values that were asked for, of a `single` buffer or of many."""
+    fields = replayed(outcome)
+    if single:
+        (receipt,) = outcome.receipts.values()
+        fields["ETag"] = etag_after(receipt)
+    size = sum(value.nbytes for value in outcome.values.values())
+    inline = size <= INLINE_TEXT_BYTES and len(outcome.receipts) <= INLINE_LOOKUPS
+    coding = wanted_coding(call.headers)
+
+    def write() -> Answer:
+        weights = {name: receipt["weight"] for name, receipt in outcome.receipts.items() if name in outcome.values}
+        values = _reduced(outcome.values, weights, reduce, dtype)
+        return _written(outcome.receipts, values, media_type, form, fields, single).coded(coding)
+
+    return await call.offload(inline, write, changed=True)
+
+
+def read_values(
+    store: Store, names: Sequence[str], query: ValueQuery, media_type: str, coding: str | None, single: bool
+) -> Answer:
+    """The values of buffers at one moment, with their receipts; of a `single` buffer with its tag."""
+    snapshots = store.read(names, query.epoch)
+    receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
+    weights = {snapshot.record.name: snapshot.weight for snapshot in snapshots}
+    values = {snapshot.record.name: snapshot.value for snapshot in snapshots}
+    fields = {"ETag": snapshots[0].etag, "Vary": VARY} if single else {}
+    values = _reduced(values, weights, query.reduce, query.dtype)
+    return _written(receipts, values, media_type, query.encoding or "list", fields, single).coded(coding)
+
+
+def _reduced(
+    values: Mapping[str, Array], weights: Mapping[str, float], reduce: str, dtype: str | None
+) -> dict[str, Array]:
+    """The sums or means, in the dtype that was asked for."""
+    if reduce != "mean":
+        weights = dict.fromkeys(values, 1.0)
+    for name, weight in weights.items():
+        if not weight:
+            raise NothingToAverage(f"The weights in {name!r} sum to zero: there is no mean", buffer=name)
+    with np.errstate(all="ignore"):
+        return {
+            name: converted(value, DTYPES[dtype] if dtype else value.dtype, weights[name])
+            for name, value in values.items()
+        }
+
+
+def _written(
     receipts: Mapping[str, Receipt],
     values: Mapping[str, Array],
     media_type: str,
     form: json_codec.Form,
-    headers: Mapping[str, str],
-    *,
-    one: bool,
+    fields: Mapping[str, str],
+    single: bool,
 ) -> Answer:
-    """The receipts, each with its value if it has one, of one buffer or of many."""
+    """The receipts, each with its value if it has one."""
     if media_type != JSON:
-        tensors = dict(zip(["value"], values.values(), strict=False)) if one else values
-        return Answer(safetensors.encode(tensors, receipts_text(receipts)), media_type, headers)
+        tensors = dict(zip(["value"], values.values(), strict=False)) if single else values
+        return Answer(safetensors.encode(tensors, receipts_text(receipts)), media_type, fields)
     if not values:
-        (whole,) = receipts.values() if one else [{"buffers": receipts}]
-        return Answer([orjson.dumps(whole)], media_type, headers)
-    pieces: list[bytes] = [] if one else [b'{"buffers":{']
-    for number, (name, receipt) in enumerate(receipts.items()):
-        if not one:
-            pieces.append((b"," if number else b"") + orjson.dumps(name) + b":")
-        text = orjson.dumps(receipt)
-        if name in values:
-            pieces += [text[:-1] + b',"value":', *json_codec.encode_tensor(values[name], form), b"}"]
-        else:
-            pieces.append(text)
-    if not one:
-        pieces.append(b"}}")
-    return Answer(pieces, media_type, headers)
+        (whole,) = receipts.values() if single else [{"buffers": receipts}]
+        return Answer([orjson.dumps(whole)], JSON, fields)
+    members = [_member(receipt, values.get(name), form) for name, receipt in receipts.items()]
+    if single:
+        return Answer(members[0], JSON, fields)
+    pieces: list[bytes] = [b'{"buffers":{']
+    for number, (name, member) in enumerate(zip(receipts, members, strict=True)):
+        pieces += [b"," if number else b"", orjson.dumps(name), b":", *member]
+    return Answer([*pieces, b"}}"], JSON, fields)
 
 
-def receipts_text(receipts: Mapping[str, Receipt]) -> dict[str, str]:
-    """Receipts as they travel with a safetensors file: JSON in its metadata."""
-    return {"receipts": orjson.dumps(receipts).decode()}
-
-
-def replayed(outcome: Outcome) -> dict[str, str]:
-    """The header that tells a repeated request from the first."""
-    return {"Idempotency-Replayed": "true"} if outcome.replayed else {}
+def _member(receipt: Receipt, value: Array | None, form: json_codec.Form) -> list[bytes]:
+    """A receipt in JSON, with the value if there is one."""
+    text = orjson.dumps(receipt)
+    if value is None:
+        return [text]
+    return [text[:-1], b',"value":', *json_codec.encode_tensor(value, form), b"}"]

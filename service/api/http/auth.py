@@ -1,99 +1,64 @@
-"""Who asks, and what for: API keys, their scopes and namespaces."""
+"""Who sends a request, and whether it may: API keys, their scopes and namespaces."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
-from typing import NamedTuple
 
-from starlette.types import Scope
-
+from service.api.http.call import Call
+from service.api.http.caller import ANYONE, Caller
+from service.api.http.routing import Access
 from service.errors import Forbidden, Unauthorized, shown
 from service.keys import SCOPES, KeyFile
 
-
-class Caller(NamedTuple):
-    """Whoever sent a request: the namespace that it sees, and what it may do there."""
-
-    namespace: str
-    scopes: frozenset[str]
-
-    def require(self, scope: str) -> None:
-        """Raise `Forbidden` unless the caller may do this."""
-        if scope not in self.scopes:
-            raise Forbidden(
-                f"This API key is good for {', '.join(sorted(self.scopes))}, but this needs {scope}", scope=scope
-            )
+_FORWARDING_HEADERS = (b"x-forwarded-for", b"x-real-ip", b"forwarded")
 
 
-ANYONE = Caller("", frozenset(SCOPES))
-"""The caller where no keys are asked for."""
-
-
-def authorize(scope: Scope, headers: Mapping[bytes, bytes], keys: KeyFile | None, metrics_open: str) -> Caller:
-    """Who asks, if they may. Raises `Unauthorized` and `Forbidden`."""
+def authorize(call: Call, access: Access, keys: KeyFile | None, metrics_open: str) -> Caller:
+    """The caller, if it may send this request. Raises `Unauthorized` and `Forbidden`."""
     if keys is None:
-        if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            _refuse_other_sites(headers)
+        if call.method not in ("GET", "HEAD", "OPTIONS"):
+            _refuse_other_sites(call)
         return ANYONE
-    if _is_open(scope["path"]):
+    if access.open or (access.label == "metrics" and _metrics_are_open(call, metrics_open)):
         return ANYONE
-    if scope["path"] == "/metrics" and (metrics_open == "always" or metrics_open == "loopback" and _is_near(scope)):
-        return ANYONE
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if not given:
-        raise Unauthorized("This server asks for an API key: Authorization: Bearer gs_...")
-    kind, _, secret = given[0].decode("latin-1").strip().partition(" ")
-    if kind.lower() != "bearer" or len(given) > 1:
+    lines = call.lines(b"authorization")
+    if not lines:
+        raise Unauthorized("This server needs an API key: Authorization: Bearer gs_...")
+    kind, _, secret = lines[0].decode("latin-1").strip().partition(" ")
+    if kind.lower() != "bearer" or len(lines) > 1:
         raise Unauthorized("Authorization must be one API key: Bearer gs_...")
     key = keys.find(secret.strip())
     if key is None:
         raise Unauthorized("This API key is unknown, was removed, or has expired")
-    scopes = frozenset(SCOPES if "admin" in key.scopes else key.scopes)
-    caller = Caller(key.namespace, scopes)
-    for needed in _needed(scope):
-        caller.require(needed)
+    caller = Caller(key.namespace, frozenset(SCOPES if "admin" in key.scopes else key.scopes))
+    for scope in access.scopes:
+        caller.require(scope)
     return caller
 
 
-def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
-    """Raise `Forbidden` for what a page of another site makes a browser send: without a key it could change buffers.
+def _refuse_other_sites(call: Call) -> None:
+    """Raise `Forbidden` for a request that a page of another site makes a browser send: without a key it could change
+    buffers.
 
-    Browsers say where a request comes from in Sec-Fetch-Site, old ones in Origin; other clients have neither.
+    Browsers say where a request comes from in Sec-Fetch-Site, old ones in Origin; other clients send neither.
     """
-    site = headers.get(b"sec-fetch-site")
+    site = call.headers.get(b"sec-fetch-site")
     if site in (b"same-origin", b"none"):
         return
-    origin = headers.get(b"origin") or None
-    if site is None and (origin is None or origin.partition(b"://")[2] == headers.get(b"host")):
+    origin = call.headers.get(b"origin") or None
+    if site is None and (origin is None or origin.partition(b"://")[2] == call.headers.get(b"host")):
         return
     came = "" if origin is None else f", {shown(origin.decode('latin-1'))}"
     raise Forbidden(
-        f"This request comes from a page of another site{came}; a server without API keys does not serve those"
+        f"This request comes from a page of another site{came}; a server without API keys refuses such requests"
     )
 
 
-def _is_open(path: str) -> bool:
-    """What a probe asks, and what is the same on every server."""
-    return path.startswith(("/v2/health/", "/docs/")) or path in ("/", "/docs", "/openapi.json")
+def _metrics_are_open(call: Call, metrics_open: str) -> bool:
+    return metrics_open == "always" or (metrics_open == "loopback" and _is_near(call))
 
 
-def _is_near(scope: Scope) -> bool:
+def _is_near(call: Call) -> bool:
     """Whether the request comes from this machine, and not through a proxy on it."""
-    client = scope.get("client")
-    forwarded = any(name in (b"x-forwarded-for", b"x-real-ip", b"forwarded") for name, _ in scope["headers"])
-    return client is not None and ipaddress.ip_address(client[0]).is_loopback and not forwarded
-
-
-def _needed(scope: Scope) -> list[str]:
-    """What a key must be good for. Where a request names buffers otherwise than by its path, that is asked later."""
-    path: str = scope["path"]
-    if path == "/v1/buffers" or path.startswith("/v1/buffers/"):
-        method = scope["method"]
-        if method in ("GET", "HEAD") or (method, path) == ("POST", "/v1/buffers/value"):
-            return ["buffers:read"]
-        takes = method == "POST" and path.endswith("/take")
-        return ["buffers:write", "buffers:read"] if takes else ["buffers:write"]
-    if path == "/metrics":
-        return ["admin"]
-    return ["ops"] if path.startswith(("/v1/ops", "/v2")) else []
+    forwarded = any(header in call.headers for header in _FORWARDING_HEADERS)
+    return call.address is not None and ipaddress.ip_address(call.address[0]).is_loopback and not forwarded

@@ -1,54 +1,114 @@
-"""What a request says besides its path: the types of its body and answer, parameters that are given once."""
+"""What the head of a request says: the media types of its body and its answer, and its query."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
-from starlette.requests import Request
+from pydantic import BaseModel, ValidationError
 
+from service.api.http.answer import JSON
+from service.api.http.call import Call
 from service.codecs import safetensors
-from service.errors import InvalidParameter, NotAcceptable, UnsupportedMediaType, shown
+from service.errors import Invalid, InvalidParameter, NotAcceptable, UnknownParameter, UnsupportedMediaType, shown
 
-JSON = "application/json"
+M = TypeVar("M", bound=BaseModel)
+
 MEDIA_TYPES = (JSON, safetensors.MEDIA_TYPE)
 
 
-def media_types(request: Request) -> tuple[str, str]:
+def media_types(call: Call) -> tuple[str, str]:
     """The media types of the request and of its answer, which is the same unless `Accept` asks for another.
 
     Raises `UnsupportedMediaType` and `NotAcceptable`.
     """
-    header = request.headers.get("content-type", JSON)
+    header = call.headers.get(b"content-type", JSON.encode()).decode("latin-1")
     sent = header.partition(";")[0].strip().lower()
     if sent not in MEDIA_TYPES:
-        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        if call.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in call.headers:
             raise UnsupportedMediaType(f"Content-Type is {shown(header)}, but must be one of {', '.join(MEDIA_TYPES)}")
-        sent = JSON  # an empty body may be called anything: curl -d '' calls it a form
-    accepted = ",".join(request.headers.getlist("accept"))
-    if not accepted.strip(" ,"):
+        sent = JSON  # an empty body may have any type: curl -d '' calls it a form
+    if b"accept" not in call.headers:
         return sent, sent
-    wishes = dict(map(_wish, accepted.split(",")))
-    anything = wishes.get("application/*", wishes.get("*/*", (0.0, False)))
-    wanted = {one: wishes.get(one, (anything[0], False)) for one in (sent, *MEDIA_TYPES)}
-    best = max(wanted, key=lambda one: wanted[one])  # of equals the first: as the request
-    if not wanted[best][0] > 0:
+    accepted = b",".join(call.lines(b"accept")).decode("latin-1")
+    if accepted == "*/*" or not accepted.strip(" ,"):
+        return sent, sent
+    ranges = dict(map(_range, accepted.split(",")))
+    anything = ranges.get("application/*", ranges.get("*/*", (0.0, False)))
+    weights = {media_type: ranges.get(media_type, (anything[0], False)) for media_type in (sent, *MEDIA_TYPES)}
+    best = max(weights, key=lambda media_type: weights[media_type])  # of equals the first: the request's own
+    if not weights[best][0] > 0:
         raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is one of {', '.join(MEDIA_TYPES)}")
     return sent, best
 
 
-def _wish(text: str) -> tuple[str, tuple[float, bool]]:
-    """A range of `Accept`: its name, and how much it is wanted; of equals, what is named rather than any."""
+def _range(text: str) -> tuple[str, tuple[float, bool]]:
+    """A range of `Accept`: its name, and its weight; of equal weights, a named type comes before any type."""
     name, *parameters = (part.strip().lower() for part in text.split(";"))
-    weight = next((one[2:] for one in parameters if one.startswith("q=")), "1")
+    weight = next((parameter[2:] for parameter in parameters if parameter.startswith("q=")), "1")
     try:
         return name, (float(weight), True)
     except ValueError:
         return name, (1.0, True)
 
 
-def check_given_once(request: Request, lists: Collection[str] = ()) -> None:
-    """Raise `InvalidParameter` for a query parameter that is given twice, unless it is one of `lists`."""
-    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
-        if count > 1 and name not in lists:
-            raise InvalidParameter(f"{shown(name)} is given {count} times", parameter=name)
+def parse_query(call: Call, model: type[M]) -> M:
+    """The query as a model. Raises `InvalidParameter` and `UnknownParameter`."""
+    if not call.query_string:
+        return model()
+    values: dict[str, Any] = {}
+    lists = lists_of(model)
+    for name, value in query_pairs(call):
+        if name in lists:
+            values.setdefault(name, []).append(value)
+        elif name not in values:
+            values[name] = value
+        else:
+            _refuse_repeated(name, call)
+    try:
+        return model.model_validate(values)
+    except ValidationError as invalid:
+        raise invalid_parameter(invalid.errors()[0], known=parameters_of(model)) from None
+
+
+def query_pairs(call: Call) -> list[tuple[str, str]]:
+    """The parameters in the query, in order."""
+    return parse_qsl(call.query_string.decode("latin-1"), keep_blank_values=True)
+
+
+def check_no_query(call: Call) -> None:
+    """Raise `UnknownParameter` for a query where nothing reads it."""
+    if call.query_string:
+        for name, _ in query_pairs(call):
+            raise invalid_parameter({"type": "extra_forbidden", "loc": (name,)})
+
+
+def _refuse_repeated(name: str, call: Call) -> None:
+    count = sum(given == name for given, _ in query_pairs(call))
+    raise InvalidParameter(f"{shown(name)} is given {count} times, but must be given once", parameter=name)
+
+
+def lists_of(model: type[BaseModel]) -> frozenset[str]:
+    """The query parameters of the model that may repeat."""
+    fields = model.model_fields.items()
+    return frozenset(field.alias or name for name, field in fields if "list[" in str(field.annotation))
+
+
+def parameters_of(model: type[BaseModel]) -> list[str]:
+    """The names by which a request gives the members of the model."""
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter", known: Collection[str] = ()) -> Invalid:
+    """pydantic's complaint about one parameter, or about another `kind` with the `known` names, as an error."""
+    name = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")  # not the place in a list
+    if error["type"] == "extra_forbidden":
+        others = f"; there are {', '.join(known)}" if known else ""
+        return UnknownParameter(f"There is no {kind} {shown(name)} here{others}", parameter=name)
+    if error["type"] == "missing":
+        return InvalidParameter(f"The {kind} {name} is missing", parameter=name)
+    message = f"{name}: {error['msg']}"
+    if "input" in error:
+        message += f", but is {shown(error['input'])}"
+    return InvalidParameter(message, parameter=name)

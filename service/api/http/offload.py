@@ -1,4 +1,4 @@
-"""Work for a request in the thread pool, which ends when the client leaves."""
+"""Work for a request: at once in the event loop, or in the thread pool, and never for a client that left."""
 
 from __future__ import annotations
 
@@ -8,46 +8,62 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
-from service.api.http.context import patience_of
 from service.engine import Engine
 from service.errors import Expired
 
 R = TypeVar("R")
 
+INLINE_TEXT_BYTES = 1 << 18
+"""Up to this much text is read or written in the event loop: the way to the pool and back takes as long.
 
-async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
-    """What `work` returns, called in the engine's pool. The body must have been read.
+A health probe then waits about a millisecond, no longer than for a thread that holds the interpreter's lock.
+"""
 
-    If the client goes before the work starts, or its patience ends, the work is dropped. Raises `ClientDisconnect` and
+INLINE_BYTES = 3 << 20
+"""Up to this size of tensors the event loop computes, for the same reason."""
+
+INLINE_HALF_BYTES = 1 << 19
+"""The same for 16-bit floats, which are converted on the way."""
+
+ALONE_BYTES = 9 << 20
+"""In place of INLINE_BYTES while no other large request is in flight: the pool takes a tenth longer then."""
+
+INLINE_LOOKUPS = 256
+"""Up to this number of buffers is looked up in the event loop: more take longer than the way to the pool."""
+
+
+async def in_pool(engine: Engine, receive: Receive, work: Callable[[], R], patience_seconds: float | None) -> R:
+    """Call `work` in the engine's pool and return its result. The body must have been read.
+
+    If the client leaves before `work` starts, or `patience_seconds` pass, `work` is dropped. A request that has changed
+    a buffer has no patience (None): a client would send an expired request again. Raises `ClientDisconnect` and
     `Expired`.
     """
-    seconds, expired = patience_of(scope), list[bool]()
-    future = engine.submit(work)
-    timer = asyncio.get_running_loop().call_later(seconds, lambda future: expired.append(future.cancel()), future)
+    future, expired = engine.submit(work), list[bool]()
+    timer = None
+    if patience_seconds is not None:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(patience_seconds, lambda future: expired.append(future.cancel()), future)
     try:
         return await while_connected(receive, asyncio.wrap_future(future))
     except asyncio.CancelledError:
         if any(expired):
             raise Expired(
-                f"No thread was free for {seconds:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT), and the"
-                " request was not begun",
-                limit=seconds,
+                f"No thread was free for {patience_seconds:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT),"
+                " and the server did not begin the request",
+                limit=patience_seconds,
             ) from None
         raise
     finally:
-        timer.cancel()
-        del future  # it has the exception, whose traceback has this frame: only the collector could free the body
-
-
-async def in_pool_after_change(receive: Receive, engine: Engine, work: Callable[[], R]) -> R:
-    """The same for a request that has changed a buffer: it does not expire, as one that does is sent again."""
-    return await while_connected(receive, asyncio.wrap_future(engine.submit(work)))
+        if timer is not None:
+            timer.cancel()
+        del future  # its exception has a traceback with this frame: only the garbage collector could free the body
 
 
 async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
-    """What `work` returns. The body must have been read. Raises `ClientDisconnect` if the client goes."""
+    """Return the result of `work`. The body must have been read. Raises `ClientDisconnect` if the client leaves."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     leaving.add_done_callback(partial(_cancel, working))

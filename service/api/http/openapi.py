@@ -7,7 +7,7 @@ from typing import Any
 from service.api.http.problems import MEDIA_TYPE
 from service.codecs import safetensors
 
-LONGEST_KEY = 255
+MAX_KEY_CHARACTERS = 255
 """Characters of an Idempotency-Key."""
 
 SAFETENSORS_CONTENT: dict[str, Any] = {safetensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
@@ -26,7 +26,7 @@ PROBLEM = {"content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem
 _HEADERS: dict[str, dict[str, Any]] = {
     "Idempotency-Key": {
         "description": "The change is made once, however often the request comes with this key.",
-        "schema": {"type": "string", "maxLength": LONGEST_KEY},
+        "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS},
     },
     "If-Match": {"description": "The tag that the buffer must have.", "schema": {"type": "string"}},
     "If-None-Match": {

@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from pydantic import (
-    BaseModel,
-    Field,
-)
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
+from pydantic import BaseModel, Field
 
-from service.api.http.body import Answer
-from service.api.http.context import context_of
+from service.api.http.answer import JSON, Answer
 from service.api.http.tensor_forms import absent
-from service.errors import (
-    Busy,
-    Expired,
-    GradserveError,
-    Invalid,
-    InvalidParameter,
-    MalformedBody,
-    MethodNotAllowed,
-    NotFound,
-    NotReady,
-    RequestTimeout,
-    Unauthorized,
-    UnknownParameter,
-    shown,
-)
+from service.errors import Busy, Expired, GradserveError, NotReady, RequestTimeout, Unauthorized
 
 MEDIA_TYPE = "application/problem+json"
 
-GONE = 499
-"""The status, in logs and metrics, of a request whose client was gone before the answer; nginx's word for it."""
+CLIENT_GONE = 499
+"""The status, in logs and metrics, of a request whose client left before the answer; nginx uses the same number."""
+
+_PROTOCOL_STATUSES = {406: 400, 408: 400, 415: 400, 422: 400}
+"""The statuses of the Open Inference Protocol, where they differ."""
 
 
-def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None = None) -> Response:
+def answer_error(path: str, error: GradserveError, fields: Mapping[str, str] | None = None) -> Answer:
     """`error` as an answer, in the form of the API that `path` belongs to."""
     if isinstance(error, RequestTimeout):
-        headers = {"Connection": "close"}  # the rest of the body may still come, and is no request
+        fields = {"Connection": "close"}  # the rest of the body may still come, and is no request
     if isinstance(error, (Busy, Expired, NotReady)):
-        headers = {"Retry-After": "1"}
+        fields = {"Retry-After": "1"}
     if isinstance(error, Unauthorized):
-        headers = {"WWW-Authenticate": "Bearer"}
+        fields = {"WWW-Authenticate": "Bearer"}
     if path == "/v2" or path.startswith("/v2/"):
-        # The Open Inference Protocol's form; with 400 for whatever is wrong with the request but its size.
-        status = 400 if error.status in (406, 408, 415, 422) else error.status
-        return Response(json.dumps({"error": error.detail}), status, headers, "application/json")
+        status = _PROTOCOL_STATUSES.get(error.status, error.status)
+        return Answer([json.dumps({"error": error.detail}).encode()], JSON, fields, status)
     content = {
         "type": f"urn:gradserve:problem:{error.code}",
         "title": error.title(),
@@ -63,100 +40,13 @@ def answer(path: str, error: GradserveError, headers: Mapping[str, str] | None =
         "code": error.code,
         **error.context,
     }
-    return Response(json.dumps(content), error.status, headers, MEDIA_TYPE)
+    return Answer([json.dumps(content).encode()], MEDIA_TYPE, fields, error.status)
 
 
-def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter", known: Collection[str] = ()) -> Invalid:
-    """pydantic's word on one parameter, or on another `kind` of which there are the `known` ones, as an error."""
-    name = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")  # not the place in a list
-    if error["type"] == "extra_forbidden":
-        others = f"; there are {', '.join(known)}" if known else ""
-        return UnknownParameter(f"There is no {kind} {shown(name)} here{others}", parameter=name)
-    if error["type"] == "missing":
-        return InvalidParameter(f"The {kind} {name} is missing", parameter=name)
-    message = f"{name}: {error['msg']}"
-    if "input" in error:
-        message += f", but is {shown(error['input'])}"
-    return InvalidParameter(message, parameter=name)
-
-
-def parameters_of(model: type[BaseModel]) -> list[str]:
-    """The names by which a request gives the members of the model."""
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def install(app: FastAPI) -> None:
-    """Let `app` answer with every error that its routes raise."""
-
-    @app.exception_handler(GradserveError)
-    async def ours(request: Request, error: GradserveError) -> Response:
-        return answer(request.scope["path"], error)
-
-    @app.exception_handler(RequestValidationError)
-    async def query(request: Request, error: RequestValidationError) -> Response:
-        route = request.scope["route"]
-        known = [name for one in route.dependant.query_params for name in parameters_of(one.field_info.annotation)]
-        told = invalid_parameter(error.errors()[0], known=known)
-        if route.path.startswith("/v1/ops/"):
-            told.context["op"] = route.name
-        return answer(request.scope["path"], told)
-
-    @app.exception_handler(HTTPException)
-    async def routing(request: Request, error: HTTPException) -> Response:
-        if error.status_code == 405:
-            # Starlette names the methods of the first route at this path only.
-            allowed = ", ".join(method for method in _METHODS if _is_taken(app, {**request.scope, "method": method}))
-            allowed = allowed or "GET, HEAD"  # of the files of /docs
-            detail = f"{request.url.path} does not take {request.method}; it takes {allowed}"
-            return answer(request.scope["path"], MethodNotAllowed(detail), {"Allow": allowed})
-        if error.status_code == 404:
-            detail = f"There is nothing at {shown(request.url.path)}; see /docs for what there is"
-            if request.url.path.startswith("/v1/buffers/"):
-                detail += ". The name of a buffer has no slash"
-            return answer(request.scope["path"], NotFound(detail))
-        return answer(request.scope["path"], MalformedBody(str(error.detail)))
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=GONE)  # nobody reads it
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        return answer(request.scope["path"], bug(), _CLOSING)
-
-
-async def answering(scope: Scope, receive: Receive, send: Send, work: Awaitable[Answer]) -> None:
-    """Send what `work` returns, or the error that it raises, where FastAPI is passed by."""
-    path = scope["path"]
-    try:
-        done = await work
-    except GradserveError as error:
-        headers = {"Allow": "POST"} if isinstance(error, MethodNotAllowed) else None
-        await answer(path, error, headers)(scope, receive, send)
-    except ClientDisconnect:
-        context_of(scope).status = GONE  # nobody reads an answer
-    except Exception:
-        await answer(path, bug(), _CLOSING)(scope, receive, send)
-        raise  # for the server to log
-    else:
-        await done.send(scope, send)
-
-
-def bug() -> GradserveError:
-    """The error of whatever nobody foresaw."""
-    return GradserveError("The server failed to answer this request; its log says why")
-
-
-_CLOSING = {"Connection": "close"}
-"""The server closes the connection of a request that failed in it."""
-
-_METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
-
-
-def _is_taken(app: FastAPI, scope: Scope) -> bool:
-    if scope["method"] == "HEAD":
-        scope = {**scope, "method": "GET"}
-    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
+def answer_bug(path: str) -> Answer:
+    """The answer to a request that failed by a fault of the server's own. It closes the connection."""
+    error = GradserveError("The server failed to answer this request; its log says why")
+    return answer_error(path, error, {"Connection": "close"})
 
 
 class Problem(BaseModel):
@@ -177,7 +67,7 @@ class Problem(BaseModel):
     epoch: int = Field(default_factory=absent, description="The epoch that the buffer is in.")
     count: int = Field(default_factory=absent, description="The gradients in it.")
     min_count: int = Field(default_factory=absent)
-    scope: str = Field(default_factory=absent, description="What the API key would have to be good for.")
+    scope: str = Field(default_factory=absent, description="The scope that the API key lacks.")
     receipts: dict[str, Any] = Field(
-        default_factory=absent, description="Of a request that was made before, what it changed then."
+        default_factory=absent, description="For a repeated request: the receipts of the original."
     )

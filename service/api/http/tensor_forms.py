@@ -50,7 +50,7 @@ class Form(BaseModel):
         return self
 
 
-def judge(name: str, value: Any) -> Form:
+def parse_form(name: str, value: Any) -> Form:
     """The member `name` of a request as a `Form`. Raises `InvalidTensor`."""
     try:
         return Form.model_validate(value if isinstance(value, dict) else {"data": value})

@@ -77,12 +77,7 @@ _PARAMETERS = {
 
 
 INFER: dict[str, Any] = {
-    "tags": ["open inference protocol"],
-    "summary": "Run a model",
-    "description": "With the header Inference-Header-Content-Length, the JSON ends there, and tensors follow as bytes.",
-    "operationId": "infer",
     "parameters": [
-        {"name": "op", "in": "path", "required": True, "schema": {"type": "string"}, "example": "ReluGrad"},
         {"name": "Inference-Header-Content-Length", "in": "header", "schema": {"type": "integer", "minimum": 0}},
         *header_parameters(*ONE)["parameters"],
     ],
@@ -122,4 +117,4 @@ INFER: dict[str, Any] = {
         },
     },
 }
-"""The endpoint that FastAPI does not know."""
+"""The endpoint that runs a model."""

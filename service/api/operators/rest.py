@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
-from starlette.requests import Request
-from starlette.responses import Response
 
 from service.api.buffers.receipts import receipts_text
-from service.api.http.body import Answer, AnswerResponse
-from service.api.http.negotiation import JSON, check_given_once, media_types
-from service.api.http.tensor_forms import form_of_answer, judge, tensor_of
+from service.api.http.answer import JSON, Answer, json_answer
+from service.api.http.call import Call, CurrentCall
+from service.api.http.negotiation import media_types
+from service.api.http.routing import access
+from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
 from service.api.operators import openapi
-from service.api.operators.run import NO_BUFFERS, Buffers, Job, header_of, respond, text_of
-from service.buffers.names import check_name
-from service.buffers.record import Receipt
+from service.api.operators.job import BufferUse, Job, buffers_of, find, unknown_operator
+from service.api.operators.run import Result, decode, encode, json_cost, read, run, safetensors_cost
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.dtypes import FLOATS, Array
-from service.engine import Engine, check_names
-from service.errors import DtypeMismatch, GradserveError, InvalidParameter, UnknownOperator, shown
+from service.engine import check_names
+from service.errors import InvalidParameter, shown
 from service.kernels import OPERATORS, Operator, Tensor
+from service.limits import Limits
 
 router = APIRouter(tags=["operators"])
 
@@ -35,7 +33,7 @@ class TensorInfo(BaseModel):
 
     name: str
     dtypes: list[str]
-    default_dtype: str = Field(description="What a JSON list without a dtype has.")
+    default_dtype: str = Field(description="The dtype of a JSON list that names none.")
     type_variable: str | None = Field(description="Tensors of the same type variable share a dtype.")
     optional: bool
 
@@ -69,44 +67,37 @@ class OperatorList(BaseModel):
 @cache
 def describe(operator: Operator) -> OperatorInfo:
     """The operator's declaration, for users."""
-
-    def tensor(one: Tensor) -> TensorInfo:
-        return TensorInfo(
-            name=one.name,
-            dtypes=list(one.kind.dtypes),
-            default_dtype=one.kind.default,
-            type_variable=one.variable,
-            optional=one.optional,
-        )
-
     return OperatorInfo(
         name=operator.name,
         formula=operator.formula,
         description=operator.description,
-        inputs=[tensor(one) for one in operator.inputs],
-        outputs=[tensor(one) for one in operator.outputs],
+        inputs=list(map(_tensor_info, operator.inputs)),
+        outputs=list(map(_tensor_info, operator.outputs)),
         attributes=[AttributeInfo(name=a.name, type=a.type_name, default=a.default) for a in operator.attributes],
         example={"request": dict(operator.example), "answer": openapi.example_answer(operator)},
     )
 
 
-@router.get("/v1/ops", summary="All operators")
-async def list_operators() -> OperatorList:
-    return OperatorList(operators=[describe(operator) for operator in OPERATORS.values()])
+def _tensor_info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(
+        name=tensor.name,
+        dtypes=list(tensor.kind.dtypes),
+        default_dtype=tensor.kind.default,
+        type_variable=tensor.variable,
+        optional=tensor.optional,
+    )
 
 
-@router.get("/v1/ops/{op}", summary="One operator")
-async def get_operator(op: str) -> OperatorInfo:
-    return describe(find(op))
+@router.get("/v1/ops", summary="All operators", response_model=OperatorList)
+@access("ops")
+async def list_operators(call: CurrentCall) -> Answer:
+    return json_answer({"operators": [describe(operator).model_dump() for operator in OPERATORS.values()]})
 
 
-def find(name: str) -> Operator:
-    """The operator called `name`. Raises `UnknownOperator`, which suggests the nearest name."""
-    if name in OPERATORS:
-        return OPERATORS[name]
-    near = difflib.get_close_matches(name, OPERATORS, 1, 0.5)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise UnknownOperator(f"There is no operator {shown(name)}.{hint} GET /v1/ops lists all", op=name)
+@router.get("/v1/ops/{op}", summary="One operator", response_model=OperatorInfo)
+@access("ops")
+async def get_operator(call: CurrentCall, op: str) -> Answer:
+    return json_answer(describe(find(op)).model_dump())
 
 
 class EndpointQuery(BaseModel):
@@ -136,7 +127,7 @@ def query_model(operator: Operator) -> type[EndpointQuery]:
     if len(operator.outputs) > 1:
         description = "The outputs to answer, separated by commas; by default all."
         if operator.takes_wanted:
-            description += " What is not asked for is not computed."
+            description += " The server computes no others."
         fields["outputs"] = (str | None, Field(None, description=description))
     return create_model(f"{operator.name}Query", __base__=EndpointQuery, **fields)
 
@@ -145,7 +136,7 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
     """The names in the query parameter `outputs`. Raises `InvalidParameter`."""
     if outputs is None:
         return None
-    known, names = [output.name for output in operator.outputs], outputs.split(",")
+    known, names = operator.output_names, outputs.split(",")
     if not set(names) <= set(known) or len(set(names)) < len(names):
         raise InvalidParameter(
             f"outputs is {shown(outputs)}, but must name some of {','.join(known)}, each once", parameter="outputs"
@@ -153,114 +144,82 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
     return names
 
 
-def buffers_of(
-    operator: Operator, sources: Sequence[str], into: Sequence[str], weight: float | None, epoch: int | None
-) -> Buffers:
-    """The buffers of a request, given as `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
-    if not into and not (weight is None and epoch is None):
-        name = "epoch" if weight is None else "weight"
-        raise InvalidParameter(f"{name} is for outputs that are added into a buffer: into=", parameter=name)
-    if not (sources or into):
-        return NO_BUFFERS
-    taken = _named("from", sources, [one.name for one in operator.inputs])
-    added = _named("into", into, operator.output_names)
-    for output in operator.outputs:
-        if output.name in added and output.kind.dtypes != FLOATS.dtypes:
-            raise DtypeMismatch(
-                f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer is of floats", tensor=output.name
-            )
-    if len(set(added.values())) < len(added):
-        raise InvalidParameter("into has one buffer twice, but a request changes each once at most", parameter="into")
-    return Buffers(taken, added, 1.0 if weight is None else weight, epoch)
+_NOT_ATTRIBUTES = {*EndpointQuery.model_fields, "outputs"}
 
 
-def _named(parameter: str, given: Sequence[str], known: Collection[str]) -> dict[str, str]:
-    """Tensor -> buffer, of texts like `dW:gru.W`; the tensors are some of `known`, each once."""
-    pairs: dict[str, str] = {}
-    for one in given:
-        name, _, buffer = one.partition(":")
-        if name not in known or not buffer:
-            raise InvalidParameter(
-                f"{parameter} is {shown(one)}, but must be one of {', '.join(known)}, a colon,"
-                " and the name of a buffer",
-                parameter=parameter,
-            )
-        if name in pairs:
-            raise InvalidParameter(f"{parameter} has {name} twice", parameter=parameter)
-        pairs[name] = check_name(buffer)
-    return pairs
+async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> Answer:
+    """Answer a request that runs the operator."""
+    sent, answers = media_types(call)
+    body = await read(call, operator)
+    decoder, cost = (decode_json, json_cost) if sent == JSON else (decode_safetensors, safetensors_cost)
+    job, form = await decode(call, body, cost(body), decoder, operator, query, call.engine.limits, body)
+    result = await run(call, job)
+    if answers == JSON:
+        return await encode(call, result, True, encode_json, query.encoding or form)
+    return await encode(call, result, False, encode_safetensors)
 
 
-def decode_json(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
-    """What a JSON body asks for, to be answered in the media type `answers`."""
-    # Where all is in buffers, there is nothing to send.
-    document = json_codec.Document(body if len(body) or not query.sources else b"{}", engine.limits)
+def decode_json(
+    operator: Operator, query: EndpointQuery, limits: Limits, body: memoryview
+) -> tuple[Job, json_codec.Form]:
+    """Read the job from a JSON body, and the form of tensors in a JSON answer, unless the query sets another."""
+    # A request that takes all its inputs from buffers needs no body.
+    document = json_codec.Document(body if len(body) or not query.sources else b"{}", limits)
     buffers = _buffers(operator, query)
     check_names(operator, {**document.members, **buffers.sources})
-    forms = {name: judge(name, value) for name, value in document.members.items()}
+    forms = {name: parse_form(name, value) for name, value in document.members.items()}
     tensors = {
-        one.name: tensor_of(document, one.name, forms[one.name], one.kind.default)
-        for one in operator.inputs
-        if one.name in forms
+        tensor.name: tensor_of(document, tensor.name, forms[tensor.name], tensor.kind.default)
+        for tensor in operator.inputs
+        if tensor.name in forms
     }
     document.finish()
-    return _job(operator, query, answers, tensors, form_of_answer(forms.values()), buffers)
+    return _job(operator, query, body, tensors, buffers), form_of_answer(forms.values())
 
 
-def decode_safetensors(operator: Operator, query: EndpointQuery, answers: str, engine: Engine, body: memoryview) -> Job:
-    """What a safetensors body asks for, to be answered in the media type `answers`."""
-    tensors = safetensors.decode(body, engine.limits) if len(body) or not query.sources else {}
-    return _job(operator, query, answers, tensors, "base64", _buffers(operator, query))
+def decode_safetensors(
+    operator: Operator, query: EndpointQuery, limits: Limits, body: memoryview
+) -> tuple[Job, json_codec.Form]:
+    """Read the job from a safetensors body. A JSON answer then has base64."""
+    tensors = safetensors.decode(body, limits) if len(body) or not query.sources else {}
+    return _job(operator, query, body, tensors, _buffers(operator, query)), "base64"
 
 
-def _buffers(operator: Operator, query: EndpointQuery) -> Buffers:
+def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
     return buffers_of(operator, query.sources, query.into, query.weight, query.epoch)
 
 
 def _job(
-    operator: Operator,
-    query: EndpointQuery,
-    answers: str,
-    tensors: dict[str, Array],
-    form: json_codec.Form,
-    buffers: Buffers,
+    operator: Operator, query: EndpointQuery, body: memoryview, tensors: Mapping[str, Any], buffers: BufferUse
 ) -> Job:
-    def encode(outputs: Mapping[str, Array], receipts: Mapping[str, Receipt]) -> Answer:
-        if answers == safetensors.MEDIA_TYPE:
-            return Answer(safetensors.encode(outputs, receipts_text(receipts) if receipts else None), answers)
-        return Answer(json_codec.encode(outputs, query.encoding or form, receipts), answers)
-
     attributes = query.model_dump(exclude=_NOT_ATTRIBUTES)
     wanted = wanted_outputs(operator, getattr(query, "outputs", None))
-    return Job(tensors, attributes, wanted, encode, answers == JSON, buffers)
+    return Job(operator, body, tensors, attributes, wanted, buffers)
 
 
-_NOT_ATTRIBUTES = {*EndpointQuery.model_fields, "outputs"}
+def encode_json(result: Result, form: json_codec.Form) -> Answer:
+    """Write the outputs and the receipts as JSON."""
+    return Answer(json_codec.encode(result.outputs, form, result.receipts), JSON)
+
+
+def encode_safetensors(result: Result) -> Answer:
+    """Write the outputs as a safetensors file, the receipts in its metadata."""
+    metadata = receipts_text(result.receipts) if result.receipts else None
+    return Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE)
 
 
 def _add_endpoint(operator: Operator) -> None:
-    lists = ["from", "into", *(a.name for a in operator.attributes if "list" in a.type_name)]
+    async def endpoint(call, query):  # type: ignore[no-untyped-def]
+        return await run_operator(call, operator, query)
 
-    async def run(request, query):  # type: ignore[no-untyped-def]
-        try:
-            sent, answers = media_types(request)
-            check_given_once(request, lists)
-        except GradserveError as error:
-            error.context["op"] = operator.name
-            raise
-        decode = decode_json if sent == JSON else decode_safetensors
-        decoded = partial(decode, operator, query, answers)
-        text = text_of if sent == JSON else header_of
-        return AnswerResponse(await respond(request.scope, request.receive, operator, decoded, text=text))
-
-    run.__annotations__ = {
-        "request": Request,
+    endpoint.__annotations__ = {
+        "call": CurrentCall,
         "query": Annotated[query_model(operator), Query()],
-        "return": Response,
+        "return": Answer,
     }
     router.add_api_route(
         f"/v1/ops/{operator.name}",
-        run,
+        access("ops", label="ops", operator=operator.name)(endpoint),
         methods=["POST"],
         name=operator.name,
         operation_id=operator.name,
@@ -275,6 +234,6 @@ for _operator in OPERATORS.values():
 
 
 @router.post("/v1/ops/{op}", include_in_schema=False)
-async def run_unknown(op: str) -> Response:
-    find(op)
-    raise AssertionError("an operator without an endpoint")
+@access("ops", label="ops")
+async def run_unknown(call: CurrentCall, op: str) -> Answer:
+    raise unknown_operator(op)  # each operator has an endpoint of its own

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
+
+from service.api.http.call import Call
+from service.api.http.problems import CLIENT_GONE
+from service.api.telemetry.observer import Observer
 
 
 @dataclass
-class Record:
-    """One operator's requests, and the nanoseconds that they took: those that succeeded phase by phase."""
+class OperatorRecord:
+    """The requests of one operator, and the nanoseconds that they took; those of successful ones by phase."""
 
     succeeded: int = 0
     queue: int = 0
@@ -20,35 +24,59 @@ class Record:
     failed: int = 0
     fail: int = 0
     last: int = 0
-    """When the last one that succeeded ended, in milliseconds since 1970."""
+    """When the last successful request ended, in milliseconds since 1970."""
+
+    def succeed(self, spent: dict[str, int]) -> None:
+        """Count a request that spent these nanoseconds by phase."""
+        self.succeeded += 1
+        self.queue += spent["queue"]
+        self.compute_input += spent["decode"]
+        self.compute_infer += spent["kernel"]
+        self.compute_output += spent["encode"]
+        self.last = time.time_ns() // 1_000_000
+
+    def as_json(self, operator: str, version: str) -> dict[str, Any]:
+        """The record in the protocol's form."""
+        phases = {
+            "queue": self.queue,
+            "compute_input": self.compute_input,
+            "compute_infer": self.compute_infer,
+            "compute_output": self.compute_output,
+        }
+        times = {"success": sum(phases.values()), **phases}
+        return {
+            "name": operator,
+            "version": version,
+            "last_inference": self.last,
+            "inference_count": self.succeeded,
+            "execution_count": self.succeeded,
+            "inference_stats": {
+                **{phase: {"count": self.succeeded, "ns": spent} for phase, spent in times.items()},
+                "fail": {"count": self.failed, "ns": self.fail},
+                "cache_hit": {"count": 0, "ns": 0},
+                "cache_miss": {"count": 0, "ns": 0},
+            },
+            "batch_stats": [],
+        }
 
 
-class Statistics:
-    """Records by operator name. Thread-safe."""
+class Statistics(Observer):
+    """Records by namespace and operator. The event loop alone uses them."""
 
     def __init__(self) -> None:
-        self._records: defaultdict[str, Record] = defaultdict(Record)
-        self._lock = threading.Lock()
+        self._records: defaultdict[tuple[str, str], OperatorRecord] = defaultdict(OperatorRecord)
 
-    def succeeded(self, operator: str, asked: int, started: int, decoded: int, computed: int, encoded: int) -> None:
-        """Count a request, given the times, by `time.perf_counter_ns`, at which each of its phases ended."""
-        with self._lock:
-            record = self._records[operator]
-            record.succeeded += 1
-            record.queue += started - asked
-            record.compute_input += decoded - started
-            record.compute_infer += computed - decoded
-            record.compute_output += encoded - computed
-            record.last = time.time_ns() // 1_000_000
-
-    def failed(self, operator: str, asked: int) -> None:
-        """Count a request that was answered with an error."""
-        with self._lock:
-            record = self._records[operator]
+    def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
+        """Count a request that ran an operator. One that the client gave up counts as neither."""
+        if call.operator is None:
+            return
+        record = self._records[call.caller.namespace, call.operator]
+        if "encode" in call.spent:
+            record.succeed(call.spent)
+        elif call.status >= 400 and call.status != CLIENT_GONE:
             record.failed += 1
-            record.fail += time.perf_counter_ns() - asked
+            record.fail += nanoseconds - call.spent.get("read", 0)
 
-    def of(self, operator: str) -> Record:
-        """A copy of the operator's record."""
-        with self._lock:
-            return replace(self._records[operator])
+    def of(self, namespace: str, operator: str) -> OperatorRecord:
+        """The record of an operator in a namespace."""
+        return self._records.get((namespace, operator), OperatorRecord())

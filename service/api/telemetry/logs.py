@@ -5,22 +5,18 @@ from __future__ import annotations
 import logging
 import re
 import time
-import uuid
 from typing import Any
 
 import orjson
-from starlette.types import Scope
 
-from service.api.http.context import Context, context_of
+from service.api.http.call import Call
+from service.api.telemetry.observer import Observer
 from service.settings import Settings
-
-TRACE = "gradserve.trace"
-"""Where in a request's scope the ids of its trace and its span are, if it has a span."""
-
-LONGEST_ID = 128
 
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}.*")
 """The header that names a trace and a span, by W3C's Trace Context."""
+
+_LINE = "{method} {path} {status} {milliseconds} ms, {bytes} bytes in, {bytes_sent} out, from {client}, {request_id}"
 
 logger = logging.getLogger("gradserve.access")
 
@@ -41,38 +37,29 @@ def config(settings: Settings) -> dict[str, Any]:
     }
 
 
-def identify(context: Context) -> None:
-    """Give the request an id: the one that it came with, if that is fit to be logged, or a new one."""
-    if context.request_id is None:
-        text = context.headers.get(b"x-request-id", b"").decode("latin-1")
-        fit = 0 < len(text) <= LONGEST_ID and text.isascii() and text.isprintable()
-        context.request_id = text if fit else uuid.uuid4().hex
+class AccessLog(Observer):
+    """Logs one line for each request."""
 
-
-def log_request(scope: Scope, nanoseconds: int) -> None:
-    """One line for a request that has its answer."""
-    context = context_of(scope)
-    headers = context.headers
-    client = scope.get("client")
-    given: dict[str, Any] = {
-        "method": scope["method"],
-        "path": scope["path"],
-        "status": context.status,
-        "milliseconds": round(nanoseconds / 1e6, 3),
-        "bytes": context.received or int(headers.get(b"content-length", 0)),
-        "bytes_sent": context.sent,
-        "client": client[0] if client else None,
-        "request_id": context.request_id,
-    }
-    if namespace := context.caller.namespace:
-        given["namespace"] = namespace
-    if TRACE in scope:
-        given["trace_id"], given["span_id"] = scope[TRACE]
-    elif parent := TRACEPARENT.fullmatch(headers.get(b"traceparent", b"")):
-        given["trace_id"], given["span_id"] = parent[1].decode(), parent[2].decode()
-    text = "{method} {path} {status} {milliseconds} ms, {bytes} bytes in, {bytes_sent} out, from {client}, {request_id}"
-    text = text.format_map(given)
-    logger.info("%s", text.encode("unicode_escape").decode(), extra={"fields": given})
+    def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
+        """Log the request."""
+        fields: dict[str, Any] = {
+            "method": call.method,
+            "path": call.path,
+            "status": call.status,
+            "milliseconds": round(nanoseconds / 1e6, 3),
+            "bytes": call.received or int(call.headers.get(b"content-length", 0)),
+            "bytes_sent": call.sent,
+            "client": None if call.address is None else call.address[0],
+            "request_id": call.identify(),
+        }
+        if namespace := call.caller.namespace:
+            fields["namespace"] = namespace
+        if call.trace is not None:
+            fields["trace_id"], fields["span_id"] = call.trace
+        elif parent := TRACEPARENT.fullmatch(call.headers.get(b"traceparent", b"")):
+            fields["trace_id"], fields["span_id"] = parent[1].decode(), parent[2].decode()
+        text = _LINE.format_map(fields)
+        logger.info("%s", text.encode("unicode_escape").decode(), extra={"fields": fields})
 
 
 def _time(record: logging.LogRecord) -> str:

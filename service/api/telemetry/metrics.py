@@ -22,7 +22,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from service.api.http.context import Context
+from service.api.http.call import Call
+from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import is_locked
 from service.errors import Busy
 
@@ -115,7 +116,7 @@ _COMMIT_REQUESTS = _PLACES["gradserve_commit_requests"]
 _COMMIT_SECONDS = _PLACES["gradserve_commit_seconds"]
 
 
-class Metrics(Collector):
+class Metrics(Collector, Observer):
     """The numbers of this process, and of all that share `directory`."""
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -136,22 +137,21 @@ class Metrics(Collector):
         """Set a gauge."""
         self._numbers[_PLACES[name]] = value
 
-    def began(self) -> None:
+    def began(self, call: Call) -> None:
         """Count a request in."""
         self._numbers[_IN_FLIGHT] += 1
 
-    def answered(self, route: str, context: Context, nanoseconds: int, held: int) -> None:
-        """Count a request out. All that are in flight now hold so many bytes."""
+    def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
+        """Count a request out."""
         numbers = self._numbers
         numbers[_IN_FLIGHT] -= 1
-        numbers[_HELD] = held
-        numbers[_REQUESTS.get((route, context.status), _REQUESTS[route, None])] += 1
-        if context.status == Busy.status:
+        numbers[_REQUESTS.get((call.label, call.status), _REQUESTS[call.label, None])] += 1
+        if call.status == Busy.status:
             numbers[_REFUSED] += 1
-        numbers[_RECEIVED] += context.received
-        numbers[_SENT] += context.sent
-        self._observe(_ROUTES[route], NANOSECONDS, nanoseconds, 1e-9)
-        for phase, spent in context.spent.items():
+        numbers[_RECEIVED] += call.received
+        numbers[_SENT] += call.sent
+        self._observe(_ROUTES[call.label], NANOSECONDS, nanoseconds, 1e-9)
+        for phase, spent in call.spent.items():
             self._observe(_PHASES[phase], NANOSECONDS, spent, 1e-9)
 
     def committed(self, requests: int, seconds: float) -> None:
@@ -219,15 +219,3 @@ def _metric(family: Family, tables: Iterable[Sequence[float]]) -> Metric:
         if value or not names:
             metric.add_metric(labels, value)
     return metric
-
-
-def route_of(path: str, method: str) -> str:
-    """The route that a path is counted by."""
-    if path.startswith("/v1/buffers"):
-        last = path.rpartition("/")[2]
-        return last if last in ("accumulate", "take", "value", "zero") else "buffers"
-    if path.startswith("/v2/"):
-        return "infer" if path.endswith("/infer") else "health" if path.startswith("/v2/health") else "other"
-    if path.startswith("/v1/ops"):
-        return "ops" if method == "POST" else "other"
-    return "metrics" if path == "/metrics" else "other"

@@ -71,6 +71,8 @@ class LmdbStore:
     Raises `StoreFailed` if it cannot be opened, is damaged, or comes from a newer version.
     """
 
+    blocks = False  # a look-up reads mapped memory
+
     def __init__(
         self,
         path: Path,
@@ -128,7 +130,7 @@ class LmdbStore:
             reader = Reader(self._env, txn)
             for name in names:
                 record = self._alive(txn, name)
-                closed = None if epoch is None else record.kept(epoch)
+                closed = None if epoch is None else record.closed_epoch(epoch)
                 value = record.value if closed is None else closed.value
                 try:
                     loaded = reader.values.load(record.spec, value, self._allocate)

@@ -1,0 +1,209 @@
+"""`/v1/buffers`: many buffers at once, all or none."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Query
+
+from service.api.buffers import openapi
+from service.api.buffers.models import (
+    AccumulateQuery,
+    ManyTakeQuery,
+    ManyValueQuery,
+    ManyZeroQuery,
+    Names,
+    Receipts,
+)
+from service.api.buffers.preconditions import recalled, refuse_headers
+from service.api.buffers.receipts import answer_outcome, read_values
+from service.api.buffers.request import Received, gradients, parse_model, receive, submit, values_reserved
+from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_take
+from service.api.http.answer import Answer
+from service.api.http.body import wanted_coding
+from service.api.http.call import Call, CurrentCall
+from service.api.http.offload import INLINE_LOOKUPS
+from service.api.http.openapi import MANY
+from service.api.http.routing import access
+from service.buffers.changes import Zero
+from service.buffers.names import check_name
+from service.buffers.perform import Outcome
+from service.errors import Invalid, MissingTensor, UnknownBuffer, shown
+
+R = TypeVar("R")
+
+MAX_LISTINGS = 10
+"""How often the buffers of a prefix are listed again because one of them was deleted meanwhile."""
+
+router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
+
+
+@router.post(
+    "/accumulate",
+    summary="Add gradients to many buffers, to all or none",
+    operation_id="accumulate_many",
+    openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, Receipts, MANY),
+)
+@access(WRITE, label="accumulate")
+async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Query()]) -> Answer:
+    refuse_headers(call, "If-Match")
+    check_may_read(call, query)
+    received = await receive(call)
+    tensors, form = await gradients(call, received)
+    if not tensors:
+        raise MissingTensor("The body has no tensor; accumulate needs one for each buffer, by its name")
+    adds = [new_add(check_name(name), name, tensor, query, None) for name, tensor in tensors.items()]
+    outcome = await submit(call, received, adds, with_values=query.answered is not None)
+    return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=False)
+
+
+@router.post(
+    "/zero",
+    summary="Discard the sums of many buffers",
+    operation_id="zero_many",
+    openapi_extra=openapi.buffer_operation(Names, Receipts, MANY),
+)
+@access(WRITE, label="zero")
+async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()]) -> Answer:
+    refuse_headers(call, "If-Match")
+    received = await receive(call)
+
+    async def zero(names: list[str]) -> Outcome:
+        return await submit(call, received, [Zero(name=name) for name in names])
+
+    outcome = await for_buffers(call, received, query.prefix, 0, call.store.record, zero)
+    return await answer_outcome(call, received.answers, outcome, "list", single=False)
+
+
+@router.post(
+    "/take",
+    summary="Close the epochs of many buffers and answer their values",
+    operation_id="take_many",
+    openapi_extra=openapi.buffer_operation(Names, Receipts, MANY),
+)
+@access(WRITE, READ, label="take")
+async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()]) -> Answer:
+    refuse_headers(call, "If-Match")
+    received = await receive(call)
+
+    def look(name: str) -> None:
+        new_take(query, name).admit(call.store.record(name))
+
+    async def take(names: list[str]) -> Outcome:
+        _check_some(names, query.prefix)
+        return await submit(call, received, [new_take(query, name) for name in names], with_values=True)
+
+    outcome = await for_buffers(call, received, query.prefix, query.timeout, look, take)
+    form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
+    return await answer_outcome(call, received.answers, outcome, form, single=False, reduce=reduce, dtype=dtype)
+
+
+@router.post(
+    "/value",
+    summary="The values of many buffers at one moment",
+    operation_id="value_many",
+    openapi_extra=openapi.buffer_operation(Names, Receipts, ()),
+)
+@access(READ, label="value")
+async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()]) -> Answer:
+    refuse_headers(call, "If-Match")
+    received = await receive(call, changes=False)
+    coding = wanted_coding(call.headers)
+
+    def look(name: str) -> None:
+        record = call.store.record(name)
+        if query.epoch is not None:
+            record.closed_epoch(query.epoch)
+
+    async def read(names: list[str]) -> Answer:
+        _check_some(names, query.prefix)
+        if query.epoch is not None:
+            await call.look_up(len(names), lambda: [*map(look, names)])
+        async with values_reserved(call, names):
+            return await call.offload(False, read_values, call.store, names, query, received.answers, coding, False)
+
+    return await for_buffers(call, received, query.prefix, query.timeout, look, read)
+
+
+def _check_some(names: Sequence[str], prefix: str | None) -> None:
+    """Raise `UnknownBuffer` if the prefix fits no buffer."""
+    if not names:
+        raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix or '')}")
+
+
+async def for_buffers(
+    call: Call,
+    received: Received,
+    prefix: str | None,
+    timeout: float,
+    look: Callable[[str], object],
+    work: Callable[[list[str]], Awaitable[R]],
+) -> R:
+    """Return what `work` does for the buffers that the body names, or for those with the prefix, once it can.
+
+    `look` raises for one buffer what `work` would raise for it, and costs less.
+    """
+    names = await _names(call, received, prefix)
+    unready = deque[str]()  # from the last attempt; while the first of them is not ready, the others are not looked at
+    tried = False
+
+    def look_at_unready() -> None:
+        while unready:
+            try:
+                look(unready[0])
+            except UnknownBuffer:
+                if prefix is None:
+                    raise
+            unready.popleft()
+
+    async def attempt() -> R:
+        nonlocal tried
+        if tried and await call.look_up(1, recalled, call.store, received.key) is None:
+            await call.look_up(len(unready), look_at_unready)
+        tried = True
+        attempts = 1 if prefix is None else MAX_LISTINGS
+        while True:
+            unready.clear()
+            unready.extend(names if prefix is None else await _listed(call, received, prefix))
+            try:
+                return await work([*unready])
+            except UnknownBuffer:  # of a prefix: deleted since the listing
+                attempts -= 1
+                if not (attempts and unready):
+                    raise
+
+    return await call.wait_for(timeout, attempt)
+
+
+async def _names(call: Call, received: Received, prefix: str | None) -> list[str]:
+    """The names in the body. Raises `Invalid` unless either the body or the prefix says which buffers."""
+    if prefix is None and received.is_empty:
+        raise Invalid('Which buffers? Say {"names": [...]} in the body, or ?prefix= in the query')
+    if prefix is None:
+        count = bytes(received.body).count(b",") + 1
+        return await call.look_up(count, lambda: _different(parse_model(received, Names).names))
+    if not received.is_empty:
+        raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
+    return []
+
+
+def _different(names: list[str]) -> list[str]:
+    """The names. Raises `InvalidParameter`, and `Invalid` for a name that stands there twice."""
+    for name, count in Counter(names).items():
+        check_name(name)
+        if count > 1:
+            raise Invalid(f"{shown(name)} is named {count} times, but a request may name a buffer once")
+    return names
+
+
+async def _listed(call: Call, received: Received, prefix: str) -> list[str]:
+    """The buffers with the prefix; if the request is a repeated one, the buffers of the original."""
+    known = await call.look_up(1, recalled, call.store, received.key)
+    if known is not None:
+        return [*known.receipts]
+    records = await call.look_up(1, lambda: call.store.records(prefix, limit=INLINE_LOOKUPS + 1, strict=True))
+    if len(records) > INLINE_LOOKUPS:
+        records = await call.offload(False, lambda: call.store.records(prefix, strict=True))
+    return [record.name for record in records]

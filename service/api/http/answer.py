@@ -1,0 +1,97 @@
+"""The answer to a request: its status, its headers, and the pieces of its body, which leave in one write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from service.api.http.body import deflated
+from service.api.http.call import Call
+
+JSON = "application/json"
+
+JOINED_BYTES = 1 << 16
+"""Up to this size an answer costs less in one piece."""
+
+
+class Answer(Response):
+    """What goes out. Its pieces are not joined unless they are small."""
+
+    def __init__(
+        self,
+        pieces: Sequence[bytes | memoryview] = (),
+        media_type: str | None = None,
+        fields: Mapping[str, str] | None = None,
+        status: int = 200,
+    ) -> None:
+        self.pieces, self.media_type, self.status_code = pieces, media_type, status
+        self.fields: Mapping[str, str] = fields or {}
+        """Headers besides Content-Type and Content-Length."""
+        self.background = None
+
+    @property
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:  # type: ignore[override]
+        """Its headers, names in lower case, as ASGI has them."""
+        return _raw(self._head())
+
+    def coded(self, coding: str | None) -> Answer:
+        """The same in a content coding, gzip or deflate; with None, as it is."""
+        if coding is None:
+            return self
+        fields = {**self.fields, "Content-Encoding": coding}
+        return Answer(deflated(self.pieces, coding), self.media_type, fields, self.status_code)
+
+    async def reply(self, call: Call) -> None:
+        """Send it as the answer to this request."""
+        began = time.perf_counter_ns()
+        call.status = self.status_code
+        head, pieces, size = self._head(), self.pieces, sum(map(len, self.pieces))
+        if call.status >= 400:
+            call.identify()
+        if call.request_id is not None:
+            head["x-request-id"] = call.request_id
+        if call.method == "HEAD":
+            pieces, size = (), 0
+        elif size <= JOINED_BYTES:
+            pieces = [b"".join(pieces)]
+        if call.exchange is None:
+            await _send(self.status_code, _raw(head), pieces, call.send)
+            call.sent = size
+        else:
+            lines = "".join([f"{name}: {value}\r\n" for name, value in head.items()])
+            call.sent = await call.exchange.send_at_once(self.status_code, lines, pieces, size)
+        call.spent["write"] = time.perf_counter_ns() - began
+
+    def _head(self) -> dict[str, str]:
+        head = {} if self.media_type is None else {"content-type": self.media_type}
+        if self.status_code not in (204, 304):
+            head["content-length"] = str(sum(map(len, self.pieces)))
+        return {**head, **self.fields}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it as any ASGI response."""
+        await _send(self.status_code, self.raw_headers, self.pieces, send)
+
+
+def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | None = None) -> Answer:
+    """`content` as JSON."""
+    return Answer([orjson.dumps(content)], JSON, fields, status)
+
+
+def _raw(head: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in head.items()]
+
+
+async def _send(
+    status: int, headers: list[tuple[bytes, bytes]], pieces: Sequence[bytes | memoryview], send: Send
+) -> None:
+    """Send an answer under another server."""
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,122 @@
+"""The table of routes, read from the endpoints as FastAPI's routers declare them.
+
+Every request, hot or not, takes its way from here to its endpoint; OpenAPI, keys, metrics and tracing read the same
+declarations. FastAPI's own dispatch is not used: to find and call an endpoint it takes longer than a small request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from service.api.http.answer import Answer
+from service.api.http.call import Call
+from service.api.http.negotiation import parse_query
+from service.errors import GradserveError
+
+Handler = Callable[..., Awaitable[Answer]]
+H = TypeVar("H", bound=Handler)
+
+
+class Access(NamedTuple):
+    """Who may use an endpoint, and how metrics count it."""
+
+    scopes: tuple[str, ...]
+    """What an API key needs."""
+    label: str
+    """The value of the label `route` in metrics."""
+    open: bool
+    """Whether it needs no key, on a server with keys too."""
+    operator: str | None = None
+    """The operator that the endpoint runs, for its errors."""
+
+
+UNKNOWN = Access((), "other", False)
+"""For a path that no endpoint has."""
+
+
+def access(*scopes: str, label: str = "other", open: bool = False, operator: str | None = None) -> Callable[[H], H]:
+    """Declare the access of an endpoint. It stands below the decorator of FastAPI's router."""
+
+    def declare(handler: H) -> H:
+        handler.access = Access(scopes, label, open, operator)  # type: ignore[attr-defined]
+        return handler
+
+    return declare
+
+
+class Endpoint(NamedTuple):
+    """What answers a method at a path."""
+
+    path: str
+    handler: Handler
+    names: Sequence[str]
+    """The parameters of the path that the handler takes."""
+    query: type[BaseModel] | None
+    access: Access
+
+    async def answer(self, call: Call) -> Answer:
+        """Answer the request. An error that it raises names the operator."""
+        arguments: dict[str, Any] = {name: call.parameters[name] for name in self.names}
+        try:
+            if self.query is not None:
+                arguments["query"] = parse_query(call, self.query)
+            return await self.handler(call, **arguments)
+        except GradserveError as error:
+            if (operator := call.operator or self.access.operator) is not None:
+                error.context["op"] = operator
+            raise
+
+
+class Match(NamedTuple):
+    """A path of the table: its endpoints by method, and the values of its parameters."""
+
+    methods: Mapping[str, Endpoint]
+    parameters: Mapping[str, str]
+
+
+class Table:
+    """The endpoints of the routers."""
+
+    def __init__(self, routers: Iterable[APIRouter]) -> None:
+        self._exact: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)
+        self._patterns: defaultdict[int, dict[str, tuple[re.Pattern[str], dict[str, Endpoint]]]] = defaultdict(dict)
+        for router in routers:
+            for route in router.routes:
+                assert isinstance(route, APIRoute)
+                self._add(route)
+
+    def _add(self, route: APIRoute) -> None:
+        query: Any = next((field.field_info.annotation for field in route.dependant.query_params), None)
+        names = [field.name for field in route.dependant.path_params]
+        endpoint = Endpoint(route.path, route.endpoint, names, query, route.endpoint.access)  # type: ignore[attr-defined]
+        if "{" not in route.path:
+            methods = self._exact[route.path]
+        else:
+            pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.path))
+            methods = self._patterns[route.path.count("/")].setdefault(route.path, (pattern, {}))[1]
+        for method in route.methods or ():
+            assert method not in methods, f"two endpoints answer {method} {route.path}"
+            methods[method] = endpoint
+
+    def matches(self, path: str) -> list[Match]:
+        """The paths of the table that fit, the one without parameters first."""
+        found = [Match(self._exact[path], {})] if path in self._exact else []
+        for pattern, methods in self._patterns.get(path.count("/"), {}).values():
+            if (fits := pattern.fullmatch(path)) is not None:
+                found.append(Match(methods, fits.groupdict()))
+        return found
+
+    def endpoints(self) -> Iterable[tuple[str, Endpoint]]:
+        """Every method with its endpoint."""
+        for methods in self._exact.values():
+            yield from methods.items()
+        for patterns in self._patterns.values():
+            for _, methods in patterns.values():
+                yield from methods.items()

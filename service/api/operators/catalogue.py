@@ -1,0 +1,110 @@
+"""`/v2`: the server and its models, as the Open Inference Protocol describes them, and their statistics."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from fastapi import APIRouter
+
+from service.api.http.answer import Answer, json_answer
+from service.api.http.call import Call, CurrentCall
+from service.api.http.routing import access
+from service.api.operators.job import find
+from service.api.operators.statistics import Statistics
+from service.dtypes import DTYPES, OPEN_INFERENCE
+from service.errors import UnknownOperator, shown
+from service.kernels import OPERATORS, Operator, Tensor
+
+VERSION = "1"
+"""The only version of every model."""
+
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+
+
+def find_model(call: Call, name: str) -> Operator:
+    """The operator that is this model, in the version that the path names. Raises `UnknownOperator`."""
+    operator, version = find(name), call.parameters.get("version", VERSION)
+    if version != VERSION:
+        raise UnknownOperator(f"{name} has version {VERSION} only, not {shown(version)}", op=name)
+    return operator
+
+
+def routes(statistics: Statistics) -> APIRouter:
+    """The endpoints, and those that answer these statistics."""
+    router = APIRouter(prefix="/v2", tags=["open inference protocol"])
+
+    @router.get("", summary="The server", response_model=dict[str, Any])
+    @access("ops")
+    async def server(call: CurrentCall) -> Answer:
+        return json_answer({"name": "gradserve", "version": metadata.version("gradserve"), "extensions": EXTENSIONS})
+
+    @router.post("/repository/index", summary="All models", response_model=list[dict[str, str]])
+    @access("ops")
+    async def index(call: CurrentCall) -> Answer:
+        return json_answer([{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS])
+
+    @router.get("/models/{op}", summary="A model's inputs and outputs", response_model=dict[str, Any])
+    @router.get("/models/{op}/versions/{version}", include_in_schema=False)
+    @access("ops")
+    async def model(call: CurrentCall, op: str) -> Answer:
+        return json_answer(_described(find_model(call, op)))
+
+    @router.get("/models/{op}/config", summary="A model's configuration", response_model=dict[str, Any])
+    @router.get("/models/{op}/versions/{version}/config", include_in_schema=False)
+    @access("ops")
+    async def config(call: CurrentCall, op: str) -> Answer:
+        return json_answer(_configuration(find_model(call, op)))
+
+    @router.get("/models/{op}/ready", summary="The model takes requests", response_model=dict[str, Any])
+    @router.get("/models/{op}/versions/{version}/ready", include_in_schema=False)
+    @access("ops")
+    async def ready(call: CurrentCall, op: str) -> Answer:
+        operator = find_model(call, op)
+        assert call.engine is not None  # raises NotReady before the startup has finished
+        return json_answer({"name": operator.name, "ready": True})
+
+    @router.get("/models/stats", summary="Statistics of all models", response_model=dict[str, Any])
+    @access("ops")
+    async def all_statistics(call: CurrentCall) -> Answer:
+        records = [(name, statistics.of(call.caller.namespace, name)) for name in OPERATORS]
+        return json_answer({"model_stats": [record.as_json(name, VERSION) for name, record in records]})
+
+    @router.get("/models/{op}/stats", summary="A model's statistics", response_model=dict[str, Any])
+    @router.get("/models/{op}/versions/{version}/stats", include_in_schema=False)
+    @access("ops")
+    async def one_statistics(call: CurrentCall, op: str) -> Answer:
+        name = find_model(call, op).name
+        return json_answer({"model_stats": [statistics.of(call.caller.namespace, name).as_json(name, VERSION)]})
+
+    return router
+
+
+def _described(operator: Operator) -> dict[str, Any]:
+    def described(tensor: Tensor) -> dict[str, Any]:
+        return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1]}
+
+    return {
+        "name": operator.name,
+        "versions": [VERSION],
+        "platform": "gradserve",
+        "inputs": list(map(described, operator.inputs)),
+        "outputs": list(map(described, operator.outputs)),
+    }
+
+
+def _configuration(operator: Operator) -> dict[str, Any]:
+    def described(tensor: Tensor) -> dict[str, Any]:
+        return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1]}
+
+    return {
+        "name": operator.name,
+        "platform": "gradserve",
+        "max_batch_size": 0,
+        "input": [{**described(tensor), "optional": tensor.optional} for tensor in operator.inputs],
+        "output": list(map(described, operator.outputs)),
+    }
+
+
+def _datatype(tensor: Tensor) -> str:
+    return OPEN_INFERENCE[DTYPES[tensor.kind.default]]
