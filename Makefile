@@ -74,7 +74,7 @@ golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the
 	$(BENCH)/bin/python -m tests.golden.make
 
 docs: $(VENV)/.dev  ## write the generated tables, and the generated modules of the client, anew
-	$(BIN)/python -m tests.readme
+	$(BIN)/python -m tests.documentation
 	$(BIN)/python -m clients.python.generate
 
 lock:  ## renew constraints.txt: the newest versions that fit, of everything
