@@ -73,7 +73,7 @@ soak: $(BENCH)/.bench  ## more than the server can take, for three minutes, and 
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden
 	$(BENCH)/bin/python -m tests.golden.make
 
-docs: $(VENV)/.dev  ## write the generated tables, and the generated modules of the client, anew
+docs: $(VENV)/.dev  ## write the generated tables of the documents, and the generated modules of the client
 	$(BIN)/python -m tests.documentation
 	$(BIN)/python -m clients.python.generate
 

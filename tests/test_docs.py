@@ -142,6 +142,12 @@ def test_settings_that_are_named_exist() -> None:
         assert set(re.findall(r"\bGRADSERVE_[A-Z_]+\b", text)) <= known, name
 
 
+def test_every_alert_is_explained() -> None:
+    alerts = re.findall(r"- alert: (\w+)", (ROOT / "deploy" / "alerts.yml").read_text())
+    assert alerts
+    assert {name for name in alerts if name not in TEXTS["docs/operations.md"]} == set()
+
+
 def test_every_setting_is_used() -> None:
     sources = "".join(path.read_text() for path in Path(ROOT / "service").rglob("*.py"))
     for name in Settings.model_fields:
