@@ -2,7 +2,7 @@
 # With OpenTelemetry: docker build -t gradserve --build-arg EXTRAS=[otel] .
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY service service
 ARG EXTRAS=
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -15,7 +15,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 FROM python:3.11-slim-bookworm
 LABEL org.opencontainers.image.title="gradserve" \
-      org.opencontainers.image.description="Gradient kernels and gradient accumulation as an HTTP service"
+      org.opencontainers.image.description="Gradient kernels and gradient accumulation as an HTTP service" \
+      org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /venv /venv
 COPY --from=build --chown=10001:10001 /data /data
 COPY deploy/healthcheck.py /usr/local/share/gradserve/

@@ -11,7 +11,7 @@ PIP := -m pip install --quiet $(EDITABLE)
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client soak golden docs lock up down test-compose clean
+.PHONY: help run test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client soak golden docs site lock up down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -73,18 +73,21 @@ soak: $(BENCH)/.bench  ## more than the server can take, for three minutes, and 
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden
 	$(BENCH)/bin/python -m tests.golden.make
 
-docs: $(VENV)/.dev  ## write the generated tables, and the generated modules of the client, anew
-	$(BIN)/python -m tests.readme
+docs: $(VENV)/.dev  ## write the generated tables of the documents, and the generated modules of the client
+	$(BIN)/python -m tests.documentation
 	$(BIN)/python -m clients.python.generate
+
+site: $(VENV)/.site  ## build the documentation to site/, which works offline; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lock:  ## renew constraints.txt: the newest versions that fit, of everything
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench]' './clients/python[cli]'
+	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench,site]' './clients/python[cli]'
 	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(BENCH) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
@@ -94,6 +97,10 @@ $(VENV)/.run: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 	$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
+	@touch $@
+
+$(VENV)/.site: $(VENV)/.run
+	$(BIN)/python $(PIP) '.[site]'
 	@touch $@
 
 $(BENCH)/.bench: pyproject.toml constraints.txt clients/python/pyproject.toml

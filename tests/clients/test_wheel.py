@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -19,7 +20,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     source = place / "source"
     source.mkdir()
-    for path in [SOURCE / "pyproject.toml", SOURCE / "README.md", *sorted((SOURCE / "gradserve_client").glob("*"))]:
+    names = ("pyproject.toml", "README.md", "LICENSE")
+    for path in [*(SOURCE / name for name in names), *sorted((SOURCE / "gradserve_client").glob("*"))]:
         if path.is_file():
             target = source / path.relative_to(SOURCE)
             target.parent.mkdir(exist_ok=True)
@@ -45,6 +47,18 @@ def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
     text = zipfile.ZipFile(wheel).read(metadata).decode()
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not [line for line in required if "fastapi" in line or "torch" in line or "rich" in line]
+
+
+def test_it_carries_the_licence(wheel: Path) -> None:
+    (folder,) = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" in name}
+    assert zipfile.ZipFile(wheel).read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    lines = zipfile.ZipFile(wheel).read(f"{folder}/METADATA").decode().splitlines()
+    assert {"License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(lines)
+
+
+def test_the_server_has_the_same_licence() -> None:
+    server, client = (tomllib.loads((place / "pyproject.toml").read_text())["project"] for place in (ROOT, SOURCE))
+    assert (server["license"], server["license-files"]) == (client["license"], client["license-files"])
 
 
 def test_it_works_where_there_is_no_server(wheel: Path, url: str, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""The generated tables of the README and of docs/operations.md. `python -m tests.readme` writes them anew."""
+"""The documents, their code blocks and their generated tables. `python -m tests.documentation` writes the tables."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from service.api.health import CONSTANTS, SETTINGS
 from service.api.telemetry.metrics import FAMILIES, GAUGES
@@ -12,14 +13,35 @@ from service.errors import tree
 from service.kernels import OPERATORS, Tensor
 from service.settings import Settings
 
-README = Path(__file__).parent.parent / "README.md"
-OPERATIONS = README.parent / "docs" / "operations.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+"""What is read, run and kept fresh by tests/test_docs.py."""
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A code block: its language, its text, and whether it follows the block before without a word between."""
+
+    language: str
+    text: str
+    follows: bool
+
+
+def blocks(text: str) -> list[Block]:
+    """The code blocks of a document, in order."""
+    found, end = [], 0
+    for match in _BLOCK.finditer(text):
+        found.append(Block(match[1], match[2], not text[end : match.start()].strip()))
+        end = match.end()
+    return found
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n" for cells in lines)
 
 
 def operators() -> str:
@@ -76,17 +98,22 @@ def metrics() -> str:
     return table(("metric", "kind", "labels", "meaning"), rows)
 
 
+TABLES = {make.__name__: make for make in (operators, errors, settings, limits, metrics)}
+"""The generated tables, by the names in their marks."""
+
+_TABLE = re.compile(r"(<!-- (\w+): make docs -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def tables(text: str) -> list[str]:
+    """The names of the generated tables in a document."""
+    return [match[2] for match in _TABLE.finditer(text)]
+
+
 def rendered(text: str) -> str:
-    """`text` with every generated table as it should be: those that it has marks for."""
-    for make in (operators, errors, settings, limits, metrics):
-        if f"<!-- {make.__name__}: make docs -->" not in text:
-            continue
-        block = f"(<!-- {make.__name__}: make docs -->\n).*?(<!-- end -->)"
-        text, count = re.subn(block, lambda match, make=make: match[1] + make() + match[2], text, flags=re.DOTALL)  # type: ignore[misc]
-        assert count == 1, make.__name__
-    return text
+    """`text` with every generated table fresh."""
+    return _TABLE.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
 
 
 if __name__ == "__main__":
-    for file in (README, OPERATIONS):
-        file.write_text(rendered(file.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(rendered(document.read_text()))

@@ -1,0 +1,154 @@
+"""The documentation says what is so: its tables are those of the code, its examples answer as printed, its links lead
+somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from service.settings import Settings
+from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
+from tests.serving import serving
+
+MAX_README_BYTES = 8192
+"""What a newcomer reads in five minutes."""
+
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
+BLOCKS = {name: blocks(text) for name, text in TEXTS.items()}
+RUN = {"bash": ("json", "text"), "python": ("text",)}
+"""The languages of examples, and those of the output that follows each."""
+
+OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "clients/python/README.md", "examples/README.md")
+LINKED = [*DOCUMENTS, *(ROOT / name for name in OTHERS)]
+"""The documents whose links are checked."""
+
+
+def examples() -> list[tuple[str, int, Block, str]]:
+    """The document, the number, the code and the printed output of every example."""
+    return [
+        (name, number, block, found[number + 1].text)
+        for name, found in BLOCKS.items()
+        for number, block in enumerate(found)
+        if block.language in RUN
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "output"),
+    [pytest.param(name, block, output, id=f"{name}-{number}") for name, number, block, output in examples()],
+)
+def test_examples_answer_as_printed(name: str, block: Block, output: str) -> None:
+    assert "127.0.0.1:8000" in block.text
+    with serving() as url:
+        code = block.text.replace("127.0.0.1:8000", url.removeprefix("http://"))
+        if block.language == "bash":
+            command = ["bash", "-euc", code]
+            printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+        else:
+            captured = io.StringIO()
+            with contextlib.redirect_stdout(captured):
+                exec(compile(code, name, "exec"), {})
+            printed = captured.getvalue()
+    assert printed.strip() == output.strip()
+
+
+def test_every_block_is_an_example_its_output_or_a_transcript() -> None:
+    for name, found in BLOCKS.items():
+        for before, block in zip([Block("", "", False), *found], [*found, Block("", "", False)], strict=True):
+            if block.language not in RUN.get(before.language, ()) or not block.follows:
+                assert before.language not in RUN, f"{name}: no output follows\n{before.text}"
+                assert block.language in (*RUN, "console", ""), f"{name}: nothing prints\n{block.text}"
+                assert block.language or not block.text, f"{name}: of no language\n{block.text}"
+
+
+def test_no_example_is_overlooked() -> None:
+    fences = {name: text.count("```") for name, text in TEXTS.items()}
+    assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
+    assert Counter(block.language for found in BLOCKS.values() for block in found) == {
+        "bash": 10,
+        "python": 5,
+        "json": 8,
+        "text": 7,
+        "console": 3,
+    }
+
+
+def test_tables_are_fresh() -> None:
+    for name, text in TEXTS.items():
+        assert rendered(text) == text, f"{name} is stale: run `make docs`"
+
+
+def test_every_table_is_somewhere_once() -> None:
+    assert sorted(name for text in TEXTS.values() for name in tables(text)) == sorted(TABLES)
+    assert sum(text.count("make docs -->") for text in TEXTS.values()) == len(TABLES)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_bytes()) <= MAX_README_BYTES
+
+
+# ----- links -----
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as code hosts make them."""
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(path: Path) -> list[str]:
+    """The targets of a document's links that lead to no other host."""
+    found = re.findall(r"\[[^\]]+\]\(([^)\s]+)\)", path.read_text())
+    return [link for link in found if not re.match(r"https?://", link)]
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in links(path):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README)}
+    assert linked >= {path.resolve() for path in LINKED} - {README}
+
+
+# ----- what the text names -----
+
+
+def test_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    command = re.compile(r"(?:`|^(?:\$ )?)make ([a-z-]+)", re.MULTILINE)
+    targets = {target for path in LINKED for target in command.findall(path.read_text())}
+    assert {"run", "up", "examples", "bench"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_settings_that_are_named_exist() -> None:
+    known = {f"GRADSERVE_{name.upper()}" for name in Settings.model_fields}
+    known |= {"GRADSERVE_LISTEN", "GRADSERVE_URL", "GRADSERVE_API_KEY"}  # of compose.yaml, and of the client
+    for name, text in TEXTS.items():
+        assert set(re.findall(r"\bGRADSERVE_[A-Z_]+\b", text)) <= known, name
+
+
+def test_every_alert_is_explained() -> None:
+    alerts = re.findall(r"- alert: (\w+)", (ROOT / "deploy" / "alerts.yml").read_text())
+    assert alerts
+    assert {name for name in alerts if name not in TEXTS["docs/operations.md"]} == set()
+
+
+def test_every_setting_is_used() -> None:
+    sources = "".join(path.read_text() for path in Path(ROOT / "service").rglob("*.py"))
+    for name in Settings.model_fields:
+        assert re.search(rf"\bsettings(_of\([\w.]+\))?\.{name}\b", sources), name
