@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from service.kernels._blocks import Workspace, workspace
+from service.kernels import Workspace, workspace
 
 PATIENCE = 30.0
 """Seconds: long enough that the machine is never too slow, and short enough that a deadlock fails soon."""
