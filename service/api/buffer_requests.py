@@ -68,7 +68,7 @@ class BufferRequest:
     def __init__(self, request: Request, sent: str, answers: str, body: memoryview, key: Key | None) -> None:
         self._request, self._sent, self.answers, self._body, self._key = request, sent, answers, body, key
         self.engine, self.store = engine_of(request.scope), store_of(request.scope)
-        self._form: json_codec.Form = "list"
+        self._form: json_codec.Encoding = "list"
 
     @classmethod
     async def of(cls, request: Request, *, changes: bool = True) -> BufferRequest:
@@ -260,7 +260,7 @@ class BufferRequest:
     async def answer(
         self,
         outcome: Outcome,
-        encoding: json_codec.Form | None,
+        encoding: json_codec.Encoding | None,
         *,
         one: bool,
         reduce: str = "sum",
@@ -294,7 +294,7 @@ def _different(names: list[str]) -> list[str]:
     return names
 
 
-def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json_codec.Form]:
+def _from_json(engine: Engine, body: memoryview) -> tuple[dict[str, Array], json_codec.Encoding]:
     document = json_codec.Document(body, engine.limits)
     forms = {name: judge(name, member) for name, member in document.members.items()}
     tensors = {name: tensor_of(document, name, form, FLOATS.default) for name, form in forms.items()}

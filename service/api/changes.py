@@ -107,7 +107,7 @@ def answer(
     receipts: Mapping[str, Receipt],
     values: Mapping[str, Array],
     media_type: str,
-    form: json_codec.Form,
+    form: json_codec.Encoding,
     headers: Mapping[str, str],
     *,
     one: bool,

@@ -14,7 +14,7 @@ from service.api.buffer_models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
 from service.api.changes import LONGEST_KEY, store_of
 from service.api.context import engine_of, settings_of
 from service.api.metrics import Metrics
-from service.codecs.json import MOST_ELEMENTS, MOST_MEMBERS
+from service.codecs.json import MAX_ELEMENTS, MAX_MEMBERS
 from service.settings import Settings
 
 router = APIRouter(tags=["health"])
@@ -57,10 +57,10 @@ CONSTANTS: dict[str, tuple[int | float, str]] = {
     "max_listed": (MOST_LISTED, "Most buffers on a page of a list."),
     "max_names": (MOST_NAMES, "Most buffers that a request names."),
     "max_json_elements": (
-        MOST_ELEMENTS,
+        MAX_ELEMENTS,
         "Most elements of the lists in a JSON body; more go as base64 or safetensors.",
     ),
-    "max_json_members": (MOST_MEMBERS, "Most members of an object in JSON, of which each may be a tensor."),
+    "max_json_members": (MAX_MEMBERS, "Most members of an object in JSON, of which each may be a tensor."),
 }
 """The limits that no setting changes."""
 

@@ -115,7 +115,7 @@ class EndpointQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    encoding: json_codec.Form | None = Field(
+    encoding: json_codec.Encoding | None = Field(
         None, description="How the answer writes its tensors; by default in base64 if the request does, else as lists."
     )
     sources: list[str] = Field(
@@ -223,7 +223,7 @@ def _job(
     query: EndpointQuery,
     answers: str,
     tensors: dict[str, Array],
-    form: json_codec.Form,
+    form: json_codec.Encoding,
     buffers: Buffers,
 ) -> Job:
     def encode(outputs: Mapping[str, Array], receipts: Mapping[str, Receipt]) -> Answer:

@@ -34,7 +34,7 @@ class Backward:
     """
 
     def __init__(self, plan: Plan, x: Array, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]) -> None:
-        """`inputs` are GRUGrad's but for X, which is `x`, and SL; `outputs` are the arrays to fill; all by name."""
+        """`x` is GRUGrad's X, `inputs` has its other inputs except SL, and `outputs` has the arrays to fill."""
         self.plan, self.rows, self.inputs, self.outputs = plan, plan.rows, inputs, outputs
         self.x = self.rows.gather_rows(x)
         H, D, dtype = plan.H, plan.D, x.dtype

@@ -21,7 +21,7 @@ class Forward:
     """
 
     def __init__(self, plan: Plan, x: Array, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]) -> None:
-        """`inputs` are GRUTraining's but for X, which is `x`, and SL; `outputs` are the arrays to fill; all by name."""
+        """`x` is GRUTraining's X, `inputs` has its other inputs except SL, and `outputs` has the arrays to fill."""
         self.plan, self.rows, self.inputs, self.outputs = plan, plan.rows, inputs, outputs
         HAll, HFinal, ZRH = (outputs[name] for name in ("HAll", "HFinal", "ZRH"))
         HFinal[...] = 0 if inputs["H0"] is None else inputs["H0"]

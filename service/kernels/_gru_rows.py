@@ -42,7 +42,10 @@ class RowLayout(Protocol):
         """
 
     def running_states(self, states: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
-        """For each step, the states of those of the block's sequences that run it. `states` holds the block's own."""
+        """View, for each step, the part of `states` that belongs to sequences that run the step.
+
+        `states` has a vector for each sequence of the block, sorted.
+        """
 
     def sort_states(self, states: Array) -> Array:
         """Return [D, N, H] in the order of the blocks: `states` itself, or a copy."""
@@ -81,7 +84,7 @@ class RowLayout(Protocol):
 
 
 class EvenRows:
-    """Sequences of one length: arrays by rows are [steps, N, ...], and every method returns a view."""
+    """Sequences of one length: arrays by rows are [steps, N, ...], and methods return views of the caller's arrays."""
 
     def __init__(self, N: int, steps: int) -> None:
         self.shape: tuple[int, ...] = (steps, N)
