@@ -177,7 +177,7 @@ def test_a_bracket_in_another_tensor_does_not_hide_a_mistake() -> None:
         document.finish()
 
 
-def test_a_list_among_integers_is_told_as_such() -> None:
+def test_a_list_among_integers_is_reported() -> None:
     with pytest.raises(InvalidTensor, match=r"a\[1\] is a list, but must be an integer of 64 bits"):
         read(b'{"a": [1, [2]]}', "int64")
 

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's codec: JSON, bytes and mixtures of both, and every way in which they can be wrong."""
+"""The Open Inference Protocol's codec: JSON, bytes and mixtures of both, and mistakes of every kind."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ any_arrays = st.dictionaries(st.text(max_size=5), any_array().map(np.asarray), m
 @UNHURRIED
 @given(any_arrays, st.data())
 def test_answers_are_read_as_requests(tensors: dict[str, Array], data: st.DataObject) -> None:
-    """A mixture of JSON and bytes is bit-exact but for what kind of NaN a NaN is in JSON."""
+    """A mixture of JSON and bytes is bit-exact, except that JSON has only one NaN."""
     in_json = {name for name, a in tensors.items() if a.dtype != BFLOAT16 and data.draw(st.booleans())}
     pieces, length = codec.encode("m", None, tensors, tensors.keys() - in_json)
     body = b"".join(pieces)

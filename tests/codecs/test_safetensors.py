@@ -376,7 +376,7 @@ entries = st.fixed_dictionaries(
 @given(st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries | values | lists), st.binary(max_size=12))
 @example({"a": entry()}, FOUR)
 def test_a_file_is_read_exactly_if_the_library_reads_it(header: dict[str, Any], data: bytes) -> None:
-    """But for what the library lets pass: bytes of booleans above 1, and keys that it does not know."""
+    """Except for mistakes that the library accepts: bytes of booleans above 1, and unknown keys."""
     body = file(header, data)
     read = tensors_or_an_error(body)
     try:

@@ -336,7 +336,7 @@ def test_only_outputs_are_asked_for_as_such(dtype: str, linear_before_reset: int
 
 @pytest.mark.parametrize("wanted", [("dX",), ("dW", "dB"), ("dR",)])
 def test_what_is_not_asked_for_is_not_computed(wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is there memory for it, but for dH0, through which the gradient goes."""
+    """Nor is there memory for it, except for dH0: the gradient goes through it."""
     given = case()
     HAll, _, ZRH = train(*given.values())
     asked, computed = list[tuple[int, ...]](), set[str]()
