@@ -19,8 +19,7 @@ from scipy.special import expit, log_softmax, softmax
 from benchmarks.ort import Kernel
 from benchmarks.timing import alternate, table, verdict, watched
 from service.dtypes import Array
-from service.kernels import OPERATORS
-from service.kernels._blocks import Workspace, workspace
+from service.kernels import OPERATORS, Workspace, workspace
 
 R = TypeVar("R")
 

@@ -14,8 +14,7 @@ from threadpoolctl import threadpool_limits
 from service.arena import Arena
 from service.dtypes import NAMES, Array, DType
 from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
-from service.kernels import Operator
-from service.kernels._blocks import Workspace, workspace
+from service.kernels import Operator, Workspace, workspace
 from service.limits import Limits
 
 R = TypeVar("R")

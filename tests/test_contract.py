@@ -65,7 +65,7 @@ def test_its_example_gives_the_documented_answer(client: httpx.Client, operator:
 @pytest.mark.parametrize("integers", ["int32", "int64"])
 @pytest.mark.parametrize("form", ["list", "base64"])
 def test_every_dtype_travels_in_every_form(
-    client: httpx.Client, operator: Operator, floats: str, integers: str, form: json_codec.Form
+    client: httpx.Client, operator: Operator, floats: str, integers: str, form: json_codec.Encoding
 ) -> None:
     tensors = example(operator, {"float": floats, "integer": integers})
     expected = operator(tensors, {})

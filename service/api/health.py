@@ -16,7 +16,7 @@ from service.api.http.openapi import MAX_KEY_CHARACTERS
 from service.api.http.routing import access
 from service.api.telemetry.metrics import Metrics
 from service.api.telemetry.workers import Workers
-from service.codecs.json import MOST_ELEMENTS, MOST_MEMBERS
+from service.codecs.json import MAX_ELEMENTS, MAX_MEMBERS
 from service.settings import Settings
 
 SETTINGS = (
@@ -41,10 +41,10 @@ CONSTANTS: dict[str, tuple[int | float, str]] = {
     "max_listed": (MOST_LISTED, "Most buffers on a page of a list."),
     "max_names": (MOST_NAMES, "Most buffers that a request names."),
     "max_json_elements": (
-        MOST_ELEMENTS,
+        MAX_ELEMENTS,
         "Most elements of the lists in a JSON body; more go as base64 or safetensors.",
     ),
-    "max_json_members": (MOST_MEMBERS, "Most members of an object in JSON, of which each may be a tensor."),
+    "max_json_members": (MAX_MEMBERS, "Most members of an object in JSON, of which each may be a tensor."),
 }
 """The limits that no setting changes."""
 

@@ -1,1 +1,1 @@
-"""Bytes <-> tensors; one module for each wire format."""
+"""Bytes <-> tensors: each wire format has a module."""

@@ -1,4 +1,4 @@
-"""A tensor's bytes, little-endian and row-major: viewed, never copied."""
+"""A tensor's bytes, little-endian and row-major: viewed where they are."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from service.errors import InvalidTensor
 
 
 def view(place: str, name: str, data: bytes | memoryview, dtype: DType, shape: Sequence[int]) -> Array:
-    """The tensor `name` whose bytes, at `place` in the request, are `data`. Raises `InvalidTensor`.
+    """Return the tensor `name` as a read-only view of `data`. Raises `InvalidTensor`, which quotes `place`.
 
-    It is a read-only view, and a copy only where the bytes lie at an address that is no multiple of the element's size,
-    which NumPy computes with slowly.
+    The tensor is a copy if the address is not a multiple of the element's size: NumPy is slow on unaligned arrays.
     """
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise wrong_size(place, name, len(data), dtype, shape)
@@ -25,7 +24,7 @@ def view(place: str, name: str, data: bytes | memoryview, dtype: DType, shape: S
 
 
 def view_at(data: bytes | memoryview, start: int, dtype: DType, shape: Sequence[int]) -> Array:
-    """What `view` gives, of bytes that are known to be enough from `start` on, and fit."""
+    """Return what `view` returns, for the bytes of `data` from `start` on, without its checks."""
     array: Array = np.ndarray(shape, dtype, data, start)
     if not array.flags.aligned:
         array = array.copy()
@@ -34,7 +33,7 @@ def view_at(data: bytes | memoryview, start: int, dtype: DType, shape: Sequence[
 
 
 def wrong_size(place: str, name: str, size: int, dtype: DType, shape: Sequence[int]) -> InvalidTensor:
-    """The error of a tensor that has `size` bytes."""
+    """Return the error for a tensor of `size` bytes, which are too many or too few."""
     expected = math.prod(shape) * dtype.itemsize
     return InvalidTensor(
         f"{place} holds {size} bytes, but {dtype} of shape {list(shape)} takes {expected}", tensor=name
@@ -42,5 +41,5 @@ def wrong_size(place: str, name: str, size: int, dtype: DType, shape: Sequence[i
 
 
 def bytes_of(tensor: Array) -> memoryview:
-    """The tensor's bytes: a view, unless its rows are scattered."""
+    """Return the tensor's bytes: a view if it is C-contiguous, else a copy."""
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data

@@ -1,4 +1,4 @@
-"""JSON headers of binary formats: small, and read into Python objects, whose number is bounded."""
+"""JSON headers of binary formats: read into Python objects, whose number has a limit."""
 
 from __future__ import annotations
 
@@ -9,58 +9,61 @@ import orjson
 
 from service.errors import InvalidTensor, MalformedBody, shown
 
-MOST_VALUES = 1 << 18
-"""The most values in a header: each takes up to a hundred bytes once it is read."""
+MAX_HEADER_VALUES = 1 << 18
+"""The most JSON values in a header: each takes up to 100 bytes of memory as a Python object."""
 
 
-def load(text: memoryview | bytes, what: str, most: int = MOST_VALUES) -> Any:
-    """The header as JSON. Raises `MalformedBody`, also where an object has two members of one name."""
+def load(text: memoryview | bytes, title: str, max_values: int = MAX_HEADER_VALUES) -> Any:
+    """Parse a header. `title` names it in errors.
+
+    Raises `MalformedBody` for text that is not JSON, for too many values, and for two members of one name.
+    """
     raw = bytes(text)
-    if len(raw) > most and raw.count(b",") + raw.count(b"[") + raw.count(b"{") > most:
-        raise MalformedBody(f"{what} has more than {most} values")
+    if len(raw) > max_values and raw.count(b",") + raw.count(b"[") + raw.count(b"{") > max_values:
+        raise MalformedBody(f"{title} has more than {max_values} values")
     try:
         value = orjson.loads(raw)
-        # orjson keeps the last of two members of one name. Where none was lost, as many colons are left as came.
-        if b"\\" in raw or raw.count(b":") != _colons(value):
-            json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, what))
+        # orjson keeps the last of two members of one name, and the values then hold fewer colons than the text.
+        if b"\\" in raw or raw.count(b":") != _count_colons(value):
+            json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, title))
     except RecursionError:
-        raise MalformedBody(f"{what} is nested too deeply") from None
+        raise MalformedBody(f"{title} is nested too deeply") from None
     except ValueError as error:
         hint = '; NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"'
         nonfinite = b"NaN" in raw or b"Infinity" in raw
-        raise MalformedBody(f"{what} is not JSON: {error}{hint if nonfinite else ''}") from None
+        raise MalformedBody(f"{title} is not JSON: {error}{hint if nonfinite else ''}") from None
     return value
 
 
-def as_object(value: Any, what: str) -> dict[str, Any]:
-    """`value`, which must be an object. Raises `MalformedBody`."""
+def as_object(value: Any, title: str) -> dict[str, Any]:
+    """Return `value` if it is an object. Raises `MalformedBody`, which names it `title`."""
     if not isinstance(value, dict):
-        raise MalformedBody(f"{what} is {shown(value)}, but must be an object")
+        raise MalformedBody(f"{title} is {shown(value)}, but must be an object")
     return value
 
 
 def check_shape(name: str, shape: Any) -> list[int]:
-    """`shape`, which must be a list of dimensions, however many. Raises `InvalidTensor`."""
+    """Return `shape` if it is a list of dimensions, of any length. Raises `InvalidTensor`."""
     if not isinstance(shape, list) or not all([type(dim) is int and 0 <= dim < 1 << 63 for dim in shape]):
-        raise InvalidTensor(f"{name}.shape is {shown(shape)}, but must be a list of integers from 0 on", tensor=name)
+        raise InvalidTensor(f"{name}.shape is {shown(shape)}, but must be a list of non-negative integers", tensor=name)
     return shape
 
 
-def _colons(value: object) -> int:
-    """The members of all objects in `value`, and the colons in texts."""
+def _count_colons(value: object) -> int:
+    """Count the colons of `value` written as JSON: each member of an object has a colon, and strings may have some."""
     if isinstance(value, str):
         return value.count(":")
     if isinstance(value, dict):
-        return len(value) + sum(_colons(name) + _colons(member) for name, member in value.items())
+        return len(value) + sum(_count_colons(name) + _count_colons(member) for name, member in value.items())
     if isinstance(value, list) and value and type(value[0]) not in (int, float):
-        return sum(_colons(item) for item in value)
+        return sum(_count_colons(item) for item in value)
     return 0
 
 
-def _unique(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]], title: str) -> dict[str, Any]:
     members: dict[str, Any] = {}
     for name, value in pairs:
         if name in members:
-            raise MalformedBody(f"{what} has two members named {shown(name)}")
+            raise MalformedBody(f"{title} has two members named {shown(name)}")
         members[name] = value
     return members

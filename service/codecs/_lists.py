@@ -1,4 +1,4 @@
-"""Nested JSON lists -> arrays: their shape, their numbers in bulk, and the place of what is wrong in them.
+"""Nested JSON lists -> arrays: the lists' shape, their numbers read in bulk, and the place of a mistake in them.
 
 A list is a `simdjson.Array`, whose numbers are still in the parser, or a Python list.
 """
@@ -22,48 +22,58 @@ Shape = tuple[int, ...]
 LISTS = (simdjson.Array, list)
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-_SATURATED = 0xFFFFFF
-"""simdjson counts the elements of a list no further than this."""
-_BATCH = 1 << 16
+_MAX_LENGTH = 0xFFFFFF
+"""simdjson's length of every list with at least this many elements."""
+_BATCH_ITEMS = 1 << 16
+"""Items to handle between two chances for other threads to run."""
+_COUNTED_BYTES = 1 << 18
+"""Bytes to compare at once when counting: the result of the comparison fits into the cache."""
 
 
-class Numbers:
-    """Numbers of nested lists, read in bulk: flat, so that `[1, [2]]` looks like `[1, 2]` until it is proven not to."""
+class ListReader:
+    """Reads the numbers of nested lists in bulk, flat: `[1, [2]]` and `[1, 2]` give the same numbers.
+
+    `finish` finds the lists that stand where a number belongs.
+    """
 
     def __init__(self) -> None:
-        self._lists = 0  # in all that was read so far
-        self._unproven: list[tuple[str, simdjson.Array, Shape, DType]] = []
+        self._lists = 0
+        """How many lists the tensors read so far have, if their lists are proper."""
+        self._unchecked: list[tuple[str, simdjson.Array, Shape, DType]] = []
 
     def read(self, name: str, data: Any, shape: Shape, dtype: DType) -> Array:
-        """The numbers of `data`, of this `shape_of`, flat, to be trusted after `prove`. Raises `InvalidTensor`."""
+        """Return the numbers of `data`, flat; `shape` is its `shape_of`. Raises `InvalidTensor`.
+
+        The caller must call `finish` before it uses the numbers.
+        """
         self._lists += _count_lists(shape)
-        numbers = _numbers_of(data, dtype) if isinstance(data, simdjson.Array) else None
+        numbers = _read_in_bulk(data, dtype) if isinstance(data, simdjson.Array) else None
         if numbers is not None and numbers.size == math.prod(shape):
-            self._unproven.append((name, data, shape, dtype))
+            self._unchecked.append((name, data, shape, dtype))
         else:
-            numbers = _scalars_of(name, data, shape, dtype)
+            numbers = _read_items(name, data, shape, dtype)
         return _narrow(name, numbers, shape, dtype)
 
-    def prove(self, text: bytes | bytearray | memoryview, others: Callable[[], int]) -> None:
-        """Raise `InvalidTensor` if a list stands where a number belongs in anything that was read.
+    def finish(self, text: bytes | bytearray | memoryview, count_other_lists: Callable[[], int]) -> None:
+        """Raise `InvalidTensor` if a list stands where a number belongs, in any tensor read.
 
-        Then the text has more brackets than those lists, and the `others` in it, open.
+        In that case `text` has more opening brackets than the tensors and the other lists in it.
         """
-        if self._unproven and count(text, b"[") != self._lists + others():
-            for unproven in self._unproven:
-                _scalars_of(*unproven)
+        if self._unchecked and count(text, b"[") != self._lists + count_other_lists():
+            for tensor in self._unchecked:
+                _read_items(*tensor)
 
 
 def count(body: bytes | bytearray | memoryview, byte: bytes) -> int:
-    """What `body.count(byte)` gives, four times as fast."""
-    array, step = np.frombuffer(body, np.uint8), 1 << 18
+    """Return `body.count(byte)`, four times as fast."""
+    array, step = np.frombuffer(body, np.uint8), _COUNTED_BYTES
     return sum(int(np.count_nonzero(array[k : k + step] == ord(byte))) for k in range(0, array.size, step))
 
 
 def shape_of(name: str, data: Any, limits: Limits) -> Shape:
-    """The shape of nested lists, the lists at each depth proven to have one length; () for a scalar.
+    """Return the shape of nested lists, or () for a scalar.
 
-    Raises `InvalidTensor` for ragged lists and `TooManyDimensions`.
+    Raises `InvalidTensor` if lists of one depth differ in length, and `TooManyDimensions`.
     """
     shape: list[int] = []
     first = data
@@ -76,19 +86,22 @@ def shape_of(name: str, data: Any, limits: Limits) -> Shape:
     return tuple(shape)
 
 
-def is_empty(found: Shape, shape: Sequence[int]) -> bool:
-    """Whether lists of this shape can be a tensor of that `shape`: they end where a dimension is 0."""
-    return found[-1:] == (0,) and 0 in shape and (len(found) == 1 or tuple(shape[: len(found)]) == found)
+def is_empty(list_shape: Shape, shape: Sequence[int]) -> bool:
+    """Whether lists of `list_shape` can be an empty tensor of `shape`: lists show no dimensions after a 0."""
+    depth = len(list_shape)
+    return list_shape[-1:] == (0,) and 0 in shape and (depth == 1 or tuple(shape[:depth]) == list_shape)
 
 
 def _count_lists(shape: Shape) -> int:
-    """How many lists, nested ones included, a tensor of this shape is written with."""
+    """Return how many lists, with all nested lists, write a tensor of this shape."""
     return sum(math.prod(shape[:depth]) for depth in range(len(shape)))
 
 
-def _numbers_of(data: simdjson.Array, dtype: DType) -> Array | None:
-    """All numbers of nested lists, flat, in the widest dtype of `dtype`'s kind. None if there is anything else in them,
-    but blind to numbers and lists mixed at one depth."""
+def _read_in_bulk(data: simdjson.Array, dtype: DType) -> Array | None:
+    """Return all numbers of nested lists, flat, in the widest dtype of `dtype`'s kind.
+
+    Return None if the lists contain anything but numbers. The function does not see a list beside a number.
+    """
     wide = _widest(dtype)
     if wide == BOOL:
         return None
@@ -98,35 +111,36 @@ def _numbers_of(data: simdjson.Array, dtype: DType) -> Array | None:
         return None
 
 
-def _scalars_of(name: str, data: Any, shape: Shape, dtype: DType) -> Array:
-    """What stands `len(shape)` deep in `data`, flat, in the widest dtype of `dtype`'s kind, by way of Python objects.
+def _read_items(name: str, data: Any, shape: Shape, dtype: DType) -> Array:
+    """Return the items `len(shape)` deep in `data`, flat, in the widest dtype of `dtype`'s kind.
 
-    For booleans, NaN and infinities, and to find a mistake: raises `InvalidTensor`, which names its place.
+    This makes a Python object of each item. It reads booleans, NaN and infinities, and it finds mistakes: it raises
+    `InvalidTensor` with the place of the first mistake.
     """
     wide = _widest(dtype)
     numbers = np.empty(math.prod(shape), wide)
     seen = 0
     for batch in _items(data, len(shape)):
-        converted = _converted(batch, wide)
+        converted = _convert(batch, wide)
         if converted is None:
-            odd = next(k for k, item in enumerate(batch) if _converted([item], wide) is None)
-            place = _place(name, seen + odd, shape)
-            raise InvalidTensor(f"{place} is {_described(batch[odd])}, but must be {_WANTED[wide]}", tensor=name)
+            wrong = next(k for k, item in enumerate(batch) if _convert([item], wide) is None)
+            place = _place(name, seen + wrong, shape)
+            raise InvalidTensor(f"{place} is {_describe(batch[wrong])}, but must be {_EXPECTED[wide]}", tensor=name)
         numbers[seen : seen + len(batch)] = converted
         seen += len(batch)
     return numbers
 
 
 _TYPES: dict[DType, set[type]] = {BOOL: {bool}, INT64: {int, float}, FLOAT64: {int, float, str}}
-_WANTED = {
+_EXPECTED = {
     BOOL: "true or false",
     INT64: "an integer of 64 bits",
     FLOAT64: 'a number in float64\'s range, "NaN", "Infinity" or "-Infinity"',
 }
 
 
-def _converted(batch: list[Any], dtype: DType) -> Array | None:
-    """`batch` as an array of booleans, int64 or float64; None if any item of it is something else."""
+def _convert(batch: list[Any], dtype: DType) -> Array | None:
+    """Return `batch` as an array of bool, int64 or float64, or None if `dtype` cannot hold some item."""
     types = set(map(type, batch))
     if types - _TYPES[dtype] or math.inf in batch or -math.inf in batch:  # Python reads 1e400 as infinity
         return None
@@ -143,7 +157,7 @@ def _converted(batch: list[Any], dtype: DType) -> Array | None:
 
 
 def _narrow(name: str, numbers: Array, shape: Shape, dtype: DType) -> Array:
-    """`numbers` as `dtype`. Raises `InvalidTensor` for the first one that is out of its range."""
+    """Return `numbers` as `dtype`. Raises `InvalidTensor` for the first number out of the dtype's range."""
     if numbers.dtype == dtype:
         return numbers
     if dtype.kind == "i":
@@ -157,44 +171,46 @@ def _narrow(name: str, numbers: Array, shape: Shape, dtype: DType) -> Array:
         if outside.any():
             outside &= np.isfinite(numbers)
     if outside.any():
-        odd = int(outside.argmax())
+        first = int(outside.argmax())
         raise InvalidTensor(
-            f"{_place(name, odd, shape)} is {numbers[odd]}, which is out of {dtype}'s range", tensor=name
+            f"{_place(name, first, shape)} is {numbers[first]}, which is out of {dtype}'s range", tensor=name
         )
     return narrowed
 
 
 def _widest(dtype: DType) -> DType:
-    """What JSON's numbers are read into before they become `dtype`."""
+    """Return the dtype to read JSON into before it becomes `dtype`."""
     if dtype == BOOL:
         return BOOL
     return FLOAT64 if dtype.name in FLOATS.dtypes else INT64
 
 
 def _items(data: Any, depth: int) -> Iterator[list[Any]]:
-    """What stands `depth` lists deep in `data`, in batches, between which other threads get the interpreter."""
+    """Yield the items `depth` lists deep in `data`, in batches. Other threads can run between batches."""
     items: Iterator[Any] = iter([data])
     for _ in range(depth):
         items = itertools.chain.from_iterable(items)
-    return iter(lambda: list(itertools.islice(items, _BATCH)), [])
+    return iter(lambda: list(itertools.islice(items, _BATCH_ITEMS)), [])
 
 
 def _length(name: str, data: Any, shape: Shape) -> int:
-    """The one length of all lists that stand `len(shape)` deep in `data`, of which there is at least one."""
+    """Return the length of the lists `len(shape)` deep in `data`. There must be such a list."""
     expected, seen = -1, 0
     for batch in _items(data, len(shape)):
         if set(map(type, batch)) - set(LISTS):
-            odd = next(k for k, item in enumerate(batch) if type(item) not in LISTS)
-            place = _place(name, seen + odd, shape)
-            raise InvalidTensor(f"{place} is {_described(batch[odd])}, but its neighbours are lists", tensor=name)
+            wrong = next(k for k, item in enumerate(batch) if type(item) not in LISTS)
+            place = _place(name, seen + wrong, shape)
+            raise InvalidTensor(f"{place} is {_describe(batch[wrong])}, but its neighbours are lists", tensor=name)
         lengths = list(map(len, batch))
-        if _SATURATED in lengths:
-            lengths = [sum(1 for _ in item) if n == _SATURATED else n for n, item in zip(lengths, batch, strict=True)]
+        if _MAX_LENGTH in lengths:
+            lengths = [sum(1 for _ in item) if n == _MAX_LENGTH else n for n, item in zip(lengths, batch, strict=True)]
         expected = expected if seen else lengths[0]
         if set(lengths) != {expected}:
-            odd = next(k for k, n in enumerate(lengths) if n != expected)
-            place = _place(name, seen + odd, shape)
-            raise InvalidTensor(f"{place} has {lengths[odd]} elements, but its neighbours have {expected}", tensor=name)
+            wrong = next(k for k, n in enumerate(lengths) if n != expected)
+            place = _place(name, seen + wrong, shape)
+            raise InvalidTensor(
+                f"{place} has {lengths[wrong]} elements, but its neighbours have {expected}", tensor=name
+            )
         seen += len(batch)
     return expected
 
@@ -203,7 +219,7 @@ def _place(name: str, number: int, shape: Shape) -> str:
     return name + "".join(f"[{k}]" for k in np.unravel_index(number, shape))
 
 
-def _described(item: Any) -> str:
+def _describe(item: Any) -> str:
     if type(item) in LISTS:
         return "a list"
     if item is None or isinstance(item, bool):

@@ -1,8 +1,8 @@
 """Tensors as JSON: nested lists or base64, read and written in bulk.
 
-Numbers are parsed by simdjson straight into a buffer and written by orjson straight from one; no Python object is made
-for a number, except where a list holds something else than numbers (booleans, "NaN", a mistake). NaN and infinities are
-the strings "NaN", "Infinity" and "-Infinity"; base64 is of little-endian, row-major bytes.
+simdjson parses numbers straight into a buffer, and orjson writes them straight from a buffer. Numbers become Python
+objects only in a list that also holds something else (booleans, "NaN", a mistake). NaN and infinities are the strings
+"NaN", "Infinity" and "-Infinity". base64 encodes little-endian, row-major bytes.
 """
 
 from __future__ import annotations
@@ -21,69 +21,73 @@ import pybase64
 import simdjson
 
 from service.codecs._bytes import bytes_of, view, wrong_size
-from service.codecs._lists import NONFINITE, Numbers, count, is_empty, shape_of
+from service.codecs._lists import NONFINITE, ListReader, count, is_empty, shape_of
 from service.dtypes import NAMES, Array, DType
 from service.errors import BodyTooLarge, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
-Form: TypeAlias = Literal["list", "base64"]
+Encoding: TypeAlias = Literal["list", "base64"]
 Body: TypeAlias = bytes | bytearray | memoryview
 
 DIAGNOSED_BYTES = 2 << 20
-"""The largest body of which an error says the place: to find it takes many times the body's memory, and the
-interpreter's lock for up to a quarter of a second."""
+"""The largest body, in bytes, whose errors name the place of a mistake.
 
-LONGEST_INTEGER = 4000
-"""Characters of an integer beyond which it is taken for infinity: Python gives up at a few more."""
+To find the place takes many times the body's memory, and the interpreter's lock for up to a quarter of a second.
+"""
 
-WRITTEN_AT_ONCE = 1 << 16
-"""Elements: to write more, orjson would hold the interpreter's lock for long."""
+MAX_INTEGER_CHARACTERS = 4000
+"""Characters of the longest integer to parse: Python raises at 4,300 digits. A longer integer is read as infinity."""
 
-MOST_ELEMENTS = 1 << 25
-"""The most commas in a body, and so elements of its lists: to read them, simdjson holds the interpreter's lock for up
-to a second."""
+WRITTEN_ELEMENTS = 1 << 16
+"""Elements to write in one call of orjson, which holds the interpreter's lock meanwhile."""
 
-MOST_MEMBERS = 4096
-"""The most members of an object: simdjson finds each by going through those before it."""
+MAX_ELEMENTS = 1 << 25
+"""The most elements of all lists in a body: simdjson holds the interpreter's lock for up to a second to read them."""
 
-REUSED_BYTES = 48 << 20
-"""The largest body for which a thread keeps its parser's memory, which is several times that, for the next one."""
+MAX_MEMBERS = 4096
+"""The most members of an object: to find a member, simdjson goes through all members before it."""
+
+REUSED_PARSER_BYTES = 48 << 20
+"""The largest body, in bytes, after which a thread keeps its parser's memory: that is several times the body."""
 
 
 class Document:
     """A JSON object that names tensors, parsed once. Not thread-safe.
 
-    `members` maps each name to a number, string, boolean, None, list, or a dict of these; lists, but for `shape` in a
-    dict, stay in the parser until `tensor` reads them. Raises `MalformedBody` and `TooManyDimensions`.
+    `members` maps each name to a number, string, boolean, None or list, or to a dict of them. Lists stay in the parser
+    until `tensor` reads them, except `shape` in a dict. Raises `MalformedBody` and `TooManyDimensions`.
     """
 
     def __init__(self, body: Body, limits: Limits) -> None:
         self._body = body
         self._limits = limits
-        self._numbers = Numbers()
-        self._shapes = 0  # lists that tell a shape
-        self.members = {name: _plain(name, value, limits) for name, value in members_of(parse(body), "The body")}
+        self._lists = ListReader()
+        self._shape_lists = 0
+        """How many lists in the body are shapes."""
+        self.members = {name: _read_member(name, value, limits) for name, value in members_of(parse(body), "The body")}
         limits.check_count(len(self.members))
 
     def tensor(self, name: str, data: Any, dtype: DType, shape: Sequence[int] | None = None) -> Array:
-        """The tensor `name` from nested lists or a scalar, to be trusted after `finish`.
+        """Return the tensor `name` from nested lists or a scalar. The caller must call `finish` before it uses it.
 
-        `shape`, if given, must be that of the lists; it settles the shape of an empty list. Raises `InvalidTensor`,
-        `TooManyDimensions` and `TensorTooLarge`.
+        If there is a `shape`, it must be the shape of the lists, and completes the shape of an empty list. Raises
+        `InvalidTensor`, `TooManyDimensions` and `TensorTooLarge`.
         """
-        found = shape_of(name, data, self._limits)
-        self._limits.check(name, found, dtype)
+        list_shape = shape_of(name, data, self._limits)
+        self._limits.check(name, list_shape, dtype)
         if shape is not None:
-            self._settle(name, shape, dtype)
-            if tuple(shape) != found and not is_empty(found, shape):
-                raise InvalidTensor(f"{name} has lists of shape {list(found)}, but says {list(shape)}", tensor=name)
-        return self._numbers.read(name, data, found, dtype).reshape(found if shape is None else shape)
+            self._check_shape(name, shape, dtype)
+            if tuple(shape) != list_shape and not is_empty(list_shape, shape):
+                raise InvalidTensor(
+                    f"{name}.data has lists of shape {list(list_shape)}, but {name}.shape is {list(shape)}", tensor=name
+                )
+        return self._lists.read(name, data, list_shape, dtype).reshape(list_shape if shape is None else shape)
 
     def base64(self, name: str, text: str, dtype: DType, shape: Sequence[int]) -> Array:
-        """The tensor `name`, a read-only view of the decoded bytes. Raises like `tensor`."""
-        self._settle(name, shape, dtype)
+        """Return the tensor `name`, a read-only view of the decoded bytes. Raises the same errors as `tensor`."""
+        self._check_shape(name, shape, dtype)
         place, size = f"{name}.base64", len(text) * 3 // 4
-        if size > math.prod(shape) * dtype.itemsize + 4:  # so much too long a text is not worth decoding
+        if size > math.prod(shape) * dtype.itemsize + 4:  # do not decode a text that is far too long
             raise wrong_size(place, name, size, dtype, shape)
         try:
             data = pybase64.b64decode(text, validate=True)
@@ -94,45 +98,45 @@ class Document:
         return view(place, name, data, dtype, shape)
 
     def finish(self) -> None:
-        """Raise `InvalidTensor` if a list stands where a number belongs in any tensor read, which must be all."""
-        self._numbers.prove(self._body, lambda: self._shapes)
+        """Raise `InvalidTensor` if a list stands where a number belongs. The caller must have read all tensors."""
+        self._lists.finish(self._body, lambda: self._shape_lists)
 
-    def _settle(self, name: str, shape: Sequence[int], dtype: DType) -> None:
-        self._shapes += 1
+    def _check_shape(self, name: str, shape: Sequence[int], dtype: DType) -> None:
+        self._shape_lists += 1
         self._limits.check(name, shape, dtype)
 
 
 def encode(
-    tensors: Mapping[str, Array], form: Form, others: Mapping[str, Mapping[str, Any]] | None = None
+    tensors: Mapping[str, Array], encoding: Encoding, others: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[bytes]:
-    """The pieces of a JSON object: name -> `{"dtype", "shape", "data"}`, or `"base64"` in place of `"data"`.
+    """Return the pieces of a JSON object: name -> `{"dtype", "shape", "data"}`, or `"base64"` in place of `"data"`.
 
-    `others` are members that are no tensors.
+    `others` are members that are not tensors, by name.
     """
     pieces: list[bytes] = []
     for name, tensor in tensors.items():
-        pieces += [(b"," if pieces else b"{") + orjson.dumps(name) + b":", *encode_tensor(tensor, form)]
+        pieces += [(b"," if pieces else b"{") + orjson.dumps(name) + b":", *encode_tensor(tensor, encoding)]
     for name, other in (others or {}).items():
         pieces.append((b"," if pieces else b"{") + orjson.dumps(name) + b":" + orjson.dumps(other))
     return [*(pieces or [b"{"]), b"}"]
 
 
-def encode_tensor(tensor: Array, form: Form) -> list[bytes]:
-    """The pieces of one tensor."""
+def encode_tensor(tensor: Array, encoding: Encoding) -> list[bytes]:
+    """Return the pieces of a tensor's JSON object."""
     head = orjson.dumps({"dtype": NAMES[tensor.dtype], "shape": tensor.shape})[:-1]
-    if form == "base64":
+    if encoding == "base64":
         return [head, b',"base64":"', pybase64.b64encode(bytes_of(tensor)), b'"}']
     return [head, b',"data":', *list_text(tensor), b"}"]
 
 
 def list_text(tensor: Array) -> Iterator[bytes]:
-    """The pieces of the tensor as nested lists. Between them other threads come to their turn."""
+    """Yield the pieces of the tensor as nested lists. Other threads can run between pieces."""
     if not tensor.size:
-        yield b"[]"  # the shape says the rest, which may be a billion empty rows
-    elif tensor.size <= WRITTEN_AT_ONCE:
+        yield b"[]"  # there may be a billion empty rows, and the answer's shape tells their number
+    elif tensor.size <= WRITTEN_ELEMENTS:
         yield _list_text(tensor)
     else:
-        height = WRITTEN_AT_ONCE * len(tensor) // tensor.size
+        height = WRITTEN_ELEMENTS * len(tensor) // tensor.size
         for start in range(0, len(tensor), max(1, height)):
             yield b"," if start else b"["
             if height:
@@ -143,31 +147,34 @@ def list_text(tensor: Array) -> Iterator[bytes]:
 
 
 def _list_text(tensor: Array) -> bytes:
-    """The tensor, which is not empty, as nested lists."""
+    """Return the tensor, which must not be empty, as nested lists."""
     if tensor.dtype.itemsize == 2:
         tensor = tensor.astype(np.float32)
     text = orjson.dumps(np.ascontiguousarray(tensor), option=orjson.OPT_SERIALIZE_NUMPY)
     if not tensor.ndim:
-        text = text[1:-1]  # ascontiguousarray makes a row of a scalar
+        text = text[1:-1]  # ascontiguousarray has made a scalar a row
     if tensor.dtype.kind != "f":
         return text
     finite = np.isfinite(tensor)
     if finite.all():
         return text
-    # orjson has written null for every other number.
+    # orjson has written null for every number that is not finite.
     names = {repr(value): f'"{name}"'.encode() for name, value in NONFINITE.items()}
-    others = [names[repr(value)] for value in tensor[~finite].tolist()]
-    return b"".join(itertools.chain.from_iterable(zip(text.split(b"null"), [*others, b""], strict=True)))
+    replacements = [names[repr(value)] for value in tensor[~finite].tolist()]
+    return b"".join(itertools.chain.from_iterable(zip(text.split(b"null"), [*replacements, b""], strict=True)))
 
 
-_kept = threading.local()
+_thread = threading.local()
 
 
 def _parser(body: Body) -> simdjson.Parser:
-    """A parser for `body`: this thread's own, whose memory is in place, unless what it parsed last is still alive."""
-    if len(body) > REUSED_BYTES:
+    """Return a parser for `body`: this thread's own, which has memory already, or a new parser.
+
+    The thread's own parser refuses to parse while the last value that it parsed is alive.
+    """
+    if len(body) > REUSED_PARSER_BYTES:
         return simdjson.Parser()
-    parser: simdjson.Parser = _kept.__dict__.setdefault("parser", simdjson.Parser())
+    parser: simdjson.Parser = _thread.__dict__.setdefault("parser", simdjson.Parser())
     try:
         parser.parse(b"0")
     except RuntimeError:
@@ -176,24 +183,27 @@ def _parser(body: Body) -> simdjson.Parser:
 
 
 def parse(body: Body) -> Any:
-    """The JSON value, whose numbers stay in the parser. Raises `MalformedBody` and `BodyTooLarge`."""
+    """Parse JSON; numbers stay in the parser. Raises `MalformedBody` and `BodyTooLarge`."""
     if not body:
-        raise MalformedBody("The body is empty, and not JSON; it must be an object")
-    if len(body) > MOST_ELEMENTS and count(body, b",") >= MOST_ELEMENTS:
+        raise MalformedBody("The body is empty, so it is not JSON; it must be an object")
+    if len(body) > MAX_ELEMENTS and count(body, b",") >= MAX_ELEMENTS:
         raise BodyTooLarge(
-            f"The body has lists of more than {MOST_ELEMENTS} elements in all; send tensors of so many as base64, or in"
-            " a safetensors file",
-            limit=MOST_ELEMENTS,
+            f"The lists in the body have more than {MAX_ELEMENTS} elements; send large tensors as base64 or in a"
+            " safetensors file",
+            limit=MAX_ELEMENTS,
         )
     try:
         return _parser(body).parse(body)
     except (ValueError, RuntimeError) as error:
         if len(body) > DIAGNOSED_BYTES:
             raise MalformedBody(f"The body is not JSON, or has a number beyond 64 bits: {error}") from None
-        # simdjson says neither where, nor which tensor a number beyond 64 bits is in: read it again, slowly.
+        # simdjson tells neither the place of a mistake nor the tensor of a number beyond 64 bits. Parse again, slowly.
         try:
             return json.loads(
-                str(body, "utf-8-sig"), parse_constant=_refuse_constant, parse_int=_whole, object_pairs_hook=Pairs
+                str(body, "utf-8-sig"),
+                parse_constant=_refuse_constant,
+                parse_int=_parse_integer,
+                object_pairs_hook=Pairs,
             )
         except RecursionError:
             raise MalformedBody("The body is nested too deeply") from None
@@ -202,38 +212,39 @@ def parse(body: Body) -> Any:
 
 
 class Pairs(list[tuple[str, Any]]):
-    """The members of an object in their order, duplicates included."""
+    """The members of an object in their order, with duplicates."""
 
 
-def _whole(text: str) -> float:
-    return int(text) if len(text) <= LONGEST_INTEGER else float(text)
+def _parse_integer(text: str) -> float:
+    return int(text) if len(text) <= MAX_INTEGER_CHARACTERS else float(text)
 
 
 def _refuse_constant(text: str) -> None:
     raise ValueError(f'{text} is not JSON; write the string "{text}"')
 
 
-def members_of(value: Any, what: str) -> Iterator[tuple[str, Any]]:
-    """The members of an object, each once. Raises `MalformedBody`."""
+def members_of(value: Any, title: str) -> Iterator[tuple[str, Any]]:
+    """Yield the members of an object. Raises `MalformedBody`, also for two members of one name; `title` names it."""
     if not isinstance(value, (simdjson.Object, Pairs)):
-        raise MalformedBody(f"{what} is JSON, but not an object")
-    if len(value) > MOST_MEMBERS:
-        raise MalformedBody(f"{what} has {len(value)} members; the limit is {MOST_MEMBERS}", limit=MOST_MEMBERS)
+        raise MalformedBody(f"{title} is JSON, but not an object")
+    if len(value) > MAX_MEMBERS:
+        raise MalformedBody(f"{title} has {len(value)} members; the limit is {MAX_MEMBERS}", limit=MAX_MEMBERS)
     seen = set()
     for name, member in value if isinstance(value, Pairs) else ((name, None) for name in value):
         if name in seen:
-            raise MalformedBody(f"{what} has two members named {shown(name)}")
-        if "\0" in name:  # where simdjson's look-up would end
-            raise MalformedBody(f"{what} has a member named {shown(name)}, with a null character")
+            raise MalformedBody(f"{title} has two members named {shown(name)}")
+        if "\0" in name:  # simdjson would look up only the part before it
+            raise MalformedBody(f"{title} has a member named {shown(name)}, with a null character")
         seen.add(name)
         yield name, member if isinstance(value, Pairs) else value[name]
 
 
-def _plain(name: str, value: Any, limits: Limits) -> Any:
+def _read_member(name: str, value: Any, limits: Limits) -> Any:
     if not isinstance(value, (simdjson.Object, Pairs)):
         return value
-    form = dict(members_of(value, shown(name)))
-    if isinstance(form.get("shape"), simdjson.Array):
-        limits.check_rank(name, len(form["shape"]), what=f"{name}.shape")
-        form["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in form["shape"]]
-    return form
+    members = dict(members_of(value, shown(name)))
+    shape = members.get("shape")
+    if isinstance(shape, simdjson.Array):
+        limits.check_rank(name, len(shape), what=f"{name}.shape")
+        members["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in shape]
+    return members

@@ -1,8 +1,8 @@
-"""Tensors as a safetensors file: a length, a JSON header, and the bytes, which are viewed where they lie.
+"""Tensors as a safetensors file: a length, a JSON header and the tensors' bytes.
 
-The format is that of the safetensors library: eight bytes with the header's length, little-endian; the header, which
-gives each tensor's dtype, shape and place among the bytes, and may have texts under `__metadata__`; the bytes, of which
-each belongs to one tensor.
+The format is that of the safetensors library. The first 8 bytes are the header's length, little-endian. The header has
+each tensor's dtype, shape and place among the bytes, and may have strings under `__metadata__`. Each byte after the
+header belongs to one tensor.
 """
 
 from __future__ import annotations
@@ -15,114 +15,115 @@ from typing import Any, NamedTuple, TypeAlias
 import orjson
 
 from service.codecs._bytes import bytes_of, view
-from service.codecs._headers import MOST_VALUES, as_object, check_shape, load
+from service.codecs._headers import MAX_HEADER_VALUES, as_object, check_shape, load
 from service.dtypes import SAFETENSORS, Array, DType
 from service.errors import InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
 MEDIA_TYPE = "application/vnd.safetensors"
 
-MOST_HEADER_BYTES = 100_000_000
-"""The longest header, by the format's own rule."""
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header, in bytes, that the format allows."""
 
 METADATA = "__metadata__"
+"""The member of the header that holds the file's metadata."""
 
-VALUES_OF_TENSOR = 16
-"""As many values as this for each tensor that a file may have are no more than `MOST_VALUES` by default."""
+VALUES_PER_TENSOR = 16
+"""JSON values to allow for each tensor. With the default limit of tensors, that makes `MAX_HEADER_VALUES`."""
 
-KNOWN_BYTES = 1 << 16
-"""Up to this length a header is remembered: that of about 800 tensors."""
+CACHED_HEADER_BYTES = 1 << 16
+"""The longest header, in bytes, to cache: a header of about 800 tensors."""
 
-Described: TypeAlias = tuple[DType, tuple[int, ...]]
+TensorType: TypeAlias = tuple[DType, tuple[int, ...]]
 """A tensor's dtype and shape."""
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 
 def decode(body: memoryview, limits: Limits) -> dict[str, Array]:
-    """The tensors, read-only views of `body`, by name.
+    """Return the tensors by name, as read-only views of `body`.
 
     Raises `MalformedBody` for a file that breaks the format's rules, `InvalidTensor`, `TensorTooLarge` and
     `TooManyDimensions`.
     """
     text = _text(body)
-    header = _known_header(text, limits) if len(text) <= KNOWN_BYTES else _header(text, limits)
+    header = _cached_header(text, limits) if len(text) <= CACHED_HEADER_BYTES else _read_header(text, limits)
     data = body[8 + len(text) :]
     if header.end != len(data):
-        last = max(header.places, key=lambda place: place.stop, default=None)
+        last = max(header.tensors, key=lambda tensor: tensor.stop, default=None)
         ends = "the tensors end" if last is None else f"the last tensor, {shown(last.name)}, ends"
-        raise MalformedBody(f"The bytes after the header are {len(data)}, but {ends} at {header.end}")
+        raise MalformedBody(f"{len(data)} bytes follow the header, but {ends} at {header.end}")
     return {
-        place.name: view(f"{place.name}.data_offsets", place.name, data[place.start : place.stop], *place.described)
-        for place in header.places
+        name: view(f"{name}.data_offsets", name, data[start:stop], *tensor_type)
+        for name, tensor_type, start, stop in header.tensors
     }
 
 
 def metadata_of(body: memoryview, limits: Limits) -> dict[str, str]:
-    """The texts under `__metadata__`. Raises `MalformedBody`."""
-    metadata = _loaded(_text(body), limits).get(METADATA)
+    """Return the strings under `__metadata__`. Raises `MalformedBody`."""
+    metadata = _load(_text(body), limits).get(METADATA)
     _check_metadata(metadata)
     return metadata or {}
 
 
-class _Place(NamedTuple):
-    """A tensor, and where its bytes are among those that follow the header."""
+class _HeaderTensor(NamedTuple):
+    """A tensor in the header. Its bytes are at `start` to `stop`, counted from the end of the header."""
 
     name: str
-    described: Described
+    type: TensorType
     start: int
     stop: int
 
 
 class _Header(NamedTuple):
-    """The tensors of a file, and where the last one ends. To be shared, so not to be changed."""
+    """The tensors of a file, and where the last tensor ends. The cache shares it, so nothing may change it."""
 
-    places: tuple[_Place, ...]
+    tensors: tuple[_HeaderTensor, ...]
     end: int
 
 
 def _text(body: memoryview) -> bytes:
-    """The header as it came."""
+    """Return the header's text."""
     if len(body) < 8:
         raise MalformedBody(
-            f"The body has {len(body)} bytes, but a safetensors file begins with 8 of its header's length"
+            f"The body has {len(body)} bytes, but a safetensors file begins with 8 bytes, its header's length"
         )
     length = int.from_bytes(body[:8], "little")
-    if length > min(len(body) - 8, MOST_HEADER_BYTES):
+    if length > min(len(body) - 8, MAX_HEADER_BYTES):
         raise MalformedBody(
-            f"The safetensors header is said to have {length} bytes, but at most {len(body) - 8} follow,"
-            f" and the limit is {MOST_HEADER_BYTES}"
+            f"The safetensors header's length is {length} bytes, but only {len(body) - 8} bytes follow,"
+            f" and the limit is {MAX_HEADER_BYTES}"
         )
     return bytes(body[8 : 8 + length])
 
 
-def _loaded(text: bytes, limits: Limits) -> dict[str, Any]:
-    most = max(MOST_VALUES, VALUES_OF_TENSOR * limits.max_tensors)
-    return as_object(load(text, "The safetensors header", most), "The safetensors header")
+def _load(text: bytes, limits: Limits) -> dict[str, Any]:
+    max_values = max(MAX_HEADER_VALUES, VALUES_PER_TENSOR * limits.max_tensors)
+    return as_object(load(text, "The safetensors header", max_values), "The safetensors header")
 
 
-def _header(text: bytes, limits: Limits) -> _Header:
-    """The header, read and checked but for the number of bytes that follow it."""
-    document = _loaded(text, limits)
+def _read_header(text: bytes, limits: Limits) -> _Header:
+    """Read the header, and check all but the number of bytes that follow it."""
+    document = _load(text, limits)
     _check_metadata(document.pop(METADATA, None))
     limits.check_count(len(document))
-    places = [_place(name, as_object(entry, shown(name)), limits) for name, entry in document.items()]
+    tensors = [_read_tensor(name, as_object(entry, shown(name)), limits) for name, entry in document.items()]
     end = 0
-    for place in sorted(places, key=lambda place: (place.start, place.stop)):
-        if place.start != end or place.stop < place.start:
+    for name, _, start, stop in sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop)):
+        if start != end or stop < start:
             raise MalformedBody(
-                f"{shown(place.name)} has data_offsets [{place.start}, {place.stop}], but must begin at {end}, where"
-                " the tensor before it ends, and not end before that"
+                f"{shown(name)} has data_offsets [{start}, {stop}], but must begin at {end}, where the previous tensor"
+                " ends, and must not end before it begins"
             )
-        end = place.stop
-    return _Header(tuple(places), end)
+        end = stop
+    return _Header(tuple(tensors), end)
 
 
-_known_header = lru_cache(maxsize=64)(_header)
-"""The same for a header that is not long. A client's requests differ in their tensors, but hardly in that."""
+_cached_header = lru_cache(maxsize=64)(_read_header)
+"""`_read_header` for short headers: the requests of a client have other numbers, but mostly the same header."""
 
 
-def _place(name: str, entry: Mapping[str, Any], limits: Limits) -> _Place:
+def _read_tensor(name: str, entry: Mapping[str, Any], limits: Limits) -> _HeaderTensor:
     start, stop = _offsets(name, entry)
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise MalformedBody(f"{shown(name)} has {shown(list(entry))}, but must have dtype, shape and data_offsets")
@@ -132,34 +133,34 @@ def _place(name: str, entry: Mapping[str, Any], limits: Limits) -> _Place:
         raise InvalidTensor(f"{name}.dtype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
     shape = check_shape(name, entry["shape"])
     limits.check(name, shape, dtype)
-    return _Place(name, (dtype, tuple(shape)), start, stop)
+    return _HeaderTensor(name, (dtype, tuple(shape)), start, stop)
 
 
 def _offsets(name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
     offsets = entry.get("data_offsets")
-    if not isinstance(offsets, list) or [type(one) for one in offsets] != [int, int] or min(offsets) < 0:
-        raise MalformedBody(f"{shown(name)} has data_offsets {shown(offsets)}, but must have two integers from 0 on")
+    if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int] or min(offsets) < 0:
+        raise MalformedBody(f"{shown(name)} has data_offsets {shown(offsets)}, but must have two non-negative integers")
     return offsets[0], offsets[1]
 
 
 def _check_metadata(metadata: Any) -> None:
-    if metadata is not None and not all(isinstance(one, str) for one in as_object(metadata, METADATA).values()):
-        raise MalformedBody(f"{METADATA} must map names to texts")
+    if metadata is not None and not all(isinstance(text, str) for text in as_object(metadata, METADATA).values()):
+        raise MalformedBody(f"{METADATA} must map names to strings")
 
 
 def encode(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:
-    """The pieces of a file: its header and a view of each tensor's bytes, those of large elements first."""
+    """Return the pieces of a file: its header, and a view of each tensor's bytes, large elements first."""
     ordered = in_order({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     return [head(ordered, metadata), *(bytes_of(tensors[name]) for name in ordered)]
 
 
-def in_order(tensors: Mapping[str, Described]) -> dict[str, Described]:
-    """The order in which the tensors' bytes follow the header: then all lie at multiples of their elements' size."""
+def in_order(tensors: Mapping[str, TensorType]) -> dict[str, TensorType]:
+    """Sort tensors by the size of their elements, the largest first. Then all bytes in a file are aligned."""
     return dict(sorted(tensors.items(), key=lambda pair: -pair[1][0].itemsize))
 
 
-def head(tensors: Mapping[str, Described], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What a file begins with, whose tensors, given by dtype and shape, follow in this order."""
+def head(tensors: Mapping[str, TensorType], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the length and header of a file whose tensors follow in the order of `tensors`."""
     header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():

@@ -1,6 +1,7 @@
 """The operators' kernels: NumPy in, NumPy out, no knowledge of the web. Importing this package fills `OPERATORS`."""
 
 from service.kernels import accumulate, activations, broadcast, gather, gru, softmax
+from service.kernels._blocks import Workspace, workspace
 from service.kernels._op import OPERATORS, Attribute, Operator, Tensor
 
 __all__ = [
@@ -8,10 +9,12 @@ __all__ = [
     "Attribute",
     "Operator",
     "Tensor",
+    "Workspace",
     "accumulate",
     "activations",
     "broadcast",
     "gather",
     "gru",
     "softmax",
+    "workspace",
 ]

@@ -1,7 +1,7 @@
-"""Where a kernel's memory and threads come from: cache-sized blocks, shared out over a pool.
+"""A kernel's memory and threads: blocks that fit into the cache, shared out over a pool.
 
-Called by itself, a kernel runs in the calling thread and allocates with NumPy. Inside `workspace(...)` idle threads of
-the pool join in, and outputs come from the caller's allocator. The blocks depend on the shapes alone, so the bits of a
+By default a kernel runs in the calling thread and allocates with NumPy. Inside `workspace(...)` idle threads of the
+pool join in, and outputs come from the caller's allocator. The blocks depend on the shapes alone, so the bits of a
 result do not depend on the number of threads.
 """
 
@@ -24,19 +24,22 @@ from service.errors import ShapeMismatch, TensorTooLarge
 T = TypeVar("T", bound=Array)
 
 BLOCK_BYTES = 768 * 1024
-"""Bytes of one tensor in a block. Smaller blocks stay closer to the core, but threads then hand the interpreter lock
-over more often, which costs more; with larger ones, scratch would take more than 2 MB in each thread."""
+"""Bytes of one tensor in a block.
+
+Smaller blocks fit into a faster cache, but threads hand the interpreter lock over more often, which costs more. Larger
+blocks need more than 2 MB of scratch in each thread.
+"""
 
 SCRATCH_BYTES = 1 << 22
-"""Bytes of scratch, at most, that a thread keeps in each slot."""
+"""The most bytes of scratch that a thread keeps in each slot."""
 
-CACHE_LINE = 64
-"""Bytes. What starts in the middle of a line is slower: each access of a vector's width touches two."""
+CACHE_LINE_BYTES = 64
+"""Bytes of a cache line. An array that starts inside a line is slower: each wide vector of it touches two lines."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The pool whose idle threads may help, how many threads may work at once, and who allocates outputs and others."""
+    """A pool whose idle threads help, how many threads work at once, and allocators of outputs and of spare memory."""
 
     pool: Executor | None = None
     threads: int = 1
@@ -44,13 +47,13 @@ class Workspace:
     spare: Callable[[tuple[int, ...], DType], Array] = np.empty
 
 
-_ALONE = Workspace()
-_current: ContextVar[Workspace] = ContextVar("workspace", default=_ALONE)
+_DEFAULT = Workspace()
+_current: ContextVar[Workspace] = ContextVar("workspace", default=_DEFAULT)
 _scratch = threading.local()
 
 
 class workspace:
-    """Kernels called inside use `space`."""
+    """A context manager: kernels called inside it use `space`."""
 
     def __init__(self, space: Workspace) -> None:
         self._space = space
@@ -63,13 +66,13 @@ class workspace:
 
 
 def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
-    """`out` if given and fit to take a result of this shape and dtype, else uninitialised memory from the workspace.
+    """Return `out`, or, if that is None, uninitialised memory from the workspace.
 
-    Raises `ShapeMismatch` unless `out` is a writeable, C-contiguous array of that shape and dtype, and `TensorTooLarge`
-    where there is not enough memory.
+    Raises `ShapeMismatch` unless `out` is a writeable, C-contiguous array of this shape and dtype, and `TensorTooLarge`
+    if there is not enough memory.
     """
     if out is None:
-        return cast(T, _allocated("an output", _current.get().allocate, shape, dtype))
+        return cast(T, _allocate("an output", _current.get().allocate, shape, dtype))
     if out.shape != shape or out.dtype != dtype or not (out.flags.c_contiguous and out.flags.writeable):
         raise ShapeMismatch(
             f"out must be a writeable C-contiguous {dtype} array of shape {list(shape)},"
@@ -80,103 +83,107 @@ def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
 
 
 def spare_memory(shape: tuple[int, ...], dtype: DType) -> Array:
-    """Uninitialised memory from the workspace for what is no output. Raises `TensorTooLarge` where there is no more."""
-    return _allocated("an intermediate result", _current.get().spare, shape, dtype)
+    """Return uninitialised memory from the workspace for an intermediate result.
+
+    Raises `TensorTooLarge` if there is not enough memory.
+    """
+    return _allocate("an intermediate result", _current.get().spare, shape, dtype)
 
 
-def _allocated(
-    what: str, allocate: Callable[[tuple[int, ...], DType], Array], shape: tuple[int, ...], dtype: DType
+def _allocate(
+    purpose: str, allocate: Callable[[tuple[int, ...], DType], Array], shape: tuple[int, ...], dtype: DType
 ) -> Array:
     try:
         return allocate(shape, dtype)
     except (MemoryError, ValueError):  # ValueError: NumPy cannot even count the bytes
-        raise TensorTooLarge(f"{what} of shape {list(shape)} and dtype {dtype} does not fit in memory") from None
+        raise TensorTooLarge(f"{purpose} of shape {list(shape)} and dtype {dtype} does not fit in memory") from None
 
 
 def block_length(dtype: DType) -> int:
-    """Elements of one tensor of `dtype` in a block. Few for the 16-bit floats, which are widened in scratch."""
+    """Return how many elements of one tensor a block has: fewer for the 16-bit floats, which are widened in scratch."""
     return BLOCK_BYTES // (16 if dtype.itemsize == 2 else dtype.itemsize)
 
 
-def share_out(work: Callable[[int], None], count: int) -> None:
-    """Call `work(0)` ... `work(count - 1)`, each once, in this thread and in idle threads of the workspace's pool."""
+def share_out(function: Callable[[int], None], count: int) -> None:
+    """Call `function` with each number below `count`, in this thread and in idle threads of the workspace's pool."""
     if count == 1:
         with np.errstate(all="ignore"):
-            work(0)
+            function(0)
         return
-    numbers = itertools.count()  # next() on it is atomic under the interpreter lock
+    numbers = itertools.count()  # the interpreter lock makes next() atomic
 
     def drain() -> None:
         for number in numbers:
             if number >= count:
                 return
-            work(number)
+            function(number)
 
-    with helpers() as ask:
+    with helpers() as start_helper:
         for _ in range(min(_current.get().threads, count) - 1):
-            ask(drain)
+            start_helper(drain)
         drain()
 
 
 @contextmanager
 def helpers() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """A function that asks an idle thread of the workspace's pool to call another, where there may be one more thread.
+    """Yield a function that starts a helper: it submits a function to the workspace's pool if one more thread may work.
 
-    Leaving waits for the helpers and raises what one of them raised. One that has not started by then is cancelled,
-    never waited for: a full pool cannot deadlock. What is called here and by helpers makes no floating-point warnings.
+    Leaving the context waits for running helpers and raises the error of a helper that failed. It cancels helpers that
+    have not started, so a full pool cannot deadlock. NumPy makes no floating-point warnings inside or in helpers.
     """
     space = _current.get()
-    asked: list[Future[None]] = []
-    works: list[Callable[[], None]] = []
+    started: list[Future[None]] = []
+    functions: list[Callable[[], None]] = []
 
-    def quietly(number: int) -> None:
+    def run_quietly(number: int) -> None:
         with np.errstate(all="ignore"):
-            works[number]()
+            functions[number]()
 
-    def ask(work: Callable[[], None]) -> None:
-        if space.pool is not None and sum(not helper.done() for helper in asked) < space.threads - 1:
-            works.append(work)
-            asked.append(space.pool.submit(quietly, len(works) - 1))
+    def start_helper(function: Callable[[], None]) -> None:
+        if space.pool is not None and sum(not helper.done() for helper in started) < space.threads - 1:
+            functions.append(function)
+            started.append(space.pool.submit(run_quietly, len(functions) - 1))
 
     try:
         with np.errstate(all="ignore"):
-            yield ask
+            yield start_helper
     finally:
-        running = [helper for helper in asked if not helper.cancel()]
-        failures = [helper.exception() for helper in running]  # waits: they still write to our arrays
-        works.clear()  # the pool keeps what is cancelled until a thread comes to it
+        running = [helper for helper in started if not helper.cancel()]
+        failures = [helper.exception() for helper in running]  # this waits, because helpers still write to our arrays
+        functions.clear()  # the pool keeps a cancelled helper, and so its function, until a thread takes it
     for failure in failures:
         if failure is not None:
             raise failure
 
 
 def scratch(slot: int, size: int, dtype: DType) -> Array:
-    """This thread's flat scratch array number `slot`, uninitialised, its own until it asks for the slot again.
+    """Return this thread's flat, uninitialised scratch array number `slot`. The next call for the slot reuses it.
 
-    One of more than `SCRATCH_BYTES` is not kept. Raises `TensorTooLarge` where there is not enough memory for it.
+    The thread does not keep an array of more than `SCRATCH_BYTES`. Raises `TensorTooLarge` if there is not enough
+    memory for such an array.
     """
     if size * dtype.itemsize > SCRATCH_BYTES:
         return spare_memory((size,), dtype)
     slots: dict[tuple[int, DType], Array] = _scratch.__dict__.setdefault("slots", {})
     memory = slots.get((slot, dtype))
     if memory is None or memory.size < size:
-        raw = np.empty(size * dtype.itemsize + CACHE_LINE, np.uint8)
-        memory = np.ndarray((size,), dtype, raw, -raw.ctypes.data % CACHE_LINE)
+        raw = np.empty(size * dtype.itemsize + CACHE_LINE_BYTES, np.uint8)
+        memory = np.ndarray((size,), dtype, raw, -raw.ctypes.data % CACHE_LINE_BYTES)
         slots[slot, dtype] = memory
     return memory[:size]
 
 
 def widen(block: Array, slot: int) -> Array:
-    """A float32 copy of `block` in scratch."""
+    """Copy `block` to scratch as float32."""
     wide = scratch(slot, block.size, FLOAT32).reshape(block.shape)
     wide[...] = block
     return wide
 
 
 def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None, *, temporaries: int) -> T:
-    """`formula(*blocks, out, *temporaries)` on every block of `inputs`, which share shape and dtype.
+    """Call `formula(*blocks, out, *temporaries)` on every block of `inputs`, which share shape and dtype.
 
-    `formula` writes its result to `out`, which it may also use on the way, as it may the scratch arrays `temporaries`.
+    `formula` writes its result to `out`. On the way it may write to `out` and to the scratch arrays `temporaries`.
     """
     result, tensors = prepare(inputs, out)
     flats, target = [tensor.reshape(-1) for tensor in tensors], result.reshape(-1)
@@ -187,7 +194,7 @@ def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None
             formula(*flats, target, *(scratch(slot, target.size, dtype) for slot in range(temporaries)))
         return result
 
-    def work(number: int) -> None:
+    def compute(number: int) -> None:
         part = slice(number * length, (number + 1) * length)
         blocks, block_out = [flat[part] for flat in flats], target[part]
         spare = [scratch(slot, block_out.size, dtype) for slot in range(temporaries)]
@@ -198,12 +205,12 @@ def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None
         else:
             formula(*blocks, block_out, *spare)
 
-    share_out(work, -(-target.size // length))
+    share_out(compute, -(-target.size // length))
     return result
 
 
 def prepare(inputs: Sequence[T], out: T | None) -> tuple[T, list[Array]]:
-    """The array for a result like `inputs[0]`, and the inputs row-major and apart from it."""
+    """Return an array for a result like `inputs[0]`, and the inputs, row-major and outside the result's memory."""
     result = new_output(out, inputs[0].shape, inputs[0].dtype)
     tensors: list[Array] = list(inputs)
     if out is not None:

@@ -1,4 +1,4 @@
-"""Checks that kernels share; each raises an error that names the tensor, what was expected and what came."""
+"""Checks that kernels share. Each error names the tensor, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from service.errors import AxisOutOfRange, DtypeMismatch, ShapeMismatch
 
 
 def same_shape(**tensors: Array) -> None:
-    """Raise unless all tensors, given by name, have the shape and dtype of the first."""
+    """Raise unless all tensors have the shape and dtype of the first."""
     (name, first), *rest = tensors.items()
     for other, tensor in rest:
         if tensor.shape != first.shape:
@@ -21,17 +21,17 @@ def same_shape(**tensors: Array) -> None:
             )
 
 
-def normalize_axis(axis: int, rank: int, tensor: str, called: str | None = None) -> int:
-    """`axis` counted from the front, for a tensor of `rank` dimensions; raise if it has no such axis.
+def normalize_axis(axis: int, rank: int, tensor: str, owner: str | None = None) -> int:
+    """Return `axis` counted from the front, for a tensor of `rank` dimensions. Raise if there is no such axis.
 
-    `called` is what the error says in words of what has the axes, if it is not `tensor` itself.
+    The error's detail says that `owner` has the axes; by default, that is `tensor`.
     """
-    what = called or tensor
+    owner = owner or tensor
     if rank == 0:
-        raise AxisOutOfRange(f"axis {axis}: {what} is a scalar and has no axis", tensor=tensor, axis=axis)
+        raise AxisOutOfRange(f"axis {axis}: {owner} is a scalar and has no axis", tensor=tensor, axis=axis)
     if not -rank <= axis < rank:
         raise AxisOutOfRange(
-            f"axis {axis} is not in [{-rank}, {rank - 1}], the axes of {what}, which has rank {rank}",
+            f"axis {axis} is not in [{-rank}, {rank - 1}], the axes of {owner}, which has rank {rank}",
             tensor=tensor,
             axis=axis,
         )

@@ -1,7 +1,10 @@
-"""The rows of a batch, one for each step that each sequence runs: what GRUTraining and GRUGrad compute.
+"""The rows of a batch, one for each step of each sequence: where GRUTraining and GRUGrad keep them in memory.
 
-Where sequences differ in length, the rows are packed and the sequences sorted, so that what is beyond the end of one is
-in no product, and those that run a step stand next to each other.
+The caller's arrays are [S, N, I] (`X`), [D, N, H] (the states) or [S, D, N, K] (a history: one vector for each step,
+direction and sequence). The passes through time work on arrays by rows, whose first dimensions are `RowLayout.shape`.
+
+`EvenRows` serves sequences of one length, and its arrays by rows are views. `RaggedRows` serves sequences of several
+lengths. It sorts the sequences and packs their rows, so that no product contains a step beyond a sequence's end.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -16,96 +20,149 @@ from service.dtypes import Array
 from service.kernels._blocks import spare_memory
 
 
-class Even:
-    """Sequences of one length: an array by rows is [steps, N, ...], and one by length is as the caller has it."""
+class RowLayout(Protocol):
+    """The order of a batch's rows. `d` numbers a direction; `steps`, `chunk` and `block` are slices of S, S and N."""
+
+    shape: tuple[int, ...]
+    """The first dimensions of an array by rows."""
+
+    def running_steps(self, steps: slice, block: slice) -> slice:
+        """The part of `steps` that some sequence of the block runs. It stops before it starts if no sequence runs."""
+
+    def chunk_rows(self, chunk: slice) -> slice:
+        """The place of a chunk of steps in an array by rows."""
+
+    def view_rows(self, array: Array, steps: slice, block: slice) -> Array:
+        """View the rows of `array` that belong to a block in `steps`, which lie in one chunk and which it runs."""
+
+    def split_by_step(self, rows: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
+        """View what `view_rows` returned step by step, in the order of time or backwards.
+
+        All views are made at once: to make each when its step comes would take as long as a small step.
+        """
+
+    def running_states(self, states: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
+        """View, for each step, the part of `states` that belongs to sequences that run the step.
+
+        `states` has a vector for each sequence of the block, sorted.
+        """
+
+    def sort_states(self, states: Array) -> Array:
+        """Return [D, N, H] in the order of the blocks: `states` itself, or a copy."""
+
+    def unsort_states(self, states: Array, ordered: Array) -> None:
+        """Write what `sort_states` returned back into `states`."""
+
+    def gather_rows(self, X: Array) -> Array:
+        """Return [S, N, I] by rows: a view, or a copy."""
+
+    def empty_rows(self, X: Array) -> Array:
+        """Return memory for the rows that `scatter_rows` will write into `X`: `X` itself, or uninitialised memory."""
+
+    def scatter_rows(self, X: Array, chunk: slice, rows: Array) -> None:
+        """Write a chunk's rows into `X` [S, N, I], and zeros beyond the sequences' ends."""
+
+    def empty_history_rows(self, history: Array) -> Array:
+        """Return [D, *shape, K] for the rows that `scatter_history` will write: a view, or uninitialised memory."""
+
+    def clear_padding(self, history: Array, d: int, chunk: slice) -> None:
+        """Write zeros into [S, D, N, K] beyond the sequences' ends."""
+
+    def gather_history(self, history: Array, d: int, steps: slice, block: slice) -> Array:
+        """Return a block's rows of [S, D, N, K]: a view, or a copy."""
+
+    def scatter_history(self, history: Array, d: int, steps: slice, block: slice, rows: Array) -> None:
+        """Write a block's rows into [S, D, N, K]."""
+
+    def gather_previous(
+        self, history: Array, initial: Array | None, d: int, steps: slice, block: slice, out: Array, *, back: bool
+    ) -> None:
+        """Write into `out` a block's rows of [S, D, N, H] one step earlier, or, if `back`, one step later.
+
+        Where a sequence has no such step, `out` gets its vector in `initial` [D, N, H], or zeros if that is None.
+        """
+
+
+class EvenRows:
+    """Sequences of one length: arrays by rows are [steps, N, ...], and methods return views of the caller's arrays."""
 
     def __init__(self, N: int, steps: int) -> None:
         self.shape: tuple[int, ...] = (steps, N)
-        """The first dimensions of an array by rows."""
         self._steps = steps
 
-    def running(self, steps: slice, block: slice) -> slice:
-        """Those of these steps that any sequence of the block runs: none if it stops before it starts."""
+    def running_steps(self, steps: slice, block: slice) -> slice:
         return steps
 
-    def chunk(self, chunk: slice) -> slice:
-        """A chunk's place in an array by rows."""
+    def chunk_rows(self, chunk: slice) -> slice:
         return chunk
 
-    def part(self, array: Array, steps: slice, block: slice) -> Array:
-        """What an array by rows has of steps of a chunk, and of a block that runs all of them."""
+    def view_rows(self, array: Array, steps: slice, block: slice) -> Array:
         return array[steps, block]
 
-    def step_by_step(self, part: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
-        """Such a part, step by step. Slices of all at once: one by one would take as long as a small step."""
-        return part[:: -1 if back else 1]
+    def split_by_step(self, rows: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
+        return rows[:: -1 if back else 1]
 
-    def who_runs(self, states: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
-        """The states of a block that change in each step."""
+    def running_states(self, states: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
         return itertools.repeat(states)
 
-    def by_length(self, states: Array) -> Array:
-        """[D, N, H] by length: itself, or a copy."""
+    def sort_states(self, states: Array) -> Array:
         return states
 
-    def return_states(self, states: Array, by_length: Array) -> None:
-        """What became of the copy."""
+    def unsort_states(self, states: Array, ordered: Array) -> None:
+        pass  # `ordered` is `states`
 
-    def by_rows(self, X: Array) -> Array:
-        """[S, N, I] by rows: itself, or a copy."""
+    def gather_rows(self, X: Array) -> Array:
         return X
 
-    def like(self, X: Array) -> Array:
-        """Memory for what goes to [S, N, I] at last: itself, or other."""
+    def empty_rows(self, X: Array) -> Array:
         return X
 
-    def return_rows(self, X: Array, chunk: slice, by_rows: Array) -> None:
-        """A chunk from the other memory, and zeros where there are no rows."""
+    def scatter_rows(self, X: Array, chunk: slice, rows: Array) -> None:
+        pass  # `rows` is a view of `X`
 
-    def likewise(self, states: Array) -> Array:
-        """Memory for what goes to [S, D, N, H] at last, each direction by rows: itself, or other."""
-        return states.swapaxes(0, 1)
+    def empty_history_rows(self, history: Array) -> Array:
+        return history.swapaxes(0, 1)
 
-    def clear(self, states: Array, d: int, chunk: slice) -> None:
-        """Zeros in [S, D, N, H] where there are no rows."""
+    def clear_padding(self, history: Array, d: int, chunk: slice) -> None:
+        pass  # all sequences run all steps
 
-    def return_part(self, states: Array, d: int, steps: slice, block: slice, part: Array) -> None:
-        """A part from the other memory."""
+    def gather_history(self, history: Array, d: int, steps: slice, block: slice) -> Array:
+        return history[steps, d, block]
 
-    def taken(self, states: Array, d: int, steps: slice, block: slice) -> Array:
-        """A part by rows of [S, D, N, H]."""
-        return states[steps, d, block]
+    def scatter_history(self, history: Array, d: int, steps: slice, block: slice, rows: Array) -> None:
+        pass  # `rows` is a view of `history`
 
-    def previous(
-        self, states: Array, first: Array | None, d: int, steps: slice, block: slice, out: Array, *, back: bool
+    def gather_previous(
+        self, history: Array, initial: Array | None, d: int, steps: slice, block: slice, out: Array, *, back: bool
     ) -> None:
-        """What [S, D, N, H] has for the steps before, or, if `back`, after: `first`, or zero, where there is none."""
-        here, none = states[:, d, block], 0 if first is None else first[d, block]
+        vectors, beyond = history[:, d, block], 0 if initial is None else initial[d, block]
         start, stop = steps.start, steps.stop
         if back:
-            out[:-1] = here[start + 1 : stop]
-            out[-1] = here[stop] if stop < self._steps else none
+            out[:-1] = vectors[start + 1 : stop]
+            out[-1] = vectors[stop] if stop < self._steps else beyond
         else:
-            out[1:] = here[start : stop - 1]
-            out[0] = here[start - 1] if start else none
+            out[1:] = vectors[start : stop - 1]
+            out[0] = vectors[start - 1] if start else beyond
 
 
-class Ragged(Even):
-    """Sequences of several lengths: an array by rows is [rows, ...], ordered by chunk, block, step and sequence.
+class RaggedRows:
+    """Sequences of several lengths: arrays by rows are [rows, ...], ordered by chunk, block, step and sequence.
 
-    By length, the longest sequence is the first: those of a block that run a step are its first ones.
+    The longest sequence comes first, so the sequences of a block that run a step are the first ones of the block.
     """
 
     def __init__(self, lengths: Array, steps: int, D: int, blocks: Sequence[slice], chunks: Sequence[slice]) -> None:
-        """`lengths` [N], of which the most is `steps`; `chunks` in the order of time."""
+        """`lengths` is [N], `steps` is the greatest of them, and `chunks` are in the order of time."""
         N = lengths.size
         self._lengths, self._N, self._D = lengths, N, D
         self._order = np.argsort(-lengths, kind="stable")
         running = N - np.searchsorted(lengths[self._order[::-1]], np.arange(steps), side="right")
         self._counts = {block.start: np.clip(running - block.start, 0, block.stop - block.start) for block in blocks}
+        """For each block and step, how many sequences run."""
         self._starts = {block.start: np.empty(steps, np.int64) for block in blocks}
+        """For each block and step, the number of its first row."""
         self._chunks: dict[int, slice] = {}
-        parts, end = [], 0
+        sources, end = [], 0
         for chunk in chunks:
             start = end
             for block in blocks:
@@ -113,81 +170,83 @@ class Ragged(Even):
                 ends = end + np.cumsum(counts)
                 self._starts[block.start][chunk] = ends - counts
                 step, place = np.nonzero(np.arange(block.stop - block.start) < counts[:, None])
-                parts.append((chunk.start + step) * N + self._order[block.start + place])
+                sources.append((chunk.start + step) * N + self._order[block.start + place])
                 end = int(ends[-1])
             self._chunks[chunk.start] = slice(start, end)
-        self._source = np.concatenate(parts)
+        self._sources = np.concatenate(sources)
         """For each row: its step * N + its sequence."""
-        self.shape = self._source.shape
+        self.shape: tuple[int, ...] = self._sources.shape
 
-    def running(self, steps: slice, block: slice) -> slice:
+    def running_steps(self, steps: slice, block: slice) -> slice:
         longest = int(np.count_nonzero(self._counts[block.start]))
         return slice(steps.start, min(steps.stop, longest))
 
-    def chunk(self, chunk: slice) -> slice:
+    def chunk_rows(self, chunk: slice) -> slice:
         return self._chunks[chunk.start]
 
-    def part(self, array: Array, steps: slice, block: slice) -> Array:
-        return array[self._rows(steps, block)]
+    def view_rows(self, array: Array, steps: slice, block: slice) -> Array:
+        return array[self._block_rows(steps, block)]
 
-    def step_by_step(self, part: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
-        starts, counts = (one[block.start][steps][:: -1 if back else 1] for one in (self._starts, self._counts))
-        begin = self._starts[block.start][steps.start]
-        return [
-            part[start : start + count] for start, count in zip((starts - begin).tolist(), counts.tolist(), strict=True)
-        ]
+    def split_by_step(self, rows: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
+        order = slice(None, None, -1 if back else 1)
+        first = self._starts[block.start][steps.start]
+        starts = (self._starts[block.start][steps][order] - first).tolist()
+        counts = self._counts[block.start][steps][order].tolist()
+        return [rows[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
-    def who_runs(self, states: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
+    def running_states(self, states: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
         return [states[:count] for count in self._counts[block.start][steps][:: -1 if back else 1].tolist()]
 
-    def by_length(self, states: Array) -> Array:
+    def sort_states(self, states: Array) -> Array:
         return states[:, self._order]
 
-    def return_states(self, states: Array, by_length: Array) -> None:
-        states[:, self._order] = by_length
+    def unsort_states(self, states: Array, ordered: Array) -> None:
+        states[:, self._order] = ordered
 
-    def by_rows(self, X: Array) -> Array:
-        return _flat(X, 2).take(self._source, axis=0, out=self.like(X), mode="clip")  # which needs no other memory
+    def gather_rows(self, X: Array) -> Array:
+        # The default mode, "raise", would buffer the whole output.
+        return _flatten(X, 2).take(self._sources, axis=0, out=self.empty_rows(X), mode="clip")
 
-    def like(self, X: Array) -> Array:
+    def empty_rows(self, X: Array) -> Array:
         return spare_memory((*self.shape, X.shape[2]), X.dtype)
 
-    def return_rows(self, X: Array, chunk: slice, by_rows: Array) -> None:
+    def scatter_rows(self, X: Array, chunk: slice, rows: Array) -> None:
         X[chunk] = 0
-        _flat(X, 2)[self._source[self.chunk(chunk)]] = by_rows
+        _flatten(X, 2)[self._sources[self.chunk_rows(chunk)]] = rows
 
-    def likewise(self, states: Array) -> Array:
-        return spare_memory((self._D, *self.shape, states.shape[3]), states.dtype)
+    def empty_history_rows(self, history: Array) -> Array:
+        return spare_memory((self._D, *self.shape, history.shape[3]), history.dtype)
 
-    def clear(self, states: Array, d: int, chunk: slice) -> None:
-        states[chunk, d][np.arange(chunk.start, chunk.stop)[:, None] >= self._lengths] = 0
+    def clear_padding(self, history: Array, d: int, chunk: slice) -> None:
+        history[chunk, d][np.arange(chunk.start, chunk.stop)[:, None] >= self._lengths] = 0
 
-    def return_part(self, states: Array, d: int, steps: slice, block: slice, part: Array) -> None:
-        _flat(states, 3)[self._places(d, steps, block)] = part
+    def gather_history(self, history: Array, d: int, steps: slice, block: slice) -> Array:
+        return _flatten(history, 3).take(self._places(d, steps, block), axis=0)
 
-    def taken(self, states: Array, d: int, steps: slice, block: slice) -> Array:
-        return _flat(states, 3).take(self._places(d, steps, block), axis=0)
+    def scatter_history(self, history: Array, d: int, steps: slice, block: slice, rows: Array) -> None:
+        _flatten(history, 3)[self._places(d, steps, block)] = rows
 
-    def previous(
-        self, states: Array, first: Array | None, d: int, steps: slice, block: slice, out: Array, *, back: bool
+    def gather_previous(
+        self, history: Array, initial: Array | None, d: int, steps: slice, block: slice, out: Array, *, back: bool
     ) -> None:
-        step, sequence = np.divmod(self._source[self._rows(steps, block)], self._N)
-        none = step == (self._lengths[sequence] - 1 if back else 0)
+        step, sequence = np.divmod(self._sources[self._block_rows(steps, block)], self._N)
+        outermost = step == (self._lengths[sequence] - 1 if back else 0)
         places = self._places(d, steps, block) + (1 if back else -1) * self._D * self._N
-        _flat(states, 3).take(places, axis=0, out=out, mode="clip")
-        out[none] = 0 if first is None else first[d, sequence[none]]
+        _flatten(history, 3).take(places, axis=0, out=out, mode="clip")
+        out[outermost] = 0 if initial is None else initial[d, sequence[outermost]]
 
-    def _rows(self, steps: slice, block: slice) -> slice:
+    def _block_rows(self, steps: slice, block: slice) -> slice:
+        """The place of a block's rows in an array by rows."""
         starts, counts, last = self._starts[block.start], self._counts[block.start], steps.stop - 1
         return slice(int(starts[steps.start]), int(starts[last] + counts[last]))
 
     def _places(self, d: int, steps: slice, block: slice) -> Array:
-        """Where these rows stand in [S, D, N, ...], of which the first three dimensions are one."""
-        source = self._source[self._rows(steps, block)]
-        places: Array = source + (source // self._N * (self._D - 1) + d) * self._N
+        """The places of a block's rows in [S, D, N, ...] with its first three dimensions made one."""
+        sources = self._sources[self._block_rows(steps, block)]
+        places: Array = sources + (sources // self._N * (self._D - 1) + d) * self._N
         return places
 
 
-def _flat(array: Array, dimensions: int) -> Array:
-    """The array with so many of its first dimensions as one."""
+def _flatten(array: Array, dimensions: int) -> Array:
+    """Make one dimension of the first `dimensions` of `array`."""
     return array.reshape(math.prod(array.shape[:dimensions]), *array.shape[dimensions:])

@@ -1,8 +1,8 @@
-"""`@op`: a kernel's Python signature is its schema, and `OPERATORS` is the table of all of them.
+"""`@op`: a kernel's Python signature is its schema, and `OPERATORS` is the table of all operators.
 
-Positional-only parameters are tensor inputs (`T | None = None`: optional) and keyword-only ones are attributes, except
-`out` and `wanted`: where a kernel computes less when fewer of its outputs are asked for, `wanted` names those. The
-annotation is the type constraint; parameters that share a type variable share a dtype.
+Positional-only parameters are tensor inputs (`T | None = None`: optional). Keyword-only parameters are attributes,
+except `out`, and `wanted`: the names of the outputs to compute, for a kernel that can compute fewer. The annotation is
+the type constraint; parameters that share a type variable share a dtype.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A number or string that shapes the computation: its name, Python type and default."""
+    """An option of an operator: its name, Python type and default."""
 
     name: str
     type: Any
@@ -48,7 +48,7 @@ class Attribute:
 
     @property
     def type_name(self) -> str:
-        """Its type as one reads it: int, float, list[str] | None, or the choices of a literal."""
+        """The type as text for readers: int, float, list[str] | None, or the choices of a literal."""
         if get_origin(self.type) is Literal:
             return " | ".join(get_args(self.type))
         return self.type.__name__ if isinstance(self.type, type) else str(self.type)
@@ -56,7 +56,7 @@ class Attribute:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """Everything that the service knows of an operator, read from its kernel's declaration."""
+    """Everything that the service knows about an operator, read from its kernel's declaration."""
 
     name: str
     kernel: Callable[..., Any]
@@ -66,40 +66,41 @@ class Operator:
     formula: str
     description: str
     example: Mapping[str, Any]
-    """One tensor for each input, as JSON: a nested list, a scalar, or an object with dtype and data."""
+    """A tensor for each input, as JSON: a nested list, a scalar, or an object with dtype and data."""
 
     takes_wanted: bool
+    """Whether the kernel has a parameter `wanted`, and computes only the outputs that it names."""
     linear: bool
-    """Whether its time and memory are bounded by the bytes of its inputs."""
+    """Whether the bytes of the inputs bound the operator's time and memory."""
     sparse: Callable[..., Any] | None
-    """Takes what the kernel takes, and gives its only output as something whose pieces can be had by themselves."""
+    """A function with the kernel's parameters. It returns the only output as an object that computes pieces of it."""
 
     @cached_property
     def input_names(self) -> frozenset[str]:
-        """The names of its inputs."""
-        return frozenset(one.name for one in self.inputs)
+        """The names of the inputs."""
+        return frozenset(tensor.name for tensor in self.inputs)
 
     @cached_property
     def needed_names(self) -> tuple[str, ...]:
-        """The names of those inputs that cannot be left out."""
-        return tuple(one.name for one in self.inputs if not one.optional)
+        """The names of the inputs that are not optional."""
+        return tuple(tensor.name for tensor in self.inputs if not tensor.optional)
 
     @cached_property
     def output_names(self) -> tuple[str, ...]:
-        """The names of its outputs."""
-        return tuple(one.name for one in self.outputs)
+        """The names of the outputs."""
+        return tuple(tensor.name for tensor in self.outputs)
 
     def __call__(
         self, tensors: Mapping[str, Array], attributes: Mapping[str, Any], wanted: Sequence[str] | None = None
     ) -> dict[str, Array]:
-        """Run the kernel on `tensors`, input name -> array: the outputs by name, or those `wanted`, in that order."""
-        less = {"wanted": wanted} if wanted is not None and self.takes_wanted else {}
-        result = self.kernel(*self._in_order(tensors), **attributes, **less)
+        """Run the kernel on `tensors`, input name -> array. Return the outputs by name, or only those in `wanted`."""
+        selection = {"wanted": wanted} if wanted is not None and self.takes_wanted else {}
+        result = self.kernel(*self._in_order(tensors), **attributes, **selection)
         results = dict(zip(self.output_names, result if isinstance(result, tuple) else (result,), strict=True))
         return results if wanted is None else {name: results[name] for name in wanted}
 
     def in_pieces(self, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> Any:
-        """The only output of a `sparse` operator, to be had in pieces."""
+        """Return the only output of a `sparse` operator as an object that computes pieces of it."""
         assert self.sparse is not None
         return self.sparse(*self._in_order(tensors), **attributes)
 
@@ -120,8 +121,8 @@ def op(
 ) -> Callable[[F], F]:
     """Declare the decorated kernel as the operator `name`, with the space-separated names of its `outputs`.
 
-    It is not `linear` where a few bytes of input can make it work long, and `sparse` gives its output in pieces where
-    most of them may be zero. The kernel is handed back unchanged.
+    Pass `linear=False` if a few bytes of input can keep the kernel busy for long. Pass `sparse` if most of the output
+    may be zero: it computes the output piece by piece. The decorator returns the kernel unchanged.
     """
 
     def register(kernel: F) -> F:

@@ -1,4 +1,4 @@
-"""Pieces of work of which some follow others, shared out over the workspace's threads."""
+"""Tasks that depend on other tasks, shared out over the workspace's threads."""
 
 from __future__ import annotations
 
@@ -10,75 +10,80 @@ from service.kernels._blocks import helpers
 
 
 class Tasks:
-    """A list of tasks. Each may start once those that it follows have ended; of these, the lowest rank starts first.
+    """A list of tasks. A task is ready once all tasks that it follows have ended. The lowest rank starts first.
 
-    In which order tasks that do not follow each other run depends on the threads; results must not.
+    The order of tasks that do not follow each other depends on the threads, so results must not depend on that order.
     """
 
     def __init__(self) -> None:
-        self._works: dict[int, Callable[[], None]] = {}
+        self._functions: dict[int, Callable[[], None]] = {}
         self._ranks: list[int] = []
-        self._waits: list[int] = []  # for how many tasks that have not ended
+        self._blockers: list[int] = []
+        """For each task, how many of the tasks that it follows have not ended."""
         self._followers: list[list[int]] = []
 
-    def add(self, work: Callable[[], None], after: Sequence[int] = (), *, rank: int = 0) -> int:
-        """Add a task that follows the tasks numbered `after`, and return its number."""
-        number = len(self._waits)
-        self._works[number] = work
+    def add(self, function: Callable[[], None], after: Sequence[int] = (), *, rank: int = 0) -> int:
+        """Add a task that calls `function` and follows the tasks numbered `after`. Return its number."""
+        number = len(self._blockers)
+        self._functions[number] = function
         self._ranks.append(rank)
-        self._waits.append(len(after))
+        self._blockers.append(len(after))
         self._followers.append([])
         for earlier in after:
             self._followers[earlier].append(number)
         return number
 
     def run(self) -> None:
-        """Run all tasks, here and, where more than one may run, in helpers. After one that raised none starts."""
-        ready = [(self._ranks[number], number) for number, waits in enumerate(self._waits) if not waits]
+        """Run all tasks, in this thread and, while several tasks are ready, in helpers.
+
+        Once a task has raised an error, no other task starts.
+        """
+        ready = [(self._ranks[number], number) for number, blockers in enumerate(self._blockers) if not blockers]
         heapq.heapify(ready)
-        left = len(self._waits)
+        remaining = len(self._blockers)
         change = threading.Condition(threading.Lock())
 
-        def take(done: int | None, *, patient: bool) -> tuple[int, Callable[[], None]] | None:
-            """The next task, after `done` has ended: None if there is none, or, if impatient, none yet.
+        def take(ended: int | None, *, wait: bool) -> tuple[int, Callable[[], None]] | None:
+            """Record that the task `ended` has ended, and remove the next task. Return its number and its function.
 
-            It is no longer here then, for what it holds to be free once it has ended.
+            Return None if no task remains, or, unless `wait`, if none is ready. The thread then has the only reference
+            to the function, so that ending the task frees everything that the function holds.
             """
-            nonlocal left
+            nonlocal remaining
             with change:
-                for follower in self._followers[done] if done is not None else ():
-                    self._waits[follower] -= 1
-                    if not self._waits[follower]:
+                for follower in self._followers[ended] if ended is not None else ():
+                    self._blockers[follower] -= 1
+                    if not self._blockers[follower]:
                         heapq.heappush(ready, (self._ranks[follower], follower))
-                while patient and left and not ready:
+                while wait and remaining and not ready:
                     change.wait()
-                if not left or not ready:
+                if not remaining or not ready:
                     change.notify()
                     return None
-                left -= 1
+                remaining -= 1
                 _, number = heapq.heappop(ready)
                 if ready:
                     change.notify()
-                    ask(help_out)
-                return number, self._works.pop(number)
+                    start_helper(help_out)
+                return number, self._functions.pop(number)
 
-        def work(*, patient: bool) -> None:
-            nonlocal left
-            done = None
+        def run_tasks(*, wait: bool) -> None:
+            nonlocal remaining
+            ended = None
             try:
-                while (taken := take(done, patient=patient)) is not None:
-                    done, task = taken
-                    task()
-                    del taken, task
+                while (task := take(ended, wait=wait)) is not None:
+                    ended, function = task
+                    function()
+                    del task, function
             except BaseException:
                 with change:
-                    left = 0
-                    self._works.clear()
+                    remaining = 0
+                    self._functions.clear()
                     change.notify()
                 raise
 
         def help_out() -> None:
-            work(patient=False)
+            run_tasks(wait=False)
 
-        with helpers() as ask:
-            work(patient=True)
+        with helpers() as start_helper:
+            run_tasks(wait=True)

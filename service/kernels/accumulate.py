@@ -1,8 +1,8 @@
 """Accumulation of gradients: the arithmetic of a buffer, without the buffer.
 
-The results are new arrays; no input is changed. Source of the semantics: the CPU training kernels of ONNX Runtime
-1.19.2; where those reinterpret the bytes of another dtype, write out of bounds or return the wrong shape, a gradient is
-converted, checked, and the result has the buffer's shape.
+The results are new arrays; the inputs stay unchanged. Source of the semantics: the CPU training kernels of ONNX Runtime
+1.19.2. Those kernels reinterpret the bytes of another dtype, write out of bounds or return the wrong shape. These
+kernels convert and check the gradient, and the result has the buffer's shape.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def in_place_accumulator(
 ) -> T:
     """accumulated_gradient = gradient_buffer + gradient; gradient_buffer where do_update is false.
 
-    `gradient` broadcasts into the buffer's shape, which the result has; its dtype may differ and is converted. Buffers
-    of float16 and bfloat16 are added in float32 and rounded once. Of `do_update`, true if left out, the first element
-    counts; where it is false, `gradient` is ignored, whatever its shape. Raises `ShapeMismatch`, and `InvalidTensor`
-    for an empty `do_update`.
+    `gradient` broadcasts into the buffer's shape, and its dtype may differ. The result has the buffer's shape and
+    dtype. Buffers of float16 and bfloat16 are added in float32 and rounded once. Only the first element of `do_update`
+    counts; it is true if left out. If it is false, `gradient` may have any shape. Raises `ShapeMismatch`, and
+    `InvalidTensor` for an empty `do_update`.
     """
     if _flag("do_update", do_update, default=True):
         return _assign(add, gradient_buffer, gradient, out)
@@ -41,19 +41,20 @@ def in_place_accumulator_v2(
 ) -> tuple[Flag, T]:
     """accumulated_gradient = gradient_buffer + gradient; gradient where overwrite is true. updated = [true].
 
-    `gradient` broadcasts into the buffer's shape, which the result has, for overwriting too; its dtype may differ and
-    is converted. Buffers of float16 and bfloat16 are added in float32 and rounded once. Of `overwrite`, false if left
-    out, the first element counts. Raises `ShapeMismatch`, and `InvalidTensor` for an empty `overwrite`.
+    `gradient` broadcasts into the buffer's shape, and its dtype may differ. The result has the buffer's shape and
+    dtype, also when overwriting. Buffers of float16 and bfloat16 are added in float32 and rounded once. Only the first
+    element of `overwrite` counts; it is false if left out. Raises `ShapeMismatch`, and `InvalidTensor` for an empty
+    `overwrite`.
     """
-    anew = _flag("overwrite", overwrite, default=False)
-    return np.ones(1, BOOL), _assign(replace if anew else add, gradient_buffer, gradient, out)
+    rule = replace if _flag("overwrite", overwrite, default=False) else add
+    return np.ones(1, BOOL), _assign(rule, gradient_buffer, gradient, out)
 
 
 @op("ZeroGradient", outputs="zero_gradient", example={"old_gradient": [[1.0, 2.0], [3.0, 4.0]], "reset_signal": True})
 def zero_gradient(old_gradient: T, reset_signal: AnyTensor, /, *, out: T | None = None) -> T:
     """zero_gradient = zeros of old_gradient's shape and dtype.
 
-    All zeros are +0. `reset_signal` may be any tensor: neither its value nor its shape counts, as in ONNX Runtime.
+    All zeros are +0. `reset_signal` may be any tensor, and is ignored, as in ONNX Runtime.
     """
     return _assign(_clear, old_gradient, old_gradient, out)
 
@@ -67,11 +68,11 @@ def _flag(name: str, flag: Array | None, *, default: bool) -> bool:
 
 
 def add(result: Array, total: Array | int, gradient: Array, weight: float = 1.0) -> None:
-    """result = total + weight * gradient, in the dtype that `result` is computed in, rounded once; all of one shape.
+    """result = total + weight * gradient, for arrays of one shape, rounded once.
 
-    For a `weight` other than 1 the product is rounded too, in that dtype.
+    The sum has `compute_dtype` of the result's dtype. For a `weight` other than 1 the product is rounded to it, too.
     """
-    # NumPy converts in pieces of its own: the sum is rounded once, and no converted copy is ever whole.
+    # NumPy converts in small pieces: the sum is rounded once, and a whole converted copy never exists.
     dtype = compute_dtype(result.dtype)
     if weight != 1:
         gradient = np.multiply(gradient, dtype.type(weight), dtype=dtype, casting="unsafe")
@@ -79,7 +80,7 @@ def add(result: Array, total: Array | int, gradient: Array, weight: float = 1.0)
 
 
 def replace(result: Array, total: Array | int, gradient: Array, weight: float = 1.0) -> None:
-    """result = weight * gradient, as `add` has it."""
+    """result = weight * gradient, computed and rounded as in `add`."""
     if weight == 1:
         rounded = cast(gradient, result.dtype) if (gradient.dtype, result.dtype) == (FLOAT64, BFLOAT16) else gradient
         np.copyto(result, rounded, casting="unsafe")
@@ -89,9 +90,9 @@ def replace(result: Array, total: Array | int, gradient: Array, weight: float = 
 
 
 def converted(total: Array, dtype: DType, weight: float = 1.0) -> Array:
-    """total / weight as `dtype`, computed in the wider of the two dtypes, in float32 at least, and rounded once.
+    """Return total / weight as `dtype`, computed in the wider of the two dtypes, at least float32, and rounded once.
 
-    For a weight beyond that dtype's range it is computed in float64.
+    If the weight is beyond that dtype's range, the division is in float64.
     """
     if weight == 1:
         return total if total.dtype == dtype else cast(total, dtype)
@@ -114,7 +115,7 @@ def _clear(result: Array, buffer: Array, gradient: Array) -> None:
 
 
 def _assign(rule: Callable[[Array, Array, Array], None], buffer: T, gradient: Array, out: T | None) -> T:
-    """`rule(result, buffer, gradient)` in blocks, with `gradient` broadcast to the shape of the other two."""
+    """Apply `rule(result, buffer, gradient)` in blocks, with `gradient` broadcast to the shape of the buffer."""
     try:
         gradient = np.broadcast_to(gradient, buffer.shape)
     except ValueError:
@@ -131,9 +132,9 @@ def _assign(rule: Callable[[Array, Array, Array], None], buffer: T, gradient: Ar
     rows = len(tensors[0])
     step = max(1, block_length(buffer.dtype) * rows // max(1, result.size))
 
-    def work(number: int) -> None:
+    def compute(number: int) -> None:
         part = slice(number * step, (number + 1) * step)
         rule(*(tensor[part] for tensor in tensors))
 
-    share_out(work, -(-rows // step))
+    share_out(compute, -(-rows // step))
     return result

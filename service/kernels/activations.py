@@ -1,8 +1,8 @@
 """Gradients of element-wise activations.
 
-Every kernel takes `dY` and the forward input `X` or output `Y`, of the same shape and floating dtype, and returns `dX`,
-like them. float16 and bfloat16 are computed in float32 and rounded once. Raises `ShapeMismatch` or `DtypeMismatch`
-where the two differ. Source of the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
+Every kernel takes `dY` and the forward input `X` or output `Y`, of the same shape and floating dtype. It returns `dX`,
+of that shape and dtype. float16 and bfloat16 are computed in float32 and rounded once. Raises `ShapeMismatch` or
+`DtypeMismatch` if the inputs differ. Source of the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PROBABILITIES = {"dY": [[1.0, -2.0], [3.0, 0.5]], "Y": [[0.5, 0.25], [0.75, 1.0
 
 
 def _positive(X: Array) -> Array:
-    """X > 0, in scratch."""
+    """Return X > 0, in scratch."""
     return np.greater(X, 0, out=scratch(0, X.size, BOOL))
 
 
@@ -31,12 +31,12 @@ def _bits(block: Array) -> Array:
 def relu_grad(dY: T, X: T, /, *, out: T | None = None) -> T:
     """dX = dY where X > 0, else 0.
 
-    X = 0 and X = NaN give exactly +0, whatever dY is; where X > 0, dY passes bit by bit.
+    X = 0 and X = NaN give exactly +0, for any dY. Where X > 0, dX has the bits of dY.
     """
     same_shape(dY=dY, X=X)
 
     def formula(dY: Array, X: Array, out: Array) -> None:
-        # Masked copies branch per element. Multiplying the bits by 0 or 1 does not, and drops NaN and -0 as well.
+        # A masked copy branches at each element. Multiplying bits by 0 or 1 does not, and makes NaN and -0 into +0.
         np.multiply(_bits(dY), _positive(X), out=_bits(out))
 
     return elementwise(formula, (dY, X), out, temporaries=0)
@@ -46,16 +46,16 @@ def relu_grad(dY: T, X: T, /, *, out: T | None = None) -> T:
 def leaky_relu_grad(dY: T, Y: T, /, *, alpha: float = 0.01, out: T | None = None) -> T:
     """dX = dY where Y > 0, else alpha * dY.
 
-    Y is the forward output. Y = 0 and Y = NaN give alpha * dY. For alpha < 0 the sign of Y is not that of the forward
-    input, so the result is not the true gradient, as in ONNX Runtime.
+    Y is the forward output. Y = 0 and Y = NaN give alpha * dY. For alpha < 0, Y does not tell the sign of the
+    forward input, so the result is not the true gradient, as in ONNX Runtime.
     """
     same_shape(dY=dY, Y=Y)
 
     def formula(dY: Array, Y: Array, out: Array, slope: Array) -> None:
-        # The slope, without a branch: alpha's bits, of which those that differ from 1's are flipped where Y > 0.
-        low, one = (_bits(np.asarray(value, slope.dtype)) for value in (alpha, 1))
-        np.multiply(_positive(Y), low ^ one, out=_bits(slope))
-        np.bitwise_xor(_bits(slope), low, out=_bits(slope))
+        # The slope without a branch: where Y > 0, flip the bits that differ between alpha and 1.
+        alpha_bits, one_bits = (_bits(np.asarray(value, slope.dtype)) for value in (alpha, 1))
+        np.multiply(_positive(Y), alpha_bits ^ one_bits, out=_bits(slope))
+        np.bitwise_xor(_bits(slope), alpha_bits, out=_bits(slope))
         np.multiply(dY, slope, out=out)
 
     return elementwise(formula, (dY, Y), out, temporaries=1)
@@ -65,7 +65,7 @@ def leaky_relu_grad(dY: T, Y: T, /, *, alpha: float = 0.01, out: T | None = None
 def sigmoid_grad(dY: T, Y: T, /, *, out: T | None = None) -> T:
     """dX = dY * Y * (1 - Y).
 
-    Y is the forward output, sigmoid(X); that it lies in [0, 1] is not checked.
+    Y is the forward output, sigmoid(X). The kernel does not check that Y lies in [0, 1].
     """
     same_shape(dY=dY, Y=Y)
 
@@ -81,7 +81,7 @@ def sigmoid_grad(dY: T, Y: T, /, *, out: T | None = None) -> T:
 def tanh_grad(dY: T, Y: T, /, *, out: T | None = None) -> T:
     """dX = dY * (1 - Y * Y).
 
-    Y is the forward output, tanh(X); that it lies in [-1, 1] is not checked.
+    Y is the forward output, tanh(X). The kernel does not check that Y lies in [-1, 1].
     """
     same_shape(dY=dY, Y=Y)
 
@@ -97,8 +97,8 @@ def tanh_grad(dY: T, Y: T, /, *, out: T | None = None) -> T:
 def quick_gelu_grad(dY: T, X: T, /, *, alpha: float = 1.702, out: T | None = None) -> T:
     """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
 
-    alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN, and so does an X of which alpha * X is beyond
-    what it is computed in: the formula is followed, as in ONNX Runtime, although the limits are dY and 0.
+    alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN, and so does an X whose alpha * X overflows.
+    The kernel follows the formula, as ONNX Runtime does, although the limits are dY and 0.
     """
     same_shape(dY=dY, X=X)
 

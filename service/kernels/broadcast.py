@@ -1,4 +1,4 @@
-"""BroadcastGradientArgs: which axes a broadcast stretched. Source of the semantics: ONNX Runtime 1.19.2."""
+"""BroadcastGradientArgs: the axes that a broadcast stretched. Source of the semantics: ONNX Runtime 1.19.2."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from service.kernels._op import Shape, op
 def broadcast_gradient_args(A_shape: Shape, B_shape: Shape, /) -> tuple[Shape, Shape]:
     """The axes over which the gradient of broadcast(A, B) must be summed to get that of A, and that of B.
 
-    `A_shape` and `B_shape` hold the shapes of the two operands, read flat whatever their own rank. The results are
-    1-D, number the axes of the broadcast result and are in descending order; without such an axis they are empty. A
-    leading dimension that one operand lacks is listed even if the other's is 1. Raises `ShapeMismatch` if the two do
-    not broadcast.
+    `A_shape` and `B_shape` hold the shapes of the two operands, as tensors of any rank, read flat. The results are 1-D
+    and list axes of the broadcast result in descending order; they may be empty. A leading dimension that one operand
+    lacks is listed even if the other operand has 1 there. Raises `ShapeMismatch` if the two do not broadcast.
     """
     a: Array = A_shape.ravel()
     b: Array = B_shape.ravel()
     rank, common = max(a.size, b.size), min(a.size, b.size)
-    lead = rank - common  # the axes that one operand lacks
+    lead = rank - common  # the number of axes that one operand lacks
     last_a, last_b = a[a.size - common :], b[b.size - common :]
     differ = last_a != last_b
-    wrong = np.flatnonzero(differ & (last_a != 1) & (last_b != 1))
-    if wrong.size:
-        place = wrong[-1]
+    conflicts = np.flatnonzero(differ & (last_a != 1) & (last_b != 1))
+    if conflicts.size:
+        place = conflicts[-1]
         raise ShapeMismatch(
             f"A_shape {shown(a.tolist())} and B_shape {shown(b.tolist())} do not broadcast: their dimensions"
             f" {last_a[place]} and {last_b[place]} at axis {lead + place} of the result differ and neither is 1",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-# The loop behind scipy's public `csc_array @ dense`. Only here can it add into memory that is already there, instead of
-# into a fresh array of the output's size.
+# The private loop behind scipy's `csc_array @ dense`, which adds into existing memory. The public product makes a new
+# array of the output's size and takes 3 to 100 times as long. tests/kernels/test_scipy_private.py fails if it changes.
 from scipy.sparse._sparsetools import csc_matvecs
 
 from service.dtypes import Array, compute_dtype
@@ -18,18 +18,19 @@ from service.kernels._checks import normalize_axis
 from service.kernels._op import Shape, T, Tind, op
 from service.limits import MAX_RANK
 
-SPARSE = 32
-"""Numbers of the output for each index from which on it pays to find out which rows occur."""
+SPARSE_NUMBERS_PER_INDEX = 32
+"""Numbers of the output for each index from which on it is faster to find first which rows occur."""
 
 
 class GatheredRows:
-    """GatherGrad's output, of which any piece can be had by itself: `shape`, `dtype`, and the numbers when asked for.
+    """GatherGrad's output, computed piece by piece. `shape` and `dtype` are those of the whole output.
 
-    `grad` is the gradient in rows, one for each index. Takes what `gather_grad` takes, and raises the same.
+    The constructor has the parameters of `gather_grad`, and raises the same errors. The attribute `grad` has a row of
+    the gradient for each index.
     """
 
     def __init__(self, shape: Array, indices: Array, grad: Array, /, *, axis: int = 0) -> None:
-        self.shape, axis, targets = _bound(shape, indices, grad, axis)
+        self.shape, axis, targets = _check(shape, indices, grad, axis)
         self.dtype = grad.dtype
         outer, self._inner = math.prod(self.shape[:axis]), math.prod(self.shape[axis + 1 :])
         if not grad.size:
@@ -41,19 +42,19 @@ class GatheredRows:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], index: Array, grad: Array) -> GatheredRows:
-        """The same again from its `index` and its `grad`."""
-        made = cls.__new__(cls)
-        made.shape, made.dtype, made._inner = shape, grad.dtype, grad.shape[1]
-        made._rows, made._order, made.grad = index[0], index[1], grad
-        return made
+        """Return the object that has this `shape`, `index` and `grad`."""
+        gathered = cls.__new__(cls)
+        gathered.shape, gathered.dtype, gathered._inner = shape, grad.dtype, grad.shape[1]
+        gathered._rows, gathered._order, gathered.grad = index[0], index[1], grad
+        return gathered
 
     @property
     def index(self) -> Array:
-        """The rows of the output that are added to, in order, and which row of `grad` goes to each."""
+        """Two rows of numbers: the output's rows to add to, in order, and the row of `grad` to add to each."""
         return np.stack([self._rows, self._order])
 
     def piece(self, start: int, stop: int) -> Array | None:
-        """The elements from `start` to `stop` of the flat output; None if all are zero because no index leads there."""
+        """Return the elements from `start` to `stop` of the flat output, or None if no index refers to any of them."""
         inner = self._inner
         low, high = np.searchsorted(self._rows, (start // inner, -(-stop // inner)))
         if low == high:
@@ -61,7 +62,7 @@ class GatheredRows:
         sums = np.zeros(stop - start, compute_dtype(self.dtype))
         at = start
         with np.errstate(all="ignore"):
-            while at < stop:  # what is left of a row, whole rows, and what begins another
+            while at < stop:  # the rest of a row, whole rows, and the beginning of a row
                 row, column = divmod(at, inner)
                 count = 1 if column else max(1, (stop - at) // inner)
                 width = min(inner - column, stop - at)
@@ -70,7 +71,7 @@ class GatheredRows:
             return sums.astype(self.dtype, copy=False)
 
     def _add(self, first: int, count: int, columns: slice, sums: Array) -> None:
-        """Add these columns of `count` rows from `first` on to `sums`, which is flat."""
+        """Add to `sums`, which is flat, the columns `columns` of the `count` rows from `first` on."""
         low, high = np.searchsorted(self._rows, (first, first + count))
         order = self._order[low:high]
         _add_rows(sums.reshape(count, -1), self._rows[low:high] - first, lambda part: self.grad[order[part], columns])
@@ -86,13 +87,13 @@ class GatheredRows:
 def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: T | None = None) -> T:
     """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.
 
-    `shape` is the shape of Gather's data, as a tensor of any rank, read flat. `indices` may have any shape and count
-    from the end where negative. `grad` has the shape of Gather's output: `shape` with the dimension `axis` replaced by
-    the dimensions of `indices`; `output` has its dtype. Duplicates are added in their order in `indices`, always the
-    same. float16 and bfloat16 are added in float32 and rounded once. Raises `AxisOutOfRange`, `IndexOutOfRange`,
+    `shape` is the shape of Gather's data, as a tensor of any rank, read flat. `indices` may have any shape; negative
+    indices count from the end. `grad` has the shape of Gather's output: `shape` with the dimension `axis` replaced by
+    the dimensions of `indices`. `output` has the dtype of `grad`. Duplicates are always added in their order in
+    `indices`. float16 and bfloat16 are added in float32 and rounded once. Raises `AxisOutOfRange`, `IndexOutOfRange`,
     `ShapeMismatch`, `InvalidTensor` for a negative dimension and `TooManyDimensions`.
     """
-    dims, axis, targets = _bound(shape, indices, grad, axis)
+    dims, axis, targets = _check(shape, indices, grad, axis)
     output = new_output(out, dims, grad.dtype)
     if np.may_share_memory(output, grad):
         grad = grad.copy()
@@ -107,8 +108,8 @@ def gather_grad(shape: Shape, indices: Tind, grad: T, /, *, axis: int = 0, out: 
     return output
 
 
-def _bound(shape: Array, indices: Array, grad: Array, axis: int) -> tuple[tuple[int, ...], int, Array]:
-    """The dimensions of the output, the axis from the front, and the index into it for each row of `grad`."""
+def _check(shape: Array, indices: Array, grad: Array, axis: int) -> tuple[tuple[int, ...], int, Array]:
+    """Return the output's dimensions, the axis from the front, and the index along it for each row of `grad`."""
     dims = _dims(shape)
     axis = normalize_axis(axis, len(dims), "shape", "the tensor that shape describes")
     expected = (*dims[:axis], *indices.shape, *dims[axis + 1 :])
@@ -124,7 +125,7 @@ def _bound(shape: Array, indices: Array, grad: Array, axis: int) -> tuple[tuple[
 def _dims(shape: Array) -> tuple[int, ...]:
     if shape.size > MAX_RANK:
         raise TooManyDimensions(
-            f"The output has {shape.size} dimensions; the limit is {MAX_RANK}, or less by GRADSERVE_MAX_DIMENSIONS",
+            f"The output has {shape.size} dimensions; the limit is {MAX_RANK}, or GRADSERVE_MAX_DIMENSIONS if smaller",
             limit=MAX_RANK,
         )
     dims = tuple(shape.ravel().tolist())
@@ -135,19 +136,19 @@ def _dims(shape: Array) -> tuple[int, ...]:
 
 
 def _targets(indices: Array, size: int) -> Array:
-    """`indices`, flat and counted from the front."""
+    """Return `indices`, flat and counted from the front."""
     flat = indices.ravel()
     if not flat.size:
         return flat
-    least = flat.min()
-    if least < -size or flat.max() >= size:
+    lowest = flat.min()
+    if lowest < -size or flat.max() >= size:
         place = int(((flat < -size) | (flat >= size)).argmax())
-        where = "".join(f"[{k}]" for k in np.unravel_index(place, indices.shape))
+        subscripts = "".join(f"[{k}]" for k in np.unravel_index(place, indices.shape))
         allowed = f"must be in [{-size}, {size - 1}]" if size else "the dimension that it indexes is empty"
         raise IndexOutOfRange(
-            f"indices{where} is {flat[place]}, but {allowed}", tensor="indices", index=int(flat[place])
+            f"indices{subscripts} is {flat[place]}, but {allowed}", tensor="indices", index=int(flat[place])
         )
-    if least < 0:
+    if lowest < 0:
         flat = flat.astype(np.int64)
         np.add(flat, size, out=flat, where=flat < 0)
     return flat
@@ -165,12 +166,12 @@ def _clear(output: Array) -> None:
 def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
     """output[o, targets[k]] += grad[o, k], k in order; output is [outer, size, inner], grad [outer, count, inner].
 
-    The 16-bit floats are added in float32, in rows for the targets that occur, unless most do.
+    The 16-bit floats are added in float32. Unless most targets occur, the sums have rows for those that do.
     """
     outer, size, inner = output.shape
     count, dtype = targets.size, compute_dtype(grad.dtype)
     occurring: Array | slice = slice(None)
-    if dtype != grad.dtype and size > count and size * inner > SPARSE * count:
+    if dtype != grad.dtype and size > count and size * inner > SPARSE_NUMBERS_PER_INDEX * count:
         occurring, targets = np.unique(targets, return_inverse=True)
         size = len(occurring)
     height = min(outer, max(1, block_length(grad.dtype) // (count * inner)))
@@ -191,17 +192,18 @@ def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
 def _add_rows(sums: Array, targets: Array, rows: Callable[[slice], Array]) -> None:
     """sums[targets[k]] += row k, k in order, in blocks of rows; sums is [size, width].
 
-    This is the product of a sparse matrix with a one in each column, or, where the rows are single numbers, what NumPy
-    has a loop for.
+    This is the product of `rows` with a sparse matrix that has a single 1 in each column. For rows of single numbers
+    NumPy has a loop of its own.
     """
     size, width = sums.shape
     height = min(len(targets), max(1, block_length(sums.dtype) // width))
     columns, ones = np.arange(height + 1), np.ones(height, sums.dtype)
     for start in range(0, len(targets), height or 1):
         part = slice(start, start + height)
-        at, block = targets[part].astype(np.int64, copy=False), np.ascontiguousarray(rows(part), sums.dtype).reshape(-1)
+        places = targets[part].astype(np.int64, copy=False)
+        block = np.ascontiguousarray(rows(part), sums.dtype).reshape(-1)
         if width == 1:
-            np.add.at(sums.reshape(-1), at, block)
+            np.add.at(sums.reshape(-1), places, block)
         else:
-            count = len(at)
-            csc_matvecs(size, count, width, columns[: count + 1], at, ones[:count], block, sums.reshape(-1))
+            count = len(places)
+            csc_matvecs(size, count, width, columns[: count + 1], places, ones[:count], block, sums.reshape(-1))

@@ -1,19 +1,21 @@
 """GRU: the forward pass that keeps its gates, and its gradient.
 
-S steps, N sequences, I inputs, H hidden units, D directions: 2 if bidirectional, then 0 is forward and 1 reverse. The
-order of the gates is z, r, h everywhere, and `ZRH` holds them after their activations. float16 and bfloat16 are
-computed in float32 and rounded once; NaN propagates. Source of the semantics: GRUTraining and GRUGrad of ONNX Runtime
-1.19.2, and for reverse, bidirectional, sequence lengths and empty dimensions, which those refuse, ONNX's GRU. Where a
-sequence has length 0, HFinal is H0 and dH0 is grad_Ht, as the recurrence says, while ONNX Runtime's inference gives 0.
+The dimensions are S steps, N sequences, I inputs, H hidden units and D directions. If bidirectional, D is 2, and
+direction 0 is forward and 1 reverse. The order of the gates is z, r, h everywhere, and `ZRH` holds them after their
+activations. float16 and bfloat16 are computed in float32 and rounded once; NaN propagates.
 
-How it is fast. What does not depend on the step before is one product over all steps: X with W in the forward pass, and
-dX, dW, dR and the bias gradients in the backward pass. The loop over time holds one product with R per step. Sequences
-do not depend on each other, so each block of them runs through time on its own, in whatever thread is free; where there
-is one block only, one thread does, and others join in for the products, since many short calls of NumPy in two threads
-would wait for the interpreter's lock more than they would work. What is little as a whole, one thread does alone.
-Where sequences differ in length, they are sorted, and what is beyond the end of one is not computed: its steps are not
-among the rows of any product.
-Inside the engine BLAS runs with one thread: the pool's threads and those of BLAS never compete.
+Source of the semantics: GRUTraining and GRUGrad of ONNX Runtime 1.19.2. These refuse reverse, bidirectional, sequence
+lengths and empty dimensions, for which the source is ONNX's GRU. For a sequence of length 0, HFinal is H0 and dH0 is
+grad_Ht, as the recurrence says, while ONNX Runtime's inference gives 0.
+
+How it is fast:
+- Everything that does not depend on the previous step is one product over all steps: X with W in the forward pass, and
+  dX, dW, dR and the bias gradients in the backward pass. The loop over time has one product with R per step.
+- Sequences do not depend on each other, so each block of sequences runs through time on its own, in any idle thread.
+- A single block runs through time in one thread, and other threads join in for the products. Many short NumPy calls in
+  two threads would spend more time on waiting for the interpreter's lock than on work. One thread does all small work.
+- Sequences of different lengths are sorted. No product has rows for the steps beyond a sequence's end.
+- Inside the engine BLAS runs with one thread, so its threads never compete with the pool's.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy as np
 from service.dtypes import compute_dtype
 from service.kernels._gru_backward import Backward
 from service.kernels._gru_forward import Forward
-from service.kernels._gru_layout import Direction, check_shape, layout_of, narrowed, results, widened
+from service.kernels._gru_plan import Direction, check_shape, make_outputs, make_plan, round_output, widen_input
 from service.kernels._op import T, TSize, op
 
 _INPUTS = {
@@ -62,11 +64,12 @@ def gru_training(
     linear_before_reset = 1, h = tanh(X Wh' + r * (H Rh' + Rbh) + Wbh).
 
     X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H] -> HAll [S, D, N, H], HFinal [D, N, H],
-    ZRH [S, D, N, 3H]. B and H0 are zeros if left out. Sequence n runs SL[n] steps, all if SL is left out; reverse turns
-    only those around; HAll and ZRH are zero at the steps beyond. `hidden_size` may be left out, `activations` can only
-    be the default, and `clip` is refused. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
+    ZRH [S, D, N, 3H]. B and H0 are zeros if left out. Sequence n runs SL[n] steps, or all steps if SL is left out.
+    Reverse turns only those steps around, and HAll and ZRH are zero at later steps. `hidden_size` may be left out,
+    `activations` must be the default, and `clip` is refused. Raises `ShapeMismatch`, `InvalidTensor` and
+    `InvalidParameter`.
     """
-    layout = layout_of(
+    plan = make_plan(
         X,
         R,
         SL,
@@ -76,16 +79,16 @@ def gru_training(
         activations=activations,
         clip=clip,
     )
-    S, N, H, D = layout.S, layout.N, layout.H, layout.D
-    check_shape("W", W, D, 3 * H, layout.I)
+    S, N, H, D = plan.S, plan.N, plan.H, plan.D
+    check_shape("W", W, D, 3 * H, plan.I)
     check_shape("B", B, D, 6 * H)
     check_shape("H0", H0, D, N, H)
     dtype = compute_dtype(X.dtype)
-    made = results(X.dtype, (S, D, N, H), (D, N, H), (S, D, N, 3 * H))
-    given = {name: widened(tensor, dtype) for name, tensor in {"W": W, "R": R, "B": B, "H0": H0}.items()}
-    memory = {name: wide for name, (_, wide) in zip(("HAll", "HFinal", "ZRH"), made, strict=True)}
-    Forward(layout, np.ascontiguousarray(X, dtype), given, memory).run()
-    return tuple(narrowed(*one) for one in made)  # type: ignore[return-value]
+    outputs = make_outputs(X.dtype, (S, D, N, H), (D, N, H), (S, D, N, 3 * H))
+    inputs = {name: widen_input(tensor, dtype) for name, tensor in {"W": W, "R": R, "B": B, "H0": H0}.items()}
+    memory = {name: wide for name, (_, wide) in zip(("HAll", "HFinal", "ZRH"), outputs, strict=True)}
+    Forward(plan, np.ascontiguousarray(X, dtype), inputs, memory).run()
+    return tuple(round_output(*pair) for pair in outputs)  # type: ignore[return-value]
 
 
 @op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS}, linear=False)
@@ -112,12 +115,12 @@ def gru_grad(
     """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
 
     X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H], HAll [S, D, N, H], ZRH [S, D, N, 3H],
-    grad_HAll [S, D, N, H], grad_Ht [D, N, H] -> dX, dW, dR, dB, dH0, of the shapes of X, W, R, B, H0. HAll and ZRH are
-    taken as GRUTraining gave them; B, H0 and the gradients are zeros if left out. Beyond a sequence's length SL[n],
-    dX is zero and the incoming gradients are ignored. What is not asked for is not computed. The attributes are those
-    of GRUTraining. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
+    grad_HAll [S, D, N, H], grad_Ht [D, N, H] -> dX, dW, dR, dB, dH0, of the shapes of X, W, R, B, H0. HAll and ZRH must
+    be GRUTraining's outputs; B, H0 and the gradients are zeros if left out. Beyond a sequence's length SL[n],
+    dX is zero and the incoming gradients are ignored. Only the requested outputs are computed. The attributes are
+    those of GRUTraining. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
     """
-    layout = layout_of(
+    plan = make_plan(
         X,
         R,
         SL,
@@ -127,9 +130,9 @@ def gru_grad(
         activations=activations,
         clip=clip,
     )
-    S, N, H, D = layout.S, layout.N, layout.H, layout.D
+    S, N, H, D = plan.S, plan.N, plan.H, plan.D
     shapes = {
-        "W": (W, (D, 3 * H, layout.I)),
+        "W": (W, (D, 3 * H, plan.I)),
         "R": (R, (D, 3 * H, H)),
         "B": (B, (D, 6 * H)),
         "H0": (H0, (D, N, H)),
@@ -141,12 +144,12 @@ def gru_grad(
     for name, (tensor, shape) in shapes.items():
         check_shape(name, tensor, *shape)
     dtype = compute_dtype(X.dtype)
-    wide = {name: widened(tensor, dtype) for name, (tensor, _) in shapes.items()}
+    inputs = {name: widen_input(tensor, dtype) for name, (tensor, _) in shapes.items()}
     x = np.ascontiguousarray(X, dtype)
-    outputs = {"dX": X.shape, "dW": W.shape, "dR": R.shape, "dB": (D, 6 * H), "dH0": (D, N, H)}
-    needed = [name for name in outputs if name in wanted or name == "dH0"]
-    made = dict(zip(needed, results(X.dtype, *(outputs[name] for name in needed)), strict=True))
-    Backward(layout, x, wide, {name: memory for name, (_, memory) in made.items()}).run()
+    gradients = {"dX": X.shape, "dW": W.shape, "dR": R.shape, "dB": (D, 6 * H), "dH0": (D, N, H)}
+    computed = [name for name in gradients if name in wanted or name == "dH0"]
+    outputs = dict(zip(computed, make_outputs(X.dtype, *(gradients[name] for name in computed)), strict=True))
+    Backward(plan, x, inputs, {name: memory for name, (_, memory) in outputs.items()}).run()
     return tuple(  # type: ignore[return-value]
-        narrowed(*made[name]) if name in wanted else None for name in outputs
+        round_output(*outputs[name]) if name in wanted else None for name in gradients
     )

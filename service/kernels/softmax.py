@@ -1,10 +1,10 @@
 """Gradients of Softmax and LogSoftmax, in their two generations.
 
 Every kernel takes `dY` and the forward output `Y` (probabilities, or their logarithms), of the same shape and floating
-dtype and of rank 1 or more, and returns `dX`, like them. The first generation sums over all dimensions from `axis` on
-together, the `_13` one over `axis` alone. An empty tensor gives an empty one. float16 and bfloat16 are computed in
-float32 and rounded once. Raises `ShapeMismatch` or `DtypeMismatch` where the two differ and `AxisOutOfRange`. Source of
-the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
+dtype and of rank 1 or more. It returns `dX`, of that shape and dtype. The first generation sums over all dimensions
+from `axis` on together, the `_13` generation over `axis` alone. An empty tensor gives an empty tensor. float16 and
+bfloat16 are computed in float32 and rounded once. Raises `ShapeMismatch` or `DtypeMismatch` if the inputs differ, and
+`AxisOutOfRange`. Source of the semantics: the CPU training kernels of ONNX Runtime 1.19.2.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from service.kernels._blocks import block_length, prepare, scratch, share_out, w
 from service.kernels._checks import normalize_axis, same_shape
 from service.kernels._op import T, op
 
-WIDTH = 4096
-"""Columns in a tile, at least, where there are so many: short pieces of rows that lie far apart are slow to read."""
+MIN_TILE_COLUMNS = 4096
+"""The fewest columns in a tile, unless the tensor has fewer: short pieces of distant rows are slow to read."""
 
 _PROBABILITIES = {"dY": [[1.0, 2.0, 3.0]], "Y": [[0.25, 0.25, 0.5]]}
 _LOGARITHMS = {"dY": [[1.0, 2.0, 3.0]], "Y": [[-1.5, -1.25, -0.75]]}
@@ -29,7 +29,7 @@ _LOGARITHMS = {"dY": [[1.0, 2.0, 3.0]], "Y": [[-1.5, -1.25, -0.75]]}
 
 @dataclass(frozen=True)
 class _Rule:
-    """dX = apply(dY, Y, the sum of terms over the reduced axis). Blocks are [outer, reduced, inner]."""
+    """dX = apply(dY, Y, sum(dY, Y)), where `sum` is over the reduced axis. Blocks are [outer, reduced, inner]."""
 
     sum: Callable[[Array, Array], Array]
     apply: Callable[[Array, Array, Array, Array], object]
@@ -46,7 +46,7 @@ def _log_softmax_apply(dY: Array, Y: Array, total: Array, out: Array) -> None:
     np.subtract(dY, out, out=out)
 
 
-# einsum's own loops make one pass over the operands and need no temporary; without `optimize` it never calls BLAS.
+# einsum makes one pass over the operands and needs no temporary. Without `optimize` it never calls BLAS.
 _SOFTMAX = _Rule(lambda dY, Y: np.einsum("odi,odi->oi", dY, Y), _softmax_apply)
 _LOG_SOFTMAX = _Rule(lambda dY, Y: np.einsum("odi->oi", dY), _log_softmax_apply)
 
@@ -86,7 +86,7 @@ def log_softmax_grad_13(dY: T, Y: T, /, *, axis: int = -1, out: T | None = None)
 
 
 def _grad(rule: _Rule, dY: T, Y: T, start: int, stop: int, out: T | None) -> T:
-    """`rule` with the sum over the dimensions `start` to `stop` - 1."""
+    """Apply `rule` with the sum over the dimensions from `start` to `stop` - 1."""
     same_shape(Y=Y, dY=dY)
     result, (left, right) = prepare((dY, Y), out)
     if result.size:
@@ -96,17 +96,19 @@ def _grad(rule: _Rule, dY: T, Y: T, start: int, stop: int, out: T | None) -> T:
 
 
 def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
-    """Cut [outer, reduced, inner] into tiles that hold the whole reduced axis; where one is too long for the cache, cut
-    that axis as well, sum the pieces first, and apply afterwards."""
+    """Cut [outer, reduced, inner] into tiles that hold the whole reduced axis, and apply the rule to each tile.
+
+    If such a tile is too long for the cache, cut the reduced axis as well, sum the pieces first, and apply afterwards.
+    """
     outer, reduced, inner = Y.shape
     length, narrow = block_length(Y.dtype), Y.itemsize == 2
-    width = min(inner, max(length // reduced, WIDTH))
+    width = min(inner, max(length // reduced, MIN_TILE_COLUMNS))
     depth = min(reduced, length // width)
     height = max(1, length // (reduced * width)) if depth == reduced else 1
     rows, columns, pieces = -(-outer // height), -(-inner // width), -(-reduced // depth)
 
     def tile(number: int) -> tuple[int, int, tuple[slice, slice, slice]]:
-        """The strip of tile `number`, the piece of the strip that it is, and its place."""
+        """Return the number of the tile's strip, the number of the tile in the strip, and the tile's place."""
         strip, piece = divmod(number, pieces)
         row, column = divmod(strip, columns)
         place = (
@@ -129,29 +131,29 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
         else:
             rule.apply(wide_dY, wide_Y, total, target)
 
-    def whole(number: int) -> None:
-        where = tile(number)[2]
-        blocks = load(where)
-        apply(where, *blocks, rule.sum(*blocks)[:, None])
+    def sum_and_apply(number: int) -> None:
+        place = tile(number)[2]
+        blocks = load(place)
+        apply(place, *blocks, rule.sum(*blocks)[:, None])
 
     if pieces == 1:
-        share_out(whole, rows * columns)
+        share_out(sum_and_apply, rows * columns)
         return
 
     partial: dict[tuple[int, int], Array] = {}
 
-    def first(number: int) -> None:
-        strip, piece, where = tile(number)
-        partial[strip, piece] = rule.sum(*load(where))
+    def sum_piece(number: int) -> None:
+        strip, piece, place = tile(number)
+        partial[strip, piece] = rule.sum(*load(place))
 
-    def second(number: int) -> None:
-        strip, _, where = tile(number)
-        apply(where, *load(where), totals[strip])
+    def apply_total(number: int) -> None:
+        strip, _, place = tile(number)
+        apply(place, *load(place), totals[strip])
 
-    share_out(first, rows * columns * pieces)
+    share_out(sum_piece, rows * columns * pieces)
     with np.errstate(all="ignore"):
         totals = [
             np.sum([partial[strip, piece] for piece in range(pieces)], axis=0)[:, None]
             for strip in range(rows * columns)
         ]
-    share_out(second, rows * columns * pieces)
+    share_out(apply_total, rows * columns * pieces)

@@ -118,7 +118,7 @@ def test_json_that_says_to_be_safetensors_and_the_reverse(client: httpx.Client) 
 MISTAKES: dict[str, tuple[bytes, int, str, tuple[str, ...]]] = {
     "empty": (b"", 400, "malformed_body", ("0 bytes",)),
     "no tensors": (codec_bytes({}), 422, "missing_tensor", ("'dY'",)),
-    "cut off": (codec_bytes(ONES)[:-1], 400, "malformed_body", ("are 15", "'X', ends at 16")),
+    "cut off": (codec_bytes(ONES)[:-1], 400, "malformed_body", ("15 bytes follow", "'X', ends at 16")),
     "unknown": (codec_bytes({**ONES, "Y": ONES["X"]}), 422, "unknown_tensor", ("'Y'", "dY, X")),
     "dtype": (codec_bytes({**ONES, "X": np.ones(2, np.int32)}), 422, "dtype_mismatch", ("X is int32",)),
     "shape": (codec_bytes({**ONES, "X": ONES["X"][:1]}), 422, "shape_mismatch", ("X", "[1]")),

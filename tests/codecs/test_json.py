@@ -13,23 +13,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from service.codecs import json as json_codec
-from service.codecs.json import DIAGNOSED_BYTES, Document, Form
+from service.codecs.json import DIAGNOSED_BYTES, Document, Encoding
 from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64, Array
-from service.errors import (
-    BodyTooLarge,
-    GradserveError,
-    InvalidTensor,
-    MalformedBody,
-    TensorTooLarge,
-    TooManyDimensions,
-)
+from service.errors import BodyTooLarge, GradserveError, InvalidTensor, MalformedBody, TensorTooLarge, TooManyDimensions
 from service.limits import Limits
 
 LIMITS = Limits(1 << 30)
 
 
-def encode(tensors: dict[str, Array], form: Form) -> bytes:
-    return b"".join(json_codec.encode(tensors, form))
+def encode(tensors: dict[str, Array], encoding: Encoding) -> bytes:
+    return b"".join(json_codec.encode(tensors, encoding))
 
 
 def read(body: bytes | str | dict[str, Any], dtype: str = "float32", limits: Limits = LIMITS) -> Array:
@@ -183,7 +176,7 @@ def test_a_bracket_in_another_tensor_does_not_hide_a_mistake() -> None:
         document.finish()
 
 
-def test_a_list_among_integers_is_told_as_such() -> None:
+def test_a_list_among_integers_is_reported() -> None:
     with pytest.raises(InvalidTensor, match=r"a\[1\] is a list, but must be an integer of 64 bits"):
         read(b'{"a": [1, [2]]}', "int64")
 
@@ -211,9 +204,9 @@ def test_a_large_body_that_is_not_json_is_refused_without_a_search() -> None:
         read(body)
 
 
-@pytest.mark.parametrize("form", ["list", "base64"])
-def test_the_limit_holds_before_anything_is_read(form: Form) -> None:
-    body = encode({"a": np.zeros((3, 100), np.float64)}, form)
+@pytest.mark.parametrize("encoding", ["list", "base64"])
+def test_the_limit_holds_before_anything_is_read(encoding: Encoding) -> None:
+    body = encode({"a": np.zeros((3, 100), np.float64)}, encoding)
     with pytest.raises(TensorTooLarge, match=r"\[3, 100\].*2400 bytes"):
         read(body, limits=Limits(2399))
     assert read(body, limits=Limits(2400)).shape == (3, 100)
@@ -262,13 +255,13 @@ def test_lists_are_the_same_however_they_are_cut(
         tensor.reshape(-1)[::3] = np.nan
         tensor.reshape(-1)[1::5] = -np.inf
     whole = b"".join(json_codec.list_text(tensor))
-    monkeypatch.setattr(json_codec, "WRITTEN_AT_ONCE", 7)
+    monkeypatch.setattr(json_codec, "WRITTEN_ELEMENTS", 7)
     assert b"".join(json_codec.list_text(tensor)) == whole
     assert b"".join(json_codec.list_text(tensor.T)) == b"".join(json_codec.list_text(tensor.T.copy()))
 
 
 def test_of_too_many_elements_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_codec, "MOST_ELEMENTS", 10)
+    monkeypatch.setattr(json_codec, "MAX_ELEMENTS", 10)
     assert read(b'{"a": [1,1,1,1,1,1,1,1,1,1]}').size == 10
     with pytest.raises(BodyTooLarge, match="base64") as refused:
         read(b'{"a": [1,1,1,1,1,1,1,1,1,1],"b":1}')

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's codec: JSON, bytes and mixtures of both, and every way in which they can be wrong."""
+"""The Open Inference Protocol's codec: JSON, bytes and mixtures of both, and mistakes of every kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.codecs import open_inference as codec
-from service.codecs.open_inference import SMALL, Request
+from service.codecs._inference_head import SMALL_JSON_BYTES
+from service.codecs.open_inference import InferenceRequest
 from service.dtypes import BFLOAT16, DTYPES, OPEN_INFERENCE, Array
 from service.errors import (
     GradserveError,
@@ -29,13 +30,16 @@ from tests.codecs.test_safetensors import EVERY_DTYPE, HUGE, UNHURRIED
 from tests.test_contract import assert_same
 
 LIMITS = Limits(1 << 30)
+DATATYPES = {datatype: dtype for dtype, datatype in OPEN_INFERENCE.items()}
 
-PADDING = b" " * SMALL
+PADDING = b" " * SMALL_JSON_BYTES
 """Makes JSON long enough for its numbers to stay in the parser."""
 EITHER_READER = pytest.mark.parametrize("padding", [b"", PADDING], ids=["small", "large"])
 
 
-def decode(text: Any, data: bytes | None = None, *, length: int | None = None, limits: Limits = LIMITS) -> Request:
+def decode(
+    text: Any, data: bytes | None = None, *, length: int | None = None, limits: Limits = LIMITS
+) -> InferenceRequest:
     """Decode JSON, an object or a text, with bytes after it if there are any."""
     head = text if isinstance(text, bytes) else json.dumps(text).encode()
     announced = length if data is None else len(head)
@@ -70,7 +74,7 @@ any_arrays = st.dictionaries(st.text(max_size=5), any_array().map(np.asarray), m
 @UNHURRIED
 @given(any_arrays, st.data())
 def test_answers_are_read_as_requests(tensors: dict[str, Array], data: st.DataObject) -> None:
-    """A mixture of JSON and bytes is bit-exact but for what kind of NaN a NaN is in JSON."""
+    """A mixture of JSON and bytes is bit-exact, except that JSON has only one NaN."""
     in_json = {name for name, a in tensors.items() if a.dtype != BFLOAT16 and data.draw(st.booleans())}
     pieces, length = codec.encode("m", None, tensors, tensors.keys() - in_json)
     body = b"".join(pieces)
@@ -116,7 +120,7 @@ def test_an_answer() -> None:
 
 
 def test_bfloat16_is_answered_in_bytes_only() -> None:
-    with pytest.raises(InvalidTensor, match="x is BF16, which can only be answered as bytes: ask for binary_data"):
+    with pytest.raises(InvalidTensor, match="x is BF16, which can only be sent as bytes: request binary_data"):
         codec.encode("m", None, {"x": np.zeros(2, BFLOAT16)}, ())
 
 
@@ -182,7 +186,7 @@ def test_json_and_bytes_in_any_order() -> None:
 @pytest.mark.parametrize("datatype", ["FP16", "FP32", "FP64", "INT32", "INT64"])
 def test_lists_are_flat_or_nested(data: Any, shape: list[int], datatype: str, padding: bytes) -> None:
     tensor = read(data, datatype, shape, padding)
-    assert (tensor.shape, tensor.dtype) == (tuple(shape), codec._DTYPES[datatype])
+    assert (tensor.shape, tensor.dtype) == (tuple(shape), DATATYPES[datatype])
     assert tensor.reshape(-1).tolist() == np.array(data).reshape(-1).tolist()
 
 
@@ -218,11 +222,11 @@ def test_lists_that_are_no_tensor(data: Any, shape: list[int], place: str, paddi
 
 
 def test_a_list_among_many_numbers() -> None:
-    numbers = [0] * SMALL
-    with pytest.raises(InvalidTensor, match=rf"a\[{SMALL}\] is a list"):
-        read([*numbers, [1], 2], "INT64", [SMALL + 2])
+    numbers = [0] * SMALL_JSON_BYTES
+    with pytest.raises(InvalidTensor, match=rf"a\[{SMALL_JSON_BYTES}\] is a list"):
+        read([*numbers, [1], 2], "INT64", [SMALL_JSON_BYTES + 2])
     for extra in ({"id": "[[["}, {"parameters": {"note": "["}}, {"outputs": [{"name": "["}]}):
-        text = {"inputs": [one("a", "INT64", [SMALL], data=numbers)], **extra}
+        text = {"inputs": [one("a", "INT64", [SMALL_JSON_BYTES], data=numbers)], **extra}
         assert not decode(text).tensors["a"].any()  # brackets in texts do no harm
 
 
@@ -329,8 +333,8 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = 
     "no inputs": (({},), {}, ("inputs is null", "a list")),
     "inputs that are an object": (({"inputs": {}},), {}, ("inputs is {}", "a list")),
     "an input that is a number": (({"inputs": [5]},), {}, ("inputs is 5", "an object")),
-    "no name": (({"inputs": [{"datatype": "FP32"}]},), {}, ("inputs must each have a name", "null")),
-    "a name that is a number": (({"inputs": [one(5, data=[1])]},), {}, ("a name", "5")),
+    "no name": (({"inputs": [{"datatype": "FP32"}]},), {}, ("name of each entry in inputs", "null")),
+    "a name that is a number": (({"inputs": [one(5, data=[1])]},), {}, ("name of each entry", "5")),
     "parameters that are a list": (({"inputs": [], "parameters": []},), {}, ("parameters is []", "an object")),
     "parameters of an input": (
         ({"inputs": [one(data=[1], parameters=5)]},),
@@ -339,7 +343,7 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = 
     ),
     "an id that is a number": (({"id": 5, "inputs": []},), {}, ("id is 5", "a string")),
     "outputs that are a text": (({"inputs": [DATA], "outputs": "x"},), {}, ("outputs is 'x'", "a list")),
-    "an output without a name": (({"inputs": [DATA], "outputs": [{}]},), {}, ("outputs must each have a name",)),
+    "an output without a name": (({"inputs": [DATA], "outputs": [{}]},), {}, ("name of each entry in outputs",)),
     "an output's parameters": (
         ({"inputs": [DATA], "outputs": [{"name": "x", "parameters": []}]},),
         {},
@@ -353,8 +357,8 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = 
         {"length": len(json.dumps(BYTES)) + 2},
         ("not JSON",),
     ),
-    "bytes left over": ((BYTES, F + b"\0"), {}, ("bytes after the JSON are 5", "take 4")),
-    "bytes of nobody": (({"inputs": [DATA]}, F), {}, ("bytes after the JSON are 4", "take 0")),
+    "bytes left over": ((BYTES, F + b"\0"), {}, ("5 bytes follow the JSON", "take 4")),
+    "bytes of nobody": (({"inputs": [DATA]}, F), {}, ("4 bytes follow the JSON", "take 0")),
     "bytes missing": ((BYTES, F[1:]), {}, ("a takes bytes 0 to 4", "only 3 came")),
     "bytes missing of the second": (
         ({"inputs": [one(**size(4)), one("b", shape=[2], **size(8))]}, bytes(11)),
@@ -364,7 +368,11 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = 
     "deep": ((b'{"inputs": ' + b"[" * 100_000,), {}, ("The",)),
     "deep, and closed": ((b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",), {}, ("The",)),
     "deep, in a name": ((b'{"x": ' + b'{"x":' * 100_000 + b"1" + b"}" * 100_001,), {}, ("The",)),
-    "more inputs than are read": (({"inputs": [{}] * 20_000, "x": " " * SMALL},), {}, ("items", "limit is 4096")),
+    "more inputs than are read": (
+        ({"inputs": [{}] * 20_000, "x": " " * SMALL_JSON_BYTES},),
+        {},
+        ("items", "limit is 4096"),
+    ),
     "more names than are read": (({str(k): 1 for k in range(10_000)},), {}, ("10000 members", "limit is 4096")),
 }
 
@@ -387,7 +395,7 @@ INVALID: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a datatype that is a list": (one(datatype=["FP32"], data=[1]), ("a.datatype is ['FP32']",)),
     "no shape": ({"name": "a", "datatype": "FP32", "data": [1]}, ("a.shape is null",)),
     "a shape that is a number": (one(shape=1, data=[1]), ("a.shape is 1",)),
-    "a negative dimension": (one(shape=[-1], data=[1]), ("a.shape is [-1]", "from 0 on")),
+    "a negative dimension": (one(shape=[-1], data=[1]), ("a.shape is [-1]", "non-negative integers")),
     "a fractional dimension": (one(shape=[1.0], data=[1]), ("a.shape is [1.0]",)),
     "a boolean dimension": (one(shape=[True], data=[1]), ("a.shape is [true]",)),
     "a nested dimension": (one(shape=[[1]], data=[1]), ("a.shape is [[1]]",)),
@@ -400,7 +408,7 @@ INVALID: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("a is in shared memory", "send its bytes"),
     ),
     "shared memory and data": (one(data=[1], parameters={"shared_memory_region": "r"}), ("a is in shared memory",)),
-    "BF16 in a list": (one(datatype="BF16", data=[1]), ("a is BF16", "only be sent as bytes", "binary_data_size")),
+    "BF16 in a list": (one(datatype="BF16", data=[1]), ("a is BF16", "send it as bytes", "binary_data_size")),
     "bytes of one element less": (one(shape=[2], **size(4)), ("a.binary_data_size holds 4 bytes", "[2] takes 8")),
     "bytes of one element more": (one(**size(8)), ("a.binary_data_size holds 8 bytes", "takes 4")),
     "bytes of no number": (one(**size("4")), ("a.binary_data_size is '4'", "number of bytes")),
@@ -468,7 +476,7 @@ def test_the_limits() -> None:
 
 @EITHER_READER
 def test_what_is_asked_for(padding: bytes) -> None:
-    def asked(**more: Any) -> Request:
+    def asked(**more: Any) -> InferenceRequest:
         return decode(json.dumps({"inputs": [DATA], **more}).encode() + padding)
 
     assert asked()[2:] == ({}, None, False)
@@ -501,7 +509,7 @@ def test_what_cannot_be_asked_for(more: dict[str, Any], words: str) -> None:
 # ----- whatever comes -----
 
 
-def request_or_an_error(body: bytes, length: int | None) -> Request | None:
+def request_or_an_error(body: bytes, length: int | None) -> InferenceRequest | None:
     try:
         return codec.decode(memoryview(body), length, LIMITS)
     except GradserveError as error:
@@ -574,7 +582,7 @@ def test_a_large_and_a_small_request_are_read_alike(text: dict[str, Any], data: 
         except GradserveError as error:
             results.append(type(error))
     small, large = results
-    if isinstance(small, Request) and isinstance(large, Request):
+    if isinstance(small, InferenceRequest) and isinstance(large, InferenceRequest):
         assert small[0::2] == large[0::2]
         assert_same(small.tensors, large.tensors)
     else:
@@ -582,4 +590,6 @@ def test_a_large_and_a_small_request_are_read_alike(text: dict[str, Any], data: 
 
 
 def test_every_datatype_has_its_dtype() -> None:
-    assert {OPEN_INFERENCE[dtype] for dtype in DTYPES.values()} == set(codec._DTYPES)
+    assert set(DATATYPES.values()) == set(DTYPES.values())
+    for datatype, dtype in DATATYPES.items():
+        assert decode({"inputs": [one(datatype=datatype, shape=[0], **size(0))]}, b"").tensors["a"].dtype == dtype

@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 
-from service.codecs import open_inference, safetensors
+from service.codecs import _inference_head, open_inference, safetensors
 from service.dtypes import DTYPES, OPEN_INFERENCE, Array
 from service.errors import GradserveError
 from service.limits import Limits
@@ -105,7 +105,7 @@ def of_open_inference() -> Target:
     def decode(frame: Frame) -> Iterable[Array]:
         length = None if frame.lie is None else max(0, len(frame.head) + frame.lie)
         body = memoryview(frame.head + frame.data)
-        with mock.patch.object(open_inference, "SMALL", 0):  # the reader of long JSON
+        with mock.patch.object(_inference_head, "SMALL_JSON_BYTES", 0):  # the reader of long JSON
             with suppress(GradserveError):
                 open_inference.decode(body, length, LIMITS)
         return open_inference.decode(body, length, LIMITS).tensors.values()

@@ -34,7 +34,7 @@ def assert_same_bits(got: Array, expected: Array) -> None:
 
 
 def assert_close(got: Array, expected: Array, *, rtol: float = 0.0, atol: Any = 0.0) -> None:
-    """Also every other element within the tolerances, of which `atol` may be an array; infinities are the same."""
+    """Also every other element within the tolerances; `atol` may be an array. Infinities are the same."""
     assert_like(got, expected)
     with np.errstate(invalid="ignore", over="ignore"):
         wide, exact = got.astype(np.float64), expected.astype(np.float64)

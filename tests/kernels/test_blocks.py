@@ -16,7 +16,8 @@ import pytest
 
 from service.dtypes import Array
 from service.errors import TensorTooLarge
-from service.kernels._blocks import Workspace, helpers, share_out, workspace
+from service.kernels import Workspace, workspace
+from service.kernels._blocks import helpers, share_out
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2
 from tests.kernels.calls import CALLS, ELEMENTWISE, FLOAT_DTYPES, SOFTMAX, Call
 from tests.kernels.equality import assert_close, assert_same_bits

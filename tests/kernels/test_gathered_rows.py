@@ -21,7 +21,7 @@ INF, NAN = np.inf, np.nan
 
 
 def assembled(rows: GatheredRows, cuts: list[int]) -> Array:
-    """The output from its pieces between the cuts, each of which is nothing or an array of the right form."""
+    """The output from its pieces between the cuts. Each piece is None or an array of the right form."""
     size = math.prod(rows.shape)
     output = np.zeros(size, rows.dtype)
     bounds = sorted({0, size, *cuts})

@@ -14,8 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from service.dtypes import DTYPES, Array
 from service.errors import GradserveError, InvalidParameter, InvalidTensor, ShapeMismatch
-from service.kernels import _blocks, _gru_backward, _gru_layout
-from service.kernels._blocks import Workspace, workspace
+from service.kernels import Workspace, _blocks, _gru_backward, _gru_plan, workspace
 from service.kernels.gru import gru_grad, gru_training
 from tests.kernels.gru_reference import gru, gru_gradient
 
@@ -34,11 +33,11 @@ OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work is cut as if it were too little for several threads, as here it is, or not, or as if it were much."""
     if request.param != "alone":
-        monkeypatch.setattr(_gru_layout, "LEAST_SHARED", 0)
+        monkeypatch.setattr(_gru_plan, "MIN_SHARED_MULTIPLY_ADDS", 0)
     if request.param == "cut":  # a sequence in each block, 2 steps in a chunk, 1 in a piece, and a task for each gate
-        for name, value in (("ROWS", 1), ("STEPS", 2), ("SEQUENCES", 1)):
-            monkeypatch.setattr(_gru_layout, name, value)
-        for name in ("PIECE", "WIDE"):
+        for name, value in (("CHUNK_ROWS", 1), ("MIN_CHUNK_STEPS", 2), ("BLOCK_SEQUENCES", 1)):
+            monkeypatch.setattr(_gru_plan, name, value)
+        for name in ("PIECE_ELEMENTS", "WIDE_HIDDEN_UNITS"):
             monkeypatch.setattr(_gru_backward, name, 1)
 
 
@@ -296,7 +295,7 @@ def test_what_overflows_does_not_warn(dtype: str) -> None:
 def test_many_products_are_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = case("bidirectional", S=5)
     whole, *_ = gradients(given, direction="bidirectional")
-    monkeypatch.setattr(_gru_backward, "LARGEST_PRODUCT", 1)
+    monkeypatch.setattr(_gru_backward, "MAX_PRODUCT_ELEMENTS", 1)
     parts, *_ = gradients(given, direction="bidirectional")
     for name in OUTPUTS:
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-12, atol=1e-14)
@@ -337,7 +336,7 @@ def test_only_outputs_are_asked_for_as_such(dtype: str, linear_before_reset: int
 
 @pytest.mark.parametrize("wanted", [("dX",), ("dW", "dB"), ("dR",)])
 def test_what_is_not_asked_for_is_not_computed(wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is there memory for it, but for dH0, through which the gradient goes."""
+    """Nor is there memory for it, except for dH0: the gradient goes through it."""
     given = case()
     HAll, _, ZRH = train(*given.values())
     asked, computed = list[tuple[int, ...]](), set[str]()
@@ -349,7 +348,7 @@ def test_what_is_not_asked_for_is_not_computed(wanted: tuple[str, ...], monkeypa
     products = _gru_backward.Backward._products
 
     def counted(self: _gru_backward.Backward, d: int, steps: slice) -> Any:
-        computed.update(self.made)
+        computed.update(self.outputs)
         return products(self, d, steps)
 
     monkeypatch.setattr(_gru_backward.Backward, "_products", counted)

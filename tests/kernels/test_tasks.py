@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.kernels._blocks import Workspace, workspace
+from service.kernels import Workspace, workspace
 from service.kernels._tasks import Tasks
 from tests.kernels.threads import PATIENCE, threads
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from service.kernels._blocks import Workspace, workspace
+from service.kernels import Workspace, workspace
 
 PATIENCE = 30.0
 """Seconds: long enough that the machine is never too slow, and short enough that a deadlock fails soon."""
@@ -14,6 +14,6 @@ PATIENCE = 30.0
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Kernels called inside have a pool of `count` threads, of which as many may work, the caller's included."""
+    """Kernels called inside have a pool of `count` threads. At most `count` threads work, with the caller's."""
     with ThreadPoolExecutor(count) as pool, workspace(Workspace(pool, count)):
         yield

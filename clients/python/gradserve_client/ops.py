@@ -89,9 +89,9 @@ class Ops:
     ) -> Array | Receipt:
         """accumulated_gradient = gradient_buffer + gradient; gradient_buffer where do_update is false.
 
-        `gradient` broadcasts into the buffer's shape, which the result has; its dtype may differ and is converted.
-        Buffers of float16 and bfloat16 are added in float32 and rounded once. Of `do_update`, true if left out, the
-        first element counts; where it is false, `gradient` is ignored, whatever its shape.
+        `gradient` broadcasts into the buffer's shape, and its dtype may differ. The result has the buffer's shape and
+        dtype. Buffers of float16 and bfloat16 are added in float32 and rounded once. Only the first element of
+        `do_update` counts; it is true if left out. If it is false, `gradient` may have any shape.
 
         gradient_buffer: float32, float16, bfloat16, float64.
         gradient: float32, float16, bfloat16, float64.
@@ -158,9 +158,9 @@ class Ops:
     ) -> InPlaceAccumulatorV2Outputs | dict[str, Array] | dict[str, Array | Receipt]:
         """accumulated_gradient = gradient_buffer + gradient; gradient where overwrite is true. updated = [true].
 
-        `gradient` broadcasts into the buffer's shape, which the result has, for overwriting too; its dtype may differ
-        and is converted. Buffers of float16 and bfloat16 are added in float32 and rounded once. Of `overwrite`, false
-        if left out, the first element counts.
+        `gradient` broadcasts into the buffer's shape, and its dtype may differ. The result has the buffer's shape and
+        dtype, also when overwriting. Buffers of float16 and bfloat16 are added in float32 and rounded once. Only the
+        first element of `overwrite` counts; it is false if left out.
 
         gradient_buffer: float32, float16, bfloat16, float64.
         gradient: float32, float16, bfloat16, float64.
@@ -221,7 +221,7 @@ class Ops:
     ) -> Array | Receipt:
         """zero_gradient = zeros of old_gradient's shape and dtype.
 
-        All zeros are +0. `reset_signal` may be any tensor: neither its value nor its shape counts, as in ONNX Runtime.
+        All zeros are +0. `reset_signal` may be any tensor, and is ignored, as in ONNX Runtime.
 
         old_gradient: float32, float16, bfloat16, float64.
         reset_signal: bool, float16, bfloat16, float32, float64, int32, int64.
@@ -272,7 +272,7 @@ class Ops:
     ) -> Array | Receipt:
         """dX = dY where X > 0, else 0.
 
-        X = 0 and X = NaN give exactly +0, whatever dY is; where X > 0, dY passes bit by bit.
+        X = 0 and X = NaN give exactly +0, for any dY. Where X > 0, dX has the bits of dY.
 
         dY, X: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
@@ -324,7 +324,7 @@ class Ops:
     ) -> Array | Receipt:
         """dX = dY where Y > 0, else alpha * dY.
 
-        Y is the forward output. Y = 0 and Y = NaN give alpha * dY. For alpha < 0 the sign of Y is not that of the
+        Y is the forward output. Y = 0 and Y = NaN give alpha * dY. For alpha < 0, Y does not tell the sign of the
         forward input, so the result is not the true gradient, as in ONNX Runtime.
 
         dY, Y: float32, float16, bfloat16, float64, all alike.
@@ -375,7 +375,7 @@ class Ops:
     ) -> Array | Receipt:
         """dX = dY * Y * (1 - Y).
 
-        Y is the forward output, sigmoid(X); that it lies in [0, 1] is not checked.
+        Y is the forward output, sigmoid(X). The kernel does not check that Y lies in [0, 1].
 
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
@@ -425,7 +425,7 @@ class Ops:
     ) -> Array | Receipt:
         """dX = dY * (1 - Y * Y).
 
-        Y is the forward output, tanh(X); that it lies in [-1, 1] is not checked.
+        Y is the forward output, tanh(X). The kernel does not check that Y lies in [-1, 1].
 
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
@@ -477,8 +477,8 @@ class Ops:
     ) -> Array | Receipt:
         """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
 
-        alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN, and so does an X of which alpha * X is
-        beyond what it is computed in: the formula is followed, as in ONNX Runtime, although the limits are dY and 0.
+        alpha = 1 is the gradient of SiLU. X = NaN and X = ±infinity give NaN, and so does an X whose alpha * X
+        overflows. The kernel follows the formula, as ONNX Runtime does, although the limits are dY and 0.
 
         dY, X: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
@@ -516,9 +516,9 @@ class Ops:
     ) -> BroadcastGradientArgsOutputs | dict[str, Array]:
         """The axes over which the gradient of broadcast(A, B) must be summed to get that of A, and that of B.
 
-        `A_shape` and `B_shape` hold the shapes of the two operands, read flat whatever their own rank. The results are
-        1-D, number the axes of the broadcast result and are in descending order; without such an axis they are empty. A
-        leading dimension that one operand lacks is listed even if the other's is 1.
+        `A_shape` and `B_shape` hold the shapes of the two operands, as tensors of any rank, read flat. The results are
+        1-D and list axes of the broadcast result in descending order; they may be empty. A leading dimension that one
+        operand lacks is listed even if the other operand has 1 there.
 
         A_shape, B_shape: int64, int32, all alike.
         Gives A_axes, B_axes: int64, int32, all alike.
@@ -573,10 +573,10 @@ class Ops:
     ) -> Array | Receipt:
         """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.
 
-        `shape` is the shape of Gather's data, as a tensor of any rank, read flat. `indices` may have any shape and
-        count from the end where negative. `grad` has the shape of Gather's output: `shape` with the dimension `axis`
-        replaced by the dimensions of `indices`; `output` has its dtype. Duplicates are added in their order in
-        `indices`, always the same. float16 and bfloat16 are added in float32 and rounded once.
+        `shape` is the shape of Gather's data, as a tensor of any rank, read flat. `indices` may have any shape;
+        negative indices count from the end. `grad` has the shape of Gather's output: `shape` with the dimension `axis`
+        replaced by the dimensions of `indices`. `output` has the dtype of `grad`. Duplicates are always added in their
+        order in `indices`. float16 and bfloat16 are added in float32 and rounded once.
 
         shape: int64, int32.
         indices: int64, int32.
@@ -686,9 +686,9 @@ class Ops:
         linear_before_reset = 1, h = tanh(X Wh' + r * (H Rh' + Rbh) + Wbh).
 
         X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H] -> HAll [S, D, N, H], HFinal [D, N, H],
-        ZRH [S, D, N, 3H]. B and H0 are zeros if left out. Sequence n runs SL[n] steps, all if SL is left out; reverse
-        turns only those around; HAll and ZRH are zero at the steps beyond. `hidden_size` may be left out, `activations`
-        can only be the default, and `clip` is refused.
+        ZRH [S, D, N, 3H]. B and H0 are zeros if left out. Sequence n runs SL[n] steps, or all steps if SL is left out.
+        Reverse turns only those steps around, and HAll and ZRH are zero at later steps. `hidden_size` may be left out,
+        `activations` must be the default, and `clip` is refused.
 
         X, W, R, B (optional), H0 (optional): float32, float16, bfloat16, float64, all alike.
         SL (optional): int64, int32.
@@ -832,9 +832,9 @@ class Ops:
 
         X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H], HAll [S, D, N, H], ZRH [S, D, N, 3H],
         grad_HAll [S, D, N, H], grad_Ht [D, N, H] -> dX, dW, dR, dB, dH0, of the shapes of X, W, R, B, H0. HAll and ZRH
-        are taken as GRUTraining gave them; B, H0 and the gradients are zeros if left out. Beyond a sequence's length
-        SL[n], dX is zero and the incoming gradients are ignored. What is not asked for is not computed. The attributes
-        are those of GRUTraining.
+        must be GRUTraining's outputs; B, H0 and the gradients are zeros if left out. Beyond a sequence's length SL[n],
+        dX is zero and the incoming gradients are ignored. Only the requested outputs are computed. The attributes are
+        those of GRUTraining.
 
         X, W, R, B (optional), H0 (optional), HAll, ZRH, grad_HAll (optional), grad_Ht (optional): float32, float16,
             bfloat16, float64, all alike.

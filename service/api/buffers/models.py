@@ -31,7 +31,7 @@ Timeout = Annotated[
     Field(ge=0, le=LONGEST_WAIT, description="Seconds to wait for what is not there yet."),
 ]
 Encoding = Annotated[
-    json_codec.Form | None,
+    json_codec.Encoding | None,
     Field(description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."),
 ]
 Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]

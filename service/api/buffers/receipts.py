@@ -45,7 +45,7 @@ async def answer_outcome(
     call: Call,
     media_type: str,
     outcome: Outcome,
-    form: json_codec.Form,
+    form: json_codec.Encoding,
     *,
     single: bool,
     reduce: str = "sum",
@@ -101,7 +101,7 @@ def _written(
     receipts: Mapping[str, Receipt],
     values: Mapping[str, Array],
     media_type: str,
-    form: json_codec.Form,
+    form: json_codec.Encoding,
     fields: Mapping[str, str],
     single: bool,
 ) -> Answer:
@@ -121,7 +121,7 @@ def _written(
     return Answer([*pieces, b"}}"], JSON, fields)
 
 
-def _member(receipt: Receipt, value: Array | None, form: json_codec.Form) -> list[bytes]:
+def _member(receipt: Receipt, value: Array | None, form: json_codec.Encoding) -> list[bytes]:
     """A receipt in JSON, with the value if there is one."""
     text = orjson.dumps(receipt)
     if value is None:

@@ -105,7 +105,7 @@ def _complaint(invalid: ValidationError, members: Sequence[str]) -> GradserveErr
     return invalid_parameter({**error, "loc": (place,)}, "member", members)
 
 
-async def gradients(call: Call, received: Received) -> tuple[dict[str, Array], json_codec.Form]:
+async def gradients(call: Call, received: Received) -> tuple[dict[str, Array], json_codec.Encoding]:
     """The tensors in the body, and the form of tensors in the answer unless the query sets another."""
     is_json = received.sent == JSON
     text_bytes = len(received.body) if is_json else int.from_bytes(received.body[:8], "little")  # the file's header
@@ -113,7 +113,7 @@ async def gradients(call: Call, received: Received) -> tuple[dict[str, Array], j
     return await call.offload(inline, _gradients, received.body, is_json, call.engine.limits)
 
 
-def _gradients(body: memoryview, is_json: bool, limits: Limits) -> tuple[dict[str, Array], json_codec.Form]:
+def _gradients(body: memoryview, is_json: bool, limits: Limits) -> tuple[dict[str, Array], json_codec.Encoding]:
     tensors, form = _from_json(body, limits) if is_json else (safetensors.decode(body, limits), "list")
     for name, tensor in tensors.items():
         if NAMES[tensor.dtype] not in FLOATS.dtypes:
@@ -121,7 +121,7 @@ def _gradients(body: memoryview, is_json: bool, limits: Limits) -> tuple[dict[st
     return tensors, form
 
 
-def _from_json(body: memoryview, limits: Limits) -> tuple[dict[str, Array], json_codec.Form]:
+def _from_json(body: memoryview, limits: Limits) -> tuple[dict[str, Array], json_codec.Encoding]:
     document = json_codec.Document(body, limits)
     forms = {name: parse_form(name, member) for name, member in document.members.items()}
     tensors = {name: tensor_of(document, name, form, FLOATS.default) for name, form in forms.items()}

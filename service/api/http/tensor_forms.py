@@ -72,7 +72,7 @@ def tensor_of(document: json_codec.Document, name: str, form: Form, default: str
     return document.base64(name, form.base64, dtype, form.shape or [])
 
 
-def form_of_answer(forms: Iterable[Form]) -> json_codec.Form:
+def form_of_answer(forms: Iterable[Form]) -> json_codec.Encoding:
     """How an answer writes its tensors unless it is told: in base64 if the request has any."""
     return "base64" if any(form.base64 is not None for form in forms) else "list"
 

@@ -105,7 +105,7 @@ class EndpointQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    encoding: json_codec.Form | None = Field(
+    encoding: json_codec.Encoding | None = Field(
         None, description="How the answer writes its tensors; by default in base64 if the request does, else as lists."
     )
     sources: list[str] = Field(
@@ -161,7 +161,7 @@ async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> 
 
 def decode_json(
     operator: Operator, query: EndpointQuery, limits: Limits, body: memoryview
-) -> tuple[Job, json_codec.Form]:
+) -> tuple[Job, json_codec.Encoding]:
     """Read the job from a JSON body, and the form of tensors in a JSON answer, unless the query sets another."""
     # A request that takes all its inputs from buffers needs no body.
     document = json_codec.Document(body if len(body) or not query.sources else b"{}", limits)
@@ -179,7 +179,7 @@ def decode_json(
 
 def decode_safetensors(
     operator: Operator, query: EndpointQuery, limits: Limits, body: memoryview
-) -> tuple[Job, json_codec.Form]:
+) -> tuple[Job, json_codec.Encoding]:
     """Read the job from a safetensors body. A JSON answer then has base64."""
     tensors = safetensors.decode(body, limits) if len(body) or not query.sources else {}
     return _job(operator, query, body, tensors, _buffers(operator, query)), "base64"
@@ -197,7 +197,7 @@ def _job(
     return Job(operator, body, tensors, attributes, wanted, buffers)
 
 
-def encode_json(result: Result, form: json_codec.Form) -> Answer:
+def encode_json(result: Result, form: json_codec.Encoding) -> Answer:
     """Write the outputs and the receipts as JSON."""
     return Answer(json_codec.encode(result.outputs, form, result.receipts), JSON)
 

@@ -1,0 +1,171 @@
+"""The JSON of an Open Inference Protocol request: read and checked, except for the tensors' numbers.
+
+Small JSON becomes Python objects. In large JSON the numbers of tensors stay in the parser.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import simdjson
+
+from service.codecs._headers import as_object, check_shape, load
+from service.codecs._lists import LISTS
+from service.codecs.json import Pairs, members_of, parse
+from service.dtypes import OPEN_INFERENCE, DType
+from service.errors import InvalidParameter, InvalidTensor, MalformedBody, shown
+
+SMALL_JSON_BYTES = 1 << 16
+"""The largest JSON, in bytes, to read into Python objects: each number becomes an object."""
+
+MAX_LIST_ITEMS = 1 << 12
+"""The most items of a list in large JSON that does not hold a tensor's numbers: each item becomes a Python object."""
+
+_DTYPES: dict[Any, DType] = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
+
+_SHARED_MEMORY = "shared_memory_region"
+
+
+class InputHead(NamedTuple):
+    """An input in the JSON: it has either `size`, how many bytes after the JSON it takes, or `data`, a list."""
+
+    name: str
+    dtype: DType
+    shape: list[int]
+    size: int | None
+    data: Any
+
+
+class RequestHead(NamedTuple):
+    """A request's JSON. A cache shares it, so nothing may change it."""
+
+    document: dict[str, Any]
+    id: str | None
+    inputs: list[InputHead]
+    parameters: dict[str, Any]
+    outputs: dict[str, bool] | None
+    binary: bool
+
+
+def read_head(text: memoryview | bytes) -> RequestHead:
+    """Read the JSON of a request. Raises `MalformedBody`, `InvalidTensor` and `InvalidParameter`."""
+    document = _read(text)
+    parameters = dict(as_object(document.get("parameters", {}), "parameters"))
+    identity = document.get("id")
+    if identity is not None and not isinstance(identity, str):
+        raise MalformedBody(f"id is {shown(identity)}, but must be a string")
+    inputs = [_read_input(entry) for entry in _as_objects(document.get("inputs"), "inputs")]
+    binary = _as_boolean(parameters.pop("binary_data_output", False), "binary_data_output")
+    outputs = None
+    if document.get("outputs") is not None:
+        outputs = _read_outputs(_as_objects(document["outputs"], "outputs"), binary)
+    return RequestHead(document, identity, inputs, parameters, outputs or None, binary)
+
+
+def count_lists(value: Any, key: str = "") -> int:
+    """Count the lists in `value`, except those of tensors' numbers."""
+    if isinstance(value, dict):
+        return sum(count_lists(member, name) for name, member in value.items())
+    return 1 + sum(map(count_lists, value)) if isinstance(value, list) and key != "data" else 0
+
+
+def _read(text: memoryview | bytes) -> dict[str, Any]:
+    try:
+        return _parse(text)
+    except MalformedBody:
+        quoted = _quote_nonfinite(bytes(text))
+        if quoted == text:
+            raise
+        return _parse(quoted)
+
+
+def _parse(text: memoryview | bytes) -> dict[str, Any]:
+    if len(text) <= SMALL_JSON_BYTES:
+        return as_object(load(text, "The request"), "The request")
+    try:
+        return as_object(_unpack(parse(text)), "The request")
+    except RecursionError:
+        raise MalformedBody("The request is nested too deeply") from None
+
+
+def _quote_nonfinite(text: bytes) -> bytes:
+    """Make strings of NaN and infinities that are bare words, as Python's `json` writes them."""
+    if b"\\" in text or not (b"NaN" in text or b"Infinity" in text):
+        return text  # with backslashes, a quotation mark need not begin or end a string
+    parts = text.split(b'"')
+    for number in range(0, len(parts), 2):  # the parts between strings
+        part = parts[number].replace(b"Infinity", b'"Infinity"').replace(b'-"Infinity"', b'"-Infinity"')
+        parts[number] = part.replace(b"NaN", b'"NaN"')
+    return b'"'.join(parts)
+
+
+def _unpack(value: Any, key: str = "") -> Any:
+    """Make Python objects of the parser's, except of the lists of tensors' numbers."""
+    if isinstance(value, (simdjson.Object, Pairs)):
+        return {name: _unpack(member, name) for name, member in members_of(value, shown(key) if key else "The request")}
+    if type(value) not in LISTS or key == "data":
+        return value
+    if len(value) > MAX_LIST_ITEMS:
+        raise MalformedBody(f"{shown(key)} has {len(value)} items; the limit is {MAX_LIST_ITEMS}")
+    return [_unpack(item) for item in value]
+
+
+def _read_input(entry: Mapping[str, Any]) -> InputHead:
+    name = _name_of(entry, "inputs")
+    text = entry.get("datatype")
+    dtype = _DTYPES.get(text) if isinstance(text, str) else None
+    if dtype is None:
+        raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
+    shape = check_shape(name, entry.get("shape"))
+    parameters = entry.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise MalformedBody(f"{name}.parameters is {shown(parameters)}, but must be an object")
+    size = parameters.get("binary_data_size")
+    if size is None and _SHARED_MEMORY in parameters:
+        raise InvalidTensor(f"{name} is in shared memory, which this server does not read; send its bytes", tensor=name)
+    if (size is None) is ("data" not in entry):
+        raise InvalidTensor(f"{name} must have either data or the parameter binary_data_size", tensor=name)
+    if size is not None and (type(size) is not int or size < 0):
+        raise InvalidTensor(f"{name}.binary_data_size is {shown(size)}, but must be a number of bytes", tensor=name)
+    return InputHead(name, dtype, shape, size, entry.get("data"))
+
+
+def _read_outputs(entries: list[dict[str, Any]], binary: bool) -> dict[str, bool]:
+    """Return for each requested output whether the client wants it in bytes."""
+    pairs = [_read_output(entry, binary) for entry in entries]
+    outputs = dict(pairs)
+    if len(outputs) < len(pairs):
+        duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise MalformedBody(f"The request has two outputs named {shown(duplicate)}")
+    return outputs
+
+
+def _read_output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool]:
+    name = _name_of(entry, "outputs")
+    parameters = as_object(entry.get("parameters", {}), "an output's parameters")
+    for unknown in parameters.keys() - {"binary_data"}:
+        raise InvalidParameter(
+            f"{name} has the parameter {shown(unknown)}, but outputs only have binary_data", parameter=unknown
+        )
+    return name, _as_boolean(parameters.get("binary_data", binary), "binary_data")
+
+
+def _as_objects(value: Any, title: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise MalformedBody(f"{title} is {shown(value)}, but must be a list")
+    return [as_object(entry, title) for entry in value]
+
+
+def _as_boolean(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidParameter(f"{name} is {shown(value)}, but must be true or false", parameter=name)
+    return value
+
+
+def _name_of(entry: Mapping[str, Any], title: str) -> str:
+    name = entry.get("name")
+    if not isinstance(name, str):
+        raise MalformedBody(f"The name of each entry in {title} must be a string, but one is {shown(name)}")
+    return name

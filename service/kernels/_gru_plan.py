@@ -1,0 +1,186 @@
+"""The sizes and attributes of GRUTraining and GRUGrad, checked, and how both cut their work into blocks and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from service.dtypes import Array, DType, compute_dtype
+from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
+from service.kernels._blocks import new_output, spare_memory
+from service.kernels._gru_rows import EvenRows, RaggedRows, RowLayout
+
+BLOCK_SEQUENCES = 32
+"""Sequences in a block, as a rule: enough rows for an efficient product with R."""
+MAX_BLOCKS = 8
+"""The most blocks of sequences: enough to occupy the threads."""
+CHUNK_ROWS = 512
+"""Rows (steps times sequences) in a chunk: enough for an efficient product, few enough to stay in a cache."""
+MIN_CHUNK_STEPS = 16
+"""The fewest steps in a chunk."""
+MIN_SHARED_MULTIPLY_ADDS = 40_000_000
+"""Multiplications and additions from which on a second thread helps.
+
+With fewer, threads spend longer on waiting for each other, and for memory that another core has written, than on work.
+"""
+MAX_EMPTY_ROWS = 1 << 16
+"""The most rows (steps times sequences) of an X without elements: a request of a few bytes must not run for minutes."""
+
+Direction = Literal["forward", "reverse", "bidirectional"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The checked sizes of a batch, and how the passes through time cut it."""
+
+    S: int
+    N: int
+    I: int  # noqa: E741 - ONNX's name
+    H: int
+    D: int
+    reverse: tuple[bool, ...]
+    lengths: Array | None
+    """None if all sequences have the same length."""
+    steps: int
+    """The length of the longest sequence: later steps are not computed."""
+    linear_before_reset: bool
+
+    @cached_property
+    def rows(self) -> RowLayout:
+        """The rows to compute."""
+        if self.lengths is None:
+            return EvenRows(self.N, self.steps)
+        return RaggedRows(self.lengths, self.steps, self.D, self.blocks(), self._chunks())
+
+    @property
+    def single_threaded(self) -> bool:
+        """Whether the work is too little for a second thread."""
+        rows = self.N * self.steps if self.lengths is None else int(self.lengths.sum())
+        return self.D * rows * 3 * self.H * (2 * self.I + self.H) < MIN_SHARED_MULTIPLY_ADDS
+
+    def blocks(self) -> list[slice]:
+        """Cut the sequences, in the order of `rows`, into blocks. Each block and direction runs through time alone."""
+        in_halves = self.D == 1 and self.N > BLOCK_SEQUENCES // 2
+        most = 1 if self.single_threaded and self.N <= CHUNK_ROWS else MAX_BLOCKS
+        count = min(max(self.N // BLOCK_SEQUENCES, 1 + in_halves), most) if self.N else 0
+        return [slice(self.N * k // count, self.N * (k + 1) // count) for k in range(count)]
+
+    def chunks(self, direction: int) -> list[slice]:
+        """Cut the steps into chunks, in the order of the forward pass."""
+        return self._chunks()[:: -1 if self.reverse[direction] else 1]
+
+    def _chunks(self) -> list[slice]:
+        if not self.N:  # without sequences there may be any number of steps
+            return []
+        height = max(MIN_CHUNK_STEPS, CHUNK_ROWS // self.N)
+        return [slice(t, min(t + height, self.steps)) for t in range(0, self.steps, height)]
+
+
+_REVERSE: dict[str, tuple[bool, ...]] = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+
+
+def make_plan(
+    X: Array,
+    R: Array,
+    SL: Array | None,
+    *,
+    hidden_size: int | None,
+    direction: str,
+    linear_before_reset: int,
+    activations: Sequence[str] | None,
+    clip: float | None,
+) -> Plan:
+    """Check the attributes, and the shapes of X, R and SL, from which the sizes follow.
+
+    Raises `ShapeMismatch`, `InvalidTensor` for lengths out of range, and `InvalidParameter`.
+    """
+    reverse = _check_attributes(direction, linear_before_reset, activations, clip)
+    S, N, I, H = _check_sizes(X, R, len(reverse), hidden_size)  # noqa: E741
+    steps, lengths = S, None
+    if SL is not None:
+        _check_lengths(SL, S, N)
+        steps = int(SL.max(initial=0))
+        lengths = None if (SL == steps).all() else SL
+    return Plan(S, N, I, H, len(reverse), reverse, lengths, steps, linear_before_reset == 1)
+
+
+def _check_attributes(
+    direction: str, linear_before_reset: int, activations: Sequence[str] | None, clip: float | None
+) -> tuple[bool, ...]:
+    """Return for each direction whether it runs in reverse."""
+    if direction not in _REVERSE:
+        raise _invalid("direction", direction, f"one of {', '.join(_REVERSE)}")
+    if linear_before_reset not in (0, 1):
+        raise _invalid("linear_before_reset", linear_before_reset, "0 or 1")
+    supported = ["sigmoid", "tanh"] * len(_REVERSE[direction])
+    if activations is not None and [name.lower() for name in activations] != supported:
+        raise _invalid("activations", list(activations), f"{supported}, in any letter case; no others are supported")
+    if clip is not None:
+        raise _invalid("clip", clip, "left out: ONNX Runtime does not define the gradient of clipped gates either")
+    return _REVERSE[direction]
+
+
+def _check_sizes(X: Array, R: Array, D: int, hidden_size: int | None) -> tuple[int, int, int, int]:
+    """Return S, N, I and H."""
+    for name, tensor in (("X", X), ("R", R)):
+        if tensor.ndim != 3:
+            raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have 3 dimensions", tensor=name)
+    S, N, I = X.shape  # noqa: E741
+    H = R.shape[2]
+    if H == 0:
+        raise ShapeMismatch(f"R has shape {list(R.shape)}, but there must be a hidden unit", tensor="R")
+    if R.shape != (D, 3 * H, H):
+        units = H if hidden_size is None or hidden_size < 1 else hidden_size
+        check_shape("R", R, D, 3 * units, units)
+    if hidden_size is not None and hidden_size != H:
+        raise _invalid("hidden_size", hidden_size, f"{H}, the last dimension of R, or left out")
+    if not X.size and max(S, 1) * N > MAX_EMPTY_ROWS:
+        raise ShapeMismatch(
+            f"X has shape {[S, N, I]}, but the steps times the sequences of an X without elements may be"
+            f" {MAX_EMPTY_ROWS} at most",
+            tensor="X",
+        )
+    return S, N, I, H
+
+
+def _check_lengths(SL: Array, S: int, N: int) -> None:
+    check_shape("SL", SL, N)
+    outside = np.flatnonzero((SL < 0) | (SL > S))
+    if outside.size:
+        raise InvalidTensor(
+            f"SL[{outside[0]}] is {SL[outside[0]]}, but must be in [0, {S}], where X has {S} steps", tensor="SL"
+        )
+
+
+def _invalid(name: str, value: object, expected: str) -> InvalidParameter:
+    return InvalidParameter(f"{name} is {shown(value)}, but must be {expected}", parameter=name)
+
+
+def check_shape(name: str, tensor: Array | None, *shape: int) -> None:
+    """Raise `ShapeMismatch` if there is a tensor, and it has another shape."""
+    if tensor is not None and tensor.shape != shape:
+        raise ShapeMismatch(f"{name} has shape {list(tensor.shape)}, but must have {list(shape)}", tensor=name)
+
+
+def make_outputs(dtype: DType, *shapes: tuple[int, ...]) -> list[tuple[Array, Array]]:
+    """Make for each shape an output of `dtype`, and the memory to compute it in: the output itself, or wider memory."""
+    outputs: list[Array] = [new_output(None, shape, dtype) for shape in shapes]
+    wide = compute_dtype(dtype)
+    return [(output, output if wide == dtype else spare_memory(output.shape, wide)) for output in outputs]
+
+
+def round_output(output: Array, computed: Array) -> Array:
+    """Return `output` with the numbers of `computed`, rounded to its dtype."""
+    if computed is not output:
+        with np.errstate(all="ignore"):
+            output[...] = computed
+    return output
+
+
+def widen_input(tensor: Array | None, dtype: DType) -> Array | None:
+    """Return the tensor, if there is one, row-major and as `dtype`."""
+    return None if tensor is None else np.ascontiguousarray(tensor, dtype)
