@@ -431,7 +431,7 @@ def test_what_moves_is_waited_for_longer_than_the_timeout(call: Call, stub: str)
 def test_a_change_that_is_in_doubt_can_be_repeated(call: Call, stub: str) -> None:
     done = call(stub, "--timeout", "0.2", "buffers", "zero", "b", "--key", "mine")
     assert done.code == 6
-    assert done.err == "error: No disk (store_failed); in case it was done, repeat it with --key mine\n"
+    assert done.err == "error: No disk (store_failed); it may have been done: to be sure, repeat it with --key mine\n"
 
 
 def test_a_file_that_cannot_be_written(call: Call, server: Client, tmp_path: Path) -> None:
@@ -487,7 +487,8 @@ def test_an_interrupted_change_can_be_repeated(tmp_path: Path, number: signal.Si
         error = json.loads(said)["error"]
         assert (error["code"], error["idempotency_key"], error["maybe_done"]) == ("interrupted", key, True)
     else:
-        assert said.decode() == f"error: Interrupted (interrupted); in case it was done, repeat it with --key {key}\n"
+        hint = f"it may have been done: to be sure, repeat it with --key {key}"
+        assert said.decode() == f"error: Interrupted (interrupted); {hint}\n"
     assert os.listdir(tmp_path) == []
 
 

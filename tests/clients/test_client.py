@@ -176,13 +176,13 @@ def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
 
 def test_an_empty_list_is_not_the_default(server: Any) -> None:
     for weight in (10**400, "much"):
-        with pytest.raises(InvalidInput, match="^weight is no number that a float can be"):
+        with pytest.raises(InvalidInput, match="^weight cannot be a float"):
             server.buffers["w"].accumulate([1], weight=weight)
     for key in ("", " a", "a ", "ä", "aäb", "a\n", "a" * 256, 5):
         with pytest.raises(InvalidInput, match="^idempotency_key is"):
             server.buffers["w"].accumulate([1], idempotency_key=key)
     for name in ("from", "into", "outputs", "weight", "epoch"):
-        with pytest.raises(InvalidInput, match=f"^{name} is no attribute"):
+        with pytest.raises(InvalidInput, match=f"^{name} is not an attribute"):
             server.run("ReluGrad", {"dY": [1], "X": [1]}, {name: "dX:w"})
     with pytest.raises(InvalidInput, match="^activations is empty"):
         server.ops.gru_training([[[1.0]]], [[[1.0]] * 3], [[[1.0]] * 3], activations=[])
@@ -273,7 +273,7 @@ def test_taken_is_a_receipt_with_a_value(server: Any) -> None:
 
 def test_what_is_for_into_is_refused_without_it(server: Any) -> None:
     for more in ({"weight": 1.0}, {"weight": 2}, {"epoch": 0}):
-        with pytest.raises(InvalidInput, match=f"{next(iter(more))} is for outputs that are added into a buffer"):
+        with pytest.raises(InvalidInput, match=next(iter(more))):
             server.ops.relu_grad([1], [1], **more)
 
 
@@ -302,18 +302,18 @@ def test_the_buffers_are_no_sequence(url: str) -> None:
 
 @pytest.mark.parametrize("name", [5, None, b"a"])
 def test_what_is_no_text_is_no_name(server: Any, name: Any) -> None:
-    with pytest.raises(InvalidInput, match="is no name of a buffer"):
+    with pytest.raises(InvalidInput, match="is not a buffer name"):
         server.buffers[name].zero()
 
 
 @pytest.mark.parametrize("more", [{"shape": (3.0,)}, {"shape": 2, "keep": "1"}, {"shape": [2], "quorum": 1.5}])
 def test_what_is_no_integer_is_refused(server: Any, more: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="but must be of integers"):
+    with pytest.raises(InvalidInput, match="is not an integer"):
         server.buffers["a"].create(**more)
 
 
 def test_a_time_that_is_no_number_is_refused(server: Any) -> None:
-    with pytest.raises(InvalidInput, match="^ttl_seconds is no number that a float can be"):
+    with pytest.raises(InvalidInput, match="^ttl_seconds cannot be a float"):
         server.buffers["a"].create(2, ttl_seconds="long")
 
 

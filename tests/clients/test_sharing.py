@@ -235,7 +235,7 @@ def test_a_call_that_runs_when_the_client_is_closed_ends(process: Server) -> Non
         await server.close()
         for one in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(one, InvalidInput)
-            assert (str(one), one.maybe_done) == ("The client is closed: make another one", True)
+            assert (str(one), one.maybe_done) == ("The client is closed: create a new one", True)
             assert one.idempotency_key is not None
         assert open_files() <= before - 3
 

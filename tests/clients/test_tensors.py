@@ -16,7 +16,8 @@ import torch
 from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
 from gradserve_client._buffer_calls import take
 from gradserve_client._calls import operators, run
-from gradserve_client._policy import Answer, Echo, Patience, exchange
+from gradserve_client._outcomes import Answer
+from gradserve_client._policy import Echo, Patience, exchange
 from gradserve_client._tensors import DTYPES, as_array, decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
