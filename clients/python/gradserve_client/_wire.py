@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 import h11
@@ -16,8 +15,8 @@ from gradserve_client._outcomes import Answer
 JOINED_BYTES = 1 << 16
 """A body up to this size goes into one write with the head, so that a small call takes a single write."""
 
-READ_BYTES = 1 << 16
-"""Bytes of a read that may hold a head: a small answer takes a single read."""
+READ_BYTES = 1 << 13
+"""Bytes of a read that may hold a head. Small answers take a single read, and little of a large body is copied."""
 
 LONGEST_HEAD_BYTES = 1 << 16
 """Bytes of an answer's head at most. Servers and proxies send a few hundred."""
@@ -34,7 +33,7 @@ class Wire:
     and `OverflowError`.
     """
 
-    def __init__(self, sock: socket.socket, silence: float | None, until: float) -> None:
+    def __init__(self, sock: socket.socket, silence: float, until: float) -> None:
         self._sock, self._silence, self._until = sock, silence, until
         self._http = h11.Connection(h11.CLIENT, LONGEST_HEAD_BYTES)
         self._early: h11.Response | None = None
@@ -48,8 +47,9 @@ class Wire:
     def send(self, request: httpx.Request) -> None:
         """Send the head and the body."""
         head = self._head(request, [])
-        if int(request.headers.get("content-length", 0)) <= JOINED_BYTES:
-            self._write(b"".join([head, *self._body(request)]))
+        if (size := _size(request)) <= JOINED_BYTES:
+            self._write(b"".join([head, *_pieces(request)]))
+            self._count_body(size)
         else:
             self._write(head)
             self._write_body(request)
@@ -87,29 +87,29 @@ class Wire:
         assert head is not None
         return head
 
-    def _body(self, request: httpx.Request) -> Iterator[bytes]:
-        assert isinstance(request.stream, httpx.SyncByteStream)
-        for piece in request.stream:
-            yield from self._http.send_with_data_passthrough(h11.Data(data=piece)) or ()
-        yield from self._http.send_with_data_passthrough(h11.EndOfMessage()) or ()
-
     def _write_body(self, request: httpx.Request) -> None:
         try:
-            for piece in self._body(request):
+            for piece in _pieces(request):
                 self._write(piece)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the server did not want the rest; its answer may say why
+            return  # the server did not want the rest; its answer may say why
+        self._count_body(_size(request))
+
+    def _count_body(self, size: int) -> None:
+        """Tell h11 the size of the body that was sent, as h11 recommends for sendfile."""
+        self._http.send_with_data_passthrough(h11.Data(data=_Sent(size)))  # type: ignore[arg-type]  # has a length
+        self._http.send(h11.EndOfMessage())
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:  # sendall would apply the time limit to the whole body
-            self._limit_next()
+            self._limit_next(self._silence)
             rest = rest[self._sock.send(rest) :]
 
-    def _next_event(self, seconds: float = math.inf) -> h11.Event:
+    def _next_event(self, silence: float | None = None) -> h11.Event:
         """Return the next part of the answer, after silences of some seconds at most."""
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._limit_next(seconds)
+            self._limit_next(silence or self._silence)
             piece = self._sock.recv(READ_BYTES)
             self._is_ended = not piece
             self._http.receive_data(piece)
@@ -135,7 +135,7 @@ class Wire:
             count = len(event.data)
             view[:count] = event.data
         while count < size:
-            self._limit_next()
+            self._limit_next(self._silence)
             if not (received := self._sock.recv_into(view[count:])):
                 raise h11.RemoteProtocolError(f"the answer ends after {count} of {size} bytes")
             count += received
@@ -143,10 +143,28 @@ class Wire:
                 progress(count, size)
         return body
 
-    def _limit_next(self, seconds: float = math.inf) -> None:
+    def _limit_next(self, silence: float) -> None:
         """Limit the next operation on the socket."""
         rest = self._until - time.monotonic()
         if rest <= 0:
             raise TimeoutError
-        limit = min(rest, seconds, math.inf if self._silence is None else self._silence)
-        self._sock.settimeout(None if limit == math.inf else limit)
+        self._sock.settimeout(min(rest, silence))
+
+
+class _Sent:
+    """Stands for bytes that h11 does not see."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def _size(request: httpx.Request) -> int:
+    return int(request.headers.get("content-length", 0))
+
+
+def _pieces(request: httpx.Request) -> httpx.SyncByteStream:
+    assert isinstance(request.stream, httpx.SyncByteStream)
+    return request.stream
