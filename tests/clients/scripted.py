@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
     def time(self) -> float:
-        """Seconds since 1970, which is 1000 seconds ago."""
+        """Return the seconds since 1970, as if 1970 began 1000 seconds ago."""
         return 1000 + self.now - self._start
 
     def sleep(self, seconds: float) -> None:
@@ -85,7 +85,7 @@ def renamed(send: Answering) -> httpx.Response:
 
 
 def stray(send: Answering) -> httpx.Response:
-    """The answer of a request that came before on the same connection."""
+    """Return the answer to an earlier request on the same connection."""
     return httpx.Response(200, headers={"X-Request-ID": "another"}, json={"name": "scripted", "count": 777})
 
 
@@ -115,7 +115,7 @@ def says(
     receipts: Any = None,
     **headers: str,
 ) -> Step:
-    """An answer of whatever stands before the server, or, with a code, of the server."""
+    """Return the answer of a proxy, or with a `code`, of the server."""
     problem = {"code": code, "detail": f"it is {code}", "status": status}
     if receipts is not None:
         problem["receipts"] = receipts
@@ -164,7 +164,7 @@ class Scripted(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
 @contextmanager
 def through(kind: str, url: str, transport: Scripted, **settings: Any) -> Iterator[Any]:
-    """A client with this transport, and an empty buffer `scripted` of shape (2,)."""
+    """Yield a client with this transport, and an empty buffer `scripted` of shape (2,)."""
     with connected("sync", url) as plain:
         plain.buffers["scripted"].create((2,))
         try:

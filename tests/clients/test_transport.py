@@ -1,4 +1,4 @@
-"""What goes over the wire, and what comes: slow, odd and cut answers, HTTPS, proxies, URLs with a path."""
+"""Connections: slow, odd and cut answers, HTTPS, proxies, URLs with a path."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ READY = b'HTTP/1.1 200 OK\r\nContent-Length: 17\r\nContent-Type: application/jso
 
 
 def trickling(head: bytes, drop: bytes, tail: bytes = b"") -> Callable[[socket.socket, bytes], None]:
-    """Sends the head at once, and then drops for five seconds, never silent, and the tail."""
+    """Send the head at once, then a drop every 50 ms for five seconds, then the tail."""
 
     def talk(connection: socket.socket, request: bytes) -> None:
         connection.sendall(head)
@@ -64,7 +64,7 @@ def trickling(head: bytes, drop: bytes, tail: bytes = b"") -> Callable[[socket.s
 )
 def test_an_answer_that_trickles_is_given_up(kind: str, head: bytes, drop: bytes) -> None:
     ways: list[Any] = [None]
-    if head.endswith(b"\r\n\r\n"):  # before that it is a transport's own affair
+    if head.endswith(b"\r\n\r\n"):  # httpx's own transports do not limit the time of a head
         ways.append(httpx.HTTPTransport() if kind == "sync" else httpx.AsyncHTTPTransport())
     for way in ways:
         settings = {"timeout": 0.5, "attempt_timeout": 0.4, "transport": way}
@@ -132,7 +132,7 @@ def test_answers_in_every_form(kind: str, answer: bytes) -> None:
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc",
     ],
 )
-def test_answers_that_are_none_are_asked_for_again(kind: str, answer: bytes) -> None:
+def test_malformed_answers_are_retried(kind: str, answer: bytes) -> None:
     def talk(connection: socket.socket, request: bytes) -> None:
         connection.sendall(answer if len(talker.requests) == 1 else READY)
         connection.shutdown(socket.SHUT_RDWR)
@@ -142,14 +142,14 @@ def test_answers_that_are_none_are_asked_for_again(kind: str, answer: bytes) -> 
         assert len(talker.requests) == 2
 
 
-def test_an_answer_of_another_server_is_told(kind: str) -> None:
+def test_the_answer_of_another_server_is_reported(kind: str) -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
     with Talker(lambda connection, request: connection.sendall(page)) as talker:
         with connected(kind, talker.url) as server, pytest.raises(ServerFailed, match="gradserve server"):
             server.operators()
 
 
-def test_outputs_that_are_others_are_told(kind: str) -> None:
+def test_unexpected_outputs_are_reported(kind: str) -> None:
     body = save({"Q": np.ones(2, np.float32)})
     page = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     with Talker(lambda connection, request: connection.sendall(page)) as talker:
@@ -160,7 +160,7 @@ def test_outputs_that_are_others_are_told(kind: str) -> None:
                 server.ops.broadcast_gradient_args([1], [1])
 
 
-def test_an_answer_that_ends_early_says_where() -> None:
+def test_an_answer_that_ends_early_is_reported_with_its_bytes() -> None:
     def talk(connection: socket.socket, request: bytes) -> None:
         connection.sendall(READY[:-4])
         connection.shutdown(socket.SHUT_RDWR)
@@ -178,7 +178,7 @@ def test_bodies_of_every_size_arrive(kind: str, size: int) -> None:
             assert (server.ops.relu_grad(tensor, np.ones(size)) == tensor).all()
 
 
-def test_what_is_too_large_is_refused_and_not_sent_again(kind: str, url: str) -> None:
+def test_too_large_requests_are_refused_and_not_retried(kind: str, url: str) -> None:
     with connected(kind, url) as server:
         for size in (3 << 18, 1 << 21, 1 << 23):
             with pytest.raises(TooLarge) as caught:
@@ -188,7 +188,7 @@ def test_what_is_too_large_is_refused_and_not_sent_again(kind: str, url: str) ->
 
 
 class Asked:
-    """A server that answers a request whose head announces a body as `words` say, one after the other.
+    """A server that answers the heads of requests with `words`, one after the other.
 
     b"" waits for the body without a word. `heads` and `bodies` are what came, until the client went or had its answer.
     """
@@ -219,7 +219,7 @@ class Asked:
                     pass
 
     def _answered(self, connection: socket.socket, file: BinaryIO, word: bytes) -> bool:
-        """Take a request; whether the connection is good for another."""
+        """Take a request. Returns whether the connection can take another."""
         head = b"".join(iter(file.readline, b"\r\n")).lower()
         self.heads.append(head)
         for part in word[:9], word[9:]:  # the status comes after a while
@@ -326,7 +326,7 @@ def test_a_url_may_have_a_path(kind: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("length", [10**14, 10**30])
-def test_an_answer_that_says_it_is_endless(length: int) -> None:
+def test_an_answer_of_impossible_length_is_refused(length: int) -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % length
     with Talker(lambda connection, request: connection.sendall(head)) as talker:
         with Client(talker.url, max_retries=0) as server:
@@ -334,14 +334,14 @@ def test_an_answer_that_says_it_is_endless(length: int) -> None:
                 server.operators()
 
 
-def test_to_wait_forever_is_no_mistake(kind: str, url: str) -> None:
+def test_timeouts_may_be_infinite(kind: str, url: str) -> None:
     with connected(kind, url, timeout=math.inf, attempt_timeout=math.inf) as server:
         assert server.is_ready()
 
 
-def test_where_no_connection_came_about_nothing_was_done(kind: str) -> None:
+def test_a_call_that_never_connected_leaves_no_doubt(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, contextlib.ExitStack() as stack:
-        for _ in range(4):  # who comes now is not answered
+        for _ in range(4):  # fill the backlog, so that the next connection gets no answer
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(silent.getsockname())
@@ -351,19 +351,19 @@ def test_where_no_connection_came_about_nothing_was_done(kind: str) -> None:
         assert (caught.value.maybe_done, caught.value.idempotency_key is None) == (False, False)
 
 
-def test_certificates_that_are_not_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_certificates_are_reported(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", "/nowhere.pem")
     with pytest.raises(InvalidInput, match="SSL_CERT_FILE"), connected(kind, "https://127.0.0.1:1") as server:
         server.operators()
 
 
 @pytest.mark.parametrize("port", [0, 99999])
-def test_a_port_that_there_is_not(kind: str, port: int) -> None:
+def test_a_port_out_of_range_is_refused(kind: str, port: int) -> None:
     with pytest.raises(InvalidInput, match="port"), connected(kind, f"http://127.0.0.1:{port}"):
         pass
 
 
-def test_a_proxy_that_there_is_no_way_to(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_proxy_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     with pytest.raises(InvalidInput, match="socks5://127.0.0.1:1"), connected(kind, "http://gradserve.example"):

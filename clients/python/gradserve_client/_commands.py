@@ -67,7 +67,7 @@ def ops(
     ctx: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this operator.")] = None,
 ) -> None:
-    """List the operators, or show one: its formula, inputs, outputs and attributes."""
+    """List the operators, or show an operator's formula, inputs, outputs and attributes."""
     session: Session = ctx.obj
     with session.server() as server:
         operators = server.run(_calls.operators())

@@ -56,8 +56,8 @@ def is_npy(path: Path) -> bool:
 def writing(path: Path | None) -> Iterator[Write]:
     """Return a function that writes the tensors to the file, or to none.
 
-    A file that cannot be written raises `OSError` now, before the tensors come. A file is replaced only once the new
-    one is whole.
+    A file that cannot be written raises `OSError` now, before the tensors come. The old file stays until the new file
+    is whole.
     """
     if path is None:
         yield lambda tensors: None

@@ -135,7 +135,7 @@ def _refusal(answer: Answer) -> GradserveError:
 
 
 def _problem(answer: Answer) -> dict[str, Any]:
-    """Return the server's problem document, or one that quotes the answer of a proxy or another server."""
+    """Return the server's problem document, or a document that quotes another server's answer."""
     try:
         problem = json.loads(answer.body)
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ LONGEST_POLL = 20.0
 connections, many after 60 seconds."""
 
 _SHORTEST_TIMEOUT = 0.001
-"""Seconds of the last attempt's timeout at least: a socket takes 0 for non-blocking."""
+"""Seconds of an attempt's timeout at least: 0 would make the socket non-blocking."""
 
 _CONNECT_SHARE = 0.9
 """The part of the remaining seconds that an attempt may spend on connecting. If connecting ends first, the client knows
@@ -85,7 +85,7 @@ class Call(Generic[T]):
 
     @property
     def poll(self) -> float:
-        """Seconds that each request asks the server to wait. They are equal, so that one key fits all requests."""
+        """Seconds that each request asks the server to wait: the same for all requests, so that a key fits them all."""
         return self.wait / (math.ceil(self.wait / LONGEST_POLL) or 1)
 
 

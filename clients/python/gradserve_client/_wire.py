@@ -13,7 +13,7 @@ import httpx
 from gradserve_client._outcomes import Answer
 
 JOINED_BYTES = 1 << 16
-"""A body up to this size goes into one write with the head, so that a small call takes a single write."""
+"""A body up to this size is joined to the head, so that a small call takes a single write."""
 
 READ_BYTES = 1 << 13
 """Bytes of a read that may hold a head. Small answers take a single read, and little of a large body is copied."""

@@ -121,8 +121,8 @@ class GradientAccumulator:
 
         After an error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch has
         closed without this worker, which can `pull` then. Raises `KeyReused`, and sets the gradients to None, if a
-        worker of this name has made this push with another gradient or weight. That push counts, and the next push is
-        a new one.
+        worker of this name has made this push with another gradient or weight. That push counts, and the next call
+        makes the next push.
         """
         self._check_model()
         gradients = {name: param.grad for name, param in self._parameters.items() if param.grad is not None}
