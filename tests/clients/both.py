@@ -1,4 +1,4 @@
-"""Both clients behind one face, so that every case runs through each."""
+"""Both clients with the same interface, so that every test runs with each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("sync", "async")
 
 
 class _Blocking:
-    """Something of an `AsyncClient`, whose coroutines are run to their end."""
+    """A part of an `AsyncClient`. Calling a coroutine runs it to its end."""
 
     def __init__(self, inner: Any, portal: BlockingPortal) -> None:
         self._inner, self._portal = inner, portal
@@ -38,7 +38,7 @@ def _bare(value: Any) -> Any:
 
 @contextmanager
 def connected(kind: str, url: str, **settings: Any) -> Iterator[Any]:
-    """A `Client`, or an `AsyncClient` that is used like one."""
+    """Yield a `Client`, or an `AsyncClient` that can be used like a `Client`."""
     if kind == "sync":
         with Client(url, **settings) as server:
             yield server

@@ -11,13 +11,13 @@ from tests.clients.both import KINDS, connected
 
 @pytest.fixture(scope="session", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Which of the two clients."""
+    """The kind of client: sync or async."""
     return str(request.param)
 
 
 @pytest.fixture
 def key() -> str:
-    """What no idempotency key has begun with yet."""
+    """A new prefix for idempotency keys."""
     return uuid.uuid4().hex
 
 
@@ -29,7 +29,7 @@ def one_server(url: str, kind: str) -> Iterator[Any]:
 
 @pytest.fixture
 def server(one_server: Any) -> Iterator[Any]:
-    """A client of the server with small limits, on which no buffers are left of other tests, nor of this one."""
+    """A client of the server with small limits, without buffers before and after the test."""
     delete_all(one_server)
     yield one_server
     delete_all(one_server)

@@ -1,4 +1,4 @@
-"""A TCP proxy on a bad network: of the requests that pass, some meet a fault."""
+"""A TCP proxy that imitates a bad network: some requests meet a fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 30.0
 
 
 class Proxy:
-    """Stands before the server at `port`; every `one_in`th request meets the next of the faults, in turn."""
+    """A proxy of the server at `port`. Every `one_in`th request meets the next of the faults, in turn."""
 
     def __init__(self, port: int, *, faults: Sequence[str] = FAULTS, one_in: int = 3) -> None:
         self.met: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class Proxy:
                 one.close()
 
     def _pass_on(self, request: bytes, client: socket.socket, upstream: list[socket.socket]) -> bool:
-        """Let the request through, or what becomes of it. Returns whether the connection lives."""
+        """Pass the request on, with or without a fault. Returns whether the connection lives."""
         fault = self._next_fault()
         if fault == "stall":
             self._ended.wait(PATIENCE)
@@ -92,7 +92,7 @@ class Proxy:
 
 
 def _message(source: socket.socket) -> bytes:
-    """A whole request or answer with a Content-Length; nothing at the end."""
+    """Read a whole request or answer with a Content-Length. Returns b"" at the end."""
     data = b""
     while b"\r\n\r\n" not in data:
         if not (more := source.recv(1 << 16)):
@@ -108,13 +108,13 @@ def _message(source: socket.socket) -> bytes:
 
 
 def _reset(connection: socket.socket) -> None:
-    """Close it with RST in place of FIN."""
+    """Close the connection with RST instead of FIN."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 class Talker:
-    """A server of bytes: `talk` gets each connection, once a whole request has come on it."""
+    """A server of bytes: it calls `talk` with each connection and each whole request."""
 
     def __init__(self, talk: Callable[[socket.socket, bytes], object]) -> None:
         self._talk = talk

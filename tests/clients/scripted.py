@@ -1,4 +1,4 @@
-"""A transport with a script, and a clock that only waiting moves, so that patience is tested without any."""
+"""A transport with a script, and a clock that only waits move, so that tests of retries take no time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import httpx
 import pytest
-from gradserve_client import _policy
-from gradserve_client import client as clients
-from gradserve_client._transport import Transport
+from gradserve_client import _async_channels, _async_runner, _channels, _outcomes, _policy, _runner
 
 from tests.clients.both import connected
 
 
 class Clock:
-    """Stands for the module `time`; it goes on only when somebody sleeps."""
+    """Replaces the module `time`. Only sleeping moves it."""
 
     def __init__(self) -> None:
         self.now, self.waits = time.monotonic(), list[float]()
@@ -29,7 +26,7 @@ class Clock:
         return self.now
 
     def time(self) -> float:
-        """Seconds since 1970, which is 1000 seconds ago."""
+        """Return the seconds since 1970, as if 1970 began 1000 seconds ago."""
         return 1000 + self.now - self._start
 
     def sleep(self, seconds: float) -> None:
@@ -42,11 +39,11 @@ class Clock:
 
 
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock, by which both clients go."""
+    """Return a clock that both clients use."""
     clock = Clock()
-    monkeypatch.setattr(_policy, "time", clock)
-    monkeypatch.setattr(clients, "time", clock)
-    monkeypatch.setattr(clients, "anyio", SimpleNamespace(**{**vars(anyio), "sleep": clock.sleep_async}))
+    for module in (_policy, _outcomes, _runner, _channels, _async_channels):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(_async_runner, "anyio", SimpleNamespace(sleep=clock.sleep_async))
     return clock
 
 
@@ -88,7 +85,7 @@ def renamed(send: Answering) -> httpx.Response:
 
 
 def stray(send: Answering) -> httpx.Response:
-    """The answer of a request that came before on the same connection."""
+    """Return the answer to an earlier request on the same connection."""
     return httpx.Response(200, headers={"X-Request-ID": "another"}, json={"name": "scripted", "count": 777})
 
 
@@ -118,7 +115,7 @@ def says(
     receipts: Any = None,
     **headers: str,
 ) -> Step:
-    """An answer of whatever stands before the server, or, with a code, of the server."""
+    """Return the answer of a proxy, or with a `code`, of the server."""
     problem = {"code": code, "detail": f"it is {code}", "status": status}
     if receipts is not None:
         problem["receipts"] = receipts
@@ -133,11 +130,11 @@ def says(
 
 
 class Scripted(httpx.BaseTransport, httpx.AsyncBaseTransport):
-    """Goes through the script, a step for each request, and then lets the server answer. `seen` is what it was sent."""
+    """Follows the script, a step for each request, and then lets the server answer. `seen` has the requests."""
 
     def __init__(self, *script: Step, forever: Step | None = None) -> None:
         self._script, self._forever = list(script), forever
-        self._inner = Transport()
+        self._inner = httpx.HTTPTransport()
         self.seen: list[httpx.Request] = []
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -167,7 +164,7 @@ class Scripted(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
 @contextmanager
 def through(kind: str, url: str, transport: Scripted, **settings: Any) -> Iterator[Any]:
-    """A client with this transport, and an empty buffer `scripted` of shape (2,)."""
+    """Yield a client with this transport, and an empty buffer `scripted` of shape (2,)."""
     with connected("sync", url) as plain:
         plain.buffers["scripted"].create((2,))
         try:

@@ -1,4 +1,4 @@
-"""The buffers by both clients: every method and argument, and waiting for epochs."""
+"""The buffers in both clients: every method and argument, and waiting for epochs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradserve_client import (
     NotFound,
     PreconditionFailed,
     TooManyBuffers,
-    _buffer_calls,
+    _bulk_calls,
     _policy,
 )
 
@@ -30,7 +30,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @contextmanager
 def after(seconds: float, url: str, change: Callable[[Client], object]) -> Iterator[None]:
-    """Make a change by another client in a thread, some time after the block has begun."""
+    """Make a change with another client in a thread, some seconds after the block has begun."""
 
     def run() -> None:
         with Client(url) as other:
@@ -56,7 +56,7 @@ def test_create_with_every_argument(server: Any, key: str) -> None:
         server.buffers["w"].create((2, 3))
 
 
-def test_more_buffers_than_there_may_be(kind: str) -> None:
+def test_too_many_buffers_are_refused(kind: str) -> None:
     with serving(max_buffers=1) as url, connected(kind, url) as server:
         server.buffers["a"].create(2)
         with pytest.raises(TooManyBuffers, match="GRADSERVE_MAX_BUFFERS") as caught:
@@ -73,16 +73,16 @@ def test_a_shape_may_be_written_in_many_ways(server: Any, shape: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [2.5, (2.5,), "3", (None,)])
-def test_a_shape_is_made_of_integers(server: Any, shape: Any) -> None:
-    with pytest.raises(InvalidInput, match="shape has .* but must be of integers"):
+def test_a_shape_of_other_than_integers_is_refused(server: Any, shape: Any) -> None:
+    with pytest.raises(InvalidInput, match="^shape: .* is not an integer"):
         server.buffers["w"].create(shape)
 
 
-def test_a_buffer_may_have_to_be_new(server: Any, key: str) -> None:
+def test_exist_ok_false_refuses_an_existing_buffer(server: Any, key: str) -> None:
     buffer = server.buffers["w"]
     for replayed in (False, True):
         assert buffer.create((3,), exist_ok=False, idempotency_key=key).shape == (3,), replayed
-    with pytest.raises(PreconditionFailed, match="there is 'w'"):
+    with pytest.raises(PreconditionFailed, match="'w'"):
         buffer.create((3,), exist_ok=False)
     buffer.create((3,))
     with pytest.raises(InvalidInput, match="nonfinite"):
@@ -104,7 +104,7 @@ def test_dtypes_by_name_and_class(server: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float", "nonsense", "int64", object, "complex64", np.uint8])
-def test_a_dtype_must_be_one_of_the_servers(server: Any, dtype: Any) -> None:
+def test_a_dtype_of_no_buffer_is_refused(server: Any, dtype: Any) -> None:
     if dtype == "float":  # which is NumPy's name for float64
         assert server.buffers["w"].create((1,), dtype=dtype).dtype == "float64"
         return
@@ -209,14 +209,14 @@ def test_many_at_once(server: Any, key: str) -> None:
 
 
 @pytest.mark.parametrize("which", [{}, {"names": ["a"], "prefix": "a"}, {"names": "abc"}])
-def test_many_are_named_in_one_way(server: Any, which: dict[str, Any]) -> None:
+def test_names_and_prefix_exclude_each_other(server: Any, which: dict[str, Any]) -> None:
     for method in (server.buffers.value, server.buffers.take, server.buffers.zero):
         with pytest.raises(InvalidInput):
             method(**which)
 
 
 def test_a_long_list_has_pages(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_buffer_calls, "PAGE", 3)
+    monkeypatch.setattr(_bulk_calls, "PAGE_BUFFERS", 3)
     names = [f"page.{number:04}" for number in range(10)]
     for name in names:
         server.buffers[name].create(())
@@ -234,7 +234,7 @@ def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_polls")
-def test_a_value_that_comes_while_one_waits_for_it(server: Any, url: str) -> None:
+def test_value_waits_until_the_epoch_closes(server: Any, url: str) -> None:
     server.buffers["w"].create((1,), quorum=1)
     with after(0.3, url, lambda other: other.buffers["w"].accumulate([7])):
         assert server.buffers["w"].value(epoch=0, timeout=20).tolist() == [7.0]
@@ -243,7 +243,7 @@ def test_a_value_that_comes_while_one_waits_for_it(server: Any, url: str) -> Non
 
 
 @pytest.mark.usefixtures("short_polls")
-def test_gradients_that_come_while_one_waits_to_take_them(server: Any, url: str, key: str) -> None:
+def test_take_waits_for_gradients(server: Any, url: str, key: str) -> None:
     server.buffers["w"].create((1,))
     with after(0.3, url, lambda other: other.buffers["w"].accumulate([7])):
         taken = server.buffers["w"].take(min_count=1, timeout=20, idempotency_key=f"{key} t")
@@ -253,7 +253,7 @@ def test_gradients_that_come_while_one_waits_to_take_them(server: Any, url: str,
 
 
 @pytest.mark.parametrize("poll", [0.1, 20.0])
-def test_waiting_ends(server: Any, monkeypatch: pytest.MonkeyPatch, poll: float) -> None:
+def test_waiting_ends_at_the_timeout(server: Any, monkeypatch: pytest.MonkeyPatch, poll: float) -> None:
     monkeypatch.setattr(_policy, "LONGEST_POLL", poll)
     server.buffers["w"].create((1,))
     server.buffers["w"].accumulate([1])

@@ -1,4 +1,4 @@
-"""The command line against a server: in processes of its own, on terminals and not, and, quicker, in this one."""
+"""The command line against a server: in separate processes, on terminals, and, faster, in this process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def environment(url: str, **more: str) -> dict[str, str]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """What the command does where there is no terminal."""
+    """Calls the command without a terminal."""
 
     def called(server: Client | str, *arguments: str | Path, **more: str) -> Done:
         for name, value in environment(server if isinstance(server, str) else server.url, **more).items():
@@ -88,7 +88,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def called_alone(server: Client, *arguments: str | Path) -> Done:
-    """The same in a process of its own."""
+    """Call the command in a separate process."""
     done = subprocess.run(
         [COMMAND, *arguments], env=environment(server.url), capture_output=True, text=True, timeout=60
     )
@@ -96,7 +96,7 @@ def called_alone(server: Client, *arguments: str | Path) -> Done:
 
 
 def on_terminal(server: Client, *arguments: str | Path, types: str = "") -> Done:
-    """What the command does on a terminal of 80 columns: the output has all that the terminal was sent."""
+    """Call the command on a terminal of 80 columns. `out` has all bytes that the terminal received."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (24, 80))
     variables = environment(server.url)
@@ -120,7 +120,7 @@ def on_terminal(server: Client, *arguments: str | Path, types: str = "") -> Done
 
 
 def plain(text: str) -> str:
-    """The text without colours and movements of the cursor."""
+    """Return the text without colours and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
@@ -160,10 +160,10 @@ def test_run_prints_or_writes(call: Call, server: Client, tmp_path: Path) -> Non
     made.chmod(0o600)
     link = tmp_path / "link.safetensors"
     link.symlink_to(made)
-    made.with_name(f"{made.name}.part").write_text("somebody's own")
+    made.with_name(f"{made.name}.part").write_text("of another program")
     assert call(server, "run", "SoftmaxGrad_13", given, "-o", link).code == 0
     assert (link.is_symlink(), made.stat().st_mode & 0o777) == (True, 0o600)
-    assert [path.read_text() for path in tmp_path.glob("*.part")] == ["somebody's own"]
+    assert [path.read_text() for path in tmp_path.glob("*.part")] == ["of another program"]
 
 
 def test_run_with_buffers_and_outputs(call: Call, server: Client, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client) -> None:
     live = on_terminal(server, "watch", "--count", "2", "--interval", "0.05", "--no-norm")
     assert live.code == 0
     assert "w     [2]    float32      0  1 of 8       1             0" in plain(live.out).splitlines()[-1]
-    assert "\x1b[1A" in live.out  # it is drawn anew in its place
+    assert "\x1b[1A" in live.out  # the cursor moves up to draw the table again
 
 
 # ----- what goes wrong -----
@@ -335,7 +335,7 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client) -> None:
         ("--timeout 0.2 --url http://127.0.0.1:9 ops", 6, "connection_failed"),
     ],
 )
-def test_errors_are_told_apart(
+def test_errors_have_exit_codes_and_codes(
     call: Call, server: Client, tmp_path: Path, arguments: str, exit_code: int, code: str
 ) -> None:
     server.buffers["there"].create(2)
@@ -377,7 +377,7 @@ def test_usage_errors(call: Call, arguments: list[str]) -> None:
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
-    """A server that wants a key to list operators, is slow to give values, and cannot store."""
+    """A server that needs a key to list operators, sends values slowly, and cannot store."""
 
     def do_GET(self) -> None:
         if self.path.startswith("/v1/buffers/slow/value"):
@@ -424,17 +424,17 @@ def test_the_key_and_options_anywhere(call: Call, stub: str) -> None:
     assert call("http://127.0.0.1:9", "ops", "--api-key", "good", f"--url={stub}", "--json").json == []
 
 
-def test_what_moves_is_waited_for_longer_than_the_timeout(call: Call, stub: str) -> None:
+def test_a_transfer_that_moves_outlasts_the_timeout(call: Call, stub: str) -> None:
     assert call(stub, "--timeout", "1.2", "buffers", "get", "slow", "--json").json["data"] == list(range(8))
 
 
 def test_a_change_that_is_in_doubt_can_be_repeated(call: Call, stub: str) -> None:
     done = call(stub, "--timeout", "0.2", "buffers", "zero", "b", "--key", "mine")
     assert done.code == 6
-    assert done.err == "error: No disk (store_failed); in case it was done, repeat it with --key mine\n"
+    assert done.err == "error: No disk (store_failed); it may have been done: to be sure, repeat it with --key mine\n"
 
 
-def test_a_file_that_cannot_be_written(call: Call, server: Client, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(call: Call, server: Client, tmp_path: Path) -> None:
     server.buffers["b"].create(2)
     server.buffers["b"].accumulate([1, 2])
     old = tmp_path / "old.npy"
@@ -450,7 +450,7 @@ def test_a_file_that_cannot_be_written(call: Call, server: Client, tmp_path: Pat
 
 
 @pytest.mark.parametrize("arguments", [["watch", "--interval", "0.05"], ["ops"], ["ops", "--json"], ["--help"]])
-def test_a_reader_that_goes_away_is_no_error(server: Client, arguments: list[str]) -> None:
+def test_a_reader_that_goes_away_causes_no_error(server: Client, arguments: list[str]) -> None:
     ours, its = os.pipe()
     os.close(ours)
     done = subprocess.run(
@@ -474,7 +474,7 @@ def test_an_interrupt_while_waiting(server: Client) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_interrupted_change_can_be_repeated(tmp_path: Path, number: signal.Signals, as_json: bool) -> None:
-    """It has a key that nobody else knows."""
+    """The error names the key, which the command made."""
     arguments = [COMMAND, *["--json"] * as_json, "buffers", "take", "b", "-o", "taken.npy"]
     with Watched() as seen:
         process = subprocess.Popen(arguments, env=environment(seen.url), stderr=subprocess.PIPE, cwd=tmp_path)
@@ -487,12 +487,13 @@ def test_an_interrupted_change_can_be_repeated(tmp_path: Path, number: signal.Si
         error = json.loads(said)["error"]
         assert (error["code"], error["idempotency_key"], error["maybe_done"]) == ("interrupted", key, True)
     else:
-        assert said.decode() == f"error: Interrupted (interrupted); in case it was done, repeat it with --key {key}\n"
+        hint = f"it may have been done: to be sure, repeat it with --key {key}"
+        assert said.decode() == f"error: Interrupted (interrupted); {hint}\n"
     assert os.listdir(tmp_path) == []
 
 
 class Watched:
-    """A server that tells when it is asked, and does not answer."""
+    """A server that sets `asked` at a request, and does not answer."""
 
     def __init__(self) -> None:
         self.asked, self._done = threading.Event(), threading.Event()
@@ -533,12 +534,12 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     assert done.stderr == f"error: the command line needs {missing}: pip install 'gradserve-client[cli]'\n"
 
 
-def test_the_version_and_the_exit_codes_are_told(call: Call) -> None:
+def test_the_version_and_the_exit_codes_are_documented(call: Call) -> None:
     assert call("", "--version").out == f"gradserve-client {version('gradserve-client')}\n"
-    told = " ".join(call("", "--help").out.split())
+    shown = " ".join(call("", "--help").out.split())
     written = README.read_text()
     for number in (0, 1, 2, 3, 4, 5, 6, 130):
-        assert re.search(rf"[:,] {number} \w", told)
+        assert re.search(rf"[:,] {number} \w", shown)
         assert f"\n| {number} |" in written
 
 

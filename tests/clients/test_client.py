@@ -1,4 +1,4 @@
-"""What both clients do, case by case, with a real server."""
+"""Both clients with a real server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEVERAL = [op for op in OPERATORS.values() if len(op.outputs) > 1]
 
 
 def example(op: Operator) -> dict[str, Any]:
-    """The arrays of the operator's example."""
+    """Return the arrays of the operator's example."""
     given = {}
     for one in op.inputs:
         if one.name in op.example:
@@ -71,7 +71,7 @@ def test_every_operator_by_its_method_and_by_its_name(server: Any, op: Operator)
 
 
 @pytest.mark.parametrize("op", SEVERAL, ids=[op.name for op in SEVERAL])
-def test_outputs_are_those_that_were_asked_for(server: Any, op: Operator) -> None:
+def test_only_the_requested_outputs_come(server: Any, op: Operator) -> None:
     wanted = op.output_names[-1:]
     found = getattr(server.ops, op.kernel.__name__)(**example(op), outputs=wanted)
     assert found.keys() == set(wanted)
@@ -108,7 +108,7 @@ def test_into_adds_and_gives_a_receipt(server: Any, key: str) -> None:
     assert server.buffers["w"].value().tolist() == [7.0, 2.0]
 
 
-def test_inputs_in_the_middle_may_be_left_out(server: Any) -> None:
+def test_optional_inputs_may_be_omitted(server: Any) -> None:
     gru = OPERATORS["GRUGrad"]
     arrays = {name: array for name, array in example(gru).items() if name not in ("B", "SL", "H0")}
     assert_same(server.ops.gru_grad(**arrays).dX, gru(arrays, {})["dX"])
@@ -155,7 +155,7 @@ def test_the_operators_are_described(server: Any) -> None:
 
 
 def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
-    """What fails, how, and with which status and code. The buffer w has shape (2,), and is in its epoch 1."""
+    """Return failing calls with their error, status and code. The buffer w has shape (2,), and is in epoch 1."""
     return {
         "shape": (lambda s: s.ops.relu_grad([1, 2], [1]), InvalidInput, 422, "shape_mismatch"),
         "operator": (lambda s: s.run("NoSuchGrad", {"dY": [1]}), NotFound, 404, "unknown_operator"),
@@ -174,15 +174,15 @@ def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
     }
 
 
-def test_an_empty_list_is_not_the_default(server: Any) -> None:
+def test_malformed_arguments_are_refused(server: Any) -> None:
     for weight in (10**400, "much"):
-        with pytest.raises(InvalidInput, match="^weight is no number that a float can be"):
+        with pytest.raises(InvalidInput, match="^weight cannot be a float"):
             server.buffers["w"].accumulate([1], weight=weight)
     for key in ("", " a", "a ", "ä", "aäb", "a\n", "a" * 256, 5):
         with pytest.raises(InvalidInput, match="^idempotency_key is"):
             server.buffers["w"].accumulate([1], idempotency_key=key)
     for name in ("from", "into", "outputs", "weight", "epoch"):
-        with pytest.raises(InvalidInput, match=f"^{name} is no attribute"):
+        with pytest.raises(InvalidInput, match=f"^{name} is not an attribute"):
             server.run("ReluGrad", {"dY": [1], "X": [1]}, {name: "dX:w"})
     with pytest.raises(InvalidInput, match="^activations is empty"):
         server.ops.gru_training([[[1.0]]], [[[1.0]] * 3], [[[1.0]] * 3], activations=[])
@@ -210,7 +210,7 @@ def test_errors_by_what_they_mean(server: Any, case: str) -> None:
     )
 
 
-def test_a_key_is_good_for_one_request(server: Any, key: str) -> None:
+def test_a_key_fits_a_single_request(server: Any, key: str) -> None:
     server.buffers["w"].create((2,))
     server.buffers["w"].accumulate([1, 2], idempotency_key=f"{key} once")
     with pytest.raises(KeyReused) as caught:
@@ -219,7 +219,7 @@ def test_a_key_is_good_for_one_request(server: Any, key: str) -> None:
     assert server.buffers["w"].info().count == 1
 
 
-def test_errors_are_those_of_python_too(server: Any) -> None:
+def test_errors_are_also_python_errors(server: Any) -> None:
     with pytest.raises(LookupError):
         server.buffers["none"].info()
     with pytest.raises(ValueError, match="shape"):
@@ -230,7 +230,7 @@ def test_errors_are_those_of_python_too(server: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ä", "a\n", "x" * 201, "a?b", "%2e"])
-def test_what_is_no_name_reaches_no_other_path(server: Any, name: str) -> None:
+def test_malformed_names_reach_no_other_path(server: Any, name: str) -> None:
     server.buffers["gradient"].create((2,))
     calls: list[Callable[[], Any]] = [
         lambda: server.buffers[name].accumulate([1, 2]),
@@ -258,7 +258,7 @@ def test_seconds_may_be_numpys(kind: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("timeout", [math.inf, math.nan, -1, None, 10**400])
-def test_one_waits_for_a_number_of_seconds(server: Any, timeout: float) -> None:
+def test_a_timeout_that_is_not_a_number_of_seconds_is_refused(server: Any, timeout: float) -> None:
     server.buffers["w"].create((2,))
     with pytest.raises(InvalidInput, match="timeout"):
         server.buffers["w"].take(min_count=1, timeout=timeout)
@@ -271,13 +271,13 @@ def test_taken_is_a_receipt_with_a_value(server: Any) -> None:
     assert_same(taken.value, np.zeros(2, np.float32))
 
 
-def test_what_is_for_into_is_refused_without_it(server: Any) -> None:
+def test_parameters_of_into_are_refused_without_it(server: Any) -> None:
     for more in ({"weight": 1.0}, {"weight": 2}, {"epoch": 0}):
-        with pytest.raises(InvalidInput, match=f"{next(iter(more))} is for outputs that are added into a buffer"):
+        with pytest.raises(InvalidInput, match=next(iter(more))):
             server.ops.relu_grad([1], [1], **more)
 
 
-def test_what_is_of_no_use_is_refused(server: Any) -> None:
+def test_arguments_of_wrong_types_are_refused(server: Any) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "weight": lambda: server.buffers["a"].accumulate([1], weight=np.array([1, 2])),
         "if_match": lambda: server.buffers["a"].zero(if_match=3),
@@ -291,8 +291,8 @@ def test_what_is_of_no_use_is_refused(server: Any) -> None:
         server.run(3, {})
 
 
-def test_the_buffers_are_no_sequence(url: str) -> None:
-    """Python would ask for the buffers 0, 1, 2 and so on without an end."""
+def test_the_buffers_are_not_a_sequence(url: str) -> None:
+    """Otherwise Python would ask for the buffers 0, 1, 2, ... without end."""
     for buffers in (Client(url).buffers, AsyncClient(url).buffers):
         with pytest.raises(TypeError):
             list(buffers)  # type: ignore[call-overload]
@@ -301,19 +301,19 @@ def test_the_buffers_are_no_sequence(url: str) -> None:
 
 
 @pytest.mark.parametrize("name", [5, None, b"a"])
-def test_what_is_no_text_is_no_name(server: Any, name: Any) -> None:
-    with pytest.raises(InvalidInput, match="is no name of a buffer"):
+def test_names_that_are_not_strings_are_refused(server: Any, name: Any) -> None:
+    with pytest.raises(InvalidInput, match="is not a buffer name"):
         server.buffers[name].zero()
 
 
 @pytest.mark.parametrize("more", [{"shape": (3.0,)}, {"shape": 2, "keep": "1"}, {"shape": [2], "quorum": 1.5}])
-def test_what_is_no_integer_is_refused(server: Any, more: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="but must be of integers"):
+def test_numbers_that_are_not_integers_are_refused(server: Any, more: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="is not an integer"):
         server.buffers["a"].create(**more)
 
 
-def test_a_time_that_is_no_number_is_refused(server: Any) -> None:
-    with pytest.raises(InvalidInput, match="^ttl_seconds is no number that a float can be"):
+def test_a_time_that_is_not_a_number_is_refused(server: Any) -> None:
+    with pytest.raises(InvalidInput, match="^ttl_seconds cannot be a float"):
         server.buffers["a"].create(2, ttl_seconds="long")
 
 

@@ -1,4 +1,4 @@
-"""What the client's documentation says is so: examples run, generated files are fresh, both clients are alike."""
+"""The client's documentation is true: examples run, generated files are fresh, both clients are alike."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TWINS: list[tuple[type, type]] = [
 
 
 def modules() -> Iterator[ModuleType]:
-    """All modules of the package, but those of extras that are not installed, or that have examples of their own."""
+    """Yield the modules of the package, except those of missing extras and those with their own tests of examples."""
     for one in pkgutil.iter_modules([str(PACKAGE)]):
         if one.name not in ("torch", "cli"):
             with contextlib.suppress(ImportError):
@@ -46,14 +46,14 @@ def modules() -> Iterator[ModuleType]:
 
 
 def examples() -> list[doctest.DocTest]:
-    """The examples in docstrings."""
+    """Return the examples of all docstrings."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     return [test for module in modules() for test in finder.find(module) if test.examples]
 
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[str]:
-    """The URL of a server that has only the buffers of these tests."""
+    """The URL of a server with no other buffers than these tests'."""
     with serving() as url:
         yield url
 
@@ -108,7 +108,7 @@ def test_generated_files_are_fresh() -> None:
 
 
 def public(kind: type) -> dict[str, Any]:
-    """The methods, and those with two underscores that are called by syntax."""
+    """Return the public methods, and of the buffers also __init__ and __getitem__."""
     wanted = {"__getitem__", "__init__"}
     return {
         name: one
@@ -144,7 +144,7 @@ def test_every_operator_has_a_method_with_its_inputs_and_attributes() -> None:
             assert op.formula.rstrip(".") in text.replace("\n", " ")
 
 
-def test_what_is_public_is_documented() -> None:
+def test_public_names_are_documented() -> None:
     assert list(gradserve_client.__all__) == sorted(gradserve_client.__all__)
     for name in gradserve_client.__all__:
         one = getattr(gradserve_client, name)

@@ -1,4 +1,4 @@
-"""Sums are exact on a network that resets, stalls, cuts and repeats, and with a server that is killed."""
+"""Sums are exact on a network that resets, stalls, cuts and repeats, and when the server is killed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WORKERS, ADDS = 4, 15
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a store on the disk, as a process."""
+    """A server in a separate process, with its store on the disk."""
     with Server(tmp_path_factory.mktemp("faults") / "store", keep_alive=1) as server:
         yield server
 
 
 @pytest.fixture
 def plain(process: Server) -> Iterator[Client]:
-    """A client that meets no faults, and empty buffers w and v."""
+    """A client without faults, and the empty buffers w and v."""
     with Client(process.url) as plain:
         for name, shape in {"w": (3,), "v": (100_000,)}.items():
             plain.buffers[name].create(shape, dtype="float64")
@@ -87,7 +87,7 @@ def test_tasks_add_exactly_on_a_bad_network(process: Server, plain: Client) -> N
     assert (plain.buffers["w"].value() + plain.buffers["v"].value() == 2 * TOTAL).all()
 
 
-def test_what_is_taken_on_a_bad_network_is_all_that_was_added(process: Server, plain: Client, kind: str) -> None:
+def test_takes_on_a_bad_network_lose_and_repeat_nothing(process: Server, plain: Client, kind: str) -> None:
     taken: list[Any] = []
     with Proxy(process.port, one_in=2) as proxy, connected(kind, proxy.url, attempt_timeout=0.5) as server:
 
@@ -141,14 +141,14 @@ def test_adds_through_kills_of_the_server_are_exact(tmp_path: Path, monkeypatch:
         assert (server.buffers["w"].value() == counts[0] + 2 * counts[1] + 3 * counts[2]).all()
 
 
-def test_connections_that_the_server_has_closed_are_no_errors(process: Server, kind: str) -> None:
+def test_connections_closed_by_the_server_cause_no_error(process: Server, kind: str) -> None:
     with connected(kind, process.url, max_retries=0) as server:
         server.operators()
         time.sleep(1.3)
         server.operators()
 
 
-def test_a_server_that_stops_answers_what_it_has_begun(kind: str) -> None:
+def test_a_stopped_server_fails_the_call_after_retries(kind: str) -> None:
     with serving() as url, connected(kind, url, timeout=0.5) as server:
         server.operators()
     with connected(kind, url, timeout=0.5) as server, pytest.raises(ConnectionFailed) as caught:

@@ -1,4 +1,4 @@
-"""When a call is sent again, and when not."""
+"""Retries: when the client sends a call again, and when not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from gradserve_client import (
     TooLarge,
     TooManyBuffers,
     Unavailable,
+    _channels,
     _policy,
+    _runner,
 )
-from gradserve_client import client as clients
 
 from tests.clients.both import connected
 from tests.clients.scripted import (
@@ -71,7 +72,7 @@ AGAIN: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("fault", AGAIN)
-def test_sent_again_until_answered_and_counted_once(kind: str, url: str, clock: Clock, fault: str) -> None:
+def test_a_call_is_retried_until_answered_and_counts_once(kind: str, url: str, clock: Clock, fault: str) -> None:
     transport = Scripted(*AGAIN[fault])
     with through(kind, url, transport) as server:
         receipt = server.buffers["scripted"].accumulate([1, 2], weight=3)
@@ -109,7 +110,7 @@ NEVER = {
 
 
 @pytest.mark.parametrize("case", NEVER)
-def test_never_sent_again(kind: str, url: str, clock: Clock, case: str) -> None:
+def test_some_failures_are_not_retried(kind: str, url: str, clock: Clock, case: str) -> None:
     step, error = NEVER[case]
     transport = Scripted(step)
     with through(kind, url, transport) as server:
@@ -122,7 +123,7 @@ def test_never_sent_again(kind: str, url: str, clock: Clock, case: str) -> None:
         assert server.buffers["scripted"].info().count == 0
 
 
-def test_the_answer_to_another_request_is_none(kind: str, url: str, clock: Clock) -> None:
+def test_the_answer_to_another_request_is_not_used(kind: str, url: str, clock: Clock) -> None:
     transport = Scripted(sent_on, stray, stray)
     with through(kind, url, transport) as server:
         assert server.buffers["scripted"].info().count == 0
@@ -130,7 +131,7 @@ def test_the_answer_to_another_request_is_none(kind: str, url: str, clock: Clock
         assert len(transport.seen) == 4
 
 
-def test_a_proxy_may_give_requests_ids_of_its_own(kind: str, url: str, clock: Clock) -> None:
+def test_a_proxy_may_replace_request_ids(kind: str, url: str, clock: Clock) -> None:
     transport = Scripted(forever=renamed)
     with through(kind, url, transport) as server:
         for count in (1, 2):
@@ -146,7 +147,7 @@ DOUBT: dict[str, tuple[bool, list[Step]]] = {
     "no such page": (False, [says(404)]),
     "lost": (True, [answer_lost]),
     "lost, then busy": (True, [answer_lost, says(429, code="busy")]),
-    "lost, then nobody": (True, [late, never_sent]),
+    "lost, then refused connections": (True, [late, never_sent]),
     "lost, then a page": (True, [answer_lost, says(404)]),
     "lost, then without a key": (True, [answer_lost, says(401, code="unauthorized")]),
     "lost, then refused": (True, [silent, says(409, code="stale_epoch")]),
@@ -177,7 +178,7 @@ def test_an_error_says_whether_the_change_may_have_been_made(kind: str, url: str
 
 
 @pytest.mark.parametrize("status", [200, 204])
-def test_whatever_answers_deletes_nothing(kind: str, url: str, clock: Clock, status: int) -> None:
+def test_delete_needs_the_status_204(kind: str, url: str, clock: Clock, status: int) -> None:
     transport = Scripted(never_sent, says(status, body=""))
     with through(kind, url, transport) as server:
         if status == 204:
@@ -187,7 +188,7 @@ def test_whatever_answers_deletes_nothing(kind: str, url: str, clock: Clock, sta
                 server.buffers["scripted"].delete()
 
 
-def test_a_key_for_each_call_and_ones_own(kind: str, url: str, clock: Clock) -> None:
+def test_each_call_has_its_own_key_or_the_callers(kind: str, url: str, clock: Clock) -> None:
     transport = Scripted(never_sent, answer_lost)
     with through(kind, url, transport) as server:
         own = f"my own; {kind}"
@@ -207,7 +208,7 @@ def test_a_key_for_each_call_and_ones_own(kind: str, url: str, clock: Clock) -> 
     ("step", "error"),
     [(never_sent, ConnectionFailed), (silent, TimedOut), (says(503), Unavailable), (says(429), Busy)],
 )
-def test_patience_ends(kind: str, url: str, clock: Clock, step: Step, error: type[GradserveError]) -> None:
+def test_retries_end_at_the_timeout(kind: str, url: str, clock: Clock, step: Step, error: type[GradserveError]) -> None:
     def slow(send: Answering) -> httpx.Response:
         clock.now += transport.seen[-1].extensions["timeout"]["read"]  # as long as it may take
         return step(send)
@@ -222,7 +223,7 @@ def test_patience_ends(kind: str, url: str, clock: Clock, step: Step, error: typ
     assert caught.value.idempotency_key == transport.seen[0].headers["idempotency-key"]
 
 
-def test_the_bound_of_retries(kind: str, url: str, clock: Clock) -> None:
+def test_max_retries_bounds_the_attempts(kind: str, url: str, clock: Clock) -> None:
     for most in (0, 2):
         transport = Scripted(forever=never_sent)
         with through(kind, url, transport, max_retries=most) as server, pytest.raises(ConnectionFailed) as caught:
@@ -235,7 +236,7 @@ def test_the_bound_of_retries(kind: str, url: str, clock: Clock) -> None:
     assert clock.waits[2:] == []
 
 
-def test_delays_grow_and_are_not_those_of_others(kind: str, url: str, clock: Clock) -> None:
+def test_delays_grow_and_differ_among_clients(kind: str, url: str, clock: Clock) -> None:
     random.seed(0)
     runs = []
     for _ in range(2):
@@ -257,7 +258,9 @@ def test_delays_grow_and_are_not_those_of_others(kind: str, url: str, clock: Clo
     + [(formatdate(1030, usegmt=True), 30.0), (formatdate(900), 0.0), ("Mon, 01 Jan 99999 00:00:00 GMT", None)]
     + [("Mon, 01 Jan 99999999999999999999 00:00:00 GMT", None)],
 )
-def test_the_server_says_when(kind: str, url: str, clock: Clock, text: str, seconds: float | None) -> None:
+def test_the_client_waits_as_retry_after_says(
+    kind: str, url: str, clock: Clock, text: str, seconds: float | None
+) -> None:
     with through(kind, url, Scripted(says(503, Retry_After=text)), max_retries=0) as server:
         with pytest.raises(Unavailable) as caught:
             server.operators()
@@ -271,7 +274,7 @@ def test_the_server_says_when(kind: str, url: str, clock: Clock, text: str, seco
         assert 0.05 <= wait <= 0.1
 
 
-def test_who_must_wait_too_long_is_told_at_once(kind: str, url: str, clock: Clock) -> None:
+def test_a_retry_after_beyond_the_timeout_fails_at_once(kind: str, url: str, clock: Clock) -> None:
     with through(kind, url, Scripted(says(429, Retry_After="61"))) as server, pytest.raises(Busy) as caught:
         server.operators()
     assert (clock.waits, caught.value.retry_after, caught.value.attempts) == ([], 61.0, 1)
@@ -286,7 +289,7 @@ def test_a_proxys_page_is_quoted(kind: str, url: str, clock: Clock) -> None:
         assert caught.value.status == 502
 
 
-def test_a_redirection_is_told_and_nothing_was_done(kind: str, url: str, clock: Clock) -> None:
+def test_a_redirect_is_reported_and_changes_nothing(kind: str, url: str, clock: Clock) -> None:
     transport = Scripted(says(301, body="", Location="https://elsewhere.example/v1/ops"))
     with through(kind, url, transport) as server, pytest.raises(ServerFailed) as caught:
         server.buffers["a"].zero()
@@ -295,7 +298,7 @@ def test_a_redirection_is_told_and_nothing_was_done(kind: str, url: str, clock: 
     assert (caught.value.attempts, caught.value.maybe_done) == (1, False)
 
 
-def test_what_comes_back_nested_without_end_is_no_crash(kind: str, url: str, clock: Clock) -> None:
+def test_deeply_nested_answers_raise_errors_of_the_client(kind: str, url: str, clock: Clock) -> None:
     for status in (200, 404):
         transport = Scripted(says(status, body="[" * 100_000))
         with through(kind, url, transport) as server, pytest.raises((ServerFailed, NotFound)):
@@ -303,12 +306,12 @@ def test_what_comes_back_nested_without_end_is_no_crash(kind: str, url: str, clo
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://here", "http://", "http://[::1", "http://a:b", "http://a\0"])
-def test_a_bad_url_is_told_at_once(kind: str, url: str) -> None:
+def test_a_malformed_url_is_refused(kind: str, url: str) -> None:
     with pytest.raises(InvalidInput, match="URL"), connected(kind, url):
         pass
 
 
-def test_a_key_that_cannot_be_is_refused_and_not_told(kind: str, url: str) -> None:
+def test_a_malformed_api_key_is_refused_and_not_shown(kind: str, url: str) -> None:
     with pytest.raises(InvalidInput, match="API key") as caught, connected(kind, url, api_key="gs_se\ncret"):
         pass
     assert "cret" not in str(caught.value)
@@ -316,14 +319,14 @@ def test_a_key_that_cannot_be_is_refused_and_not_told(kind: str, url: str) -> No
         assert server.is_ready()
 
 
-def test_a_url_with_a_password_is_refused_and_not_told(kind: str) -> None:
+def test_a_url_with_a_password_is_refused_and_not_shown(kind: str) -> None:
     with pytest.raises(InvalidInput, match="api_key") as caught, connected(kind, "http://ann:secret@gradserve.example"):
         pass
     assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("retries", ["1", -1, 1.5])
-def test_retries_are_counted(kind: str, url: str, retries: Any) -> None:
+def test_malformed_max_retries_are_refused(kind: str, url: str, retries: Any) -> None:
     with pytest.raises(InvalidInput, match="max_retries"), connected(kind, url, max_retries=retries):
         pass
 
@@ -331,11 +334,11 @@ def test_retries_are_counted(kind: str, url: str, retries: Any) -> None:
 @pytest.mark.parametrize(
     "settings", [{"timeout": 0}, {"attempt_timeout": -1}, {"timeout": float("nan")}, {"timeout": "3"}]
 )
-def test_patience_is_a_number_of_seconds(kind: str, url: str, settings: Any) -> None:
+def test_a_client_timeout_that_is_not_positive_is_refused(kind: str, url: str, settings: Any) -> None:
     with pytest.raises(InvalidInput, match="timeout"), connected(kind, url, **settings):
         pass
 
 
-def test_the_clock_of_these_tests_is_the_one_that_is_used(clock: Clock) -> None:
-    assert vars(clients)["time"] is vars(_policy)["time"] is clock
+def test_the_clients_use_the_clock_of_these_tests(clock: Clock) -> None:
+    assert all(vars(module)["time"] is clock for module in (_policy, _runner, _channels))
     assert time.monotonic() != clock.monotonic()

@@ -1,4 +1,4 @@
-"""Waiting for an epoch, in polls, through faults."""
+"""Waiting for an epoch, in several polls, with faults in between."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_polls_are_equal_and_survive_faults(kind: str, url: str, clock: Clock) -
     assert len({one.headers["idempotency-key"] for one in transport.seen}) == 1
 
 
-def test_who_answers_without_waiting_is_not_asked_without_end(kind: str, url: str, clock: Clock) -> None:
+def test_a_server_that_answers_without_waiting_is_polled_slowly(kind: str, url: str, clock: Clock) -> None:
     transport = Scripted(forever=says(409, code="epoch_open"))
     start = clock.now
     with through(kind, url, transport) as server, pytest.raises(EpochOpen):

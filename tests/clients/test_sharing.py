@@ -1,4 +1,4 @@
-"""One client for many threads, after a fork, after an interruption; and what it leaves behind: nothing."""
+"""A client in many threads, after a fork and after an interrupt. It leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.faults.servers import Server
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server as a process, whose sockets are not ours."""
+    """A server in a separate process, so that only the client's sockets are counted."""
     with Server(tmp_path_factory.mktemp("sharing") / "store") as server:
         yield server
 
@@ -105,7 +105,7 @@ def test_nothing_is_left_open(process: Server, kind: str) -> None:
 
 def test_connections_are_kept_but_not_many(process: Server, kind: str) -> None:
     def addresses() -> set[str]:
-        """What is connected to the server from this process: the links of its sockets."""
+        """Return the sockets of this process."""
         links = []
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -199,8 +199,8 @@ def test_a_cancelled_call_leaves_the_client_usable(process: Server) -> None:
     asyncio.run(run())
 
 
-def test_a_call_that_is_cancelled_at_any_moment_holds_nothing(process: Server) -> None:
-    """Also between the making of its connection and its use, where a pool of httpx's keeps it open for good."""
+def test_a_call_cancelled_at_any_moment_leaves_no_connection(process: Server) -> None:
+    """Also between making its connection and using it, where a shared pool of httpx would leave it open."""
     random = np.random.default_rng(0)
 
     async def run() -> None:
@@ -224,7 +224,7 @@ def test_a_call_that_is_cancelled_at_any_moment_holds_nothing(process: Server) -
     asyncio.run(run())
 
 
-def test_a_call_that_runs_when_the_client_is_closed_ends(process: Server) -> None:
+def test_closing_the_client_ends_a_running_call(process: Server) -> None:
     async def run() -> None:
         server = AsyncClient(process.url)
         buffer = server.buffers["closed"]
@@ -235,14 +235,14 @@ def test_a_call_that_runs_when_the_client_is_closed_ends(process: Server) -> Non
         await server.close()
         for one in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(one, InvalidInput)
-            assert (str(one), one.maybe_done) == ("The client is closed: make another one", True)
+            assert (str(one), one.maybe_done) == ("The client is closed: create a new one", True)
             assert one.idempotency_key is not None
         assert open_files() <= before - 3
 
     asyncio.run(run())
 
 
-def test_a_clients_end_is_its_connections_end(process: Server, kind: str) -> None:
+def test_closing_a_client_closes_its_connections(process: Server, kind: str) -> None:
     before = open_files()
     for _ in range(20):
         with connected(kind, process.url) as server:

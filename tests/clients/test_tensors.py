@@ -1,4 +1,4 @@
-"""What may stand where a tensor is wanted, and what becomes of it."""
+"""The arguments that the client accepts as tensors, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
 from gradserve_client._buffer_calls import take
 from gradserve_client._calls import operators, run
-from gradserve_client._policy import Answer, Echo, Patience, exchange
+from gradserve_client._outcomes import Answer
+from gradserve_client._policy import Echo, Patience, exchange
 from gradserve_client._tensors import DTYPES, as_array, decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,11 +48,11 @@ class OnlyArray:
 
 
 class Labelled(np.ndarray[Any, np.dtype[Any]]):
-    """A subclass, as of those that carry units."""
+    """A subclass, as libraries for physical units have."""
 
 
 class Parameter(torch.Tensor):  # type: ignore[misc]
-    """A subclass of torch's, as of those that libraries make."""
+    """A subclass of a PyTorch tensor, as some libraries have."""
 
 
 def read_only(array: Array) -> Array:
@@ -89,7 +90,7 @@ ALIKE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", ALIKE)
-def test_whatever_holds_the_same_numbers_is_the_same(server: Any, form: str) -> None:
+def test_every_kind_of_array_is_accepted(server: Any, form: str) -> None:
     tensor = ALIKE[form]
     found = server.ops.leaky_relu_grad(tensor, np.ones((2, 3), np.float32))
     assert type(found) is np.ndarray
@@ -106,14 +107,14 @@ def test_whatever_holds_the_same_numbers_is_the_same(server: Any, form: str) -> 
     [np.float32(3), np.array(3.0), 3.0, 3, np.zeros((0, 4)), np.zeros((2, 0)), [], [[], []], torch.tensor(3.0)],
     ids=repr,
 )
-def test_scalars_and_empty_ones_keep_their_shape(server: Any, tensor: Any) -> None:
+def test_scalars_and_empty_tensors_keep_their_shape(server: Any, tensor: Any) -> None:
     found = server.ops.tanh_grad(tensor, tensor)
     assert found.shape == np.shape(tensor)
     assert found.dtype == (np.float64 if isinstance(tensor, np.ndarray) else np.float32)
 
 
 @pytest.mark.parametrize("make", [np.asarray, lambda one: one[::-1][::-1], lambda one: one.reshape(2, 2, order="F")])
-def test_bfloat16_of_ml_dtypes(server: Any, make: Any) -> None:
+def test_bfloat16_arrays(server: Any, make: Any) -> None:
     tensor = make(np.array([1.5, -2, 3, 0.1], ml_dtypes.bfloat16))
     found = server.ops.relu_grad(tensor, np.ones_like(tensor))
     assert found.dtype == ml_dtypes.bfloat16
@@ -129,7 +130,7 @@ def test_dtypes_of_torch(server: Any, dtype: str) -> None:
         assert found.tolist() == tensor.tolist()
 
 
-def test_what_lists_become(server: Any) -> None:
+def test_the_dtypes_of_lists(server: Any) -> None:
     assert server.ops.gather_grad([3], [0, 2], [1, 2]).dtype == np.float32
     assert server.ops.in_place_accumulator([1], [2], [False]).tolist() == [1.0]
     server.buffers["w"].create((1,), dtype="float64")
@@ -167,7 +168,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_what_is_no_tensor_is_refused_by_name(server: Any, form: str) -> None:
+def test_malformed_tensors_are_refused_by_name(server: Any, form: str) -> None:
     with pytest.raises(InvalidInput, match="dY"):
         server.ops.relu_grad(REFUSED[form], [1, 1])
     server.buffers["w"].create((2,))
@@ -180,7 +181,7 @@ def test_what_is_no_tensor_is_refused_by_name(server: Any, form: str) -> None:
 
 
 @pytest.mark.parametrize("indices", [[1.5], [1 << 63], ["1"], [None]])
-def test_indices_are_whole_numbers(server: Any, indices: Any) -> None:
+def test_indices_that_are_not_integers_are_refused(server: Any, indices: Any) -> None:
     with pytest.raises(InvalidInput, match="^indices "):
         server.ops.gather_grad([3], indices, [2])
     with pytest.raises(InvalidInput, match="^do_update "):
@@ -191,7 +192,7 @@ def test_indices_are_whole_numbers(server: Any, indices: Any) -> None:
 
 
 def fates(url: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Where to send a gradient of which shape, for each way in which a call may end."""
+    """Return the URL and the gradient's shape for each way that a call can end."""
     gone = "http://127.0.0.1:1"
     shapes = {"done": (300, 300), "broadcast": (1, 300), "refused": (7,), "too large": (1000, 1000)}
     return {**{name: (url, shape) for name, shape in shapes.items()}, "not there": (gone, (300, 300))}
@@ -199,7 +200,7 @@ def fates(url: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("fate", fates(""))
 @pytest.mark.parametrize("make", [AsyncClient, Client])
-def test_no_argument_is_kept(url: str, fate: str, make: Any) -> None:
+def test_no_argument_stays_in_memory(url: str, fate: str, make: Any) -> None:
     import asyncio
 
     address, shape = fates(url)[fate]
@@ -265,7 +266,7 @@ HEADER = st.dictionaries(st.sampled_from(["value", "a", "__metadata__"]), ENTRY,
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A file with some bytes that are wrong, or with a header of nonsense."""
+    """Draw a file with some wrong bytes, or with a header of nonsense."""
     if draw(st.booleans()):
         text = json.dumps(draw(HEADER)).encode()
         return len(text).to_bytes(8, "little") + text + bytes(draw(st.integers(0, 16)))
@@ -284,7 +285,7 @@ CALLS: list[Any] = [
 
 @given(body=damaged() | st.binary(max_size=40) | JUNK.map(lambda one: json.dumps(one).encode()))
 @settings(max_examples=500, deadline=None)
-def test_a_damaged_answer_is_the_servers_failure(body: bytes) -> None:
+def test_a_damaged_answer_raises_server_failed(body: bytes) -> None:
     for call in CALLS:
         steps = exchange(call, Patience(10, 10, 0), Echo(), "asked")
         next(steps)

@@ -1,4 +1,4 @@
-"""What mypy says of user code."""
+"""The types of user code, checked by mypy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ follow_imports = silent
 [mypy-httpx.*,anyio.*,ml_dtypes.*]
 follow_imports = skip
 """
-"""What is of no interest to these files would take most of the time."""
+"""Skip the checks of other packages, which would take most of the time."""
 
 BAD = """
 import numpy as np
@@ -99,7 +99,7 @@ async def main() -> None:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[str]]]:
-    """What mypy says, by file and line."""
+    """The messages of mypy, by file and line."""
     place = tmp_path_factory.mktemp("types")
     for name, text in {"good.py": GOOD, "bad.py": BAD}.items():
         (place / name).write_text(text)
@@ -117,7 +117,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[s
 
 
 def short(revealed: str) -> str:
-    """A type as one says it."""
+    """Return a type without its module names."""
     text = re.sub(r"numpy\.ndarray\[.*?dtype\[Any\]\]", "ndarray", revealed.split('"')[1])
     return re.sub(r"(\w+\.)+", "", text).partition(", fallback=")[0].removeprefix("tuple[ndarray, ")
 

@@ -1,4 +1,4 @@
-"""The wheel has the package and nothing else, and works where there is no server."""
+"""The wheel has the package and nothing else, and works without the server's packages."""
 
 from __future__ import annotations
 

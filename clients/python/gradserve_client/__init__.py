@@ -1,8 +1,9 @@
 """The client of gradserve: gradient kernels as calls, and gradients that count exactly once."""
 
 from gradserve_client._async_buffers import AsyncBuffer, AsyncBuffers
+from gradserve_client._async_client import AsyncClient
 from gradserve_client.buffers import Buffer, Buffers
-from gradserve_client.client import AsyncClient, Client
+from gradserve_client.client import Client
 from gradserve_client.errors import (
     Busy,
     Conflict,

@@ -4,43 +4,40 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from gradserve_client import _buffer_calls
+from gradserve_client import _buffer_calls, _bulk_calls
+from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
 
-if TYPE_CHECKING:
-    from gradserve_client.client import AsyncClient
-
 
 class AsyncBuffers:
-    """All buffers: `server.buffers["emb.weight"]` is one, and the methods are for many at once, all or none.
+    """The buffers of a server. `server.buffers["emb.weight"]` is a single buffer.
 
-    Those that say `names` also take `prefix` in its place: all buffers whose names begin so.
+    The methods act on several buffers at once, on all or on none. A method with `names` also takes `prefix` instead.
     """
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+    def __init__(self, runner: AsyncRunner) -> None:
+        self._runner = runner
 
-    __iter__ = None  # without it and the next, Python would ask __getitem__ for 0, 1, 2 and so on, for ever
+    __iter__ = None  # otherwise Python would call __getitem__ with 0, 1, 2, ... without end
     __contains__ = None
 
     def __getitem__(self, name: str) -> AsyncBuffer:
-        """The buffer of this name, whether it is there or not: 1 to 200 of the characters A-Z a-z 0-9 . _ : -"""
-        return AsyncBuffer(self._client, name)
+        """Return the buffer of this name, which need not exist: 1 to 200 of the characters A-Z a-z 0-9 . _ : -"""
+        return AsyncBuffer(self._runner, name)
 
     async def list(self, prefix: str = "") -> list[BufferInfo]:
-        """The buffers whose names begin with `prefix`, in the order of their names."""
-        found: list[BufferInfo] = []
+        """Return the buffers whose names begin with `prefix`, ordered by name."""
+        infos: list[BufferInfo] = []
         cursor: str | None = ""
         while cursor is not None:
-            page, cursor = await self._client._run(_buffer_calls.page(prefix, cursor))
-            found += page
-        return found
+            page, cursor = await self._runner.run(_bulk_calls.page(prefix, cursor))
+            infos += page
+        return infos
 
     async def accumulate(
         self,
@@ -53,8 +50,8 @@ class AsyncBuffers:
         idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
         """Add `weight` times each gradient to the buffer of its name, in one request; see `Buffer.accumulate`."""
-        return await self._client._run(
-            _buffer_calls.accumulate_many(
+        return await self._runner.run(
+            _bulk_calls.accumulate(
                 gradients,
                 weight=weight,
                 epoch=epoch,
@@ -74,9 +71,9 @@ class AsyncBuffers:
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
     ) -> dict[str, Array]:
-        """The values by name, all of one moment; see `Buffer.value`."""
-        return await self._client._run(
-            _buffer_calls.value_many(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+        """Return the values by name, all of the same moment; see `Buffer.value`."""
+        return await self._runner.run(
+            _bulk_calls.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
 
     async def take(
@@ -91,9 +88,9 @@ class AsyncBuffers:
         dtype: npt.DTypeLike | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Taken]:
-        """Close the epochs, and have the receipts with the values by name; see `Buffer.take`."""
-        return await self._client._run(
-            _buffer_calls.take_many(
+        """Close the epochs, and return their receipts and values by name; see `Buffer.take`."""
+        return await self._runner.run(
+            _bulk_calls.take(
                 names,
                 prefix,
                 min_count=min_count,
@@ -113,15 +110,15 @@ class AsyncBuffers:
         idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
         """Discard the sums, and begin the next epochs; see `Buffer.zero`."""
-        return await self._client._run(_buffer_calls.zero_many(names, prefix, idempotency_key=idempotency_key))
+        return await self._runner.run(_bulk_calls.zero(names, prefix, idempotency_key=idempotency_key))
 
 
 class AsyncBuffer(BufferName):
-    """A buffer: a sum with a name, a count and a weight. It may stand where an operator takes a tensor."""
+    """A buffer: a sum with a name, a count and a weight. Operators take it as an input."""
 
-    def __init__(self, client: AsyncClient, name: str) -> None:
+    def __init__(self, runner: AsyncRunner, name: str) -> None:
         super().__init__(name)
-        self._client = client
+        self._runner = runner
 
     async def create(
         self,
@@ -135,16 +132,16 @@ class AsyncBuffer(BufferName):
         exist_ok: bool = True,
         idempotency_key: str | None = None,
     ) -> BufferInfo:
-        """Create it, with zeros. If it is there already and like this, nothing happens, unless `exist_ok` is False.
+        """Create the buffer with zeros. An equal buffer may exist already, unless `exist_ok` is False.
 
-        `dtype` is float16, bfloat16, float32 or float64. With a `quorum` the add that makes the count reach it closes
-        the epoch. Of the closed epochs the last `keep` can be read. With nonfinite="reject" an add that would make the
-        sum infinite or NaN is refused. `ttl_seconds` after its last change the buffer is gone.
+        `dtype` is float16, bfloat16, float32 or float64. The `quorum`th gradient closes the epoch. The server keeps the
+        last `keep` closed epochs. With nonfinite="reject", it refuses gradients that would make the sum infinite or
+        NaN. It deletes the buffer `ttl_seconds` after the last change.
 
-        Raises `Conflict` if it is there and differs, `PreconditionFailed` if it is there and must not be,
-        `TooManyBuffers`, and `InvalidInput`.
+        Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
+        is False, `TooManyBuffers`, and `InvalidInput`.
         """
-        return await self._client._run(
+        return await self._runner.run(
             _buffer_calls.create(
                 self.name,
                 shape,
@@ -159,8 +156,8 @@ class AsyncBuffer(BufferName):
         )
 
     async def info(self) -> BufferInfo:
-        """All about it but its value. Raises `NotFound`."""
-        return await self._client._run(_buffer_calls.info(self.name))
+        """Return the buffer's metadata. Raises `NotFound`."""
+        return await self._runner.run(_buffer_calls.info(self.name))
 
     async def accumulate(
         self,
@@ -174,19 +171,19 @@ class AsyncBuffer(BufferName):
         if_match: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt:
-        """Add `weight` times the gradient to the sum, exactly once; it is on the server's disk when this returns.
+        """Add `weight` times the gradient to the sum, exactly once. The sum is on the server's disk afterwards.
 
-        The gradient broadcasts into the buffer's shape and is converted to its dtype. It must not change before this
-        returns. With `epoch`, the add is refused unless the buffer is in it. `overwrite` replaces the sum;
-        `do_update=False` changes nothing. `return_value` puts the sum into the receipt's `value`. `if_match` is the
-        `etag` that the buffer must have.
+        The server broadcasts the gradient to the buffer's shape and converts it to the buffer's dtype. The array must
+        not change during the call. With `epoch`, the server refuses the gradient unless the buffer is in that epoch.
+        `overwrite` replaces the sum. `do_update=False` changes nothing. `return_value` puts the sum into the receipt's
+        `value`. `if_match` is the `etag` that the buffer must have.
 
-        A key is made for each call, so that all its attempts count once. With an `idempotency_key` of your own, calls
-        with the same arguments count once altogether, for as long as the server remembers keys (a day).
+        Each call gets a new key, so that all its attempts count once. With your own `idempotency_key`, all calls with
+        the same arguments count once together, as long as the server remembers the key (a day).
 
         Raises `NotFound`, `InvalidInput`, `StaleEpoch`, `PreconditionFailed` and `StoreFull`.
         """
-        return await self._client._run(
+        return await self._runner.run(
             _buffer_calls.accumulate(
                 self.name,
                 gradient,
@@ -208,14 +205,14 @@ class AsyncBuffer(BufferName):
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
     ) -> Array:
-        """The running sum, or with `epoch` that of a closed epoch, for which this waits up to `timeout` seconds.
+        """Return the running sum, or the sum of `epoch`, after up to `timeout` seconds until the epoch has closed.
 
-        reduce="mean" divides it by the sum of the weights. `dtype` is that of the array, by default the buffer's.
+        reduce="mean" divides the sum by the sum of the weights. `dtype` is that of the result, by default the buffer's.
 
-        Raises `NotFound`, `EpochOpen` once the seconds are over, `EpochGone` if the epoch is not kept any more, and
+        Raises `NotFound`, `EpochOpen` after the `timeout`, `EpochGone` if the server no longer keeps the epoch, and
         `Conflict` for the mean of weights that sum to zero.
         """
-        return await self._client._run(
+        return await self._runner.run(
             _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
 
@@ -230,13 +227,13 @@ class AsyncBuffer(BufferName):
         if_match: str | None = None,
         idempotency_key: str | None = None,
     ) -> Taken:
-        """Close the epoch, and have its value with the receipt: read and zero in one step.
+        """Close the epoch, and return its receipt with its value: read and zero in a single step.
 
-        It waits up to `timeout` seconds until at least `min_count` gradients are in, and then raises `EpochOpen`; and
-        `StaleEpoch` if the buffer is not in `epoch`, if that is given. Where several take from a buffer, let it `keep`
-        more epochs than they are: a call whose answer was lost needs its value once more, or raises `EpochGone`.
+        The call waits up to `timeout` seconds for `min_count` gradients, and then raises `EpochOpen`. It raises
+        `StaleEpoch` if the buffer is not in `epoch`. If several clients take from a buffer, let it `keep` more epochs
+        than there are clients: a retry after a lost answer reads the closed epoch, or raises `EpochGone`.
         """
-        return await self._client._run(
+        return await self._runner.run(
             _buffer_calls.take(
                 self.name,
                 min_count=min_count,
@@ -251,12 +248,10 @@ class AsyncBuffer(BufferName):
 
     async def zero(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> Receipt:
         """Discard the sum, and begin the next epoch."""
-        return await self._client._run(
-            _buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key)
-        )
+        return await self._runner.run(_buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
 
     async def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
-        """Forget the buffer, its value and its closed epochs. Raises `NotFound`."""
-        return await self._client._run(
+        """Delete the buffer, its value and its closed epochs. Raises `NotFound`."""
+        return await self._runner.run(
             _buffer_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key)
         )

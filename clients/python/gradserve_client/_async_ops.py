@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
 from gradserve_client import _calls
+from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._calls import Input, Into
 from gradserve_client._tensors import Array
 from gradserve_client.models import Receipt
@@ -17,20 +18,18 @@ from gradserve_client.ops import (
     InPlaceAccumulatorV2Outputs,
 )
 
-if TYPE_CHECKING:
-    from gradserve_client.client import AsyncClient
-
 
 class AsyncOps:
-    """The operators: NumPy arrays, or whatever becomes one, in, and NumPy arrays out.
+    """The operators of a server. They take arrays of any kind, and return NumPy arrays.
 
-    A `Buffer` in the place of a tensor is read on the server. With `into`, the output is added to a buffer there,
-    `weight` times, exactly once, and a receipt is returned in its place; with `epoch`, only while the buffer is in it.
-    Lists and numbers have the dtype that is named first. All raise `InvalidInput`, and `NotFound` for buffers.
+    The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
+    buffer, exactly once, and the method returns a receipt instead of the output. With `epoch`, the server adds only
+    while the buffer is in that epoch. Lists and numbers get the dtype that the method names first. Each method raises
+    `InvalidInput`, and `NotFound` for buffers.
     """
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+    def __init__(self, runner: AsyncRunner) -> None:
+        self._runner = runner
 
     @overload
     async def in_place_accumulator(
@@ -72,7 +71,7 @@ class AsyncOps:
         do_update (optional): bool.
         Gives accumulated_gradient: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "InPlaceAccumulator",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "do_update": do_update},
@@ -133,7 +132,7 @@ class AsyncOps:
         overwrite (optional): bool.
         Gives updated: bool. accumulated_gradient: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "InPlaceAccumulatorV2",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "overwrite": overwrite},
@@ -186,7 +185,7 @@ class AsyncOps:
         reset_signal: bool, float16, bfloat16, float32, float64, int32, int64.
         Gives zero_gradient: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "ZeroGradient",
                 {"old_gradient": old_gradient, "reset_signal": reset_signal},
@@ -232,7 +231,7 @@ class AsyncOps:
         dY, X: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "ReluGrad",
                 {"dY": dY, "X": X},
@@ -281,7 +280,7 @@ class AsyncOps:
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "LeakyReluGrad",
                 {"dY": dY, "Y": Y},
@@ -327,7 +326,7 @@ class AsyncOps:
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "SigmoidGrad",
                 {"dY": dY, "Y": Y},
@@ -373,7 +372,7 @@ class AsyncOps:
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "TanhGrad",
                 {"dY": dY, "Y": Y},
@@ -422,7 +421,7 @@ class AsyncOps:
         dY, X: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "QuickGeluGrad",
                 {"dY": dY, "X": X},
@@ -458,7 +457,7 @@ class AsyncOps:
         A_shape, B_shape: int64, int32, all alike.
         Gives A_axes, B_axes: int64, int32, all alike.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "BroadcastGradientArgs",
                 {"A_shape": A_shape, "B_shape": B_shape},
@@ -517,7 +516,7 @@ class AsyncOps:
         grad: float32, float16, bfloat16, float64.
         Gives output: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "GatherGrad",
                 {"shape": shape, "indices": indices, "grad": grad},
@@ -623,7 +622,7 @@ class AsyncOps:
         SL (optional): int64, int32.
         Gives HAll, HFinal, ZRH: float32, float16, bfloat16, float64, all alike.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "GRUTraining",
                 {"X": X, "W": W, "R": R, "B": B, "SL": SL, "H0": H0},
@@ -757,7 +756,7 @@ class AsyncOps:
         SL (optional): int64, int32.
         Gives dX, dW, dR, dB, dH0: float32, float16, bfloat16, float64, all alike.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "GRUGrad",
                 {
@@ -831,7 +830,7 @@ class AsyncOps:
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "SoftmaxGrad",
                 {"dY": dY, "Y": Y},
@@ -879,7 +878,7 @@ class AsyncOps:
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "LogSoftmaxGrad",
                 {"dY": dY, "Y": Y},
@@ -925,7 +924,7 @@ class AsyncOps:
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "SoftmaxGrad_13",
                 {"dY": dY, "Y": Y},
@@ -971,7 +970,7 @@ class AsyncOps:
         dY, Y: float32, float16, bfloat16, float64, all alike.
         Gives dX: float32, float16, bfloat16, float64.
         """
-        results = await self._client._run(
+        results = await self._runner.run(
             _calls.run(
                 "LogSoftmaxGrad_13",
                 {"dY": dY, "Y": Y},

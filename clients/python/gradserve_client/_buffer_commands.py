@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -14,36 +13,36 @@ import typer
 
 from gradserve_client import _files
 from gradserve_client._buffer_calls import Reduce
-from gradserve_client._session import (
-    Session,
+from gradserve_client._output import (
     console,
     count,
-    document,
-    receipt_fields,
+    print_info,
+    print_json,
+    print_tensor,
+    receipt_json,
     receipt_line,
     shape,
     size,
     table,
-    tensor_fields,
-    tensor_lines,
+    tensor_json,
 )
-from gradserve_client._tensors import Array
+from gradserve_client._session import Session
 from gradserve_client.buffers import Buffer
 from gradserve_client.errors import NotFound
-from gradserve_client.models import BufferInfo, Receipt
+from gradserve_client.models import Receipt
 
 app = typer.Typer(no_args_is_help=True, help="List, create, read, change and remove buffers.")
 
 
 class Reduction(Enum):
-    """What to give of the gradients."""
+    """The value of the gradients: their weighted sum or mean."""
 
     sum = "sum"
     mean = "mean"
 
 
 class Nonfinite(Enum):
-    """What to do with gradients that are infinite or NaN."""
+    """Whether the server accepts gradients that are infinite or NaN."""
 
     allow = "allow"
     reject = "reject"
@@ -51,65 +50,68 @@ class Nonfinite(Enum):
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The buffer.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors or .npy file.")]
-Tensor = Annotated[str | None, typer.Option(metavar="NAME", help="Which tensor of the file, if it has several.")]
+Tensor = Annotated[str | None, typer.Option(metavar="NAME", help="The tensor of the file, if it has several.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to this safetensors or .npy file.")
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write the value to this safetensors or .npy file."),
 ]
-Epoch = Annotated[int | None, typer.Option(help="Only while the buffer is in this one.")]
-Weight = Annotated[float, typer.Option(help="What the gradient is multiplied by.")]
-Reducing = Annotated[Reduction, typer.Option(help="mean: divide by the sum of the weights.")]
+Epoch = Annotated[int | None, typer.Option(help="Change it only while the buffer is in this epoch.")]
+Weight = Annotated[float, typer.Option(help="The factor of the gradient.")]
+Reducing = Annotated[Reduction, typer.Option(help="mean divides the sum by the sum of the weights.")]
 Key = Annotated[
-    str | None, typer.Option(metavar="KEY", help="Repeated with the same key, this counts once. By default a new one.")
+    str | None, typer.Option(metavar="KEY", help="A repetition with the same key counts once. New by default.")
 ]
 
 
 @app.command("ls")
 def list_(
     ctx: typer.Context,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only those whose names begin so.")] = "",
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only buffers whose names begin with this.")] = "",
 ) -> None:
     """List buffers."""
     session: Session = ctx.obj
     with session.server() as server:
-        found = server.buffers.list(prefix)
+        infos = server.buffers.list(prefix)
     if session.as_json:
-        document([asdict(one) for one in found])
+        print_json([asdict(info) for info in infos])
         return
     columns = ["name", "shape", "dtype", "epoch", "count", "weight", "size"]
     rows = (
-        [one.name, shape(one.shape), one.dtype, str(one.epoch), count(one), f"{one.weight:g}", size(one.bytes)]
-        for one in found
+        [info.name, shape(info.shape), info.dtype, str(info.epoch), count(info), f"{info.weight:g}", size(info.bytes)]
+        for info in infos
     )
     console().print(table(columns, rows, wraps="name", numbers=columns[3:]))
 
 
 @app.command()
 def show(ctx: typer.Context, name: Name) -> None:
-    """Show all about a buffer but its value."""
+    """Show the metadata of a buffer."""
     session: Session = ctx.obj
     with session.server() as server:
         info = server.buffers[name].info()
     if session.as_json:
-        document(asdict(info))
+        print_json(asdict(info))
     else:
-        _show(info)
+        print_info(info)
 
 
 @app.command()
 def create(
     ctx: typer.Context,
     name: Name,
-    dims: Annotated[str, typer.Argument(metavar="SHAPE", help="30000,256 or 30000x256; of a scalar: []")],
+    dims: Annotated[str, typer.Argument(metavar="SHAPE", help="30000,256 or 30000x256, or [] for a scalar.")],
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
-    quorum: Annotated[int | None, typer.Option(help="So many gradients close an epoch.")] = None,
-    keep: Annotated[int, typer.Option(help="How many closed epochs can be read.")] = 1,
-    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Gone so long after its last change.")] = None,
+    quorum: Annotated[int | None, typer.Option(help="The number of gradients that closes an epoch.")] = None,
+    keep: Annotated[int, typer.Option(help="The number of closed epochs that the server keeps.")] = 1,
+    ttl: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="The time from the last change to deletion.")
+    ] = None,
     nonfinite: Annotated[
-        Nonfinite, typer.Option(help="Take gradients that are infinite or NaN, or not.")
+        Nonfinite, typer.Option(help="Allow or reject gradients that are infinite or NaN.")
     ] = Nonfinite.allow,
     key: Key = None,
 ) -> None:
-    """Create a buffer, with zeros. If it is there already and like this, nothing happens."""
+    """Create a buffer with zeros. An equal buffer may exist already."""
     session: Session = ctx.obj
     with session.server() as server:
         info = server.buffers[name].create(
@@ -122,7 +124,7 @@ def create(
             idempotency_key=key,
         )
     if session.as_json:
-        document(asdict(info))
+        print_json(asdict(info))
     else:
         typer.echo(f"{name}: {info.dtype} {shape(info.shape)}, epoch {info.epoch}, count {count(info)}")
 
@@ -132,20 +134,20 @@ def get(
     ctx: typer.Context,
     name: Name,
     output: Output = None,
-    epoch: Annotated[int | None, typer.Option(help="A closed one, rather than the running one.")] = None,
+    epoch: Annotated[int | None, typer.Option(help="A closed epoch instead of the running one.")] = None,
     reduce: Reducing = Reduction.sum,
-    dtype: Annotated[str | None, typer.Option(help="By default the buffer's.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for the epoch to close.")] = 0.0,
+    dtype: Annotated[str | None, typer.Option(help="The dtype of the value, by default the buffer's.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the epoch to close.")] = 0.0,
 ) -> None:
-    """Fetch the value. Without -o it is printed, a large one in part."""
+    """Fetch the value. Without -o, print it, or the corners of a large one."""
     session: Session = ctx.obj
     with session.server() as server, _files.writing(output) as write:
         value = server.buffers[name].value(epoch=epoch, reduce=_reduce(reduce), dtype=dtype, timeout=timeout)
         write({name: value})
     if session.as_json:
-        document({"name": name, **tensor_fields(value, data=output is None)})
+        print_json({"name": name, **tensor_json(value, data=output is None)})
     else:
-        _show_value(name, value, output)
+        print_tensor(name, value, output)
 
 
 @app.command()
@@ -154,13 +156,11 @@ def put(
     name: Name,
     file: File,
     tensor: Tensor = None,
-    make: Annotated[
-        bool, typer.Option("--create", help="Create the buffer, like the tensor, if it is not there.")
-    ] = False,
+    make: Annotated[bool, typer.Option("--create", help="Create the buffer if it does not exist.")] = False,
     epoch: Epoch = None,
     key: Key = None,
 ) -> None:
-    """Replace the sum by a tensor of a file, as if it were the only gradient."""
+    """Replace the sum by a tensor of a file, which then counts as the only gradient."""
 
     def change(buffer: Buffer) -> Receipt:
         gradient = _files.read_one(file, tensor)
@@ -205,13 +205,13 @@ def take(
     ctx: typer.Context,
     name: Name,
     output: Output = None,
-    min_count: Annotated[int, typer.Option(help="Only once so many gradients are in.")] = 0,
-    epoch: Annotated[int | None, typer.Option(help="Only if the buffer is in this one.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for them.")] = 0.0,
+    min_count: Annotated[int, typer.Option(help="The number of gradients to wait for.")] = 0,
+    epoch: Annotated[int | None, typer.Option(help="Take it only if the buffer is in this epoch.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the gradients.")] = 0.0,
     reduce: Reducing = Reduction.sum,
     key: Key = None,
 ) -> None:
-    """Close the epoch, and fetch its value. Without -o it is printed, a large one in part."""
+    """Close the epoch, and fetch its value. Without -o, print it, or the corners of a large one."""
     session: Session = ctx.obj
     with session.server() as server, _files.writing(output) as write:
         taken = server.buffers[name].take(
@@ -220,23 +220,23 @@ def take(
         try:
             write({name: taken.value})
         except OSError as error:
-            again = f"the server still has the value: gradserve-client buffers get {name} --epoch {taken.epoch}"
-            raise OSError(error.errno, f"{error.strerror}; {again}", error.filename) from error
+            hint = f"the server still has the value: gradserve-client buffers get {name} --epoch {taken.epoch}"
+            raise OSError(error.errno, f"{error.strerror}; {hint}", error.filename) from error
     if session.as_json:
-        document({**receipt_fields(taken), "value": tensor_fields(taken.value, data=output is None)})
+        print_json({**receipt_json(taken), "value": tensor_json(taken.value, data=output is None)})
     else:
         typer.echo(receipt_line(taken))
-        _show_value(name, taken.value, output)
+        print_tensor(name, taken.value, output)
 
 
 @app.command()
 def rm(
     ctx: typer.Context,
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     key: Key = None,
 ) -> None:
-    """Remove a buffer, its value and its closed epochs. On a terminal it asks first."""
+    """Remove a buffer, its value and its closed epochs. On a terminal, ask first."""
     session: Session = ctx.obj
     with session.server() as server:
         buffer = server.buffers[name]
@@ -246,7 +246,7 @@ def rm(
             typer.confirm(question, abort=True, err=True)
         buffer.delete(idempotency_key=key)
     if session.as_json:
-        document({"name": name, "removed": True})
+        print_json({"name": name, "removed": True})
 
 
 def _change(ctx: typer.Context, name: str, change: Callable[[Buffer], Receipt]) -> None:
@@ -254,53 +254,20 @@ def _change(ctx: typer.Context, name: str, change: Callable[[Buffer], Receipt]) 
     with session.server() as server:
         receipt = change(server.buffers[name])
     if session.as_json:
-        document(receipt_fields(receipt))
+        print_json(receipt_json(receipt))
     else:
         typer.echo(receipt_line(receipt))
 
 
-def _reduce(wanted: Reduction) -> Reduce:
-    return "mean" if wanted is Reduction.mean else "sum"
+def _reduce(reduction: Reduction) -> Reduce:
+    return "mean" if reduction is Reduction.mean else "sum"
 
 
 def _dims(text: str) -> list[int]:
     bare = text.strip(" []()")
     try:
-        if not text.strip():  # an unset variable, rather than a scalar
+        if not text.strip():  # an unset variable, not a scalar
             raise ValueError
         return [int(dim) for dim in bare.replace("x", ",").removesuffix(",").split(",")] if bare else []
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is no shape: write it as 30000,256 or 30000x256, or [] for a scalar"
-        ) from None
-
-
-def _show(info: BufferInfo) -> None:
-    shown = {
-        "name": info.name,
-        "shape": shape(info.shape),
-        "dtype": info.dtype,
-        "size": size(info.bytes),
-        "epoch": str(info.epoch),
-        "count": count(info),
-        "weight": f"{info.weight:g}",
-        "version": str(info.version),
-        "nonfinite": info.nonfinite,
-        "keep": str(info.keep),
-        "closed epochs": ", ".join(map(str, info.closed_epochs)) or "none",
-        "created": _time(info.created_at),
-        "updated": _time(info.updated_at),
-        "expires": "never" if info.expires_at is None else _time(info.expires_at),
-    }
-    console().print(table(["", "value"], list(shown.items()), wraps="value", header=False))
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
-
-
-def _show_value(name: str, value: Array, output: Path | None) -> None:
-    if output is None:
-        typer.echo(tensor_lines(name, value))
-    else:
-        typer.echo(f"{output}: {name} {value.dtype.name} {shape(value.shape)}")
+        raise typer.BadParameter(f"{text!r} is not a shape: write 30000,256 or 30000x256, or [] for a scalar") from None

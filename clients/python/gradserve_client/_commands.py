@@ -1,4 +1,4 @@
-"""The commands: those about operators, and what all of them have in common."""
+"""The commands about operators, `watch`, and the options of every command."""
 
 from __future__ import annotations
 
@@ -8,26 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from gradserve_client import _buffer_commands, _files, _watch
-from gradserve_client._requests import DEFAULT_URL
-from gradserve_client._session import (
-    Session,
-    console,
-    document,
-    receipt_fields,
-    receipt_line,
-    table,
-    tensor_fields,
-    tensor_lines,
-)
-from gradserve_client._tensors import Array
+from gradserve_client import _buffer_commands, _calls, _files, _watch
+from gradserve_client._output import console, print_json, print_tensor, receipt_json, receipt_line, table, tensor_json
+from gradserve_client._sender import DEFAULT_URL
+from gradserve_client._session import Session
 from gradserve_client.errors import NotFound
-from gradserve_client.models import OperatorInfo, Receipt
+from gradserve_client.models import BufferName, OperatorInfo, Receipt
 
 app = typer.Typer(
     add_completion=False,
@@ -35,9 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=(
-        "--url, --api-key and --json may stand anywhere. Exit codes: 0 done, 1 another failure, 2 usage, "
+        "--url, --api-key and --json may stand anywhere. Exit codes: 0 success, 1 another failure, 2 bad arguments, "
         "3 no such buffer or operator, 4 the state of the buffer does not allow it, 5 invalid input or unauthorized, "
-        "6 the server cannot be reached, is busy or took too long, 130 interrupted."
+        "6 the server cannot be reached, is busy, or took too long, 130 interrupted."
     ),
 )
 app.add_typer(_buffer_commands.app, name="buffers")
@@ -52,43 +43,44 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def everything(
     ctx: typer.Context,
-    url: Annotated[str, typer.Option(envvar="GRADSERVE_URL", metavar="URL", help="Where the server is.")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(envvar="GRADSERVE_URL", metavar="URL", help="The server's URL.")] = DEFAULT_URL,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="GRADSERVE_API_KEY", metavar="KEY", help="Others can see it here: prefer the variable."),
+        typer.Option(
+            envvar="GRADSERVE_API_KEY", metavar="KEY", help="Other users can see this option: prefer the variable."
+        ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="How long to try when the server is busy or away.")
+        float, typer.Option(min=0.001, metavar="SECONDS", help="How long to retry when the server is busy or away.")
     ] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, errors too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, also for errors.")] = False,
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Gradient kernels and gradient buffers of a gradserve server."""
+    """Use the gradient kernels and the gradient buffers of a gradserve server."""
     ctx.obj = Session(url, api_key, timeout, as_json)
 
 
 @app.command()
 def ops(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Say all about this one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this operator.")] = None,
 ) -> None:
-    """List the operators, or show one: its formula, inputs, outputs and attributes."""
+    """List the operators, or show an operator's formula, inputs, outputs and attributes."""
     session: Session = ctx.obj
     with session.server() as server:
-        operators = server.operators()
+        operators = server.run(_calls.operators())
     if name is None:
         if session.as_json:
-            document([asdict(one) for one in operators])
+            print_json([asdict(operator) for operator in operators])
         else:
-            console().print(
-                table(["operator", "formula"], ([one.name, one.formula] for one in operators), wraps="formula")
-            )
+            rows = ([operator.name, operator.formula] for operator in operators)
+            console().print(table(["operator", "formula"], rows, wraps="formula"))
         return
     operator = _find(name, operators)
     if session.as_json:
-        document(asdict(operator))
+        print_json(asdict(operator))
     else:
         _show(operator)
 
@@ -99,92 +91,86 @@ def run(
     op: Annotated[str, typer.Argument(metavar="OP", help="The operator.")],
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="A safetensors file with its inputs by name; none if all are in buffers."),
+        typer.Argument(metavar="FILE", help="A safetensors file of the inputs, unless all are in buffers."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outputs to this safetensors file.")
     ] = None,
     attributes: Annotated[
         list[str] | None,
-        typer.Option("--set", "-a", metavar="NAME=VALUE", help="An attribute; a list by one of these per element."),
+        typer.Option("--set", "-a", metavar="NAME=VALUE", help="An attribute. Repeat it for a list."),
     ] = None,
-    outputs: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Compute these only, separated by commas.")
-    ] = None,
+    outputs: Annotated[str | None, typer.Option(metavar="NAME,...", help="Compute only these outputs.")] = None,
     into: Annotated[list[str] | None, typer.Option(metavar="OUTPUT:BUFFER", help="Add an output to a buffer.")] = None,
     sources: Annotated[
-        list[str] | None, typer.Option("--from", metavar="INPUT:BUFFER", help="Take an input from a buffer.")
+        list[str] | None, typer.Option("--from", metavar="INPUT:BUFFER", help="Read an input from a buffer.")
     ] = None,
-    weight: Annotated[float | None, typer.Option(help="Of what is added to buffers; 1 by default.")] = None,
-    epoch: Annotated[int | None, typer.Option(help="Add only while the buffers are in this one.")] = None,
+    weight: Annotated[float | None, typer.Option(help="The factor of outputs added to buffers, by default 1.")] = None,
+    epoch: Annotated[int | None, typer.Option(help="Add only while the buffers are in this epoch.")] = None,
     key: _buffer_commands.Key = None,
 ) -> None:
-    """Run an operator. Without -o, the outputs are printed, large ones in part; so are receipts of buffers."""
+    """Run an operator. Without -o, print the outputs, and the corners of large ones. Receipts are always printed."""
     session: Session = ctx.obj
     if output is not None and _files.is_npy(output):
-        raise typer.BadParameter("outputs have names, which .npy files have not: take .safetensors", ctx=ctx)
-    given: dict[str, list[str]] = {}
+        raise typer.BadParameter("an .npy file cannot name its outputs: use .safetensors", ctx=ctx)
+    values: dict[str, list[str]] = {}
     for name, value in _pairs("--set", "=", attributes):
-        given.setdefault(name, []).append(value)
-    targets, taken = dict(_pairs("--into", ":", into)), dict(_pairs("--from", ":", sources))
+        values.setdefault(name, []).append(value)
+    buffers = {name: BufferName(buffer) for name, buffer in _pairs("--from", ":", sources)}
+    targets = dict(_pairs("--into", ":", into))
     tensors = {} if file is None else _files.read_all(file)
     with session.server() as server, _files.writing(output) as write:
-        results = server.run(
+        call = _calls.run(
             op,
-            {**tensors, **{name: server.buffers[buffer] for name, buffer in taken.items()}},
-            {name: values if len(values) > 1 else values[0] for name, values in given.items()},
+            {**tensors, **buffers},
+            {name: items if len(items) > 1 else items[0] for name, items in values.items()},
             outputs=None if outputs is None else outputs.split(","),
             into=targets,
             weight=weight,
             epoch=epoch,
             idempotency_key=key,
         )
-        receipts = {name: one for name, one in results.items() if isinstance(one, Receipt)}
-        arrays = {name: one for name, one in results.items() if not isinstance(one, Receipt)}
-        # What was added to buffers is said even if the file cannot be written.
-        if not session.as_json:
+        results = server.run(call)
+        receipts = {name: result for name, result in results.items() if isinstance(result, Receipt)}
+        arrays = {name: result for name, result in results.items() if not isinstance(result, Receipt)}
+        if not session.as_json:  # before the file, which may fail, because the buffers have changed already
             for name, receipt in receipts.items():
                 typer.echo(f"{name} -> {receipt_line(receipt)}")
         write(arrays)
     if session.as_json:
-        document(
-            {
-                "outputs": {name: tensor_fields(one, data=output is None) for name, one in arrays.items()},
-                "receipts": {name: receipt_fields(one) for name, one in receipts.items()},
-            }
-        )
+        shown = {name: tensor_json(array, data=output is None) for name, array in arrays.items()}
+        print_json({"outputs": shown, "receipts": {name: receipt_json(item) for name, item in receipts.items()}})
     else:
-        _show_arrays(arrays, output)
+        for name, array in arrays.items():
+            print_tensor(name, array, output)
 
 
 @app.command()
 def watch(
     ctx: typer.Context,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only buffers whose names begin so.")] = "",
-    interval: Annotated[float, typer.Option(min=0.05, metavar="SECONDS", help="Between two looks.")] = 1.0,
-    count: Annotated[int | None, typer.Option(min=1, help="Look so often, and end.")] = None,
-    norm: Annotated[
-        bool, typer.Option(help="Show the norms of the sums, for which those that changed are fetched.")
-    ] = True,
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only buffers whose names begin with this.")] = "",
+    interval: Annotated[float, typer.Option(min=0.05, metavar="SECONDS", help="The time between updates.")] = 1.0,
+    count: Annotated[int | None, typer.Option(min=1, help="End after this number of updates.")] = None,
+    norm: Annotated[bool, typer.Option(help="Show the norms of the sums, which downloads each changed sum.")] = True,
 ) -> None:
-    """Watch buffers fill: a live table, or lines where there is no terminal. Ctrl-C ends it."""
+    """Watch buffers fill, in a live table, or in lines if the output is not a terminal. Ctrl-C ends it."""
     session: Session = ctx.obj
     with session.server(progress=False) as server:
-        looks = _watch.looks(server, prefix, interval=interval, count=count, norms=norm)
+        snapshots = _watch.snapshots(server.buffers, prefix, interval=interval, count=count, norms=norm)
         if session.as_json:
-            _watch.print_json(looks)
+            _watch.print_documents(snapshots)
         elif console().is_terminal:
-            _watch.show_live(looks)
+            _watch.show_live(snapshots)
         else:
-            _watch.print_lines(looks)
+            _watch.print_lines(snapshots)
 
 
 def _find(name: str, operators: Sequence[OperatorInfo]) -> OperatorInfo:
     for operator in operators:
         if operator.name == name:
             return operator
-    near = difflib.get_close_matches(name, [one.name for one in operators], n=3)
-    hint = f"; there is {', '.join(near)}" if near else ""
+    similar = difflib.get_close_matches(name, [operator.name for operator in operators], n=3)
+    hint = f"; similar names: {', '.join(similar)}" if similar else ""
     raise NotFound(f"There is no operator {name}{hint}", code="unknown_operator")
 
 
@@ -197,9 +183,9 @@ def _show(operator: OperatorInfo) -> None:
         out.print(re.sub(r"(?<!\n)\n(?!\n)", " ", operator.description))
     sides = {"input": operator.inputs, "output": operator.outputs}
     rows = [
-        [side if one is tensors[0] else "", one.name + "?" * one.optional, ", ".join(one.dtypes)]
+        [side if tensor is tensors[0] else "", tensor.name + "?" * tensor.optional, ", ".join(tensor.dtypes)]
         for side, tensors in sides.items()
-        for one in tensors
+        for tensor in tensors
     ]
     names = list(operator.attributes)
     rows += [
@@ -210,22 +196,9 @@ def _show(operator: OperatorInfo) -> None:
     out.print(table(["", "name", "dtypes"], rows, wraps="dtypes", header=False))
 
 
-def _pairs(option: str, between: str, texts: Sequence[str] | None) -> list[tuple[str, str]]:
-    pairs = [text.partition(between) for text in texts or ()]
-    for name, found, value in pairs:
-        if not (name and found and value):
-            raise typer.BadParameter(f"{option} {name}{found}{value}: write it as NAME{between}VALUE")
+def _pairs(option: str, separator: str, texts: Sequence[str] | None) -> list[tuple[str, str]]:
+    pairs = [text.partition(separator) for text in texts or ()]
+    for name, separated, value in pairs:
+        if not (name and separated and value):
+            raise typer.BadParameter(f"{option} is {name}{separated}{value}: write it as NAME{separator}VALUE")
     return [(name, value) for name, _, value in pairs]
-
-
-def _show_arrays(arrays: dict[str, Array], output: Path | None) -> None:
-    for name, array in arrays.items():
-        if output is None:
-            typer.echo(tensor_lines(name, array))
-        else:
-            typer.echo(f"{output}: {name} {_described(array)}")
-
-
-def _described(array: Array) -> str:
-    known: dict[str, Any] = tensor_fields(array, data=False)
-    return f"{known['dtype']} {known['shape']}"

@@ -1,4 +1,4 @@
-"""Tensors in files: safetensors, or .npy by the suffix."""
+"""Tensors in files: .npy by the suffix, otherwise safetensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Write: TypeAlias = Callable[[Mapping[str, Array]], None]
 
 
 def read_all(path: Path) -> dict[str, Array]:
-    """The tensors of a safetensors file. Raises `InvalidInput` and `OSError`."""
+    """Return the tensors of a safetensors file by name. Raises `InvalidInput` and `OSError`."""
     with path.open("rb") as file:
         body = bytearray(file.read())
     try:
@@ -31,10 +31,10 @@ def read_all(path: Path) -> dict[str, Array]:
 
 
 def read_one(path: Path, tensor: str | None) -> Array:
-    """The tensor of the file, or the one of this name. Raises `InvalidInput` and `OSError`."""
+    """Return the only tensor of the file, or the tensor of this name. Raises `InvalidInput` and `OSError`."""
     if is_npy(path):
         if tensor is not None:
-            raise InvalidInput(f"{path} has one tensor, without a name: leave out --tensor", code="unknown_tensor")
+            raise InvalidInput(f"{path} has a single tensor without a name: omit --tensor", code="unknown_tensor")
         return _read_npy(path)
     tensors = read_all(path)
     if tensor is None and len(tensors) == 1:
@@ -43,29 +43,30 @@ def read_one(path: Path, tensor: str | None) -> Array:
         return tensors[tensor]
     names = ", ".join(tensors) or "none"
     if tensor is None:
-        raise InvalidInput(f"Which tensor of {path} is it? Say --tensor; there are: {names}", code="unknown_tensor")
-    raise InvalidInput(f"{path} has no tensor {tensor}; there are: {names}", code="unknown_tensor")
+        raise InvalidInput(f"Name a tensor of {path} with --tensor; it has: {names}", code="unknown_tensor")
+    raise InvalidInput(f"{path} has no tensor {tensor}; it has: {names}", code="unknown_tensor")
 
 
 def is_npy(path: Path) -> bool:
-    """Whether the file has one array, in NumPy's own format."""
+    """Whether the file has a single array in NumPy's own format."""
     return path.suffix == ".npy"
 
 
 @contextmanager
 def writing(path: Path | None) -> Iterator[Write]:
-    """How to write the tensors to the file, if there is to be one.
+    """Return a function that writes the tensors to the file, or to none.
 
-    What hinders that is raised at once, not when the tensors have come. The file is replaced only by one that is whole.
+    A file that cannot be written raises `OSError` now, before the tensors come. The old file stays until the new file
+    is whole.
     """
     if path is None:
         yield lambda tensors: None
     elif path.exists() and (_is_device(path) or not (path.is_file() or path.is_dir())):  # or a pipe
         yield lambda tensors: _write(path, path, tensors)
     else:
-        target = path.resolve()  # where a link leads
+        target = path.resolve()  # follow links
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
-        with _called(path):
+        with _errors_name(path):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "Is a directory")
             part.touch(exist_ok=False)
@@ -78,7 +79,7 @@ def writing(path: Path | None) -> Iterator[Write]:
 
 
 def _is_device(path: Path) -> bool:
-    """Whether it is like /dev/stdout, or a link there, whatever that leads to."""
+    """Whether it is a file like /dev/stdout, or a link to it, even if that leads to a plain file."""
     while path.is_symlink():
         if path.parent.resolve().parts[1:2] in (("dev",), ("proc",)):
             return True
@@ -87,11 +88,11 @@ def _is_device(path: Path) -> bool:
 
 
 def _write(path: Path, part: Path, tensors: Mapping[str, Array]) -> None:
-    with _called(path):
+    with _errors_name(path):
         with part.open("wb") as file:
             if is_npy(path):
                 (array,) = tensors.values()
-                # The format has no bfloat16; each is a float32 too.
+                # The format has no bfloat16, and float32 holds each of its values.
                 np.save(file, array.astype(np.float32) if array.dtype == DTYPES["BF16"] else array)
             else:
                 file.writelines(encode({name: as_array(array, name) for name, array in tensors.items()}))
@@ -100,8 +101,8 @@ def _write(path: Path, part: Path, tensors: Mapping[str, Array]) -> None:
 
 
 @contextmanager
-def _called(path: Path) -> Iterator[None]:
-    """What goes wrong is said of this file."""
+def _errors_name(path: Path) -> Iterator[None]:
+    """Raise each `OSError` with the name of this file."""
     try:
         yield
     except OSError as error:

@@ -1,96 +1,71 @@
-"""When a call is sent, sent again, and given up: written once, for both clients.
+"""The retry policy of both clients: when to send a call, when to send it again, and when to give up.
 
-`exchange` is a generator that does no input or output itself. It yields what is to be done next, and is sent what came
-of it. The clients run it, each in its own way.
+`exchange` is a generator without any input or output. It yields the next step, and receives the step's outcome. A
+runner performs the steps, with or without `await`.
 """
 
 from __future__ import annotations
 
-import email.utils
-import json
 import math
 import numbers
 import random
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import httpx
 
-from gradserve_client.errors import (
-    BY_CODE,
-    BY_STATUS,
-    ConnectionFailed,
-    EpochOpen,
-    GradserveError,
-    InvalidInput,
-    ServerFailed,
-    TimedOut,
-)
+from gradserve_client._arguments import as_seconds
+from gradserve_client._outcomes import REQUEST_ID, Answer, Outcome, error_for, is_retryable, leaves_doubt, result
+from gradserve_client.errors import EpochOpen, GradserveError, InvalidInput, ServerFailed
 
 T = TypeVar("T")
 
-FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
-"""Seconds before the second attempt, doubled for each one after that, and their bound. Each is shortened by up to a
-half at random, so that many clients do not come back at once."""
+FIRST_DELAY = 0.1
+"""Seconds before the second attempt. Each further delay is twice as long, and a random part of up to a half is cut off,
+so that clients that failed together do not retry together."""
 
-_ID = "x-request-id"
+LONGEST_DELAY = 5.0
+"""Seconds between two attempts at most, so that a client soon notices a server that is back."""
 
 LONGEST_POLL = 20.0
-"""Seconds for which one request asks the server to wait. Whoever waits longer asks again: proxies cut silent ones."""
+"""Seconds that one request asks the server to wait. Longer waits take several requests, because proxies cut silent
+connections, many after 60 seconds."""
 
-_AGAIN = frozenset({408, 429, 502, 503, 504})
-"""Statuses after which the same request may succeed."""
+_SHORTEST_TIMEOUT = 0.001
+"""Seconds of an attempt's timeout at least: 0 would make the socket non-blocking."""
 
-_NOT_DONE = frozenset({"expired", "store_full"})
-"""Codes of failures of the server's after which nothing was changed. One that stops may have done it."""
+_CONNECT_SHARE = 0.9
+"""The part of the remaining seconds that an attempt may spend on connecting. If connecting ends first, the client knows
+that the server never saw the request."""
 
-
-class Closed(httpx.TransportError):
-    """Nothing is sent any more, as the client is closed."""
-
-    def __init__(self) -> None:
-        super().__init__("The client is closed: make another one")
-
-
-_NEVER_SENT = (
-    Closed,
-    httpx.ConnectError,
-    httpx.ConnectTimeout,
-    httpx.PoolTimeout,
-    httpx.ProxyError,
-    httpx.UnsupportedProtocol,
-    httpx.LocalProtocolError,
-)
+_FOREVER = 1e8
+"""Seconds, three years: the longest timeout that every socket accepts."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a client tries. See `Client`."""
+    """The limits of a client's attempts; see `Client`. Raises `InvalidInput`."""
 
-    timeout: float
-    attempt_timeout: float
-    max_retries: int | None
+    timeout: float = 60.0
+    attempt_timeout: float = 20.0
+    max_retries: int | None = None
+    cuts_transfers: bool = True
+    """Whether `timeout` ends an attempt whose bytes still move."""
 
-    def once(self) -> Patience:
-        """The same for a call that is not tried again."""
-        return replace(self, max_retries=0)
-
-
-def as_seconds(name: str, given: float) -> float:
-    """An argument that is seconds, as sockets take them: 0 or more. Raises `InvalidInput`."""
-    try:
-        if isinstance(given, numbers.Real) and 0 <= (seconds := float(given)) < math.inf:
-            return seconds
-    except OverflowError:
-        pass
-    raise InvalidInput(f"{name} is {given!r}, but must be a number of seconds", code="invalid_parameter")
+    def __post_init__(self) -> None:
+        for name, seconds in {"timeout": self.timeout, "attempt_timeout": self.attempt_timeout}.items():
+            if not (isinstance(seconds, numbers.Real) and seconds > 0):
+                raise InvalidInput(f"{name} is {seconds!r}, but must be a number of seconds above 0")
+            object.__setattr__(self, name, float(min(seconds, _FOREVER)))
+        if not (self.max_retries is None or (isinstance(self.max_retries, int) and self.max_retries >= 0)):
+            raise InvalidInput(f"max_retries is {self.max_retries!r}, but must be None or an integer of at least 0")
 
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """A request, and what its answer means."""
+    """A request, and how to read its answer."""
 
     method: str
     path: str
@@ -99,183 +74,109 @@ class Call(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict)
     body: list[bytes | memoryview] = field(default_factory=list)
     key: str | None = None
-    """The idempotency key, if the call changes anything. It stays the same through all attempts, as the body does."""
+    """The idempotency key, if the call changes anything. All attempts have the same key and the same body."""
     wait: float = 0.0
-    """Seconds that the server is to wait for what is not there yet."""
+    """Seconds that the server may wait for an epoch."""
+    is_retried: bool = True
+    """Whether the client tries again after a failure."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "wait", as_seconds("timeout", self.wait))
 
     @property
     def poll(self) -> float:
-        """Seconds that each request asks the server to wait: with equal queries, a key is good for all of them."""
+        """Seconds that each request asks the server to wait: the same for all requests, so that a key fits them all."""
         return self.wait / (math.ceil(self.wait / LONGEST_POLL) or 1)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came back, read to its end."""
-
-    status: int
-    headers: httpx.Headers
-    body: bytearray
-
-
 class Echo:
-    """Answers have the ids of their requests, unless a proxy gives these ids of its own: that is known by the first."""
+    """Checks that an answer carries the id of its request, unless a proxy gives requests its own ids."""
 
     def __init__(self) -> None:
         self._is_heard = False
 
     def is_to(self, request_id: str, answer: Answer) -> bool:
-        """Whether the answer is to this request, as far as can be told."""
-        given = answer.headers.get(_ID)
-        self._is_heard |= given == request_id
-        return given in (None, request_id) or not self._is_heard
+        """Whether the answer can belong to this request."""
+        answered_id = answer.headers.get(REQUEST_ID)
+        self._is_heard |= answered_id == request_id
+        return answered_id in (None, request_id) or not self._is_heard
 
 
 @dataclass(frozen=True)
 class Send:
-    """To be done: send the request, and give the answer, or the `httpx.TransportError` that came instead."""
+    """A step: send the request, and return its answer or its `httpx.TransportError`. All times are seconds."""
 
-    silence: float
-    """Seconds without a byte after which the attempt is given up."""
+    connect: float
+    """The longest time to connect."""
+    write: float
+    """The longest silence while the request is sent."""
+    read: float
+    """The longest silence before and within the answer."""
     until: float
-    """The end of all attempts, by `time.monotonic`."""
+    """The end of the attempt, by `time.monotonic`."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """To be done: nothing, for so many seconds."""
+    """A step: wait."""
 
     seconds: float
 
 
 def exchange(
     call: Call[T], patience: Patience, echo: Echo, request_id: str
-) -> Generator[Send | Wait, Answer | httpx.TransportError | None, T]:
-    """What the call returns. Raises `GradserveError`."""
+) -> Generator[Send | Wait, Outcome | None, T]:
+    """Return the result of the call. Raises `GradserveError`."""
     start = time.monotonic()
-    enough, end = start + call.wait, start + call.wait + patience.timeout
+    poll_end, end = start + call.wait, start + call.wait + patience.timeout
     attempts = failures = 0
-    doubt = False
+    in_doubt = False
     while True:
         attempts += 1
-        outcome = yield Send(min(patience.attempt_timeout + call.poll, max(end - time.monotonic(), 0.001)), end)
+        outcome = yield _attempt(call, patience, end)
         assert outcome is not None
         if isinstance(outcome, Answer) and outcome.status < 300 and not echo.is_to(request_id, outcome):
-            outcome = httpx.RemoteProtocolError("the answer is that of another request")
+            outcome = httpx.RemoteProtocolError("the answer belongs to another request")
         try:
             if isinstance(outcome, Answer) and outcome.status < 300:
-                return _read(call, outcome)
-            error = _error(outcome)
+                return result(call.read, outcome)
+            error = error_for(outcome)
         except ServerFailed as unreadable:
             error = unreadable
-        doubt = _leaves_doubt(outcome, error, doubt)
-        error.attempts, error.idempotency_key, error.maybe_done = attempts, call.key, doubt and call.key is not None
+        in_doubt = leaves_doubt(outcome, error, in_doubt)
+        error.attempts, error.idempotency_key = attempts, call.key
+        error.maybe_done = in_doubt and call.key is not None
         error.request_id = error.request_id or request_id
-        cause = outcome if isinstance(outcome, httpx.TransportError) else None
-        if isinstance(error, EpochOpen) and time.monotonic() < enough:
+        if isinstance(error, EpochOpen) and time.monotonic() < poll_end:
             failures = 0
-            yield Wait(FIRST_DELAY)  # or whatever answers without waiting would be asked without end
+            yield Wait(FIRST_DELAY)  # a server that answers without waiting must not be polled in a tight loop
             continue
         failures += 1
-        spent = patience.max_retries is not None and failures > patience.max_retries
-        delay = min(FIRST_DELAY * 2 ** min(failures - 1, 16), LONGEST_DELAY) * random.uniform(0.5, 1)
-        delay = max(delay, error.retry_after or 0)
-        if spent or not _is_worth_another(outcome, error) or time.monotonic() + delay >= end:
+        delay = _delay(failures, error)
+        is_last = failures > _most_retries(call, patience) or time.monotonic() + delay >= end
+        if is_last or not is_retryable(outcome, error):
+            cause = outcome if isinstance(outcome, httpx.TransportError) else None
             try:
                 raise error from cause
-            finally:  # or the error and this frame would keep each other alive, and with them the call's arrays
+            finally:  # the error's traceback holds this frame: a cycle that would keep the call's arrays in memory
                 del error, outcome, cause
         yield Wait(delay)
 
 
-def _is_worth_another(outcome: Answer | httpx.TransportError, error: GradserveError) -> bool:
-    """Whether the same request may succeed later."""
-    if isinstance(outcome, Answer):
-        damaged = _ID in outcome.headers and error.code is None  # the server's own, then, but not whole
-        return outcome.status in _AGAIN or _is_running(outcome) or damaged
-    refused = isinstance(outcome, (Closed, httpx.UnsupportedProtocol, httpx.LocalProtocolError))
-    return not refused and "CERTIFICATE_VERIFY_FAILED" not in str(outcome)
+def _attempt(call: Call[Any], patience: Patience, end: float) -> Send:
+    rest = max(end - time.monotonic(), _SHORTEST_TIMEOUT)
+    read = min(patience.attempt_timeout + call.poll, rest)
+    write = min(patience.attempt_timeout, read)
+    connect = min(write, max(_CONNECT_SHARE * rest, _SHORTEST_TIMEOUT))
+    return Send(connect, write, read, until=end if patience.cuts_transfers else math.inf)
 
 
-def _is_running(answer: Answer) -> bool:
-    """Whether another request with this key is still running; the server says when to ask for what became of it."""
-    return answer.status == 409 and "retry-after" in answer.headers
+def _most_retries(call: Call[Any], patience: Patience) -> float:
+    if not call.is_retried:
+        return 0
+    return math.inf if patience.max_retries is None else patience.max_retries
 
 
-def _leaves_doubt(outcome: Answer | httpx.TransportError, error: GradserveError, before: bool) -> bool:
-    """Whether the change may have been made, after an attempt that failed and those `before` it.
-
-    A refusal takes no doubt away: an attempt from before may still be under way.
-    """
-    if not isinstance(outcome, Answer):
-        return before or not isinstance(outcome, _NEVER_SENT)
-    if _is_running(outcome) or "receipts" in error.context:  # which tell that it was made
-        return True
-    return before or not (300 <= outcome.status < 500 or error.code in _NOT_DONE)
-
-
-def _read(call: Call[T], answer: Answer) -> T:
-    """What the call returns. Raises `ServerFailed` if the answer is none of a gradserve server, or not whole."""
-    try:
-        return call.read(answer)
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ServerFailed(
-            f"The answer cannot be read; is this a gradserve server? {type(error).__name__}: {error}",
-            status=answer.status,
-            request_id=answer.headers.get(_ID),
-        ) from error
-
-
-def _error(outcome: Answer | httpx.TransportError) -> GradserveError:
-    """The outcome as the caller is to see it."""
-    if isinstance(outcome, Answer):
-        return _refusal(outcome)
-    detail = str(outcome) or type(outcome).__name__
-    if isinstance(outcome, httpx.TimeoutException):
-        return TimedOut(f"No answer in time: {detail}")
-    if isinstance(outcome, Closed):
-        return InvalidInput(detail)
-    if isinstance(outcome, (httpx.UnsupportedProtocol, httpx.LocalProtocolError)):
-        return InvalidInput(f"The request cannot be sent: {detail}")
-    return ConnectionFailed(f"The connection failed: {detail}")
-
-
-def _refusal(answer: Answer) -> GradserveError:
-    try:
-        problem = json.loads(answer.body)
-    except (ValueError, RecursionError):
-        problem = None
-    is_ours = isinstance(problem, dict) and isinstance(problem.get("code"), str) and "detail" in problem
-    if not is_ours:  # but of whatever stands between
-        text = answer.body[:200].decode(errors="replace").strip() or "nothing more"
-        if 300 <= answer.status < 400 and "location" in answer.headers:
-            text = f"it leads to {answer.headers['location'][:200]}; is a gradserve server there, use its URL"
-        problem = {"detail": f"The answer has status {answer.status}: {text}"}
-    code = problem.get("code")
-    kind = BY_CODE.get(code or "") or BY_STATUS.get(answer.status, ServerFailed)
-    known = ("type", "title", "status", "detail", "code")
-    return kind(
-        str(problem.get("detail")),
-        status=answer.status,
-        code=code,
-        request_id=answer.headers.get(_ID),
-        retry_after=_retry_after(answer.headers.get("retry-after")),
-        context={name: value for name, value in problem.items() if name not in known},
-    )
-
-
-def _retry_after(text: str | None) -> float | None:
-    """Seconds from now, of a number of seconds or a date."""
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return max(seconds, 0.0) if math.isfinite(seconds) else None
+def _delay(failures: int, error: GradserveError) -> float:
+    longest = min(FIRST_DELAY * 2.0 ** min(failures - 1, 16), LONGEST_DELAY)
+    return max(longest * random.uniform(0.5, 1), error.retry_after or 0)

@@ -1,38 +1,41 @@
-"""How far large bodies are, on the terminal."""
+"""Progress bars for large bodies, on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from functools import partial
 
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from gradserve_client._transport import Transport
+from gradserve_client import _wire
+from gradserve_client._channels import channel
+from gradserve_client._outcomes import Answer
+from gradserve_client._sender import Sender
 
-LARGE = 1_000_000
-"""Bytes from which on a body has a bar."""
+LARGE_BYTES = 1_000_000
+"""Bytes of the smallest body with a bar. Smaller bodies are there before a bar could be read."""
 
-_PIECE = 1 << 18
-"""Bytes that are sent between two looks at the bar."""
+_PIECE_BYTES = 1 << 18
+"""Bytes sent between two updates of a bar: at 100 MB/s, some 400 updates a second."""
 
 
-class ShowsProgress(httpx.BaseTransport):
-    """Another transport, with a bar on stderr for each large body that it sends or receives."""
+class ShowsProgress:
+    """A channel with a bar on stderr for each large body that it sends or receives."""
 
-    def __init__(self, inner: httpx.BaseTransport) -> None:
-        self._inner = inner
+    def __init__(self, sender: Sender) -> None:
+        self._channel = channel(sender, None, partial(self._show, "receiving"))
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        if isinstance(inner, Transport):
-            inner.received = lambda done, size: self._show("receiving", done, size)
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request, and show it. The bars are gone when this returns."""
-        request.stream = _Watched(cast(httpx.SyncByteStream, request.stream), request, self)
+    def send(self, request: httpx.Request, until: float) -> Answer:
+        """Send the request and read the answer; see `Channel`. No bar is left afterwards."""
+        assert isinstance(request.stream, httpx.SyncByteStream)
+        size = int(request.headers.get("content-length", 0))
+        request.stream = _Watched(request.stream, size, partial(self._show, "sending"))
         try:
-            return self._inner.handle_request(request)
+            return self._channel.send(request, until)
         finally:
             if self._bars is not None:
                 self._bars.stop()
@@ -40,34 +43,32 @@ class ShowsProgress(httpx.BaseTransport):
 
     def close(self) -> None:
         """Close the connections."""
-        self._inner.close()
+        self._channel.close()
 
-    def _show(self, what: str, done: int, size: int) -> None:
-        if size < LARGE:
+    def _show(self, action: str, done: int, size: int) -> None:
+        if size < LARGE_BYTES:
             return
         if self._bars is None:
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
             self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bars.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=size)
-        self._bars.update(self._tasks[what], completed=done)
+        if action not in self._tasks:
+            self._tasks[action] = self._bars.add_task(action, total=size)
+        self._bars.update(self._tasks[action], completed=done)
 
 
 class _Watched(httpx.SyncByteStream):
-    """A body that is sent in pieces, and says how far it is."""
+    """A body that reports each piece once it is sent."""
 
-    def __init__(self, inner: httpx.SyncByteStream, request: httpx.Request, shown: ShowsProgress) -> None:
-        self._inner = inner
-        self._size = int(request.headers.get("content-length", 0))
-        self._shown = shown
+    def __init__(self, stream: httpx.SyncByteStream, size: int, progress: _wire.Progress) -> None:
+        self._stream, self._size, self._progress = stream, size, progress
 
     def __iter__(self) -> Iterator[bytes]:
         done = 0
-        for piece in self._inner:
+        for piece in self._stream:
             view = memoryview(piece)
-            for start in range(0, len(view), _PIECE):
-                part = view[start : start + _PIECE]
-                yield part  # type: ignore[misc]  # as good as bytes to a socket
+            for start in range(0, len(view), _PIECE_BYTES):
+                part = view[start : start + _PIECE_BYTES]
+                yield part  # type: ignore[misc]  # sockets take a view as well as bytes
                 done += len(part)
-                self._shown._show("sending", done, self._size)
+                self._progress(done, self._size)

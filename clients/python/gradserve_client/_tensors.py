@@ -1,7 +1,7 @@
-"""Arrays of any kind to safetensors bytes and back, without copies where none are needed.
+"""Arrays of any kind to safetensors bytes and back, without needless copies.
 
-The format is that of the safetensors library: eight bytes with the header's length, little-endian; the header, JSON
-that gives each tensor's dtype, shape and place; the bytes.
+The format is that of the safetensors library. It begins with eight bytes, the header's length in little-endian order.
+The header is JSON with each tensor's dtype, shape and offsets. The tensors' bytes follow.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 @runtime_checkable
 class SupportsDLPack(Protocol):
-    """An array of any library that speaks DLPack, in the memory of the CPU."""
+    """An array in the memory of the CPU, of any library that implements DLPack."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """The array as a capsule."""
+        """Return the array as a capsule."""
 
     def __dlpack_device__(self) -> Any:
-        """Where it is."""
+        """Return the device of the array."""
 
 
 TensorLike: TypeAlias = npt.ArrayLike | SupportsDLPack
-"""What the client takes for a tensor: NumPy arrays, what has `__array__` or DLPack, nested lists and numbers."""
+"""A tensor for the client: a NumPy array, an object with `__array__` or DLPack, nested lists or a number."""
 
 MEDIA_TYPE = "application/vnd.safetensors"
+"""The media type of a safetensors body."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
@@ -45,22 +46,22 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
     "BOOL": np.dtype(np.bool_),
 }
-"""The dtypes of the service, by their names in a safetensors file."""
+"""The service's dtypes by their names in a safetensors file."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def as_array(value: Any, name: str, default: str = "float32") -> Array:
-    """`value` as a row-major, little-endian array; a view of it if it is one already.
+    """Return `value` as a row-major, little-endian array, a view if `value` has that form already.
 
-    `default` is the dtype of nested lists and numbers. Raises `InvalidInput`, which says `name`.
+    `default` is the dtype of nested lists and numbers. Raises `InvalidInput` with `name` in its text.
     """
     try:
         array = _array(value, default)
     except (TypeError, ValueError, RuntimeError, BufferError, ArithmeticError) as error:
         raise InvalidInput(f"{name} cannot be read as an array: {error}", code="invalid_tensor") from error
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise InvalidInput(f"{name} has masked elements, which have no value to send", code="invalid_tensor")
+        raise InvalidInput(f"{name} has masked elements, which cannot be sent", code="invalid_tensor")
     dtype = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     if dtype not in _NAMES:
         known = ", ".join(dtype.name for dtype in DTYPES.values())
@@ -72,40 +73,39 @@ def _array(value: Any, default: str) -> Array:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "detach") and any(kind.__module__ == "torch" for kind in type(value).__mro__):
-        return _of_torch(value)
+        return _from_torch(value)
     if hasattr(value, "__array__"):
         return np.asarray(value)
     if isinstance(value, SupportsDLPack):
         return np.from_dlpack(value)
-    return _of_numbers(value, np.dtype(default))
+    return _from_numbers(value, np.dtype(default))
 
 
-def _of_numbers(value: Any, dtype: np.dtype[Any]) -> Array:
-    """Nested lists and numbers. NumPy alone would make NaN of None, 1 of 1.5 and infinity of what is too large."""
-    if isinstance(value, list | tuple) and any(np.ma.is_masked(one) for one in value):
-        raise ValueError("it has masked elements, which have no value to send")
-    found = np.asarray(value)
-    if found.size and not np.can_cast(found.dtype, dtype, "same_kind"):
-        raise ValueError(f"it holds {'None or others' if found.dtype == object else found.dtype}, not {dtype}")
+def _from_numbers(value: Any, dtype: np.dtype[Any]) -> Array:
+    """Convert nested lists and numbers, but neither None to NaN, nor 1.5 to 1, nor large numbers to infinity."""
+    if isinstance(value, list | tuple) and any(np.ma.is_masked(item) for item in value):
+        raise ValueError("it has masked elements, which cannot be sent")
+    natural = np.asarray(value)
+    if natural.size and not np.can_cast(natural.dtype, dtype, "same_kind"):
+        raise ValueError(f"it holds {'None or objects' if natural.dtype == object else natural.dtype}, not {dtype}")
     with np.errstate(over="raise"):
         return np.asarray(value, dtype)
 
 
-def _of_torch(tensor: Any) -> Array:
-    import torch  # it is there, since the tensor is
+def _from_torch(tensor: Any) -> Array:
+    import torch  # already imported, because the tensor exists
 
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    if tensor.dtype == torch.bfloat16:  # which NumPy knows by ml_dtypes only
+    if tensor.dtype == torch.bfloat16:  # NumPy knows it only through ml_dtypes
         return np.asarray(tensor.contiguous().view(torch.int16).numpy(force=True)).view(DTYPES["BF16"])
     return np.asarray(tensor.numpy(force=True))
 
 
 def encode(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
-    """The pieces of a file: its header, and a view of each array's bytes.
+    """Return the pieces of a file: its header, and a view of each array's bytes.
 
-    The arrays must be as `as_array` gives them. Those of large elements come first: then all lie at multiples of their
-    elements' size.
+    The arrays must come from `as_array`. Arrays of larger elements come first, so that each is aligned to its elements.
     """
     header, end = {}, 0
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
@@ -118,11 +118,11 @@ def encode(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
 
 
 def decode(body: bytearray) -> tuple[dict[str, Array], dict[str, str]]:
-    """The tensors in a file, which are writable views of `body`, and its metadata. Raises `ValueError`."""
+    """Return the tensors of a file, as writable views of `body`, and its metadata. Raises `ValueError`."""
     length = int.from_bytes(body[:8], "little")
     header = json.loads(body[8 : 8 + length])
     if not isinstance(header, dict):
-        raise ValueError("the header is no JSON object")
+        raise ValueError("the header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     tensors = {}
     for name, entry in header.items():

@@ -1,4 +1,4 @@
-"""Buffers over time: how fast they fill, and how large their sums are."""
+"""Snapshots of buffers: the rate of their adds, and the norms of their sums."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from gradserve_client._session import console, count, document, shape, table
-from gradserve_client.client import Client
+from gradserve_client._output import console, count, print_json, shape, table
+from gradserve_client.buffers import Buffers
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferInfo
 
@@ -22,16 +22,16 @@ _COLUMNS = ["name", "shape", "dtype", "epoch", "count", "weight", "norm", "adds/
 
 @dataclass(frozen=True)
 class Row:
-    """A buffer at a look."""
+    """A buffer in a snapshot."""
 
     info: BufferInfo
     norm: float | None
-    """The Euclidean norm of the sum, if it was asked for."""
+    """The Euclidean norm of the sum, if it is wanted."""
     rate: float | None
-    """Adds per second since the last look, if the buffer was there then."""
+    """Adds per second since the last snapshot, if it has the buffer."""
 
     def cells(self) -> list[str]:
-        """The row of a table."""
+        """Return the cells of a table's row."""
         norm = "" if self.norm is None else f"{self.norm:.4g}"
         rate = "" if self.rate is None else f"{self.rate:.3g}"
         info = self.info
@@ -42,68 +42,68 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """The buffers at a time."""
 
     at: datetime
     rows: list[Row]
 
 
-def looks(server: Client, prefix: str, *, interval: float, count: int | None, norms: bool) -> Iterator[Look]:
-    """The buffers, every `interval` seconds, `count` times or for ever."""
+def snapshots(buffers: Buffers, prefix: str, *, interval: float, count: int | None, norms: bool) -> Iterator[Snapshot]:
+    """Yield a snapshot every `interval` seconds, `count` times or without end."""
     before: dict[str, tuple[float, Row]] = {}
     number = 0
     while True:
-        now, found = time.monotonic(), server.buffers.list(prefix)
-        rows = [_row(server, info, before.get(info.name), now, norms) for info in found]
+        now, infos = time.monotonic(), buffers.list(prefix)
+        rows = [_row(buffers, info, before.get(info.name), now, norms) for info in infos]
         before = {row.info.name: (now, row) for row in rows}
-        yield Look(datetime.now().astimezone(), rows)
+        yield Snapshot(datetime.now().astimezone(), rows)
         number += 1
         if number == count:
             return
         time.sleep(interval)
 
 
-def _row(server: Client, info: BufferInfo, before: tuple[float, Row] | None, now: float, norms: bool) -> Row:
+def _row(buffers: Buffers, info: BufferInfo, before: tuple[float, Row] | None, now: float, norms: bool) -> Row:
     if before is None or before[1].info.created_at != info.created_at:
-        return Row(info, _norm(server, info.name) if norms else None, None)
+        return Row(info, _norm(buffers, info.name) if norms else None, None)
     then, row = before
     adds = info.version - row.info.version
-    if info.quorum is None:  # then what begins an epoch is not an add
+    if info.quorum is None:  # without a quorum, an epoch begins by a take or a zero, which are no adds
         adds -= info.epoch - row.info.epoch
-    norm = row.norm if info.etag == row.info.etag or not norms else _norm(server, info.name)
+    norm = row.norm if info.etag == row.info.etag or not norms else _norm(buffers, info.name)
     return Row(info, norm, max(adds, 0) / (now - then))
 
 
-def _norm(server: Client, name: str) -> float | None:
+def _norm(buffers: Buffers, name: str) -> float | None:
     try:
-        value = server.buffers[name].value()
-    except NotFound:  # it was removed a moment ago
+        value = buffers[name].value()
+    except NotFound:  # deleted since it was listed
         return None
     return float(np.linalg.norm(value.astype(np.float64)))
 
 
-def show_live(looks: Iterator[Look]) -> None:
-    """A table that changes."""
+def show_live(snapshots: Iterator[Snapshot]) -> None:
+    """Show a table that changes in place."""
     with Live(console=console(), auto_refresh=False) as live:
-        for look in looks:
-            live.update(_table(look), refresh=True)
+        for snapshot in snapshots:
+            live.update(_table(snapshot), refresh=True)
 
 
-def print_lines(looks: Iterator[Look]) -> None:
-    """A line for each buffer at each look."""
+def print_lines(snapshots: Iterator[Snapshot]) -> None:
+    """Print a line for each buffer of each snapshot."""
     typer.echo("\t".join(["time", *_COLUMNS]))
-    for look in looks:
-        for row in look.rows:
-            typer.echo("\t".join([look.at.isoformat(timespec="seconds"), *row.cells()]))
+    for snapshot in snapshots:
+        for row in snapshot.rows:
+            typer.echo("\t".join([snapshot.at.isoformat(timespec="seconds"), *row.cells()]))
 
 
-def print_json(looks: Iterator[Look]) -> None:
-    """A line of JSON for each look."""
-    for look in looks:
-        buffers = [{**asdict(row.info), "norm": row.norm, "adds_per_second": row.rate} for row in look.rows]
-        document({"time": look.at.timestamp(), "buffers": buffers})
+def print_documents(snapshots: Iterator[Snapshot]) -> None:
+    """Print a line of JSON for each snapshot."""
+    for snapshot in snapshots:
+        buffers = [{**asdict(row.info), "norm": row.norm, "adds_per_second": row.rate} for row in snapshot.rows]
+        print_json({"time": snapshot.at.timestamp(), "buffers": buffers})
 
 
-def _table(look: Look) -> Table:
-    return table(_COLUMNS, (row.cells() for row in look.rows), wraps="name", numbers=_COLUMNS[3:])
+def _table(snapshot: Snapshot) -> Table:
+    return table(_COLUMNS, (row.cells() for row in snapshot.rows), wraps="name", numbers=_COLUMNS[3:])

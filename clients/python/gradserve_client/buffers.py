@@ -3,47 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from gradserve_client import _buffer_calls
+from gradserve_client import _buffer_calls, _bulk_calls
 from gradserve_client._buffer_calls import Reduce
+from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
 
-if TYPE_CHECKING:
-    from gradserve_client.client import Client
-
 
 class Buffers:
-    """All buffers: `server.buffers["emb.weight"]` is one, and the methods are for many at once, all or none.
+    """The buffers of a server. `server.buffers["emb.weight"]` is a single buffer.
 
-    Those that say `names` also take `prefix` in its place: all buffers whose names begin so.
+    The methods act on several buffers at once, on all or on none. A method with `names` also takes `prefix` instead.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
 
-    __iter__ = None  # without it and the next, Python would ask __getitem__ for 0, 1, 2 and so on, for ever
+    __iter__ = None  # otherwise Python would call __getitem__ with 0, 1, 2, ... without end
     __contains__ = None
 
     def __getitem__(self, name: str) -> Buffer:
-        """The buffer of this name, whether it is there or not: 1 to 200 of the characters A-Z a-z 0-9 . _ : -"""
-        return Buffer(self._client, name)
+        """Return the buffer of this name, which need not exist: 1 to 200 of the characters A-Z a-z 0-9 . _ : -"""
+        return Buffer(self._runner, name)
 
     def list(self, prefix: str = "") -> list[BufferInfo]:
-        """The buffers whose names begin with `prefix`, in the order of their names.
+        """Return the buffers whose names begin with `prefix`, ordered by name.
 
-        >>> [one.name for one in server.buffers.list("layer1.")]
+        >>> [buffer.name for buffer in server.buffers.list("layer1.")]
         ['layer1.bias', 'layer1.weight']
         """
-        found: list[BufferInfo] = []
+        infos: list[BufferInfo] = []
         cursor: str | None = ""
         while cursor is not None:
-            page, cursor = self._client._run(_buffer_calls.page(prefix, cursor))
-            found += page
-        return found
+            page, cursor = self._runner.run(_bulk_calls.page(prefix, cursor))
+            infos += page
+        return infos
 
     def accumulate(
         self,
@@ -61,8 +58,8 @@ class Buffers:
         >>> receipts["w1"].count, receipts["w1"].weight
         (1, 32.0)
         """
-        return self._client._run(
-            _buffer_calls.accumulate_many(
+        return self._runner.run(
+            _bulk_calls.accumulate(
                 gradients,
                 weight=weight,
                 epoch=epoch,
@@ -82,13 +79,13 @@ class Buffers:
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
     ) -> dict[str, Array]:
-        """The values by name, all of one moment; see `Buffer.value`.
+        """Return the values by name, all of the same moment; see `Buffer.value`.
 
         >>> server.buffers.value(["w1", "w2"])
         {'w1': array([[0., 0.]], dtype=float32), 'w2': array([0.], dtype=float32)}
         """
-        return self._client._run(
-            _buffer_calls.value_many(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+        return self._runner.run(
+            _bulk_calls.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
 
     def take(
@@ -103,13 +100,13 @@ class Buffers:
         dtype: npt.DTypeLike | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Taken]:
-        """Close the epochs, and have the receipts with the values by name; see `Buffer.take`.
+        """Close the epochs, and return their receipts and values by name; see `Buffer.take`.
 
         >>> sorted(server.buffers.take(prefix="layer1."))
         ['layer1.bias', 'layer1.weight']
         """
-        return self._client._run(
-            _buffer_calls.take_many(
+        return self._runner.run(
+            _bulk_calls.take(
                 names,
                 prefix,
                 min_count=min_count,
@@ -133,15 +130,15 @@ class Buffers:
         >>> server.buffers.zero(["w1"])["w1"].epoch
         1
         """
-        return self._client._run(_buffer_calls.zero_many(names, prefix, idempotency_key=idempotency_key))
+        return self._runner.run(_bulk_calls.zero(names, prefix, idempotency_key=idempotency_key))
 
 
 class Buffer(BufferName):
-    """A buffer: a sum with a name, a count and a weight. It may stand where an operator takes a tensor."""
+    """A buffer: a sum with a name, a count and a weight. Operators take it as an input."""
 
-    def __init__(self, client: Client, name: str) -> None:
+    def __init__(self, runner: Runner, name: str) -> None:
         super().__init__(name)
-        self._client = client
+        self._runner = runner
 
     def create(
         self,
@@ -155,19 +152,19 @@ class Buffer(BufferName):
         exist_ok: bool = True,
         idempotency_key: str | None = None,
     ) -> BufferInfo:
-        """Create it, with zeros. If it is there already and like this, nothing happens, unless `exist_ok` is False.
+        """Create the buffer with zeros. An equal buffer may exist already, unless `exist_ok` is False.
 
-        `dtype` is float16, bfloat16, float32 or float64. With a `quorum` the add that makes the count reach it closes
-        the epoch. Of the closed epochs the last `keep` can be read. With nonfinite="reject" an add that would make the
-        sum infinite or NaN is refused. `ttl_seconds` after its last change the buffer is gone.
+        `dtype` is float16, bfloat16, float32 or float64. The `quorum`th gradient closes the epoch. The server keeps the
+        last `keep` closed epochs. With nonfinite="reject", it refuses gradients that would make the sum infinite or
+        NaN. It deletes the buffer `ttl_seconds` after the last change.
 
-        Raises `Conflict` if it is there and differs, `PreconditionFailed` if it is there and must not be,
-        `TooManyBuffers`, and `InvalidInput`.
+        Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
+        is False, `TooManyBuffers`, and `InvalidInput`.
 
         >>> server.buffers["emb.weight"].create((30000, 256), quorum=8).bytes
         30720000
         """
-        return self._client._run(
+        return self._runner.run(
             _buffer_calls.create(
                 self.name,
                 shape,
@@ -182,12 +179,12 @@ class Buffer(BufferName):
         )
 
     def info(self) -> BufferInfo:
-        """All about it but its value. Raises `NotFound`.
+        """Return the buffer's metadata. Raises `NotFound`.
 
         >>> server.buffers["w1"].info().shape
         (1, 2)
         """
-        return self._client._run(_buffer_calls.info(self.name))
+        return self._runner.run(_buffer_calls.info(self.name))
 
     def accumulate(
         self,
@@ -201,22 +198,22 @@ class Buffer(BufferName):
         if_match: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt:
-        """Add `weight` times the gradient to the sum, exactly once; it is on the server's disk when this returns.
+        """Add `weight` times the gradient to the sum, exactly once. The sum is on the server's disk afterwards.
 
-        The gradient broadcasts into the buffer's shape and is converted to its dtype. It must not change before this
-        returns. With `epoch`, the add is refused unless the buffer is in it. `overwrite` replaces the sum;
-        `do_update=False` changes nothing. `return_value` puts the sum into the receipt's `value`. `if_match` is the
-        `etag` that the buffer must have.
+        The server broadcasts the gradient to the buffer's shape and converts it to the buffer's dtype. The array must
+        not change during the call. With `epoch`, the server refuses the gradient unless the buffer is in that epoch.
+        `overwrite` replaces the sum. `do_update=False` changes nothing. `return_value` puts the sum into the receipt's
+        `value`. `if_match` is the `etag` that the buffer must have.
 
-        A key is made for each call, so that all its attempts count once. With an `idempotency_key` of your own, calls
-        with the same arguments count once altogether, for as long as the server remembers keys (a day).
+        Each call gets a new key, so that all its attempts count once. With your own `idempotency_key`, all calls with
+        the same arguments count once together, as long as the server remembers the key (a day).
 
         Raises `NotFound`, `InvalidInput`, `StaleEpoch`, `PreconditionFailed` and `StoreFull`.
 
         >>> server.buffers["w1"].accumulate([[1, 2]], weight=32).count
         1
         """
-        return self._client._run(
+        return self._runner.run(
             _buffer_calls.accumulate(
                 self.name,
                 gradient,
@@ -238,17 +235,17 @@ class Buffer(BufferName):
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
     ) -> Array:
-        """The running sum, or with `epoch` that of a closed epoch, for which this waits up to `timeout` seconds.
+        """Return the running sum, or the sum of `epoch`, after up to `timeout` seconds until the epoch has closed.
 
-        reduce="mean" divides it by the sum of the weights. `dtype` is that of the array, by default the buffer's.
+        reduce="mean" divides the sum by the sum of the weights. `dtype` is that of the result, by default the buffer's.
 
-        Raises `NotFound`, `EpochOpen` once the seconds are over, `EpochGone` if the epoch is not kept any more, and
+        Raises `NotFound`, `EpochOpen` after the `timeout`, `EpochGone` if the server no longer keeps the epoch, and
         `Conflict` for the mean of weights that sum to zero.
 
         >>> server.buffers["w1"].value()
         array([[0., 0.]], dtype=float32)
         """
-        return self._client._run(
+        return self._runner.run(
             _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
 
@@ -263,18 +260,18 @@ class Buffer(BufferName):
         if_match: str | None = None,
         idempotency_key: str | None = None,
     ) -> Taken:
-        """Close the epoch, and have its value with the receipt: read and zero in one step.
+        """Close the epoch, and return its receipt with its value: read and zero in a single step.
 
-        It waits up to `timeout` seconds until at least `min_count` gradients are in, and then raises `EpochOpen`; and
-        `StaleEpoch` if the buffer is not in `epoch`, if that is given. Where several take from a buffer, let it `keep`
-        more epochs than they are: a call whose answer was lost needs its value once more, or raises `EpochGone`.
+        The call waits up to `timeout` seconds for `min_count` gradients, and then raises `EpochOpen`. It raises
+        `StaleEpoch` if the buffer is not in `epoch`. If several clients take from a buffer, let it `keep` more epochs
+        than there are clients: a retry after a lost answer reads the closed epoch, or raises `EpochGone`.
 
         >>> server.buffers["w1"].accumulate([[1, 2]], weight=2).closed
         False
         >>> server.buffers["w1"].take(min_count=1, reduce="mean").value
         array([[1., 2.]], dtype=float32)
         """
-        return self._client._run(
+        return self._runner.run(
             _buffer_calls.take(
                 self.name,
                 min_count=min_count,
@@ -293,11 +290,11 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].zero().epoch
         1
         """
-        return self._client._run(_buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        return self._runner.run(_buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
 
     def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
-        """Forget the buffer, its value and its closed epochs. Raises `NotFound`.
+        """Delete the buffer, its value and its closed epochs. Raises `NotFound`.
 
         >>> server.buffers["w1"].delete()
         """
-        return self._client._run(_buffer_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        return self._runner.run(_buffer_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key))

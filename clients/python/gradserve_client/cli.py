@@ -1,7 +1,8 @@
-"""The command `gradserve-client`: where it starts, and how it ends.
+"""The command `gradserve-client`: its start, and its exit codes.
 
-Exit codes: 0 done; 1 another failure; 2 usage; 3 no such buffer or operator; 4 the state of the buffer does not allow
-it; 5 invalid input, or unauthorized; 6 the server cannot be reached, is busy or took too long; 130 interrupted.
+Exit codes: 0 success; 1 another failure; 2 bad arguments; 3 no such buffer or operator; 4 the state of the buffer does
+not allow it; 5 invalid input, or unauthorized; 6 the server cannot be reached, is busy, or took too long;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from gradserve_client.errors import (
+    INTERRUPTED,
     Busy,
     Conflict,
     ConnectionFailed,
@@ -26,15 +28,15 @@ from gradserve_client.errors import (
     Unavailable,
 )
 
-INTERRUPTED = "interrupted"
-"""The code of what the user ended while it changed something."""
-
 _EXIT_CODES: dict[tuple[type[GradserveError], ...], int] = {
     (NotFound,): 3,
     (Conflict,): 4,
     (InvalidInput, Unauthorized, TooLarge): 5,
     (Busy, Unavailable, TimedOut, ConnectionFailed): 6,
 }
+
+_INTERRUPTED_EXIT_CODE = 130
+"""128 plus the number of SIGINT, as shells have it."""
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def main() -> None:
         if missing not in ("typer", "rich"):
             raise
         sys.exit(f"error: the command line needs {missing}: pip install 'gradserve-client[cli]'")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as by Ctrl-C, and leaves nothing behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up partial files, as after Ctrl-C
     anywhere, arguments = _sorted(sys.argv[1:])
     as_json = "--json" in anywhere
     try:
@@ -55,14 +57,14 @@ def main() -> None:
         sys.exit(_report(error, as_json))
     except OSError as error:
         _drop_output()
-        where = f"{error.filename}: " if error.filename else ""
-        sys.exit(_report(GradserveError(f"{where}{error.strerror or error}", code="file_error"), as_json))
+        file = f"{error.filename}: " if error.filename else ""
+        sys.exit(_report(GradserveError(f"{file}{error.strerror or error}", code="file_error"), as_json))
     except Exception as error:
         sys.exit(_report(GradserveError(f"{type(error).__name__}: {error}", code="client_error"), as_json))
 
 
 def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options that may stand anywhere, and the other arguments."""
+    """Return the options that may stand anywhere, and the other arguments."""
     anywhere: list[str] = []
     others: list[str] = []
     rest = iter(arguments)
@@ -79,26 +81,30 @@ def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _report(error: GradserveError, as_json: bool) -> int:
-    """Say what went wrong. Returns the exit code."""
+    """Print the error, and return the exit code."""
     code = error.code or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
-    if as_json:
-        known = ("status", "request_id", "idempotency_key", "maybe_done", "attempts", "retry_after", "context")
-        given = {name: value for name in known if (value := getattr(error, name))}
-        line = json.dumps({"error": {"code": code, "detail": error.detail, **given}}, default=str)
-    else:
-        hint = ""
-        if error.maybe_done:
-            hint = f"; in case it was done, repeat it with --key {error.idempotency_key}"
-        text = "".join(one if one.isprintable() else " " for one in error.detail)
-        line = f"error: {text} ({code}){hint}"
-    sys.stderr.write(line + "\n")
+    sys.stderr.write((_as_json if as_json else _as_line)(error, code) + "\n")
     if code == INTERRUPTED:
-        return 130
+        return _INTERRUPTED_EXIT_CODE
     return next((number for kinds, number in _EXIT_CODES.items() if isinstance(error, kinds)), 1)
 
 
+def _as_json(error: GradserveError, code: str) -> str:
+    names = ("status", "request_id", "idempotency_key", "maybe_done", "attempts", "retry_after", "context")
+    values = {name: value for name in names if (value := getattr(error, name))}
+    return json.dumps({"error": {"code": code, "detail": error.detail, **values}}, default=str)
+
+
+def _as_line(error: GradserveError, code: str) -> str:
+    hint = (
+        f"; it may have been done: to be sure, repeat it with --key {error.idempotency_key}" if error.maybe_done else ""
+    )
+    detail = "".join(character if character.isprintable() else " " for character in error.detail)
+    return f"error: {detail} ({code}){hint}"
+
+
 def _drop_output() -> None:
-    """What could not be written is not tried again, and not complained of again, when the process ends."""
+    """Drop the output that could not be written, so that Python does not fail once more at its end."""
     try:
         sys.stdout.flush()
     except OSError:

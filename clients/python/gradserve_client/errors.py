@@ -1,26 +1,26 @@
 """What a call raises, by what it means for the caller.
 
 * GradserveError
-  x InvalidInput                400, 405, 406, 415, 422: the request makes no sense as it is; also a ValueError
-    - KeyReused                 422: the idempotency key was used for another request
-  x Unauthorized                401, 403: the API key is missing, unknown, or not good for this
+  x InvalidInput                400, 405, 406, 415, 422: the server cannot accept the request; also a ValueError
+    - KeyReused                 422: another request has used the idempotency key
+  x Unauthorized                401, 403: the API key is missing, unknown, or lacks the scope
   x NotFound                    404: no such buffer or operator; also a LookupError
-  x Conflict                    409: the state of the buffer does not allow it
-    - StaleEpoch                409: the epoch that the call names is not the buffer's
-    - EpochOpen                 409: the epoch has not closed, or has too few gradients, and `timeout` is over
-    - TooManyBuffers            409: the caller has as many buffers as the server lets them have
-    - EpochGone                 410: what the request refers to is not kept any more
+  x Conflict                    409: the state of the buffer does not allow the change
+    - StaleEpoch                409: the buffer is in another epoch than the call names
+    - EpochOpen                 409: the epoch has not closed, or has too few gradients, within `timeout`
+    - TooManyBuffers            409: the caller has as many buffers as the server allows
+    - EpochGone                 410: the server no longer keeps what the request refers to
     - PreconditionFailed        412: the buffer is not in the state that `if_match` names
-  x TooLarge                    413: a body or tensor is beyond the server's limits
-  x ServerFailed                500 and others: the fault is the server's
-    - StoreFull                 507: the store has no room left; nothing was changed
-  x Busy                        429, still so at the end of the client's patience
-  x Unavailable                 502, 503, 504, still so at the end of the client's patience
+  x TooLarge                    413: a body or tensor exceeds the server's limits
+  x ServerFailed                500 and others: the server failed
+    - StoreFull                 507: the store has no room left; nothing changed
+  x Busy                        429 until the client's patience ended
+  x Unavailable                 502, 503, 504 until the client's patience ended
   x TimedOut                    408, or no answer in time; also a TimeoutError
-  x ConnectionFailed            no connection, or none that lasted; also a ConnectionError
+  x ConnectionFailed            the client could not connect, or lost the connection; also a ConnectionError
 
-The last four are raised only once all attempts were in vain. Whichever it is, `maybe_done` says whether a change may
-have been made.
+The client raises the last four only when every attempt has failed. For each error, `maybe_done` says whether the change
+may have been made.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+INTERRUPTED = "interrupted"
+"""The code of a change that the user interrupted, in the command line's errors."""
+
 
 class GradserveError(Exception):
-    """A call failed. The attributes say what is known of it; each may be None or empty."""
+    """A call failed. An attribute that does not apply is None or empty."""
 
     def __init__(
         self,
@@ -47,36 +50,36 @@ class GradserveError(Exception):
     ) -> None:
         super().__init__(detail)
         self.detail = detail
-        """What was wrong, what was expected and what came, in a sentence."""
+        """A sentence that says what was wrong, what was expected and what came."""
         self.status = status
         """The HTTP status of the last answer."""
         self.code = code
         """The server's stable name for the error, such as `shape_mismatch`."""
         self.request_id = request_id
-        """What the request is called in the server's log."""
+        """The id of the request in the server's log."""
         self.idempotency_key = idempotency_key
-        """With this key the call can be made again, with the same arguments, and counts once nevertheless."""
+        """The key of the change. The same call with this key counts once, however often it is repeated."""
         self.attempts = attempts
-        """How often the request was sent."""
+        """The number of times that the client sent the request."""
         self.maybe_done = maybe_done
-        """Whether the change may have been made all the same: an attempt ended without word of it. Make the call again
-        with `idempotency_key` to know, and never with a new key: it might count twice."""
+        """Whether the change may have been made, because an attempt ended without a final answer. To find out, repeat
+        the call with `idempotency_key`. With a new key the change might count twice."""
         self.retry_after = retry_after
-        """In how many seconds the server asks to try again."""
+        """The seconds after which the server asks the client to retry."""
         self.context = dict(context or {})
-        """What else the server says: `tensor`, `buffer`, `epoch`, `count`, `limit` and so on."""
+        """The other members of the server's answer: `tensor`, `buffer`, `epoch`, `count`, `limit` and so on."""
 
 
 class InvalidInput(GradserveError, ValueError):
-    """The request makes no sense as it is."""
+    """The server cannot accept the request."""
 
 
 class KeyReused(InvalidInput):
-    """The idempotency key was used before, for another request."""
+    """Another request has used the idempotency key."""
 
 
 class Unauthorized(GradserveError):
-    """The API key is missing, unknown, or not good for this."""
+    """The API key is missing, unknown, or lacks the scope for this call."""
 
 
 class NotFound(GradserveError, LookupError):
@@ -84,47 +87,47 @@ class NotFound(GradserveError, LookupError):
 
 
 class Conflict(GradserveError):
-    """The state of the buffer does not allow this."""
+    """The state of the buffer does not allow the change."""
 
 
 class StaleEpoch(Conflict):
-    """The epoch that the call names is not the buffer's."""
+    """The buffer is in another epoch than the call names."""
 
 
 class EpochOpen(Conflict):
-    """The epoch has not closed yet, or has too few gradients; `context` has the `epoch` and `count` so far."""
+    """The epoch has not closed yet, or has too few gradients; `context` has the `epoch` and the `count` so far."""
 
 
 class TooManyBuffers(Conflict):
-    """There are as many buffers as the server lets the caller have; `context` has the `limit`. Delete some first."""
+    """The caller has as many buffers as the server allows; `context` has the `limit`. Delete some first."""
 
 
 class EpochGone(Conflict):
-    """What the request refers to was there once, and is not kept any more."""
+    """The server no longer keeps what the request refers to."""
 
 
 class PreconditionFailed(Conflict):
-    """The buffer is not in the state that `if_match` names, or is there, and `exist_ok` is False."""
+    """The buffer is not in the state that `if_match` names, or it exists and `exist_ok` is False."""
 
 
 class TooLarge(GradserveError):
-    """A body or tensor is beyond the server's limits."""
+    """A body or tensor exceeds the server's limits."""
 
 
 class ServerFailed(GradserveError):
-    """The server failed; the fault is not the caller's."""
+    """The server failed; the caller is not at fault."""
 
 
 class StoreFull(ServerFailed):
-    """The store of the buffers has no room left; nothing was changed."""
+    """The store of the buffers has no room left; nothing changed."""
 
 
 class Busy(GradserveError):
-    """The server has too much to do."""
+    """The server has too many requests to answer."""
 
 
 class Unavailable(GradserveError):
-    """The server is starting or stopping, or whatever stands before it cannot reach it."""
+    """The server is starting or stopping, or a proxy cannot reach it."""
 
 
 class TimedOut(GradserveError, TimeoutError):
@@ -132,7 +135,7 @@ class TimedOut(GradserveError, TimeoutError):
 
 
 class ConnectionFailed(GradserveError, ConnectionError):
-    """There was no connection, or none that lasted until the answer."""
+    """The client could not connect, or lost the connection before the answer."""
 
 
 BY_CODE: dict[str, type[GradserveError]] = {

@@ -1,4 +1,4 @@
-"""What the server says of buffers."""
+"""The server's answers about buffers and operators, as data classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradserve_client._tensors import Array
 
 
 class BufferName:
-    """A buffer, by its name: as an operator's input, the server takes it from there."""
+    """A buffer by its name. As the input of an operator, it makes the server read the buffer."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -21,21 +21,21 @@ class BufferName:
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What a change left of a buffer."""
+    """The state of a buffer after a change."""
 
     name: str
     updated: bool
-    """Whether anything changed: not with `do_update=False`."""
+    """Whether the call changed anything: False with `do_update=False`."""
     closed: bool
-    """Whether the change closed the epoch: then the rest is that of the closed epoch."""
+    """Whether the change closed the epoch. If so, the other fields describe the closed epoch."""
     epoch: int
     version: int
     count: int
-    """The gradients in the sum."""
+    """The number of gradients in the sum."""
     weight: float
-    """The sum of their weights."""
+    """The sum of the gradients' weights."""
     replayed: bool = False
-    """Whether the server had made the change before, when a request with the same key came."""
+    """Whether the server had already made the change for an earlier request with the same key."""
     value: Array | None = field(default=None, compare=False)
     """The sum, if the call asked for it."""
 
@@ -47,14 +47,14 @@ class Receipt:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken(Receipt):
-    """What `take` gives: the receipt, and the value of the epoch that it closed."""
+    """The result of `take`: the receipt with the value of the epoch that it closed."""
 
     value: Array = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferInfo:
-    """A buffer, but for its value."""
+    """A buffer's metadata."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,17 +64,17 @@ class BufferInfo:
     keep: int
     ttl_seconds: float | None
     epoch: int
-    """Its running epoch, counted from 0."""
+    """The running epoch, counted from 0."""
     version: int
-    """How often it was changed."""
+    """The number of changes since the buffer was created."""
     count: int
-    """The gradients in this epoch's sum."""
+    """The number of gradients in the running epoch's sum."""
     weight: float
-    """The sum of their weights."""
+    """The sum of the gradients' weights."""
     bytes: int
-    """The size of its value."""
+    """The size of the value."""
     closed_epochs: tuple[int, ...]
-    """Those whose values are kept."""
+    """The closed epochs whose values the server keeps."""
     created_at: float
     """Seconds since 1970."""
     updated_at: float
@@ -87,7 +87,7 @@ class BufferInfo:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> BufferInfo:
-        """From the server's JSON, of which members that this client does not know are left out."""
+        """Read the server's JSON, without the members that this version of the client does not know."""
         known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
         return cls(**{**known, "shape": tuple(known["shape"]), "closed_epochs": tuple(known["closed_epochs"])})
 
@@ -99,13 +99,13 @@ class TensorInfo:
     name: str
     dtypes: tuple[str, ...]
     default_dtype: str
-    """What a list without a dtype has."""
+    """The dtype of nested lists and numbers."""
     optional: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorInfo:
-    """What an operator computes, takes and gives."""
+    """An operator's formula, inputs, outputs and attributes."""
 
     name: str
     formula: str

@@ -4,33 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 from gradserve_client import _calls
 from gradserve_client._calls import Input, Into
+from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array
 from gradserve_client.models import Receipt
 
-if TYPE_CHECKING:
-    from gradserve_client.client import Client
-
 
 class InPlaceAccumulatorV2Outputs(NamedTuple):
-    """What InPlaceAccumulatorV2 gives."""
+    """The outputs of InPlaceAccumulatorV2."""
 
     updated: Array
     accumulated_gradient: Array
 
 
 class BroadcastGradientArgsOutputs(NamedTuple):
-    """What BroadcastGradientArgs gives."""
+    """The outputs of BroadcastGradientArgs."""
 
     A_axes: Array
     B_axes: Array
 
 
 class GRUTrainingOutputs(NamedTuple):
-    """What GRUTraining gives."""
+    """The outputs of GRUTraining."""
 
     HAll: Array
     HFinal: Array
@@ -38,7 +36,7 @@ class GRUTrainingOutputs(NamedTuple):
 
 
 class GRUGradOutputs(NamedTuple):
-    """What GRUGrad gives."""
+    """The outputs of GRUGrad."""
 
     dX: Array
     dW: Array
@@ -48,15 +46,16 @@ class GRUGradOutputs(NamedTuple):
 
 
 class Ops:
-    """The operators: NumPy arrays, or whatever becomes one, in, and NumPy arrays out.
+    """The operators of a server. They take arrays of any kind, and return NumPy arrays.
 
-    A `Buffer` in the place of a tensor is read on the server. With `into`, the output is added to a buffer there,
-    `weight` times, exactly once, and a receipt is returned in its place; with `epoch`, only while the buffer is in it.
-    Lists and numbers have the dtype that is named first. All raise `InvalidInput`, and `NotFound` for buffers.
+    The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
+    buffer, exactly once, and the method returns a receipt instead of the output. With `epoch`, the server adds only
+    while the buffer is in that epoch. Lists and numbers get the dtype that the method names first. Each method raises
+    `InvalidInput`, and `NotFound` for buffers.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
 
     @overload
     def in_place_accumulator(
@@ -106,7 +105,7 @@ class Ops:
         array([[1.5, 1.5],
                [3.5, 3.5]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "InPlaceAccumulator",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "do_update": do_update},
@@ -174,7 +173,7 @@ class Ops:
         ... ).updated
         array([ True])
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "InPlaceAccumulatorV2",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "overwrite": overwrite},
@@ -231,7 +230,7 @@ class Ops:
         array([[0., 0.],
                [0., 0.]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "ZeroGradient",
                 {"old_gradient": old_gradient, "reset_signal": reset_signal},
@@ -281,7 +280,7 @@ class Ops:
         array([[1., 0.],
                [3., 0.]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "ReluGrad",
                 {"dY": dY, "X": X},
@@ -334,7 +333,7 @@ class Ops:
         array([[ 1. , -2. ],
                [ 3. ,  0.5]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "LeakyReluGrad",
                 {"dY": dY, "Y": Y},
@@ -384,7 +383,7 @@ class Ops:
         array([[ 0.25  , -0.375 ],
                [ 0.5625,  0.    ]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "SigmoidGrad",
                 {"dY": dY, "Y": Y},
@@ -434,7 +433,7 @@ class Ops:
         array([[ 0.75  , -1.875 ],
                [ 1.3125,  0.    ]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "TanhGrad",
                 {"dY": dY, "Y": Y},
@@ -487,7 +486,7 @@ class Ops:
         array([[0.8792219 , 0.13555923],
                [3.2214463 , 0.25      ]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "QuickGeluGrad",
                 {"dY": dY, "X": X},
@@ -526,7 +525,7 @@ class Ops:
         >>> server.ops.broadcast_gradient_args(A_shape=[2, 16, 1, 1024], B_shape=[1, 1, 1024, 1024]).A_axes
         array([2])
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "BroadcastGradientArgs",
                 {"A_shape": A_shape, "B_shape": B_shape},
@@ -588,7 +587,7 @@ class Ops:
                [0., 0.],
                [3., 4.]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "GatherGrad",
                 {"shape": shape, "indices": indices, "grad": grad},
@@ -707,7 +706,7 @@ class Ops:
         <BLANKLINE>
                [[[-0.03472763]]]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "GRUTraining",
                 {"X": X, "W": W, "R": R, "B": B, "SL": SL, "H0": H0},
@@ -857,7 +856,7 @@ class Ops:
         <BLANKLINE>
                [[0.7675781 ]]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "GRUGrad",
                 {
@@ -934,7 +933,7 @@ class Ops:
         >>> server.ops.softmax_grad(dY=[[1.0, 2.0, 3.0]], Y=[[0.25, 0.25, 0.5]])
         array([[-0.3125, -0.0625,  0.375 ]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "SoftmaxGrad",
                 {"dY": dY, "Y": Y},
@@ -985,7 +984,7 @@ class Ops:
         >>> server.ops.log_softmax_grad(dY=[[1.0, 2.0, 3.0]], Y=[[-1.5, -1.25, -0.75]])
         array([[-0.33878088,  0.2809713 ,  0.16580081]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "LogSoftmaxGrad",
                 {"dY": dY, "Y": Y},
@@ -1034,7 +1033,7 @@ class Ops:
         >>> server.ops.softmax_grad_13(dY=[[1.0, 2.0, 3.0]], Y=[[0.25, 0.25, 0.5]])
         array([[-0.3125, -0.0625,  0.375 ]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "SoftmaxGrad_13",
                 {"dY": dY, "Y": Y},
@@ -1083,7 +1082,7 @@ class Ops:
         >>> server.ops.log_softmax_grad_13(dY=[[1.0, 2.0, 3.0]], Y=[[-1.5, -1.25, -0.75]])
         array([[-0.33878088,  0.2809713 ,  0.16580081]], dtype=float32)
         """
-        results = self._client._run(
+        results = self._runner.run(
             _calls.run(
                 "LogSoftmaxGrad_13",
                 {"dY": dY, "Y": Y},

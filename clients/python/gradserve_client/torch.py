@@ -1,10 +1,10 @@
-"""Gradients of a PyTorch model, accumulated on a server."""
+"""The gradients of a PyTorch model, summed on a server."""
 
 from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 _BUFFER_DTYPES = {
-    torch.float16: "float32",  # many small gradients would vanish in a sum of half precision
+    torch.float16: "float32",  # in a sum of half precision, small gradients would vanish
     torch.bfloat16: "float32",
     torch.float32: "float32",
     torch.float64: "float64",
@@ -33,34 +33,34 @@ _BUFFER_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """What a push left of the epoch."""
+    """The state of the epoch after a push."""
 
     epoch: int
     count: int
-    """The pushes in the epoch, this one included."""
+    """The number of pushes in the epoch, with this push."""
     weight: float
-    """The sum of their weights."""
+    """The sum of the pushes' weights."""
     closed: bool
     """Whether this push completed the quorum."""
     replayed: bool
-    """Whether it had been counted before, and was not counted again."""
+    """Whether the server had counted this push before, and did not count it again."""
 
 
 class GradientAccumulator:
-    """The gradients of a model's parameters, summed in buffers on a server: over micro-batches, workers, or both.
+    """Sums the gradients of a model's parameters in buffers on a server: over micro-batches, workers, or both.
 
-    `push`, after `loss.backward()`, hands the gradients over, and `pull` brings their weighted mean back, before
-    `optimizer.step()`. Without a `quorum` a pull closes the epoch: that is for one worker. With it, the push that is
-    the `quorum`th of the epoch does (workers times micro-batches), and every worker pulls the same bits.
+    `push`, after `loss.backward()`, sends the gradients. `pull`, before `optimizer.step()`, sets the gradients to their
+    weighted mean. Without a `quorum`, a pull closes the epoch, which suits a single worker. With a `quorum` (workers
+    times micro-batches), the `quorum`th push closes the epoch, and every worker pulls the same bits.
 
-    Each parameter that requires a gradient has a buffer named `prefix` + its name. The buffers are created, or, if they
-    are there, taken up in the epoch that runs. The last `keep` closed epochs can be pulled.
+    Each parameter that requires a gradient has a buffer named `prefix` + its name. Existing buffers are used in their
+    running epoch, others are created. The last `keep` closed epochs can be pulled.
 
-    A push that is made again counts once. For that to be so after a restart too, name the `worker`: its pushes are then
-    known by their epoch and their place in it. Save `state_dict()` with each checkpoint.
+    A repeated push counts once. After a restart too, if the `worker` has a name: the epoch and the place in it then
+    identify each push. Save `state_dict()` with each checkpoint.
 
-    Not for several threads. Raises `InvalidInput` for a model with nothing to train, and `Conflict` for buffers that
-    differ.
+    Threads must not share it. Raises `InvalidInput` for a model without trainable parameters, and `Conflict` for
+    buffers that differ.
 
     >>> import torch
     >>> from gradserve_client.torch import GradientAccumulator
@@ -97,40 +97,41 @@ class GradientAccumulator:
             for name, parameter in model.named_parameters()
             if any(parameter is weight for weight in _sparse_weights(model))
         }
-        """Those whose gradients are sparse: as their modules say, and then as the last gradient was."""
+        """The buffers of sparse gradients: at first as the modules say, then as the last gradients were."""
         created = [
             server.buffers[name].create(parameter.shape, dtype=_buffer_dtype(name, parameter), quorum=quorum, keep=keep)
             for name, parameter in self._parameters.items()
         ]
-        # Buffers of the same names may have been there before, and their keys may still be remembered.
-        identity = repr((prefix, worker or uuid.uuid4().hex, [one.created_at for one in created]))
+        # The server may still remember the keys of earlier buffers with the same names.
+        identity = repr((prefix, worker or uuid.uuid4().hex, [info.created_at for info in created]))
         self._identity = hashlib.sha256(identity.encode()).hexdigest()[:32]
         self._epoch = self._running_epoch()
         self._pushes = 0
 
     @property
     def epoch(self) -> int:
-        """The epoch that is pushed to, and pulled next."""
+        """The epoch of the next push and pull."""
         return self._epoch
 
     def push(self, *, weight: float = 1.0) -> Pushed:
-        """Add `weight` times the gradients to the sums, in one request, and set them to None as `zero_grad()` does.
+        """Add `weight` times the gradients to the sums, in a single request, and set them to None like `zero_grad()`.
 
-        `weight` is the number of samples if the loss is their mean. A parameter whose gradient is None adds nothing;
-        if all are, the weight must be 0: a worker that has run out of data counts for the quorum so.
+        `weight` is the number of samples if the loss is their mean. A parameter whose gradient is None adds nothing. If
+        every gradient is None, the weight must be 0: a worker without more data still counts for the quorum.
 
-        If it raises, the gradients are still there, and it can be called again. Raises `StaleEpoch` if the epoch has
-        closed without this worker: it may `pull`. Only after `KeyReused` they are gone: a worker of this name has made
-        this push before, with another gradient or weight. That one is counted, and the next push is the next.
+        After an error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch has
+        closed without this worker, which can `pull` then. Raises `KeyReused`, and sets the gradients to None, if a
+        worker of this name has made this push with another gradient or weight. That push counts, and the next call
+        makes the next push.
         """
         self._check_model()
-        gradients = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
+        gradients = {name: param.grad for name, param in self._parameters.items() if param.grad is not None}
         if not gradients and weight:
             raise InvalidInput(
-                "No parameter has a gradient: push comes after backward, and sets them to None; with nothing to add,"
-                " push(weight=0) counts for the quorum"
+                "No parameter has a gradient: call push after backward, once; without data, push(weight=0) counts for"
+                " the quorum"
             )
-        nothing = np.zeros((), np.float32)  # which broadcasts
+        nothing = np.zeros((), np.float32)  # broadcasts to every shape
         try:
             receipts = self._server.buffers.accumulate(
                 {name: gradients.get(name, nothing) for name in self._parameters},
@@ -139,19 +140,17 @@ class GradientAccumulator:
                 idempotency_key=f"{self._identity}-{self._epoch}-{self._pushes}",
             )
         except StaleEpoch as error:
-            kept = "; if that has closed, pull() brings its mean as long as it is kept"
+            hint = "; if it has closed, pull() fetches its mean" if self._quorum is not None else ""
             raise _explained(
-                error,
-                f"This worker is at epoch {self._epoch}, and its gradients do not count"
-                + (kept if self._quorum is not None else ""),
+                error, f"This worker is at epoch {self._epoch}, and its gradients do not count{hint}"
             ) from None
         except KeyReused as error:
-            place = f"push {self._pushes} of epoch {self._epoch}"
+            push = f"push {self._pushes} of epoch {self._epoch}"
             self._pushes += 1
             self._clear()
             raise _explained(
                 error,
-                f"This worker made {place} before, with another gradient or weight, which is counted; or another"
+                f"This worker made {push} before, with another gradient or weight, and that push counts; or another"
                 " worker has the same name",
             ) from None
         self._pushes += 1
@@ -168,21 +167,21 @@ class GradientAccumulator:
         )
 
     def pull(self) -> None:
-        """Set the gradients to the weighted mean of the epoch, and go on to the next one.
+        """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
 
-        With a quorum this waits up to `timeout` seconds for the epoch to close, and without one it closes it. Each
-        gradient has its parameter's dtype and device; where nobody had one it is zero. Sparse ones are sparse again,
-        with the rows that are not zero. Infinity and NaN come back as they were pushed, to every worker.
+        With a quorum, this waits up to `timeout` seconds until the epoch closes. Without one, it closes the epoch. Each
+        gradient gets its parameter's dtype and device, and zeros if no worker pushed it. Sparse gradients stay sparse,
+        with the rows that are not zero. Infinity and NaN reach every worker unchanged.
 
-        If it raises, it can be called again. Raises `EpochOpen` if pushes are missing, `EpochGone` if this worker is
-        more than `keep` epochs behind, and `Conflict` if all weights are 0.
+        After an error, the pull can be repeated. Raises `EpochOpen` if pushes are missing, `EpochGone` if this worker
+        is more than `keep` epochs behind, and `Conflict` if all weights are 0.
         """
         self._check_model()
         try:
             means = self._closed() if self._quorum is not None else self._taken()
         except EpochGone as error:
             raise _explained(
-                error, "This worker is too far behind to catch up: let it begin with the weights of another one"
+                error, "This worker is too far behind to catch up: load the weights of another worker"
             ) from None
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
@@ -192,51 +191,54 @@ class GradientAccumulator:
         self._pushes = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this worker is: for a checkpoint, with the state of the model and of the optimizer."""
+        """Return the position of this worker, to save beside the states of the model and the optimizer."""
         return {"epoch": self._epoch, "pushes": self._pushes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was, in this process or in another one of the same `worker`."""
+        """Continue from a `state_dict`, in this process or in another process of the same `worker`."""
         self._epoch, self._pushes = state["epoch"], state["pushes"]
 
     def _trainable(self) -> dict[str, Any]:
-        """The parameters that require a gradient, by the names of their buffers; shared ones once."""
-        return {self._prefix + name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        """Return the parameters that require a gradient, by the names of their buffers. Shared parameters come once."""
+        return {name: parameter for name, parameter in self._named() if parameter.requires_grad}
 
     def _check_model(self) -> None:
-        """Raise `InvalidInput` unless what is trained is what was when this accumulator was made, or less."""
-        there = {self._prefix + name: one for name, one in self._model.named_parameters()}
-        for name, one in there.items():
-            if one.requires_grad and name not in self._parameters:
-                raise self._another(f"{name!r} requires a gradient now, but did not")
-            if one.requires_grad and one is not self._parameters[name]:
-                raise self._another(f"{name!r} is another parameter than")
-        for name in self._parameters.keys() - there.keys():
-            raise self._another(f"{name!r} is not in the model any more, but was")
+        """Raise `InvalidInput` if the model trains parameters that it did not have when this accumulator was made."""
+        current = dict(self._named())
+        for name, parameter in current.items():
+            if parameter.requires_grad and name not in self._parameters:
+                raise self._changed(f"{name!r} requires a gradient now, but did not")
+            if parameter.requires_grad and parameter is not self._parameters[name]:
+                raise self._changed(f"{name!r} is another parameter than")
+        for name in self._parameters.keys() - current.keys():
+            raise self._changed(f"{name!r} is not in the model any more, but was")
 
-    def _another(self, what: str) -> InvalidInput:
-        return InvalidInput(f"{what} when this accumulator was made; make another one, with another prefix")
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        return ((self._prefix + name, parameter) for name, parameter in self._model.named_parameters())
+
+    def _changed(self, change: str) -> InvalidInput:
+        return InvalidInput(f"{change} when this accumulator was made; make a new one, with another prefix")
 
     def _running_epoch(self) -> int:
-        """The epoch of all buffers, at one moment."""
+        """Return the epoch of all buffers, read at the same moment."""
         names = dict.fromkeys(self._parameters, 0.0)
         receipts = self._server.buffers.accumulate(names, do_update=False)
         epochs = {receipt.epoch: name for name, receipt in receipts.items()}
         if len(epochs) > 1:
-            one, other, *_ = epochs.items()
+            (first_epoch, first), (second_epoch, second), *_ = epochs.items()
             raise Conflict(
-                f"The buffers are not those of one model: {one[1]!r} is in epoch {one[0]}, {other[1]!r} in {other[0]};"
-                " take another prefix, or delete them"
+                f"The buffers do not belong to the same model: {first!r} is in epoch {first_epoch}, {second!r} in"
+                f" {second_epoch}; use another prefix, or delete the buffers"
             )
         return epochs.popitem()[0]
 
     def _closed(self) -> Mapping[str, Array]:
-        """The means of the epoch, once it has closed."""
+        """Return the means of the epoch, once it has closed."""
         names = list(self._parameters)
         return self._server.buffers.value(names, epoch=self._epoch, reduce="mean", timeout=self._timeout)
 
     def _taken(self) -> Mapping[str, Array]:
-        """The means of the epoch, which closes by this."""
+        """Close the epoch, and return its means."""
         try:
             taken = self._server.buffers.take(
                 list(self._parameters),
@@ -247,9 +249,9 @@ class GradientAccumulator:
             )
         except StaleEpoch as error:
             raise _explained(
-                error, f"Epoch {self._epoch} was closed by somebody else: without a quorum one worker pulls"
+                error, f"Another client closed epoch {self._epoch}: without a quorum, only one worker may pull"
             ) from None
-        return {name: one.value for name, one in taken.items()}
+        return {name: receipt.value for name, receipt in taken.items()}
 
     def _clear(self) -> None:
         for parameter in self._parameters.values():
@@ -264,7 +266,7 @@ def _sparse_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def _buffer_dtype(name: str, parameter: torch.nn.Parameter) -> str:
     dtype = _BUFFER_DTYPES.get(parameter.dtype)
     if dtype is None:
-        known = ", ".join(str(one).removeprefix("torch.") for one in _BUFFER_DTYPES)
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _BUFFER_DTYPES)
         raise InvalidInput(f"{name!r} is {parameter.dtype}, but must be one of {known}", code="dtype_mismatch")
     return dtype
 

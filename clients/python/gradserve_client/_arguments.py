@@ -1,0 +1,87 @@
+"""Checks of the arguments that calls share. Each raises `InvalidInput` before anything is sent."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from gradserve_client.errors import InvalidInput
+from gradserve_client.models import BufferName
+
+
+def as_key(key: str | None) -> str:
+    """Return the idempotency key of a change: a new one for None."""
+    if key is None:
+        return uuid.uuid4().hex
+    if not isinstance(key, str) or not re.fullmatch(r"[!-~]([ -~]{0,253}[!-~])?", key):
+        raise InvalidInput(
+            f"idempotency_key is {key!r}, but must be 1 to 255 printable ASCII characters, without a space at either"
+            " end",
+            code="invalid_parameter",
+        )
+    return key
+
+
+def as_name(buffer: str | BufferName) -> str:
+    """Return the name of a buffer."""
+    name = buffer.name if isinstance(buffer, BufferName) else buffer
+    fits = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9._:-]{1,200}", name)
+    if not fits or name in (".", ".."):  # a URL resolves these two to other paths
+        raise InvalidInput(
+            f"{name!r} is not a buffer name: use 1 to 200 of the characters A-Z a-z 0-9 . _ : -, but not . or .. alone",
+            code="invalid_parameter",
+        )
+    return name
+
+
+def as_query(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that are not None, in the form of a URL's query."""
+    query = {name: value for name, value in parameters.items() if value is not None}
+    for name, value in query.items():
+        if isinstance(value, list | tuple) and not value:  # in a URL, an empty list looks like an omitted one
+            raise InvalidInput(f"{name} is empty: omit it, or give it a value", code="invalid_parameter")
+    return {name: str(value).lower() if isinstance(value, bool | np.bool_) else value for name, value in query.items()}
+
+
+def as_float(name: str, number: float) -> float:
+    """Return an argument that is a number."""
+    try:
+        return float(number)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidInput(f"{name} cannot be a float: {error}", code="invalid_parameter") from None
+
+
+def as_whole(name: str, number: SupportsIndex) -> int:
+    """Return an argument that is an integer."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise InvalidInput(f"{name}: {number!r} is not an integer", code="invalid_parameter") from None
+
+
+def as_seconds(name: str, number: float) -> float:
+    """Return an argument that is a finite number of seconds, 0 or more."""
+    try:
+        if isinstance(number, numbers.Real) and 0 <= (seconds := float(number)) < math.inf:
+            return seconds
+    except OverflowError:
+        pass
+    raise InvalidInput(f"{name} is {number!r}, but must be a number of seconds", code="invalid_parameter")
+
+
+def as_dtype(dtype: npt.DTypeLike | None) -> str | None:
+    """Return the name of a dtype, None for None."""
+    if dtype is None or dtype == "bfloat16":  # NumPy has no such name, only the class of ml_dtypes
+        return None if dtype is None else "bfloat16"
+    try:
+        return np.dtype(dtype).name
+    except TypeError as error:
+        raise InvalidInput(f"dtype is {dtype!r}: {error}", code="invalid_parameter") from error

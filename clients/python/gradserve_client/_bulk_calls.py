@@ -1,0 +1,118 @@
+"""The calls of several buffers at once: what to send, and how to read the answer. Both clients share them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy.typing as npt
+
+from gradserve_client import _answers
+from gradserve_client._answers import JSON
+from gradserve_client._arguments import as_dtype, as_key, as_name, as_query
+from gradserve_client._buffer_calls import Reduce, add_query
+from gradserve_client._policy import Call
+from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, encode
+from gradserve_client.errors import InvalidInput
+from gradserve_client.models import BufferInfo, Receipt, Taken
+
+PAGE_BUFFERS = 1000
+"""Buffers that one request lists: the most that the server allows."""
+
+
+def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
+    """List some buffers, and tell where the next ones begin."""
+    if not isinstance(prefix, str):
+        raise InvalidInput(f"prefix is {prefix!r}, but must be a string", code="invalid_parameter")
+    query = {"prefix": prefix, "cursor": cursor, "limit": PAGE_BUFFERS}
+    return Call("GET", "/v1/buffers", _answers.page, query=query, headers={"Accept": JSON})
+
+
+def accumulate(
+    gradients: Mapping[str, TensorLike],
+    *,
+    weight: float,
+    epoch: int | None,
+    overwrite: bool,
+    do_update: bool,
+    idempotency_key: str | None,
+) -> Call[dict[str, Receipt]]:
+    """Add a gradient to each of several buffers."""
+    return Call(
+        "POST",
+        "/v1/buffers/accumulate",
+        _answers.receipts,
+        query=add_query(weight, epoch, overwrite, do_update),
+        headers={"Content-Type": MEDIA_TYPE, "Accept": JSON},
+        body=encode({name: as_array(gradient, name, "float64") for name, gradient in gradients.items()}),
+        key=as_key(idempotency_key),
+    )
+
+
+def value(
+    names: Collection[str] | None,
+    prefix: str | None,
+    *,
+    epoch: int | None,
+    reduce: Reduce,
+    dtype: npt.DTypeLike | None,
+    timeout: float,
+) -> Call[dict[str, Array]]:
+    """Read the values of several buffers."""
+    return Call(
+        "POST",
+        "/v1/buffers/value",
+        _answers.values,
+        query=as_query({"prefix": prefix, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
+        wait=timeout,
+        **_naming(names, prefix, accept=MEDIA_TYPE),
+    )
+
+
+def take(
+    names: Collection[str] | None,
+    prefix: str | None,
+    *,
+    min_count: int,
+    epoch: int | None,
+    timeout: float,
+    reduce: Reduce,
+    dtype: npt.DTypeLike | None,
+    idempotency_key: str | None,
+) -> Call[dict[str, Taken]]:
+    """Close the epochs of several buffers, and return their values."""
+    parameters = {"prefix": prefix, "min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}
+    return Call(
+        "POST",
+        "/v1/buffers/take",
+        _answers.taken_by_name,
+        query=as_query(parameters),
+        key=as_key(idempotency_key),
+        wait=timeout,
+        **_naming(names, prefix, accept=MEDIA_TYPE),
+    )
+
+
+def zero(names: Collection[str] | None, prefix: str | None, *, idempotency_key: str | None) -> Call[dict[str, Receipt]]:
+    """Discard the sums of several buffers, and begin their next epochs."""
+    return Call(
+        "POST",
+        "/v1/buffers/zero",
+        _answers.receipts,
+        query=as_query({"prefix": prefix}),
+        key=as_key(idempotency_key),
+        **_naming(names, prefix, accept=JSON),
+    )
+
+
+def _naming(names: Collection[str] | None, prefix: str | None, *, accept: str) -> dict[str, Any]:
+    """Return the headers, and with names the body, of a request for several buffers."""
+    if (names is None) is (prefix is None):
+        raise InvalidInput("Give either names or prefix", code="invalid_parameter")
+    if names is None:
+        return {"headers": {"Accept": accept}}
+    if isinstance(names, str):
+        raise InvalidInput(f"names is {names!r}, but must be a list of names", code="invalid_parameter")
+    body = json.dumps({"names": [as_name(name) for name in names]}).encode()
+    return {"headers": {"Content-Type": JSON, "Accept": accept}, "body": [body]}

@@ -1,0 +1,30 @@
+"""The client's modules import each other in one direction only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.imports import circles
+
+PACKAGE = Path(__file__).parents[2] / "clients" / "python" / "gradserve_client"
+
+
+def test_no_circle_in_the_client() -> None:
+    assert circles(PACKAGE.rglob("*.py")) == []
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    sources = {
+        "__init__": "from package.a import A",
+        "a": "import package.b",
+        "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package import c",
+        "c": "def late() -> None:\n    from package.a import A",
+        "d": "from package import a\nfrom package.e import E",
+        "e": "import package.e",
+        "f": "import os",
+    }
+    folder = tmp_path / "package"
+    folder.mkdir()
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    assert circles(folder.iterdir()) == [["package.a", "package.b", "package.c"], ["package.e"]]
