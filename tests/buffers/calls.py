@@ -12,9 +12,9 @@ import lmdb
 import numpy as np
 import pytest
 
+from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create
 from service.buffers.doctor import examine
-from service.buffers.lmdb import store as module
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK
@@ -136,9 +136,9 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._wanted, self._held, self._opened = False, threading.Event(), threading.Event()
-        monkeypatch.setattr(module, "reached", self._reached)
+        monkeypatch.setattr(failpoints, "action", self._hold)
 
-    def _reached(self, point: str) -> None:
+    def _hold(self, point: str) -> None:
         if point == "before commit" and self._wanted:
             self._wanted = False
             self._held.set()

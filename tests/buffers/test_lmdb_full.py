@@ -17,9 +17,9 @@ import lmdb
 import numpy as np
 import pytest
 
+from service.buffers import failpoints
 from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.lmdb import environment as _environment
-from service.buffers.lmdb import store as module
 from service.buffers.lmdb.slots import CHUNK
 from service.buffers.lmdb.store import LmdbStore
 from service.errors import StoreFull
@@ -194,7 +194,7 @@ def test_a_batch_finds_what_was_freed_last(roomy: LmdbStore, monkeypatch: pytest
 def test_what_finds_no_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
     create(roomy, "large", shape=(20 * CHUNK_FLOATS,))
     tries = Counter[str]()
-    monkeypatch.setattr(module, "reached", lambda point: tries.update([point]))
+    monkeypatch.setattr(failpoints, "action", lambda point: tries.update([point]))
     for expected in (2, 3, 4):  # there is nothing to make room of the second time
         with pytest.raises(StoreFull):
             add(roomy, "large", ones(1))

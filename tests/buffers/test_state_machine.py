@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.lmdb import packs as _packs
 from service.buffers.lmdb import value_writer as _value_writer
 from service.buffers.lmdb import values as _values
 from service.buffers.perform import Outcome, Request
@@ -438,10 +437,9 @@ class MemoryMachine(Machine):
 class LmdbMachine(Machine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        for module in (_values, _value_writer, _packs):
+        for module in (_values, _value_writer):
             self.patch.setattr(module, "CHUNK", SMALL_CHUNK)
-        for name, size in {"INLINE": SMALL_CHUNK // 2, "PACKED": 2, "MOST_INLINE": SMALL_CHUNK // 4}.items():
-            self.patch.setattr(_value_writer, name, size)
+        self.patch.setattr(_value_writer, "INLINE", SMALL_CHUNK // 2)
         self.directory = tempfile.TemporaryDirectory()
         super().__init__()
 

@@ -23,7 +23,7 @@ FILES = "data.mdb", "lock.mdb", "values"
 
 
 class Environment:
-    """An LMDB environment of format 1 or 2, its databases, and its transactions."""
+    """An LMDB environment of format 1, its databases, and its transactions."""
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes
@@ -55,7 +55,6 @@ class Environment:
                 f"The store in {self.path} has format {found.decode(errors='replace')}, but this version of gradserve"
                 f" knows formats up to {FORMAT}: use the version that wrote it, or a newer one"
             )
-        self.format = FORMAT if found is None else int(found)
         for name in DATABASES:
             setattr(self, name, self._env.open_db(name.encode(), create=create))
         if create and found is None:
@@ -63,7 +62,11 @@ class Environment:
                 txn.put(b"format", str(FORMAT).encode(), db=self.meta)
 
     def oldest_reader(self) -> int | None:
-        """The number of the transaction whose state the slowest reader sees; None: there are no readers."""
+        """Return the number of the transaction whose state the slowest reader sees; None if there are no readers.
+
+        LMDB tells the table of readers only as text (`mdb_reader_list`, which `Environment.readers` returns): a line
+        for each, with process, thread and transaction, or "-" for a reader that sees none.
+        """
         lines = [line.split() for line in self._env.readers().splitlines()]
         seen = [int(line[2]) for line in lines if len(line) == 3 and line[2].isdigit()]
         return min(seen, default=None)

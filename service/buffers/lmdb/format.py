@@ -1,28 +1,23 @@
 """The format of an LMDB store.
 
-Format 2, in the databases of the LMDB environment:
+Format 1, in the databases of the LMDB environment:
 
     meta     b"format" -> the number of the format, as text; b"last_id" -> the last id given, and b"slots" ->
              the number of slots, 8 bytes each; b"writer" -> a mark of the last transaction; b"count:" and a
              namespace -> how many buffers it has, 8 bytes, if the mark has `MARK_SIZE` bytes: versions that do not
-             count leave a shorter one; b"pack:" and a slot, 8 bytes -> the ids of the values that share it and
-             their bytes, 8 and 4 bytes each, sealed
+             count leave a shorter one
     buffers  name -> a `Record` as JSON, sealed
-    values   id of a value, 8 bytes -> its elements and b"i"; or where it is in a slot that it shares: slot, 8 bytes,
-             first byte, 4 bytes, checksum, 8 bytes, and b"p"; or its chunks: slot and checksum, 8 bytes each, what
-             waits to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
+    values   id of a value, 8 bytes -> its elements and b"i", or its chunks: slot and checksum, 8 bytes each, what waits
+             to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
     free     number of the transaction that freed them, 8 bytes, a number, 4 bytes -> slots, 8 bytes each
     keys     digest of caller and key -> time, fingerprint, receipts, ids of buffers, and, unless an earlier version
              wrote it, states of the buffers that the request was computed from, as JSON, sealed
     times    time, 8 bytes, number of a transaction, 8 bytes -> the digests of the keys that it stored
     deadlines  time, 8 bytes, name -> nothing: when to see whether a buffer has expired
 
-Keys are big-endian, times microseconds since 1970, numbers in chunks, places and lists little-endian. What is sealed
-ends with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of
-large values, and small ones that share slots (`values.py`, `slots.py`, `packs.py`); a file `format` tells that all
-was complete once.
-
-Format 1 has no places and no b"pack:". A store of format 1 becomes one of format 2 when the first values share a slot.
+Keys are big-endian, times microseconds since 1970, numbers in chunks and entries little-endian. What is sealed ends
+with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of large
+values (`values.py`, `slots.py`); a file `format` tells that all was complete once.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ from service.buffers.lmdb.values import opened, seal
 from service.buffers.record import Closed, Key, Record, spec_of
 from service.errors import BufferCorrupt
 
-FORMAT = 2
+FORMAT = 1
 
 DATABASES = ("buffers", "values", "free", "keys", "times", "deadlines")
 

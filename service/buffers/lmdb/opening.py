@@ -68,4 +68,4 @@ def _read_everything(env: Environment) -> None:
             if record is None:
                 raise BufferCorrupt(f"the buffer {name!r} is damaged")
             for value in record.values:
-                reader.values.parts_of(value)
+                reader.values.slots_of(value)

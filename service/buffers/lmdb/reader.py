@@ -21,7 +21,6 @@ from service.buffers.lmdb.format import (
     seed_of,
     unpacked,
 )
-from service.buffers.lmdb.packs import lists
 from service.buffers.lmdb.slots import CHUNK, NUMBER, slot_count
 from service.buffers.lmdb.values import ValueReader, opened
 from service.buffers.names import namespace_of
@@ -124,10 +123,6 @@ class Reader:
         """The slots that nothing refers to."""
         with self._txn.cursor(db=self._env.free) as cursor:
             return [slot for found in cursor.iternext(keys=False) for slot in np.frombuffer(found, "<i8").tolist()]
-
-    def packs(self) -> dict[int, dict[int, int] | None]:
-        """By slot that several values may share the ids and the bytes of these values; None: that is damaged."""
-        return lists(self._env, self._txn)
 
     def pages(self) -> int:
         """Bytes of the pages in use."""

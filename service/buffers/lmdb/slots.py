@@ -12,7 +12,6 @@ import errno
 import itertools
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,15 +26,17 @@ CHUNK = 1 << 18
 NUMBER = struct.Struct(">Q")
 _FREE_KEY = struct.Struct(">QI")
 _MOST_IN_FREE = 1000
-"""Slots in an entry of the list of free ones: what a transaction does not take, it writes back."""
+"""Slots in an entry of the free list: a transaction writes back those that it does not take."""
 
 _SYNC_FILE_RANGE_WRITE = 2
 """Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
 
-_PARTS, _MOST_HELD = 4, 1 << 21
-"""The disk is told to begin when a quarter of what was written waits, a chunk at least, or so many bytes: a small value
-is on its way early, and neither many nor a large one is held up by the telling, which takes as long as it takes to add
-a chunk."""
+_HELD_FRACTION = 4
+"""The disk begins to store once a quarter of what was written since the last sync waits, and at least a chunk: a small
+value is under way early, and a large one makes few of these calls, each of which takes as long as to add a chunk."""
+
+_MOST_HELD_BYTES = 1 << 21
+"""The disk begins to store at the latest when this much waits, however much was written before."""
 
 _PUNCH_HOLE = 3
 """Linux's fallocate: take a part of a file from the disk, but keep the file's size."""
@@ -73,24 +74,21 @@ class SlotFile:
         self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o600)
         self._written = self._held = 0  # bytes since the last sync, and those of which the disk was not told
 
-    def read(self, slot: int, memory: memoryview, offset: int = 0) -> bool:
-        """Fill the memory with what a slot has from `offset` on. False if the file is too short."""
+    def read(self, slot: int, memory: memoryview) -> bool:
+        """Fill the memory from a slot. Return False if the file is too short."""
         try:
-            return os.preadv(self._fd, [memory], slot * CHUNK + offset) == len(memory)
+            return os.preadv(self._fd, [memory], slot * CHUNK) == len(memory)
         except OSError:
             return False
 
-    def write(self, slot: int, pieces: Sequence[memoryview], offset: int = 0) -> None:
-        """Write the pieces, one behind the other, into a slot from `offset` on. Raises OSError for a full disk."""
-        place, size = slot * CHUNK + offset, sum(map(len, pieces))
-        done = os.pwritev(self._fd, pieces, place)
-        if done < size:
-            data = memoryview(b"".join(pieces))
-            while done < size:
-                done += os.pwrite(self._fd, data[done:], place + done)
+    def write(self, slot: int, data: memoryview) -> None:
+        """Write a chunk. Raises OSError for a full disk."""
+        done = os.pwrite(self._fd, data, slot * CHUNK)
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], slot * CHUNK + done)
         self._written += done
         self._held += done
-        if self._held >= max(CHUNK, min(self._written // _PARTS, _MOST_HELD)):
+        if self._held >= max(CHUNK, min(self._written // _HELD_FRACTION, _MOST_HELD_BYTES)):
             _begin_to_store(self._fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # 0 bytes: all that there is
             self._held = 0
 
@@ -100,7 +98,7 @@ class SlotFile:
         self._written = self._held = 0
 
     def has_room(self, size: int = 0) -> bool:
-        """Whether the disk has room for so many bytes more, and the reserve."""
+        """Whether the disk has room for `size` bytes more, and the reserve."""
         disk = os.fstatvfs(self._fd)
         return disk.f_bavail * disk.f_frsize >= size + RESERVE or not disk.f_blocks
 
@@ -129,7 +127,7 @@ def slot_count(env: Databases, txn: Any) -> int:
 
 
 class Slots:
-    """The slots that a transaction takes and leaves."""
+    """The slots that a transaction takes and frees."""
 
     def __init__(self, env: Databases, txn: Any) -> None:
         self._env, self._txn = env, txn
@@ -140,21 +138,17 @@ class Slots:
     def write(self, slot: int, data: memoryview) -> int:
         """Write a chunk that was in `slot`, -1 for nowhere. Returns the slot where it is now. Raises `StoreFull`."""
         if slot not in self._fresh:
-            self.leave(slot)
-            slot = self.take()
-        self.put(slot, [data])
-        return slot
-
-    def put(self, slot: int, pieces: Sequence[memoryview], offset: int = 0) -> None:
-        """Write into a slot that was taken, from `offset` on. Raises `StoreFull`."""
+            self.free(slot)
+            slot = self._take()
         try:
-            self._env.file.write(slot, pieces, offset)
+            self._env.file.write(slot, data)
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise disk_full(str(error.strerror)) from None
             raise
+        return slot
 
-    def leave(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a slot, -1 for none."""
         if slot < 0:
             return
@@ -185,8 +179,8 @@ class Slots:
         keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
         return next(key for key in keys if self._txn.get(key, db=self._env.free) is None)
 
-    def take(self) -> int:
-        """A slot to which nothing refers. Raises `StoreFull`."""
+    def _take(self) -> int:
+        """Return a slot to which nothing refers. Raises `StoreFull`."""
         if not self._spare:
             self._spare = self._reusable() or self._beyond()
         slot = self._spare.pop()

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import lmdb
 import numpy as np
 
+from service.buffers import failpoints
 from service.buffers.changes import Add, Create, Restore
 from service.buffers.lmdb.environment import disk_is_full, translated
 from service.buffers.lmdb.format import MARK_SIZE, WRITER, digest_of, microseconds
 from service.buffers.lmdb.opening import open_environment
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import Slots
-from service.buffers.lmdb.transaction import MOST_EXPIRED, LmdbTransaction, Remembered
-from service.buffers.lmdb.value_writer import Kept
+from service.buffers.lmdb.transaction import MOST_EXPIRED, NOBODY, LmdbTransaction, WriterState
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
 from service.buffers.store import KEY_SECONDS, MOST_BUFFERS, Allocate, Committed, told, uncounted
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 MOST_IN_BATCH = 1024
 """The most requests of one transaction."""
 
-GATHER_SECONDS, MANY = 0.0003, 4
-"""After a batch of at least so many requests, how long the writer waits for as many again: one sync for all is worth
-more than an early start, which leaves half of them for the next."""
+LARGE_BATCH = 4
+"""Requests in a batch after which the writer waits `GATHER_SECONDS`: as many are likely to come again at once."""
 
-NOBODY = b"nobody"
-"""In place of the mark, before a process has written."""
+GATHER_SECONDS = 0.0003
+"""How long the writer waits for the next large batch: one sync for all is worth more than an early start, which leaves
+half of the requests to the sync after it."""
 
 IDLE_SECONDS = 1.0
 """How long the writer waits for requests before it looks for what has expired."""
@@ -82,15 +82,12 @@ class LmdbStore:
         committed: Committed = uncounted,
         max_buffers: int = MOST_BUFFERS,
     ) -> None:
-        self._committed, self._max_buffers = committed, max_buffers
         self._env = open_environment(path, max_bytes=max_bytes)
-        self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
+        self._allocate, self._key_seconds, self._clock, self._committed = allocate, key_seconds, clock, committed
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed, self._lock = False, threading.Lock()
         self._next_check = 0.0
-        self._known = Remembered()
-        self._kept = Kept()
-        self._mark = NOBODY
+        self._state = WriterState(allocate, max_buffers)
         self._room_made = NOBODY  # after which transaction
         self._given_back = 0  # bytes that the values took when that was done last
         self._writer = threading.Thread(target=self._write, name="gradserve-writer", daemon=True)
@@ -181,7 +178,7 @@ class LmdbStore:
                     continue
                 batch += [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH))]
                 self._make([job for job in batch if job is not None and job.done.set_running_or_notify_cancel()])
-                if len(batch) >= MANY:
+                if len(batch) >= LARGE_BATCH:
                     time.sleep(GATHER_SECONDS)
 
     def _make(self, jobs: list[_Job]) -> None:
@@ -203,7 +200,7 @@ class LmdbStore:
                     self._make([job])
                 return
             else:
-                reached("committed")
+                failpoints.hit("committed")
                 self._committed(len(jobs), time.perf_counter() - start)
                 for job, answer in zip(jobs, answers, strict=True):
                     if isinstance(answer, Outcome):
@@ -248,7 +245,7 @@ class LmdbStore:
                         changes.give_back()
                     changes.finish(now)
                     changes.writes += 1  # so that it leaves a mark, and counts
-            self._room_made = self._mark
+            self._room_made = self._state.mark
         except (lmdb.Error, OSError, GradserveError):
             return False  # what there was no room for says so
         return True
@@ -275,7 +272,7 @@ class LmdbStore:
                     if changes.writes - changes.expired > before:
                         raise _UndoneError(job, error) from None
                     answers.append(told(error))
-                reached("made")
+                failpoints.hit("made")
             most = 2 * len(jobs) + 8  # more than the requests can add
             changes.forget_keys(most)
             if now > self._next_check:
@@ -285,40 +282,32 @@ class LmdbStore:
             changes.finish(now)
             if any(map(_has_grown, jobs, answers)):
                 changes.check_room()
-            reached("before commit")
+            failpoints.hit("before commit")
         return answers
 
     @contextmanager
     def _changing(self) -> Iterator[LmdbTransaction]:
-        """A transaction, committed on leaving. It knows what those before it left, unless others came between."""
-        kept = self._kept
-        self._kept = Kept()  # until this is committed
-        with self._env.writing() as txn:
-            others = txn.get(WRITER, default=b"", db=self._env.meta) != self._mark
-            if others:
-                self._known.clear()
-                kept.clear()
-            changes = LmdbTransaction(
-                self._env,
-                txn,
-                self._allocate,
-                self._oldest_key(),
-                self._known,
-                kept,
-                self._max_buffers,
-                lambda: reached("chunk"),
-            )
-            if others:
-                changes.check_counts(closely=self._mark == NOBODY)
-            yield changes
-            if changes.writes:
-                self._env.check_files()
-                mark = os.urandom(MARK_SIZE)
-                txn.put(WRITER, mark, db=self._env.meta)
-        self._kept = kept
+        """Yield a transaction, which is committed on leaving and empties the caches if another process wrote since."""
+        state = self._state
+        try:
+            with self._env.writing() as txn:
+                others = txn.get(WRITER, default=b"", db=self._env.meta) != state.mark
+                if others:
+                    state.forget()
+                changes = LmdbTransaction(self._env, txn, state, self._oldest_key())
+                if others:
+                    changes.check_counts(closely=state.mark == NOBODY)
+                yield changes
+                if changes.writes:
+                    self._env.check_files()
+                    mark = os.urandom(MARK_SIZE)
+                    txn.put(WRITER, mark, db=self._env.meta)
+        except BaseException:
+            state.values.clear()  # the transaction that failed has changed them where they are
+            raise
         if changes.writes:
-            self._mark = mark
-            self._known.remember(changes.changed)
+            state.mark = mark
+            state.records.remember(changes.changed)
 
     def _clear(self, now: float) -> bool:
         """Remove some of what has expired: as much as there is room to. Whether that was anything."""
@@ -354,7 +343,3 @@ def _has_grown(job: _Job, answer: Outcome | GradserveError) -> bool:
         return False
     made = {name for name, receipt in answer.receipts.items() if receipt.get("created", receipt.get("updated"))}
     return any(isinstance(one, (Create, Add, Restore)) and one.name in made for one in job.request.changes)
-
-
-def reached(point: str) -> None:
-    """Where a test may kill the process."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -12,7 +13,7 @@ from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import COUNT, DIGEST_SIZE, KEY_HEAD, TIME, digest_of, microseconds, packed, seed_of
 from service.buffers.lmdb.reader import Reader, is_due
 from service.buffers.lmdb.slots import RESERVE, disk_full, store_full
-from service.buffers.lmdb.value_writer import Kept, ValueWriter
+from service.buffers.lmdb.value_writer import ValueCache, ValueWriter
 from service.buffers.lmdb.values import seal
 from service.buffers.names import namespace_of
 from service.buffers.record import Key, Known, Record, Spec, too_many
@@ -21,52 +22,67 @@ from service.dtypes import Array
 from service.errors import BufferCorrupt
 
 MOST_EXPIRED = 100
-"""How many buffers that have expired are removed at a time."""
+"""Expired buffers that one transaction removes: a client's request waits for it."""
 
-MOST_KNOWN, MOST_KNOWN_EPOCHS = 1 << 14, 1 << 17
-"""The most records that the writer remembers, and closed epochs in all of them, of which each takes 0.2 KB."""
+MOST_CACHED_RECORDS = 1 << 14
+"""Records that the writer remembers: about 16 MB."""
+
+MOST_CACHED_EPOCHS = 1 << 17
+"""Closed epochs in all records that the writer remembers: each takes 0.2 KB, all of them 26 MB."""
+
+NOBODY = b"nobody"
+"""In place of the mark, before this process has written."""
 
 
-class Remembered(dict[str, Record | None]):
-    """Records as the last transactions saw and left them, None where there was none; too many are all let go of."""
+class RecordCache(dict[str, Record | None]):
+    """Records as the last transactions saw and left them, None for no buffer. Too many are all forgotten at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self._epochs = 0
 
     def remember(self, records: Mapping[str, Record | None]) -> None:
-        """Have these in place of those of the same names. The closed epochs of both count, so that nothing is slow."""
+        """Replace the records of these names. The closed epochs of both count: to subtract the old ones is slow."""
         self.update(records)
         self._epochs += sum(len(record.closed) for record in records.values() if record is not None)
-        if len(self) > MOST_KNOWN or self._epochs > MOST_KNOWN_EPOCHS:
+        if len(self) > MOST_CACHED_RECORDS or self._epochs > MOST_CACHED_EPOCHS:
             self.clear()
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Forget all records."""
         super().clear()
         self._epochs = 0
+
+
+@dataclass
+class WriterState:
+    """What the writer thread keeps from one transaction to the next: two limits of the store, and its caches.
+
+    The caches are true while the last transaction of the store is the one that left `mark`.
+    """
+
+    allocate: Allocate
+    max_buffers: int
+    records: RecordCache = field(default_factory=RecordCache)
+    values: ValueCache = field(default_factory=ValueCache)
+    mark: bytes = NOBODY
+
+    def forget(self) -> None:
+        """Empty the caches."""
+        self.records.clear()
+        self.values.clear()
 
 
 class LmdbTransaction(Reader):
     """A transaction that writes, as `perform` wants it."""
 
-    def __init__(
-        self,
-        env: Environment,
-        txn: Any,
-        allocate: Allocate,
-        oldest_key: int,
-        known: Remembered,
-        kept: Kept,
-        max_buffers: int,
-        written: Callable[[], None],
-    ) -> None:
+    def __init__(self, env: Environment, txn: Any, state: WriterState, oldest_key: int) -> None:
         super().__init__(env, txn)
-        self._allocate, self._oldest, self._known = allocate, oldest_key, known
-        self._writer = ValueWriter(env, txn, kept, written)
+        self._state, self._oldest = state, oldest_key
+        self._writer = ValueWriter(env, txn, state.values)
         self.changed: dict[str, Record | None] = {}
         """What is to be put: if a record changes again, only the last is."""
-        self._max_buffers, self._counts = max_buffers, dict[str, int]()
+        self._counts: dict[str, int] = {}
         self._digests: list[bytes] = []
         self.writes = 0
         """How much was changed so far."""
@@ -76,10 +92,10 @@ class LmdbTransaction(Reader):
     def get(self, name: str) -> Record | None:
         if name in self.changed:
             return self.changed[name]
-        if name in self._known:
-            return self._known[name]
+        if name in self._state.records:
+            return self._state.records[name]
         record = super().get(name)
-        self._known.remember({name: record})
+        self._state.records.remember({name: record})
         return record
 
     def put(self, record: Record) -> None:
@@ -96,11 +112,11 @@ class LmdbTransaction(Reader):
             self._counts = {**dict.fromkeys(self.counts(), 0), **self.counted_anew()}
 
     def count_new(self, name: str, now: float) -> None:
-        namespace, expired = namespace_of(name), True
-        while (count := self._count(namespace)) >= self._max_buffers and expired:
+        namespace, most, expired = namespace_of(name), self._state.max_buffers, True
+        while (count := self._count(namespace)) >= most and expired:
             expired = self.remove_expired(now, MOST_EXPIRED, namespace)
-        if count >= self._max_buffers:
-            raise too_many(count, self._max_buffers)
+        if count >= most:
+            raise too_many(count, most)
         self._counts[namespace] = count + 1
 
     def _count(self, namespace: str) -> int:
@@ -139,7 +155,7 @@ class LmdbTransaction(Reader):
         self._writer.free(value)
 
     def load(self, spec: Spec, value: int | None) -> Array:
-        return self._writer.load(spec, value, self._allocate)
+        return self._writer.load(spec, value, self._state.allocate)
 
     def recall(self, key: Key) -> Known | None:
         return self.known(digest_of(key), self._oldest)
@@ -165,7 +181,7 @@ class LmdbTransaction(Reader):
 
     def finish(self, now: float) -> None:
         """Store what is stored once for all requests, and bring large values to the disk."""
-        self._writer.finish()
+        self._writer.slots.finish()
         for name, record in self.changed.items():
             if record is None:
                 self._txn.delete(name.encode(), db=self._env.buffers)

@@ -7,22 +7,20 @@ all the same; what is forgotten, or was changed by another process, is read and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from service.buffers import failpoints
 from service.buffers.gradients import Dense, Gradient, add_piece
-from service.buffers.lmdb.packs import Lonely, Packs
 from service.buffers.lmdb.slots import CHUNK, NUMBER, Databases, Slots
 from service.buffers.lmdb.values import (
     SEAL,
     ZEROS,
     Chunk,
     Entry,
-    Place,
     ValueReader,
     Waiting,
     add_waiting,
@@ -35,83 +33,82 @@ from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows
 
 INLINE = 1 << 16
-"""Up to this size a value is small."""
+"""Bytes: up to this size LMDB holds a value itself; a slot, which is four times as large, would be mostly empty."""
 
-PACKED, MOST_INLINE = 1 << 15, 1 << 20
-"""Small values are kept in LMDB, which writes them when a transaction is committed. What a transaction changes beyond
-so many bytes of them is better on its way to the disk before: values from that size on share slots then. With smaller
-ones nothing is gained."""
+LARGEST_CACHED_BYTES = 1 << 22
+"""The largest value that the writer remembers: a larger one would push out too many others."""
 
-MOST_KEPT, KEPT_BYTES, ARRAY_BYTES = 1 << 22, 1 << 25, 320
-"""Bytes of a value that the writer remembers, and of all together, what Python takes for each of them included. To read
-one anew and check it takes a quarter of an add; one that is larger would push out too many."""
+CACHE_BYTES = 1 << 25
+"""The writer remembers values of this size together: to read a value again and check it takes a quarter of an add."""
 
-MOST_WAITING, MOST_GRADIENTS = 2.0, 32
-"""How many times a value's bytes may wait to be added to it, and in how many gradients: each makes every read and every
-add that follows a little longer."""
+ARRAY_BYTES = 320
+"""What Python takes for each value that is remembered, beyond the value's own bytes."""
 
+MOST_WAITING_RATIO = 2.0
+"""Sparse gradients may wait up to this many times the bytes of their value: every read adds them on its way."""
 
-NOWHERE = Entry()
-"""Of a value that is in LMDB itself, or not there yet: nothing is to be left when it changes."""
+MOST_WAITING_GRADIENTS = 32
+"""Sparse gradients that may wait for one value: each makes every read, and every later add, a little longer."""
 
 
-class KeptValue(NamedTuple):
-    """A value as the last add left it, flat, and its entry. A small one has room for what stands behind it in LMDB."""
+class CachedValue(NamedTuple):
+    """A value as the last add left it, flat, and its chunks.
+
+    A small value has no chunks; its array has room for what `Entry.packed` puts behind the value.
+    """
 
     array: Array
-    entry: Entry
+    chunks: list[Chunk]
 
 
-class Kept:
-    """Values by their ids: those that changed last, up to `KEPT_BYTES`."""
+class ValueCache:
+    """The values that changed last, by their ids, up to `CACHE_BYTES`."""
 
     def __init__(self) -> None:
-        self._values: dict[int, KeptValue] = {}
+        self._values: dict[int, CachedValue] = {}
         self._bytes = 0
 
-    def take(self, value: int | None) -> KeptValue | None:
-        """A value, which is the caller's from now on; None if it is not here."""
-        kept = self._values.pop(value, None) if value is not None else None
-        if kept is not None:
-            self._bytes -= kept.array.nbytes + ARRAY_BYTES
-        return kept
+    def take(self, value: int | None) -> CachedValue | None:
+        """Remove a value and return it, for the caller to change; None if it is not here."""
+        cached = self._values.pop(value, None) if value is not None else None
+        if cached is not None:
+            self._bytes -= cached.array.nbytes + ARRAY_BYTES
+        return cached
 
-    def keep(self, value: int, kept: KeptValue) -> None:
-        """Keep a value, and let go of those that changed longest ago where that is too much."""
-        self._values[value] = kept
-        self._bytes += kept.array.nbytes + ARRAY_BYTES
-        while self._bytes > KEPT_BYTES:
+    def put(self, value: int, cached: CachedValue) -> None:
+        """Remember a value, and evict those that changed longest ago if that is too much."""
+        self._values[value] = cached
+        self._bytes += cached.array.nbytes + ARRAY_BYTES
+        while self._bytes > CACHE_BYTES:
             self.take(next(iter(self._values)))
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Forget all values."""
         self._values.clear()
         self._bytes = 0
 
 
 class ValueWriter(ValueReader):
-    """Values that a transaction changes. `written` is called after each chunk.
+    """Values that a transaction changes.
 
-    What is in `kept` is true if no other process wrote since; it must be cleared unless the transaction is committed.
+    What is in `cache` is true if no other process wrote since; clear it unless the transaction is committed.
     """
 
-    def __init__(self, env: Databases, txn: Any, kept: Kept, written: Callable[[], None]) -> None:
+    def __init__(self, env: Databases, txn: Any, cache: ValueCache) -> None:
         super().__init__(env, txn)
-        self._kept, self._written = kept, written
+        self._cache = cache
         self._memory = np.empty(CHUNK, np.uint8)
-        self._inline_bytes = 0
         self.slots = Slots(env, txn)
-        self._packs = Packs(env, txn, self.slots, written)
 
     def accumulate(self, spec: Spec, old: int | None, gradient: Gradient, weight: float, overwrite: bool) -> int:
-        """Add to the value `old`. Returns the id of the result, under which alone it is from now on."""
+        """Add to the value `old`. Return the id of the result, the only one from now on."""
         value = self.new_id() if old is None else old
         if spec.nbytes <= INLINE:
             self._add_small(spec, value, old, gradient, weight, overwrite)
             return value
-        known, kept = self._kept.take(old), None
-        if known is not None:
-            kept, entry = known
+        cached, array = self._cache.take(old), None
+        if cached is not None:
+            array, entry = cached.array, Entry(chunks=cached.chunks)
         elif old is None:
             entry = Entry(chunks=[ZEROS] * math.ceil(spec.nbytes / CHUNK))
         else:
@@ -119,56 +116,27 @@ class ValueWriter(ValueReader):
         if isinstance(gradient, GatheredRows) and self._may_wait(spec, entry, gradient, overwrite):
             entry.waiting.append(self._store_rows(gradient, weight))
         else:
-            self._add_to_chunks(spec, value, entry, kept, gradient, weight, overwrite)
+            self._add_to_chunks(spec, value, entry, array, gradient, weight, overwrite)
         self._put(value, entry.packed())
         return value
 
     def _add_small(
         self, spec: Spec, value: int, old: int | None, gradient: Gradient, weight: float, overwrite: bool
     ) -> None:
-        known, left = self._kept.take(old), NOWHERE
-        if known is not None:
-            packed, left = known
-        else:
-            packed = np.empty(spec.nbytes + 1 + SEAL, np.uint8)
-            try:
-                left = NOWHERE if old is None else self._entry(old)
-            except BufferCorrupt:
-                if not overwrite:
-                    raise
-                self._packs.leave_unknown(value)
+        cached = self._cache.take(old)
+        packed = np.empty(spec.nbytes + 1 + SEAL, np.uint8) if cached is None else cached.array
+        packed[spec.nbytes] = ord("i")
         result = packed[: spec.nbytes].view(spec.dtype)
         piece = gradient.piece(0, spec.size) if spec.size else np.empty(0, spec.dtype)
         total: Array | int = 0
         if old is not None and not overwrite:
-            total = self._small(spec, old, left, result) if known is None else result
+            total = self._inline(spec, old) if cached is None else result
         if piece is None and not overwrite:
             result[...] = total
         else:
             add_piece(spec, result, total, piece, weight, overwrite)
-        if left.place is not None:
-            self._packs.leave(value, left.place.slot)
-        self._kept.keep(value, KeptValue(packed, self._put_small(value, packed, spec.nbytes)))
-
-    def _put_small(self, value: int, packed: Array, size: int) -> Entry:
-        """Store a small value, the first `size` bytes, which are not to change before they are written."""
-        if size < PACKED or self._inline_bytes + size <= MOST_INLINE:
-            self._inline_bytes += size
-            return self._put_inline(value, packed, size)
-        data = packed[:size].data
-        place = Place(*self._packs.add(value, data), xxhash.xxh3_64_intdigest(data, chunk_seed(value, 0)))
-        entry = Entry(place=place)
-        self._put(value, entry.packed())
-        return entry
-
-    def _put_inline(self, value: int, packed: Array, size: int) -> Entry:
-        packed[size] = ord("i")
         self._put(value, packed.data)
-        return NOWHERE
-
-    def _read_place(self, value: int, place: Place, out: Array) -> None:
-        self._packs.flush()
-        super()._read_place(value, place, out)
+        self._cache.put(value, CachedValue(packed, []))
 
     def _add_to_chunks(
         self,
@@ -181,14 +149,14 @@ class ValueWriter(ValueReader):
         overwrite: bool,
     ) -> None:
         waiting, whole = [] if overwrite else self._waiting(spec, entry), None
-        if isinstance(gradient, Dense) and spec.nbytes <= MOST_KEPT:
+        if isinstance(gradient, Dense) and spec.nbytes <= LARGEST_CACHED_BYTES:
             whole = np.empty(spec.size, spec.dtype) if known is None else known
         spare = self._memory.view(spec.dtype)
         for number, start, stop in pieces_of(spec):
             piece = gradient.piece(start, stop)
             slot = entry.chunks[number].slot
             if overwrite and piece is None:
-                self.slots.leave(slot)
+                self.slots.free(slot)
                 entry.chunks[number] = ZEROS
                 continue
             out = spare[: stop - start] if whole is None else whole[start:stop]
@@ -206,14 +174,14 @@ class ValueWriter(ValueReader):
                 add_piece(spec, out, total, piece, weight, overwrite)
             entry.chunks[number] = self._write(value, number, slot, out.view(np.uint8).data)
         if whole is not None:
-            self._kept.keep(value, KeptValue(whole, entry))
+            self._cache.put(value, CachedValue(whole, entry.chunks))
         self._forget_waiting(entry)
 
     def _may_wait(self, spec: Spec, entry: Entry, rows: GatheredRows, overwrite: bool) -> bool:
         """Whether the rows are better written as they are: they are few, and the result need not be looked at."""
         waiting = sum(one.nbytes for one in entry.waiting) + rows.grad.nbytes + 16 * len(rows.grad)
-        few = 2 * rows.grad.nbytes <= spec.nbytes and len(entry.waiting) < MOST_GRADIENTS
-        return few and not overwrite and spec.nonfinite == "allow" and waiting <= MOST_WAITING * spec.nbytes
+        few = 2 * rows.grad.nbytes <= spec.nbytes and len(entry.waiting) < MOST_WAITING_GRADIENTS
+        return few and not overwrite and spec.nonfinite == "allow" and waiting <= MOST_WAITING_RATIO * spec.nbytes
 
     def _store_rows(self, gradient: GatheredRows, weight: float) -> Waiting:
         rows = gradient.grad
@@ -232,20 +200,15 @@ class ValueWriter(ValueReader):
         return value
 
     def free(self, value: int | None) -> None:
-        """Forget a value; of one that is damaged, the slots that it has for itself are lost."""
+        """Forget a value. The slots of a damaged value are lost."""
         if value is None:
             return
-        self._kept.take(value)
-        try:
+        self._cache.take(value)
+        with suppress(BufferCorrupt):
             entry = self._entry(value)
-        except BufferCorrupt:
-            self._packs.leave_unknown(value)
-        else:
             self._forget_waiting(entry)
             for chunk in entry.chunks:
-                self.slots.leave(chunk.slot)
-            if entry.place is not None:
-                self._packs.leave(value, entry.place.slot)
+                self.slots.free(chunk.slot)
         self._txn.delete(NUMBER.pack(value), db=self._env.values)
 
     def _put(self, value: int, packed: memoryview) -> None:
@@ -261,35 +224,8 @@ class ValueWriter(ValueReader):
     def _write(self, value: int, number: int, slot: int, data: memoryview) -> Chunk:
         """Write a chunk that was in `slot`: where it is now, and its checksum."""
         slot = self.slots.write(slot, data)
-        self._written()
+        failpoints.hit("chunk")
         return Chunk(slot, xxhash.xxh3_64_intdigest(data, chunk_seed(value, number)))
-
-    def finish(self) -> None:
-        """Bring what was written to the disk, and store which slots are in use: what is left before the commit."""
-        self._move_lonely()
-        self._packs.finish()
-        self.slots.finish()
-
-    def _move_lonely(self) -> None:
-        """Bring values that hold slots which are half empty to LMDB, so that the slots are free, if there is room."""
-        lonely = self._packs.lonely()
-        if lonely and self._env.file.has_room(2 * sum(one.nbytes for one in lonely)):
-            for one in lonely:
-                with suppress(BufferCorrupt):  # whoever reads it is told
-                    self._move(one)
-
-    def _move(self, one: Lonely) -> None:
-        known = self._kept.take(one.value)
-        packed = np.empty(one.nbytes + 1 + SEAL, np.uint8) if known is None else known.array
-        if known is None:
-            place = self._entry(one.value).place
-            if place is None or place.slot != one.slot:
-                return
-            self._read_place(one.value, place, packed[: one.nbytes])
-        self._packs.leave(one.value, one.slot)
-        entry = self._put_inline(one.value, packed, one.nbytes)
-        if known is not None:
-            self._kept.keep(one.value, KeptValue(packed, entry))
 
     def new_id(self) -> int:
         """A number that was never given before."""

@@ -1,5 +1,4 @@
-"""Values of buffers on the disk: small ones in LMDB, large ones in a file beside it, and so are small ones that change
-together with many others (`packs.py`).
+"""Values of buffers on the disk: small ones in LMDB, large ones in a file beside it.
 
 LMDB copies a value twice on its way to the disk, and keeps lists of its free pages that every small commit after a
 large one writes anew. So a large value is cut into chunks, which lie in slots of the file `values` (`slots.py`); LMDB
@@ -34,7 +33,6 @@ SEAL = 8
 """Bytes of a checksum."""
 
 _CHUNK = struct.Struct("<qQ")
-_PLACE = struct.Struct("<qIQ")
 _LENGTH = struct.Struct("<I")
 
 
@@ -47,21 +45,6 @@ class Chunk(NamedTuple):
 
 ZEROS = Chunk(-1, 0)
 """A chunk that is nowhere: it is all zeros."""
-
-
-class Place(NamedTuple):
-    """Where a value is that shares a slot with others, from which byte on, and its checksum."""
-
-    slot: int
-    offset: int
-    check: int
-
-
-class Parts(NamedTuple):
-    """The slots that a value has for itself, and its place in one that it shares."""
-
-    own: list[int]
-    shared: Place | None
 
 
 class Waiting(NamedTuple):
@@ -81,10 +64,9 @@ class Waiting(NamedTuple):
 
 @dataclass
 class Entry:
-    """A value as LMDB has it: its elements, or where they are, or where its chunks are and what waits to be added."""
+    """A value as LMDB has it: its elements, or where its chunks are and what waits to be added to them."""
 
     inline: memoryview | None = None
-    place: Place | None = None
     chunks: list[Chunk] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)
 
@@ -92,19 +74,14 @@ class Entry:
         """With room for a seal."""
         if self.inline is not None:
             return memoryview(bytearray().join([self.inline, b"i", bytes(SEAL)]))
-        if self.place is not None:
-            return memoryview(bytearray().join([_PLACE.pack(*self.place), b"p", bytes(SEAL)]))
         waiting = orjson.dumps([tuple(one) for one in self.waiting])
         chunks = [_CHUNK.pack(*chunk) for chunk in self.chunks]
         return memoryview(bytearray().join([*chunks, waiting, _LENGTH.pack(len(waiting)), b"c", bytes(SEAL)]))
 
     @classmethod
     def unpacked(cls, data: memoryview) -> Entry:
-        kind = bytes(data[-1:])
-        if kind == b"i":
+        if bytes(data[-1:]) == b"i":
             return cls(inline=data[:-1])
-        if kind == b"p":
-            return cls(place=Place(*_PLACE.unpack(data[:-1])))
         end = len(data) - 1 - _LENGTH.size
         start = end - _LENGTH.unpack_from(data, end)[0]
         chunks = [Chunk(*one) for one in _CHUNK.iter_unpack(data[:start])]
@@ -153,9 +130,6 @@ class ValueReader:
         if entry.inline is not None:
             yield 0, spec.size, lambda out, data=entry.inline: np.copyto(out, np.frombuffer(data, spec.dtype))
             return
-        if entry.place is not None:
-            yield 0, spec.size, lambda out, place=entry.place: self._read_place(value, place, out)
-            return
         waiting = self._waiting(spec, entry)
         for number, start, stop in pieces_of(spec):
 
@@ -173,13 +147,13 @@ class ValueReader:
             fill(piece)
             yield piece
 
-    def parts_of(self, value: int) -> dict[int, Parts]:
-        """The ids of a value and of what waits to be added to it, each with its slots."""
+    def slots_of(self, value: int) -> dict[int, list[int]]:
+        """Return the slots of a value and of the rows that wait for it, by the ids of each."""
         entry = self._entry(value)
-        parts = {value: Parts([chunk.slot for chunk in entry.chunks if chunk.slot >= 0], entry.place)}
-        for one in entry.waiting:
-            parts |= self.parts_of(one.index_id) | self.parts_of(one.rows_id)
-        return parts
+        slots = {value: [chunk.slot for chunk in entry.chunks if chunk.slot >= 0]}
+        for rows in entry.waiting:
+            slots |= self.slots_of(rows.index_id) | self.slots_of(rows.rows_id)
+        return slots
 
     def _entry(self, value: int) -> Entry:
         sealed = self._txn.get(NUMBER.pack(value), db=self._env.values)
@@ -188,14 +162,12 @@ class ValueReader:
             raise _corrupt(value)
         return Entry.unpacked(data)
 
-    def _small(self, spec: Spec, value: int, entry: Entry, memory: Array) -> Array:
-        """A small value, flat, where it lies, or in the memory given, flat too."""
-        if entry.place is not None:
-            self._read_place(value, entry.place, memory)
-            return memory
-        if entry.inline is None or len(entry.inline) != spec.nbytes:
+    def _inline(self, spec: Spec, value: int) -> Array:
+        """Return a small value, flat, where LMDB has it: it is there until the transaction writes."""
+        data = self._entry(value).inline
+        if data is None or len(data) != spec.nbytes:
             raise _corrupt(value)
-        return np.frombuffer(entry.inline, spec.dtype)
+        return np.frombuffer(data, spec.dtype)
 
     def _read(self, value: int, chunks: list[Chunk], number: int, out: Array) -> None:
         if number >= len(chunks):
@@ -203,16 +175,10 @@ class ValueReader:
         slot, check = chunks[number]
         if slot < 0:
             out[...] = 0
-        else:
-            self._fill(out, value, number, Place(slot, 0, check))
-
-    def _read_place(self, value: int, place: Place, out: Array) -> None:
-        self._fill(out, value, 0, place)
-
-    def _fill(self, out: Array, value: int, number: int, place: Place) -> None:
+            return
         memory = out.view(np.uint8).data
-        whole = self._env.file.read(place.slot, memory, place.offset)
-        if not whole or xxhash.xxh3_64_intdigest(memory, chunk_seed(value, number)) != place.check:
+        whole = self._env.file.read(slot, memory)
+        if not whole or xxhash.xxh3_64_intdigest(memory, chunk_seed(value, number)) != check:
             raise _corrupt(value)
 
     def _waiting(self, spec: Spec, entry: Entry) -> list[tuple[GatheredRows, float]]:
