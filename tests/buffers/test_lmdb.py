@@ -20,10 +20,9 @@ import pytest
 
 from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.lmdb import value_writer as _value_writer
+from service.buffers.lmdb import caches, value_writer
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.store import LmdbStore
-from service.buffers.lmdb.transaction import MOST_CACHED_EPOCHS, MOST_CACHED_RECORDS, RecordCache
 from service.buffers.perform import Outcome
 from service.buffers.record import Closed, Record, Spec
 from service.dtypes import FLOAT32
@@ -293,7 +292,7 @@ def test_all_ways_to_change_a_value_by_turns(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     """Some are remembered, others are not, some wait, and more are to be remembered than may be."""
-    monkeypatch.setattr(_value_writer, "CACHE_BYTES", 3 * (elements * 4 + 2 * _value_writer.ARRAY_BYTES))
+    monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", 3 * (elements * 4 + 2 * caches.ARRAY_BYTES))
     store, names, draw = reopen(), ["a", "b", "c", "d", "e"], random.Random(3)
     shape = (elements // 3, 3) if elements % 3 == 0 else (elements, 1)
     create(store, *names, shape=shape)
@@ -336,7 +335,7 @@ def test_a_disk_that_takes_little_at_a_time(reopen: Callable[[], LmdbStore], mon
 
 def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     """Each that waits makes every read, and every add after it, longer."""
-    store, most = reopen(), _value_writer.MOST_WAITING_GRADIENTS
+    store, most = reopen(), value_writer.MOST_WAITING_GRADIENTS
     create(store, "a", shape=(LARGE, 1))
     for number in range(2 * most + 2):
         add(store, "a", GatheredRows(np.array([LARGE, 1]), np.array([number, 0]), np.ones((2, 1), np.float32)))
@@ -352,9 +351,9 @@ def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Pa
 
 
 def test_no_more_values_are_cached_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_value_writer, "CACHE_BYTES", 2 * (16 + _value_writer.ARRAY_BYTES))
-    cache = _value_writer.ValueCache()
-    values = {number: _value_writer.CachedValue(ones(4), []) for number in range(3)}
+    monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", 2 * (16 + caches.ARRAY_BYTES))
+    cache = caches.ValueCache()
+    values = {number: caches.CachedValue(ones(4), []) for number in range(3)}
     for number, cached in values.items():
         cache.put(number, cached)
     assert cache.take(0) is None
@@ -477,13 +476,13 @@ def test_buffers_are_removed_as_fast_as_others_expire(
 def test_what_the_writer_remembers_has_bounds() -> None:
     closed = tuple(Closed(epoch, epoch, 1, 1.0, None) for epoch in range(1000))
     record = Record("a", Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
-    records = RecordCache()
-    for number in range(MOST_CACHED_EPOCHS // 1000):
+    records = caches.RecordCache()
+    for number in range(caches.MOST_EPOCHS // 1000):
         records.remember({str(number): record})
     assert records["0"] is record
     records.remember({"one too many": record})
     assert not records
-    records.remember(dict.fromkeys(map(str, range(MOST_CACHED_RECORDS))))
+    records.remember(dict.fromkeys(map(str, range(caches.MOST_RECORDS))))
     assert records["0"] is None
     records.remember({"one too many": None})
     assert not records

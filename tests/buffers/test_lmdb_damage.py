@@ -16,6 +16,7 @@ import pytest
 
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.lmdb.store import LmdbStore
+from service.buffers.lmdb.writer import Writer
 from service.buffers.namespaced import Namespaced
 from service.errors import BufferCorrupt, KeyReused, StoreFailed
 from tests.buffers.calls import LARGE, PATIENCE, Clock, add, create, do, key, ones, request, value
@@ -201,7 +202,7 @@ def test_the_writer_outlives_a_disk_that_fails_altogether(
             raise lmdb.Error(f"mdb_txn_commit: {os.strerror(errno.EIO)}")
 
         patch.setattr(os, "statvfs", failing)
-        patch.setattr(store, "_transact", transact)
+        patch.setattr(Writer, "_transact", transact)
         for _ in range(2):
             with pytest.raises(StoreFailed, match="failed: mdb_txn_commit"):
                 store.submit(request(Add(name="a", gradient=ones(2)))).result(PATIENCE)

@@ -12,7 +12,7 @@ import pytest
 
 from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.lmdb import value_writer as _value_writer
+from service.buffers.lmdb import caches
 from service.buffers.lmdb.store import LmdbStore
 from service.dtypes import Array
 from service.errors import StoreFull, UnknownBuffer
@@ -143,7 +143,7 @@ def test_random_changes(
     reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch, cached: int
 ) -> None:
     """Some at once, some alone, of small and of large values; the writer remembers few or none."""
-    monkeypatch.setattr(_value_writer, "CACHE_BYTES", cached)
+    monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", cached)
     store, draw = reopen(), random.Random(cached)
     sizes = {f"n{number:02}": draw.choice([1, 2047, 2048, 5000, 16_384, 16_385, 70_000]) for number in range(30)}
     for name, size in sizes.items():
