@@ -27,7 +27,7 @@ def test_the_doctor(tmp_path: Path) -> None:
         assert client.post("/v1/ops/GatherGrad?into=output:rows", json=rows).status_code == 200
         status, out, _ = run("doctor", "--store", store)
         assert status == 0
-        for words in ("format 2", "4 buffers", "1 idempotency keys", "nothing is wrong"):
+        for words in ("format 1", "4 buffers", "1 idempotency keys", "nothing is wrong"):
             assert words in out
     values = tmp_path / "a" / "values"
     damaged = bytearray(values.read_bytes())

@@ -314,7 +314,7 @@ def three(tmp_path: Path) -> Path:
     [
         (b"buffers", b"b", ["the buffer 'b' is damaged", "value 4 belongs to no buffer that can be read"]),
         (b"values", None, ["the running value of the buffer 'b' is damaged"]),
-        (b"keys", None, ["1 idempotency keys are damaged: who repeats such a request is not answered"]),
+        (b"keys", None, ["1 idempotency keys are damaged: a repeat of such a request fails"]),
     ],
 )
 def test_what_is_damaged_is_told_once_and_not_exported(

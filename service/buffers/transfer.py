@@ -23,8 +23,7 @@ import numpy as np
 import orjson
 
 from service.buffers.changes import Delete, Restore
-from service.buffers.lmdb.opening import open_environment
-from service.buffers.lmdb.reader import Reader
+from service.buffers.lmdb import opened_readonly
 from service.buffers.names import bare_name, check_length, check_name
 from service.buffers.perform import Request
 from service.buffers.record import LONGEST_TTL, MOST_KEEP, MOST_QUORUM, Record, name_buffer, spec_of
@@ -43,10 +42,8 @@ def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> 
     The store may be in use. Raises `UnknownBuffer`, `StoreFailed` and `BufferCorrupt`, and OSError for the file, which
     then is as it was.
     """
-    env = open_environment(store, max_bytes=max_bytes, readonly=True)
-    try:
-        with _replacing(path) as file, env.reading() as txn, np.errstate(all="ignore"):
-            reader = Reader(env, txn)
+    with opened_readonly(store, max_bytes) as opened, _replacing(path) as file:
+        with opened.reading() as reader, np.errstate(all="ignore"):
             now = time.time()
             records = {one.name: one for one in reader.records(prefix, strict=True) if one.lives(now)}
             if prefix and not records:  # rather than replace a good file by one of nothing
@@ -63,8 +60,6 @@ def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> 
                     raise
                 size += records[name].spec.nbytes
         return len(records), size
-    finally:
-        env.close()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from service.buffers.lmdb.store import LmdbStore
+from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
 from service.buffers.store import MOST_BUFFERS, Allocate, Committed, Store, uncounted
 from service.errors import StoreFailed, shown

@@ -12,13 +12,11 @@ import lmdb
 import numpy as np
 import pytest
 
+from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create
 from service.buffers.doctor import examine
-from service.buffers.lmdb import store as module
-from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.reader import Reader
-from service.buffers.lmdb.slots import CHUNK
-from service.buffers.lmdb.store import LmdbStore
+from service.buffers.lmdb import LmdbStore, opened_readonly
+from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.memory import MemoryStore
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Receipt, Record, Spec
@@ -28,7 +26,7 @@ from service.errors import GradserveError
 
 KEY_SECONDS = 1000.0
 MAX_BYTES = 64 << 20
-LARGE = 5 * (CHUNK // 8) + 3
+LARGE = 5 * (CHUNK_BYTES // 8) + 3
 """Elements of a buffer of several chunks, the last one of which is not full, in any dtype."""
 PATIENCE = 20
 """Seconds after which a future that is not done makes a test fail instead of hang."""
@@ -121,10 +119,8 @@ def entries_of(path: Path) -> dict[str, int]:
 def wrong(path: Path) -> list[str]:
     """What the doctor says against a store that is closed, and whether a slot is lost."""
     lines = [*examine(path, MAX_BYTES)]
-    env = Environment(path, max_bytes=MAX_BYTES, readonly=True)
-    with env.reading() as txn:
-        slots = Reader(env, txn).slot_count()
-    env.close()
+    with opened_readonly(path, MAX_BYTES) as opened, opened.reading() as reader:
+        slots = reader.slot_count()
     used, free = (int(line.split()[place]) for line in lines if " slots in use, " in line for place in (4, 8))
     if used + free != slots:
         lines.append(f"WRONG: of {slots} slots {used} are used and {free} free")
@@ -136,9 +132,9 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._wanted, self._held, self._opened = False, threading.Event(), threading.Event()
-        monkeypatch.setattr(module, "reached", self._reached)
+        monkeypatch.setattr(failpoints, "action", self._hold)
 
-    def _reached(self, point: str) -> None:
+    def _hold(self, point: str) -> None:
         if point == "before commit" and self._wanted:
             self._wanted = False
             self._held.set()

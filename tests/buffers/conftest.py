@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.buffers.lmdb import store as module
-from service.buffers.lmdb.store import LmdbStore
+from service.buffers.lmdb import LmdbStore, writer
 from service.buffers.store import MOST_BUFFERS, Store
 from tests.buffers.calls import Clock, open_lmdb, open_memory
 
@@ -44,10 +43,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Itera
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer looks for what has expired as soon as it has nothing to do."""
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(writer, "IDLE_SECONDS", 0.01)
 
 
 @pytest.fixture
 def untidied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer does nothing about what has expired while it is idle."""
-    monkeypatch.setattr(LmdbStore, "_tidy_up", lambda self: None)
+    monkeypatch.setattr(writer.Writer, "_tidy_up", lambda self: None)

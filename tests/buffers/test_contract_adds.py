@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Take, Zero
-from service.buffers.lmdb.slots import CHUNK
+from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.store import Store
 from service.dtypes import Array
 from service.errors import InvalidParameter, NonfiniteGradient, ShapeMismatch
@@ -193,7 +193,7 @@ def test_scalars_and_empty_buffers(store: Store, shape: tuple[int, ...], dtype: 
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("size", [LARGE, CHUNK, CHUNK // 8, CHUNK // 8 + 1, CHUNK // 2])
+@pytest.mark.parametrize("size", [LARGE, CHUNK_BYTES, CHUNK_BYTES // 8, CHUNK_BYTES // 8 + 1, CHUNK_BYTES // 2])
 def test_buffers_of_several_chunks(store: Store, size: int, dtype: Any) -> None:
     create(store, "a", "b", shape=(size,), dtype=str(dtype), keep=2)
     first, second = numbers((size,), np.float64, 1), numbers((size,), dtype, 2)

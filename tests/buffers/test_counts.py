@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
-from service.buffers.lmdb.format import COUNT, MARK_SIZE, TIME, WRITER, packed
+from service.buffers.lmdb.format import COUNT, MARK_BYTES, TIME, WRITER, pack_record
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.namespaced import Namespaced
 from service.buffers.perform import Request
@@ -296,7 +296,7 @@ with env.begin(write=True) as txn:
 
 def older_version(path: Path, *, create: list[str], delete: list[str]) -> None:
     """Do what a version does that does not count, in a process of its own, beside one that has the store open."""
-    names = {name.encode(): packed(Record(name, spec(), 1 << 40, 1.0, 1.0)) for name in create}
+    names = {name.encode(): pack_record(Record(name, spec(), 1 << 40, 1.0, 1.0)) for name in create}
     arguments = [str(path), repr(names), repr([name.encode() for name in delete])]
     subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], check=True, timeout=PATIENCE)
 
@@ -348,7 +348,7 @@ def test_a_store_that_was_never_counted(reopen: Callable[[], LmdbStore], tmp_pat
         COUNT: 3,
         COUNT + b"ann": 1,
     }
-    assert len(found[WRITER]) == MARK_SIZE
+    assert len(found[WRITER]) == MARK_BYTES
 
 
 def test_a_count_that_is_wrong_is_put_right_by_the_next_start(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
@@ -17,12 +18,11 @@ import lmdb
 import numpy as np
 import pytest
 
+from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.lmdb import store as module
-from service.buffers.lmdb import value_writer as _value_writer
+from service.buffers.lmdb import caches, value_writer
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.store import LmdbStore
-from service.buffers.lmdb.transaction import MOST_KNOWN, MOST_KNOWN_EPOCHS, Remembered
 from service.buffers.perform import Outcome
 from service.buffers.record import Closed, Record, Spec
 from service.dtypes import FLOAT32
@@ -225,22 +225,22 @@ def test_copies_at_every_step_of_the_writer_are_whole(
     create(store, "a", shape=(LARGE,))
     futures: list[Future[Outcome]] = []
     copies: list[tuple[Path, str, int]] = []
-    reached = Counter[str]()
+    hits = Counter[str]()
 
     def copy(point: str) -> None:
-        reached[point] += 1
-        if reached[point] % 3 == 1 and reached[point] < 12:
-            directory = tmp_path / f"{point} {reached[point]}"
+        hits[point] += 1
+        if hits[point] % 3 == 1 and hits[point] < 12:
+            directory = tmp_path / f"{point} {hits[point]}"
             directory.mkdir()
             for file in ("data.mdb", "values"):
                 shutil.copy(tmp_path / "store" / file, directory)
             copies.append((directory, point, sum(one.done() for one in futures)))
 
-    monkeypatch.setattr(module, "reached", copy)
+    monkeypatch.setattr(failpoints, "action", copy)
     for _ in range(15):
         futures.append(store.submit(request(Add(name="a", gradient=ones(1)))))
         futures[-1].result(PATIENCE)
-    monkeypatch.setattr(module, "reached", lambda point: None)
+    monkeypatch.setattr(failpoints, "action", None)
     assert Counter(point for _, point, _ in copies) == dict.fromkeys(["chunk", "made", "before commit", "committed"], 4)
     for directory, point, answered in copies:
         copied = open_lmdb(directory, clock)
@@ -292,7 +292,7 @@ def test_all_ways_to_change_a_value_by_turns(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     """Some are remembered, others are not, some wait, and more are to be remembered than may be."""
-    monkeypatch.setattr(_value_writer, "KEPT_BYTES", 3 * (elements * 4 + 2 * _value_writer.ARRAY_BYTES))
+    monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", 3 * (elements * 4 + 2 * caches.ARRAY_BYTES))
     store, names, draw = reopen(), ["a", "b", "c", "d", "e"], random.Random(3)
     shape = (elements // 3, 3) if elements % 3 == 0 else (elements, 1)
     create(store, *names, shape=shape)
@@ -323,9 +323,19 @@ def test_all_ways_to_change_a_value_by_turns(
         np.testing.assert_array_equal(value(store, name), expected[name], err_msg=name)
 
 
+def test_a_disk_that_takes_little_at_a_time(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, write = reopen(), os.pwrite
+    create(store, "a", shape=(LARGE,))
+    gradient = np.random.default_rng(1).normal(size=LARGE).astype(np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:10_000], offset))
+        add(store, "a", gradient)
+    assert_same_bits(value(reopen(), "a"), gradient)
+
+
 def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     """Each that waits makes every read, and every add after it, longer."""
-    store, most = reopen(), _value_writer.MOST_GRADIENTS
+    store, most = reopen(), value_writer.MOST_WAITING_GRADIENTS
     create(store, "a", shape=(LARGE, 1))
     for number in range(2 * most + 2):
         add(store, "a", GatheredRows(np.array([LARGE, 1]), np.array([number, 0]), np.ones((2, 1), np.float32)))
@@ -340,19 +350,19 @@ def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Pa
     assert not found[2 * most + 2 :].any()
 
 
-def test_no_more_values_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_value_writer, "KEPT_BYTES", 2 * (16 + _value_writer.ARRAY_BYTES))
-    kept = _value_writer.Kept()
-    values = {number: _value_writer.KeptValue(ones(4), _value_writer.NOWHERE) for number in range(3)}
-    for number, one in values.items():
-        kept.keep(number, one)
-    assert kept.take(0) is None
-    assert kept.take(1) is values[1]
-    assert kept.take(1) is None
-    kept.keep(3, values[0])
-    assert kept.take(2) is values[2]
-    kept.clear()
-    assert kept.take(3) is None
+def test_no_more_values_are_cached_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", 2 * (16 + caches.ARRAY_BYTES))
+    cache = caches.ValueCache()
+    values = {number: caches.CachedValue(ones(4), []) for number in range(3)}
+    for number, cached in values.items():
+        cache.put(number, cached)
+    assert cache.take(0) is None
+    assert cache.take(1) is values[1]
+    assert cache.take(1) is None
+    cache.put(3, values[0])
+    assert cache.take(2) is values[2]
+    cache.clear()
+    assert cache.take(3) is None
 
 
 def test_ids_of_values_are_never_used_again(reopen: Callable[[], LmdbStore]) -> None:
@@ -466,18 +476,18 @@ def test_buffers_are_removed_as_fast_as_others_expire(
 def test_what_the_writer_remembers_has_bounds() -> None:
     closed = tuple(Closed(epoch, epoch, 1, 1.0, None) for epoch in range(1000))
     record = Record("a", Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
-    known = Remembered()
-    for number in range(MOST_KNOWN_EPOCHS // 1000):
-        known.remember({str(number): record})
-    assert known["0"] is record
-    known.remember({"one too many": record})
-    assert not known
-    known.remember(dict.fromkeys(map(str, range(MOST_KNOWN))))
-    assert known["0"] is None
-    known.remember({"one too many": None})
-    assert not known
-    known.remember({"after that": record})
-    assert known["after that"] is record
+    records = caches.RecordCache()
+    for number in range(caches.MOST_EPOCHS // 1000):
+        records.remember({str(number): record})
+    assert records["0"] is record
+    records.remember({"one too many": record})
+    assert not records
+    records.remember(dict.fromkeys(map(str, range(caches.MOST_RECORDS))))
+    assert records["0"] is None
+    records.remember({"one too many": None})
+    assert not records
+    records.remember({"after that": record})
+    assert records["after that"] is record
 
 
 @pytest.mark.usefixtures("at_once")

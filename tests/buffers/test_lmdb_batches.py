@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from service.buffers import failpoints
 from service.buffers.changes import Add, Delete
-from service.buffers.lmdb import store as module
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.perform import Request
 from service.errors import GradserveError, NonfiniteGradient, ShapeMismatch, StaleEpoch, StoreFailed, UnknownBuffer
@@ -78,7 +78,7 @@ def test_after_a_failure_the_sum_is_what_it_was(
                 if point == "before commit":
                     raise OSError("no commit")
 
-            patch.setattr(module, "reached", fail)
+            patch.setattr(failpoints, "action", fail)
         with pytest.raises((NonfiniteGradient, StoreFailed)):
             do(store, Add(name="b", gradient=ones(1)), Add(name="a", gradient=wrong))
     do(store, *[Add(name=name, gradient=ones(1)) for name in ("a", "b")])
@@ -107,7 +107,7 @@ def test_cancelled_requests_change_nothing(reopen: Callable[[], LmdbStore], monk
         held.set()
         opened.wait(PATIENCE)
 
-    monkeypatch.setattr(module, "reached", wait)
+    monkeypatch.setattr(failpoints, "action", wait)
     first = store.submit(request(Add(name="a", gradient=ones(2))))
     assert held.wait(PATIENCE)
     others = [store.submit(request(Add(name="a", gradient=ones(2)))) for _ in range(4)]

@@ -17,10 +17,10 @@ import lmdb
 import numpy as np
 import pytest
 
+from service.buffers import failpoints
 from service.buffers.changes import Add, Create, Delete, Take, Zero
-from service.buffers.lmdb import environment as _environment
-from service.buffers.lmdb import store as module
-from service.buffers.lmdb.slots import CHUNK
+from service.buffers.lmdb import environment
+from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.lmdb.store import LmdbStore
 from service.errors import StoreFull
 from tests.buffers.calls import (
@@ -120,7 +120,7 @@ def test_keys_that_have_expired_make_room_however_full_it_is(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To forget one takes a little room, to forget many at once more than there is."""
-    monkeypatch.setattr(_environment, "MAP_MARGIN", 1 << 20)
+    monkeypatch.setattr(environment, "MAP_MARGIN_BYTES", 1 << 20)
     store = open_lmdb(tmp_path, clock, max_bytes=1 << 18)
     names = [f"{number}{'x' * 150}" for number in range(100)]
     create(store, *names)
@@ -142,14 +142,14 @@ def test_keys_that_have_expired_make_room_however_full_it_is(
     store.close()
 
 
-CHUNK_FLOATS = CHUNK // 4
+CHUNK_FLOATS = CHUNK_BYTES // 4
 """Elements of a float32 buffer whose value takes one slot."""
 
 
 @pytest.fixture
 def roomy(tmp_path: Path, clock: Clock) -> Iterator[LmdbStore]:
     """A store of sixteen slots, some of which LMDB itself takes."""
-    store = open_lmdb(tmp_path, clock, max_bytes=16 * CHUNK)
+    store = open_lmdb(tmp_path, clock, max_bytes=16 * CHUNK_BYTES)
     yield store
     store.close()
 
@@ -194,7 +194,7 @@ def test_a_batch_finds_what_was_freed_last(roomy: LmdbStore, monkeypatch: pytest
 def test_what_finds_no_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
     create(roomy, "large", shape=(20 * CHUNK_FLOATS,))
     tries = Counter[str]()
-    monkeypatch.setattr(module, "reached", lambda point: tries.update([point]))
+    monkeypatch.setattr(failpoints, "action", lambda point: tries.update([point]))
     for expected in (2, 3, 4):  # there is nothing to make room of the second time
         with pytest.raises(StoreFull):
             add(roomy, "large", ones(1))
@@ -224,7 +224,7 @@ def test_what_a_reader_held_is_room_once_it_is_gone(roomy: LmdbStore, tmp_path: 
         "env = Environment(pathlib.Path(sys.argv[1]), max_bytes=int(sys.argv[2]), readonly=True)\n"
         "with env.reading(): print('reads', flush=True); time.sleep(600)"
     )
-    arguments = [sys.executable, "-c", code, str(tmp_path), str(16 * CHUNK)]
+    arguments = [sys.executable, "-c", code, str(tmp_path), str(16 * CHUNK_BYTES)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == b"reads\n"
@@ -312,7 +312,7 @@ def test_a_full_disk_changes_nothing_until_there_is_room(small_disk: Path, clock
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_quota_is_a_full_disk(number: int) -> None:
     for failed in (lmdb.Error(f"mdb_txn_commit: {os.strerror(number)}"), OSError(number, os.strerror(number))):
-        told = _environment.translated(failed, Path(), 1)
+        told = environment.as_client_error(failed, Path(), 1)
         assert isinstance(told, StoreFull)
         assert os.strerror(number) in told.detail
         assert "nothing was changed" in told.detail

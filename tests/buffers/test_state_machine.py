@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.lmdb import packs as _packs
-from service.buffers.lmdb import value_writer as _value_writer
-from service.buffers.lmdb import values as _values
+from service.buffers.lmdb import value_writer, values
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Spec
 from service.buffers.store import Store
@@ -438,10 +436,9 @@ class MemoryMachine(Machine):
 class LmdbMachine(Machine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        for module in (_values, _value_writer, _packs):
-            self.patch.setattr(module, "CHUNK", SMALL_CHUNK)
-        for name, size in {"INLINE": SMALL_CHUNK // 2, "PACKED": 2, "MOST_INLINE": SMALL_CHUNK // 4}.items():
-            self.patch.setattr(_value_writer, name, size)
+        for module in (values, value_writer):
+            self.patch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK)
+        self.patch.setattr(value_writer, "INLINE_BYTES", SMALL_CHUNK // 2)
         self.directory = tempfile.TemporaryDirectory()
         super().__init__()
 

@@ -1,7 +1,7 @@
 """The server, which kills itself within a commit: python -m tests.faults.killing serve.
 
-The file named by GRADSERVE_TEST_KILL, while it is there, says where: a point of `reached` in the LMDB store, and
-how often it must be reached since.
+The file named by GRADSERVE_TEST_KILL, while it is there, says where: a point of `service.buffers.failpoints`, and how
+many hits it takes from then on.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from collections import Counter
 from pathlib import Path
 
 from service import __main__
-from service.buffers.lmdb import store as lmdb
+from service.buffers import failpoints
 
 
 def main() -> int:
     order = Path(os.environ["GRADSERVE_TEST_KILL"])
     times: Counter[str] = Counter()
 
-    def reached(point: str) -> None:
+    def kill(point: str) -> None:
         if order.exists():
             times[point] += 1
             wanted, number = order.read_text().split(":")
             if point == wanted and times[point] == int(number):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    assert callable(lmdb.reached)
-    for name, module in sys.modules.items():
-        if name.startswith("service.buffers.") and hasattr(module, "reached"):
-            setattr(module, "reached", reached)  # noqa: B010 - the type of a module does not tell
+    failpoints.action = kill
     return __main__.main()
 
 

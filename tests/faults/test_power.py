@@ -24,7 +24,7 @@ CLIENTS = 4
 CUTS = 200 if LONG else 20
 NAMES = ("a", "b", "c", *(f"n{number}" for number in range(30)))
 SIZES = (1, 10_000, 40_000, *(6000 for _ in range(30)))
-"""Of the buffers, in float64: in LMDB, in one slot, in several, and many that share slots."""
+"""Of the buffers, in float64: in LMDB, in one slot, in several, and many of 48 KB in LMDB."""
 
 PAGE = 4096
 META = 2

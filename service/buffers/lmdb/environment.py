@@ -15,22 +15,36 @@ from service.buffers.lmdb.format import DATABASES, FORMAT
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full, store_full
 from service.errors import StoreFailed
 
-MAP_MARGIN = 64 << 20
-"""Bytes of LMDB's map beyond twice the limit: to forget something, LMDB first needs room."""
+MAP_MARGIN_BYTES = 64 << 20
+"""LMDB's map beyond twice the limit of the store: LMDB needs room even to delete."""
+
+MOST_READERS = 1024
+"""Places in LMDB's table of readers: threads that read at the same time, in all processes."""
+
+FULL_DISK_BYTES = 4 << 20
+"""A disk with less room than this counts as full."""
 
 FILES = "data.mdb", "lock.mdb", "values"
-"""What processes that share a store find by its name."""
+"""The files that processes share; they find each file by its name."""
 
 
 class Environment:
-    """An LMDB environment of format 1 or 2, its databases, and its transactions."""
+    """An LMDB environment of format 1, its databases, and its transactions."""
+
+    meta: Any
+    buffers: Any
+    values: Any
+    free: Any
+    keys: Any
+    times: Any
+    deadlines: Any
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes
         self._env = open_lmdb(path, max_bytes=max_bytes, readonly=readonly)
         mark = path / "format"
         try:
-            self._open(readonly)
+            self._open_databases(readonly)
             self.file = SlotFile(path / "values", readonly=readonly)
             if not (readonly or mark.exists()):
                 mark.write_text(f"{FORMAT}\n")
@@ -43,59 +57,57 @@ class Environment:
             self._env.close()
             raise
 
-    def _open(self, readonly: bool) -> None:
+    def _open_databases(self, readonly: bool) -> None:
         create = not readonly
         if create:
             self.check_readers()
         self.meta = self._env.open_db(b"meta", create=create)
         with self._env.begin() as txn:
-            found = txn.get(b"format", db=self.meta)
-        if found is not None and not (found.isdigit() and int(found) <= FORMAT):
+            stored = txn.get(b"format", db=self.meta)
+        if stored is not None and not (stored.isdigit() and int(stored) <= FORMAT):
             raise StoreFailed(
-                f"The store in {self.path} has format {found.decode(errors='replace')}, but this version of gradserve"
+                f"The store in {self.path} has format {stored.decode(errors='replace')}, but this version of gradserve"
                 f" knows formats up to {FORMAT}: use the version that wrote it, or a newer one"
             )
-        self.format = FORMAT if found is None else int(found)
         for name in DATABASES:
             setattr(self, name, self._env.open_db(name.encode(), create=create))
-        if create and found is None:
+        if create and stored is None:
             with self._env.begin(write=True) as txn:
                 txn.put(b"format", str(FORMAT).encode(), db=self.meta)
 
     def oldest_reader(self) -> int | None:
-        """The number of the transaction whose state the slowest reader sees; None: there are no readers."""
+        """Return the transaction whose state the slowest reader sees; None if there are no readers.
+
+        LMDB has only `mdb_reader_list`, which writes its table of readers as text: a line for each reader with its
+        process, its thread and its transaction, "-" for none.
+        """
         lines = [line.split() for line in self._env.readers().splitlines()]
         seen = [int(line[2]) for line in lines if len(line) == 3 and line[2].isdigit()]
         return min(seen, default=None)
 
     def check_readers(self) -> bool:
-        """Free the places of processes that were killed in the table of readers. Whether there were any."""
+        """Free the places of killed processes in the table of readers. Return whether there were any."""
         return self._env.reader_check() > 0
-
-    buffers: Any
-    values: Any
-    free: Any
-    keys: Any
-    times: Any
-    deadlines: Any
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
-        """A transaction that reads. Raises `StoreFailed` where LMDB fails."""
+        """Begin a transaction that reads. Raises `StoreFailed`."""
         try:
             with self._env.begin(buffers=True) as txn:
                 yield txn
-            self.check_files()  # or else who writes now may not have seen that this was read
+            self.check_files()  # a process with another lock.mdb does not see this reader, and may reuse what it read
         except lmdb.Error as error:
-            raise translated(error, self.path, self.max_bytes) from None
+            raise as_client_error(error, self.path, self.max_bytes) from None
 
     def writing(self) -> Any:
-        """A transaction that writes, committed on leaving unless an exception is raised."""
+        """Begin a transaction that writes. It is committed on leaving, unless an exception is raised."""
         return self._env.begin(write=True, buffers=True)
 
     def check_files(self) -> None:
-        """Raise `StoreFailed` if a file was removed or replaced since it was opened: who opens the store now would
-        neither see what is read and written here nor wait for it."""
+        """Raise `StoreFailed` if a file was removed or replaced since it was opened.
+
+        A process that opens the store now would neither see what this process writes, nor wait for it.
+        """
         for file, opened in self._files.items():
             if _identity(file) != opened:
                 raise StoreFailed(
@@ -104,20 +116,20 @@ class Environment:
                 )
 
     def generation(self) -> int:
-        """The number of the last transaction that was committed. Raises `StoreFailed` where the store has failed."""
+        """Return the number of the last committed transaction. Raises `StoreFailed`."""
         self.check_files()
         try:
-            with self._env.begin() as txn:  # what info() tells may not be visible yet
+            with self._env.begin() as txn:  # what info() says may not be visible to readers yet
                 return int(txn.id())
         except lmdb.Error as error:
-            raise translated(error, self.path, self.max_bytes) from None
+            raise as_client_error(error, self.path, self.max_bytes) from None
 
     def allocated(self) -> int:
-        """Bytes of the disk that LMDB has for its pages, used or free."""
+        """Return the bytes of the disk that LMDB has for its pages, used or free."""
         return os.stat(self.path / "data.mdb").st_blocks * 512
 
     def sizes(self) -> dict[str, int]:
-        """Bytes: the limit of each file, and what of the disk they take."""
+        """Return bytes: the limit of the store, the size of data.mdb, and what `values` takes of the disk."""
         return {
             "limit": self.max_bytes,
             "data.mdb": (self.path / "data.mdb").stat().st_size,
@@ -125,7 +137,7 @@ class Environment:
         }
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all files."""
         self._env.close()
         self.file.close()
 
@@ -141,9 +153,9 @@ def open_lmdb(path: Path, *, max_bytes: int, readonly: bool) -> lmdb.Environment
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return lmdb.open(
             str(path),
-            map_size=2 * max_bytes + MAP_MARGIN,
-            max_dbs=8,
-            max_readers=1024,
+            map_size=2 * max_bytes + MAP_MARGIN_BYTES,
+            max_dbs=len(DATABASES) + 1,
+            max_readers=MOST_READERS,
             meminit=False,
             readonly=readonly,
             mode=0o600,
@@ -153,21 +165,21 @@ def open_lmdb(path: Path, *, max_bytes: int, readonly: bool) -> lmdb.Environment
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file this is, whatever its name; None: there is none, or none that can be seen."""
+    """Return the device and the number of a file; None if the file cannot be seen."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def disk_is_full(path: Path) -> bool:
-    """Whether the disk has so little room that this may be what fails."""
+    """Return whether a failure here may come from a full disk."""
     try:
         disk = os.statvfs(path)
-    except OSError:  # what fails need not be full
+    except OSError:  # a disk that fails need not be full
         return False
-    return disk.f_bavail * disk.f_frsize < 4 << 20
+    return disk.f_bavail * disk.f_frsize < FULL_DISK_BYTES
 
 
 def _sync_directory(path: Path) -> None:
@@ -178,8 +190,8 @@ def _sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def translated(error: Exception, path: Path, max_bytes: int) -> Exception:
-    """What a failure of LMDB's is to a client."""
+def as_client_error(error: Exception, path: Path, max_bytes: int) -> Exception:
+    """Return what a client gets for a failure of LMDB or the disk; any other error as it is."""
     if isinstance(error, lmdb.MapFullError):
         return store_full(max_bytes)
     if isinstance(error, (lmdb.Error, OSError)):

@@ -1,28 +1,53 @@
-"""The format of an LMDB store.
+"""The format of an LMDB store, and the life of a value from `put` to the reuse of its slots.
 
-Format 2, in the databases of the LMDB environment:
+A value of up to 64 KB is in LMDB itself. A larger value is cut into chunks of 256 KB, each in a slot of the file
+`values`:
 
-    meta     b"format" -> the number of the format, as text; b"last_id" -> the last id given, and b"slots" ->
-             the number of slots, 8 bytes each; b"writer" -> a mark of the last transaction; b"count:" and a
-             namespace -> how many buffers it has, 8 bytes, if the mark has `MARK_SIZE` bytes: versions that do not
-             count leave a shorter one; b"pack:" and a slot, 8 bytes -> the ids of the values that share it and
-             their bytes, 8 and 4 bytes each, sealed
-    buffers  name -> a `Record` as JSON, sealed
-    values   id of a value, 8 bytes -> its elements and b"i"; or where it is in a slot that it shares: slot, 8 bytes,
-             first byte, 4 bytes, checksum, 8 bytes, and b"p"; or its chunks: slot and checksum, 8 bytes each, what
-             waits to be added as JSON, the length of that, 4 bytes, and b"c"; sealed
-    free     number of the transaction that freed them, 8 bytes, a number, 4 bytes -> slots, 8 bytes each
-    keys     digest of caller and key -> time, fingerprint, receipts, ids of buffers, and, unless an earlier version
-             wrote it, states of the buffers that the request was computed from, as JSON, sealed
-    times    time, 8 bytes, number of a transaction, 8 bytes -> the digests of the keys that it stored
-    deadlines  time, 8 bytes, name -> nothing: when to see whether a buffer has expired
+              transaction N                                  transaction M              transaction M + 2
+    +---------------+------------+----------------+   +-------------------------+   +--------------------------+
+    | put           | fdatasync  | commit         |   | freed                   |   | reusable                 |
+    | a chunk goes  | `values`   | LMDB names the |-->| the chunk changes or is |-->| a new chunk may take the |
+    | into a free   | is on the  | slot: it is in |   | deleted: `free` lists   |   | slot, once no reader     |
+    | slot          | disk       | use            |   | its slot under M        |   | sees a state before M    |
+    +---------------+------------+----------------+   +-------------------------+   +--------------------------+
 
-Keys are big-endian, times microseconds since 1970, numbers in chunks, places and lists little-endian. What is sealed
-ends with its XXH3 checksum, seeded by where it belongs. The file `values` beside the environment holds the chunks of
-large values, and small ones that share slots (`values.py`, `slots.py`, `packs.py`); a file `format` tells that all
-was complete once.
+A crash before a commit leaves all slots as the commit before it had them; after the commit the value outlives a crash.
+A chunk never changes where it is: the changed chunk goes into another slot. LMDB reuses its own pages by the same rule
+of two transactions. A slot that one transaction takes and frees again is reusable at once. A sparse gradient is stored
+as a value of its own, and waits to be added (`values.py`).
 
-Format 1 has no places and no b"pack:". A store of format 1 becomes one of format 2 when the first values share a slot.
+The databases of the LMDB environment hold, in format 1:
+
+    meta       b"format" -> the number of the format, as text
+               b"last_id" -> the last id that a buffer or a value was given, 8 bytes
+               b"slots" -> the number of slots, free ones included, 8 bytes
+               b"writer" -> the mark of the last transaction, `MARK_BYTES` bytes
+               b"count:" and a namespace -> the number of its buffers, 8 bytes
+    buffers    name -> a `Record` as JSON, sealed
+    values     id of a value, 8 bytes -> a small value: its elements and b"i", sealed
+                                      -> a large value: slot and checksum of each chunk, 8 bytes each; what waits to be
+                                         added, as JSON; the length of this JSON, 4 bytes; and b"c"; sealed
+    free       number of the transaction that freed them, 8 bytes, and a running number, 4 bytes -> slots, 8 bytes each
+    keys       digest of caller and key -> time, fingerprint; and as JSON: receipts, ids of the buffers, states of the
+               buffers that the request was computed from; sealed
+    times      time, 8 bytes, and number of a transaction, 8 bytes -> digests of the keys that it stored
+    deadlines  time, 8 bytes, and name of a buffer -> nothing: when to check whether the buffer has expired
+
+Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
+data ends with its XXH3 checksum, seeded by the place where it belongs. The file `format` says that a store was complete
+once.
+
+Why large values are outside LMDB: LMDB searches its list of free pages for a run that is long enough, and writes that
+list again with every commit. If large values change, the search can take far longer than the write: 10,873 turns of its
+loop in one allocation, seven minutes (https://github.com/erigontech/erigon/pull/1213). Our own measurement, a value
+replaced durably, by turns, ext4, in ms:
+
+                                       4 MB   32 MB   a small commit afterwards
+    chunks in slots                    13.1    46.9      8.5
+    chunks of 256 KB in LMDB           10.2    63.4     12.0
+    a file for each version            20.5   196       12.2
+
+Slots win from about 8 MB on.
 """
 
 from __future__ import annotations
@@ -34,43 +59,70 @@ from typing import Any
 import orjson
 import xxhash
 
-from service.buffers.lmdb.values import opened, seal
 from service.buffers.record import Closed, Key, Record, spec_of
 from service.errors import BufferCorrupt
 
-FORMAT = 2
+FORMAT = 1
 
 DATABASES = ("buffers", "values", "free", "keys", "times", "deadlines")
+"""All databases but `meta`."""
 
 WRITER = b"writer"
-"""Where in `meta` each transaction leaves a mark: while it is its own, what the writer remembers is true."""
+"""Where `meta` has the mark: while the mark is its own, a process knows that no other process wrote since."""
 
-MARK_SIZE = 24
-"""Bytes of the mark. A transaction that finds another size counts the buffers anew."""
+MARK_BYTES = 24
+"""Length of a mark. A transaction that finds another length counts all buffers again."""
 
 COUNT = b"count:"
-"""What the names of the counts in `meta` begin with; those of namespaces follow."""
+"""The prefix of the counts in `meta`."""
 
-DIGEST_SIZE = 16
+NUMBER = struct.Struct(">Q")
+"""An id, a slot or a count."""
+
 TIME = struct.Struct(">Q")
-LATEST = 2.0**63
-"""Microseconds: a time beyond is stored as this."""
+"""A time in microseconds, or the number of a transaction."""
+
+LATEST_MICROSECONDS = 2.0**63
+"""Every later time is stored as this, which fits into 8 bytes."""
+
+DIGEST_BYTES = 16
+"""Length of the digest of a key: with 128 bits no two keys are ever expected to share a digest."""
+
 KEY_HEAD = struct.Struct(">Q16s")
+"""Time and fingerprint of a request with a key."""
+
+SEAL_BYTES = 8
+"""Length of a checksum."""
 
 
 def microseconds(seconds: float) -> int:
-    return int(min(max(0.0, seconds * 1e6), LATEST))
+    """Return a time as it is stored."""
+    return int(min(max(0.0, seconds * 1e6), LATEST_MICROSECONDS))
 
 
 def digest_of(key: Key) -> bytes:
-    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=DIGEST_SIZE).digest()
+    """Return the name of an idempotency key in `keys`."""
+    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def seed_of(text: bytes) -> int:
+    """Return the seed of the checksum of what is stored under this name."""
     return xxhash.xxh3_64_intdigest(text)
 
 
-def packed(record: Record) -> bytes:
+def seal(data: bytes, seed: int) -> bytes:
+    """Return the data and its checksum."""
+    return data + xxhash.xxh3_64_digest(data, seed)
+
+
+def unseal(sealed: memoryview, seed: int) -> memoryview | None:
+    """Return the data without its checksum; None if the two do not match."""
+    data = sealed[:-SEAL_BYTES]
+    return data if xxhash.xxh3_64_digest(data, seed) == bytes(sealed[-SEAL_BYTES:]) else None
+
+
+def pack_record(record: Record) -> bytes:
+    """Return a record as it is stored, sealed."""
     fields = [
         orjson.Fragment(record.spec.text),
         record.id,
@@ -81,15 +133,16 @@ def packed(record: Record) -> bytes:
         record.count,
         record.weight,
         record.value,
-        [(one.epoch, one.version, one.count, one.weight, one.value) for one in record.closed],
+        [(closed.epoch, closed.version, closed.count, closed.weight, closed.value) for closed in record.closed],
     ]
     return seal(orjson.dumps(fields), seed_of(record.name.encode()))
 
 
-def unpacked(name: str, sealed: memoryview) -> Record:
-    data = opened(sealed, seed_of(name.encode()))
+def unpack_record(name: str, sealed: memoryview) -> Record:
+    """Return a record from what is stored. Raises `BufferCorrupt`."""
+    data = unseal(sealed, seed_of(name.encode()))
     if data is None:
         raise BufferCorrupt(f"What is stored of the buffer {name!r} is damaged on the disk", buffer=name)
     fields: list[Any] = orjson.loads(data)
-    spec, *state, closed = fields
-    return Record(name, spec_of(spec), *[*state, tuple(Closed(*one) for one in closed)])
+    spec, *state, epochs = fields
+    return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])

@@ -1,4 +1,4 @@
-"""Opening a store: its end must be there before anything reads it."""
+"""Opening a store: before anything reads data.mdb, its end must be there."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def _check_length(raw: lmdb.Environment, path: Path, max_bytes: int) -> None:
     if not info["last_txnid"] or size >= expected:
         return
     try:
-        with TemporaryDirectory(dir=path if os.access(path, os.W_OK) else None) as place:
-            raw.copy(place)
-            os.truncate(Path(place) / "data.mdb", expected)
-            copy = Environment(Path(place), max_bytes=max_bytes)
+        with TemporaryDirectory(dir=path if os.access(path, os.W_OK) else None) as directory:
+            raw.copy(directory)
+            os.truncate(Path(directory) / "data.mdb", expected)
+            copy = Environment(Path(directory), max_bytes=max_bytes)
             try:
                 _read_everything(copy)
             finally:
@@ -55,17 +55,17 @@ def _check_length(raw: lmdb.Environment, path: Path, max_bytes: int) -> None:
 
 
 def _read_everything(env: Environment) -> None:
-    """Raise lmdb.Error, `BufferCorrupt` or struct.error where pages are missing."""
+    """Read every page. Raises lmdb.Error, `BufferCorrupt` or struct.error where pages are missing."""
     with env.writing() as txn:
-        txn.put(b"trial", bytes(8 << 20), db=env.meta)  # makes LMDB read its list of free pages
+        txn.put(b"trial", bytes(8 << 20), db=env.meta)  # a large value makes LMDB read its list of free pages
         txn.abort()
     with env.reading() as txn:
         for name in DATABASES:
-            for _, sealed in txn.cursor(db=getattr(env, name)):
-                bytes(sealed)
+            for _, entry in txn.cursor(db=getattr(env, name)):
+                bytes(entry)
         reader = Reader(env, txn)
         for name, record in reader.sound_records():
             if record is None:
                 raise BufferCorrupt(f"the buffer {name!r} is damaged")
             for value in record.values:
-                reader.values.parts_of(value)
+                reader.values.slots_of(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,123 +15,120 @@ from service.buffers.lmdb.format import (
     COUNT,
     DATABASES,
     KEY_HEAD,
-    MARK_SIZE,
+    MARK_BYTES,
+    NUMBER,
     TIME,
     WRITER,
     microseconds,
     seed_of,
-    unpacked,
+    unpack_record,
+    unseal,
 )
-from service.buffers.lmdb.packs import lists
-from service.buffers.lmdb.slots import CHUNK, NUMBER, slot_count
-from service.buffers.lmdb.values import ValueReader, opened
+from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count
+from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import namespace_of
 from service.buffers.record import Known, Record
 from service.errors import BufferCorrupt
 
 
 class Reader:
-    """What a transaction sees, as objects."""
+    """The state of a store that a transaction sees."""
 
     def __init__(self, env: Environment, txn: Any) -> None:
         self._env, self._txn = env, txn
         self.values = ValueReader(env, txn)
 
     def get(self, name: str) -> Record | None:
-        """The buffer. Raises `BufferCorrupt`."""
+        """Return the buffer, expired or not. Raises `BufferCorrupt`."""
         sealed = self._txn.get(name.encode(), db=self._env.buffers)
-        return None if sealed is None else unpacked(name, sealed)
+        return None if sealed is None else unpack_record(name, sealed)
 
     def records(self, prefix: str = "", after: str = "", *, strict: bool = False) -> Iterator[Record]:
-        """The buffers in the order of their names: with this prefix, behind `after`.
+        """Yield the buffers with this prefix behind `after`, in the order of their names.
 
-        Those that are damaged are left out, or, if `strict`, raise `BufferCorrupt`.
+        Damaged buffers are left out; if `strict`, they raise `BufferCorrupt`.
         """
         with self._txn.cursor(db=self._env.buffers) as cursor:
             if not cursor.set_range(max(prefix, after).encode() or b"\0"):
                 return
-            for found, sealed in cursor:
-                name = bytes(found).decode()
+            for key, sealed in cursor:
+                name = bytes(key).decode()
                 if not name.startswith(prefix):
                     if name > prefix:
                         return
                     continue
                 if name != after:
                     try:
-                        record = unpacked(name, sealed)
+                        record = unpack_record(name, sealed)
                     except BufferCorrupt:
                         if strict:
                             raise
-                        continue  # whoever asks for it is told
+                        continue  # a client that asks for this buffer gets the error
                     yield record
 
-    def damaged_keys(self) -> int:
-        """How many idempotency keys are not as they were stored."""
-        with self._txn.cursor(db=self._env.keys) as cursor:
-            return sum(opened(sealed, seed_of(bytes(digest))) is None for digest, sealed in cursor)
+    def sound_records(self) -> Iterator[tuple[str, Record | None]]:
+        """Yield the name of every buffer and its record, None if the record is damaged."""
+        with self._txn.cursor(db=self._env.buffers) as cursor:
+            for key, sealed in cursor:
+                name = bytes(key).decode(errors="replace")
+                try:
+                    yield name, unpack_record(name, sealed)
+                except BufferCorrupt:
+                    yield name, None
 
-    def known(self, digest: bytes, oldest: int) -> Known | None:
-        """What is stored with a key, unless it is older than `oldest`."""
+    def find_key(self, digest: bytes, oldest: int) -> Known | None:
+        """Return what is stored with an idempotency key, unless it is older than `oldest`. Raises `BufferCorrupt`."""
         sealed = self._txn.get(digest, db=self._env.keys)
         if sealed is None:
             return None
-        data = opened(sealed, seed_of(digest))
+        data = unseal(sealed, seed_of(digest))
         if data is None:
             raise BufferCorrupt("What is stored with this Idempotency-Key is damaged on the disk")
         stored, fingerprint = KEY_HEAD.unpack_from(data)
         receipts, ids, *sources = orjson.loads(data[KEY_HEAD.size :])
         return Known(fingerprint, receipts, ids, tuple(*sources)) if stored > oldest else None
 
-    def sound_records(self) -> Iterator[tuple[str, Record | None]]:
-        """Every buffer's name, with the buffer if it is not damaged."""
-        with self._txn.cursor(db=self._env.buffers) as cursor:
-            for found, sealed in cursor:
-                name = bytes(found).decode(errors="replace")
-                try:
-                    yield name, unpacked(name, sealed)
-                except BufferCorrupt:
-                    yield name, None
+    def damaged_keys(self) -> int:
+        """Return the number of idempotency keys whose data is damaged."""
+        with self._txn.cursor(db=self._env.keys) as cursor:
+            return sum(unseal(sealed, seed_of(bytes(digest))) is None for digest, sealed in cursor)
 
     def is_counted(self) -> bool:
-        """Whether the last that wrote keeps the counts of buffers."""
-        return len(self._txn.get(WRITER, default=b"", db=self._env.meta)) == MARK_SIZE
+        """Return whether the last transaction kept the counts of buffers."""
+        return len(self._txn.get(WRITER, default=b"", db=self._env.meta)) == MARK_BYTES
 
     def counts(self) -> dict[str, int]:
-        """How many buffers each namespace has by its count."""
+        """Return the stored count of buffers of each namespace."""
         counts = {}
         with self._txn.cursor(db=self._env.meta) as cursor:
-            found = cursor.set_range(COUNT)
-            while found and bytes(cursor.key()).startswith(COUNT):
-                counts[bytes(cursor.key()[len(COUNT) :]).decode()] = TIME.unpack(cursor.value())[0]
-                found = cursor.next()
+            more = cursor.set_range(COUNT)
+            while more and bytes(cursor.key()).startswith(COUNT):
+                counts[bytes(cursor.key()[len(COUNT) :]).decode()] = NUMBER.unpack(cursor.value())[0]
+                more = cursor.next()
         return counts
 
-    def counted_anew(self) -> dict[str, int]:
-        """How many buffers each namespace has, all of them looked at."""
+    def count_all(self) -> dict[str, int]:
+        """Count the buffers of each namespace."""
         with self._txn.cursor(db=self._env.buffers) as cursor:
-            names = (bytes(found).decode(errors="replace") for found in cursor.iternext(values=False))
+            names = (bytes(key).decode(errors="replace") for key in cursor.iternext(values=False))
             return Counter(map(namespace_of, names))
 
     def value_ids(self) -> list[int]:
-        """The ids of all values."""
+        """Return the ids of all values."""
         with self._txn.cursor(db=self._env.values) as cursor:
-            return [TIME.unpack(found)[0] for found in cursor.iternext(values=False)]
+            return [NUMBER.unpack(key)[0] for key in cursor.iternext(values=False)]
 
     def slot_count(self) -> int:
-        """How many slots there are."""
+        """Return the number of slots, free slots included."""
         return slot_count(self._env, self._txn)
 
     def free_slots(self) -> list[int]:
-        """The slots that nothing refers to."""
+        """Return the slots that no value uses."""
         with self._txn.cursor(db=self._env.free) as cursor:
-            return [slot for found in cursor.iternext(keys=False) for slot in np.frombuffer(found, "<i8").tolist()]
-
-    def packs(self) -> dict[int, dict[int, int] | None]:
-        """By slot that several values may share the ids and the bytes of these values; None: that is damaged."""
-        return lists(self._env, self._txn)
+            return [slot for slots in cursor.iternext(keys=False) for slot in np.frombuffer(slots, "<i8").tolist()]
 
     def pages(self) -> int:
-        """Bytes of the pages in use."""
+        """Return the bytes of LMDB's pages in use."""
         size = 0
         for name in DATABASES:
             stat = self._txn.stat(getattr(self._env, name))
@@ -138,28 +136,39 @@ class Reader:
         return size
 
     def taken(self) -> int:
-        """Bytes of the pages in use and of all slots."""
-        return self.pages() + self.slot_count() * CHUNK
+        """Return the bytes of LMDB's pages in use and of all slots."""
+        return self.pages() + self.slot_count() * CHUNK_BYTES
 
     def used(self) -> int:
-        """Bytes of the pages and slots in use."""
+        """Return the bytes of LMDB's pages in use and of the slots in use."""
         with self._txn.cursor(db=self._env.free) as cursor:
-            free = sum(len(found) // NUMBER.size for found in cursor.iternext(keys=False))
-        return self.taken() - free * CHUNK
+            free = sum(len(slots) // NUMBER.size for slots in cursor.iternext(keys=False))
+        return self.taken() - free * CHUNK_BYTES
 
     def entries(self) -> dict[str, int]:
-        """How many entries the databases have."""
+        """Return the number of entries of each database."""
         return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
-        """Whether a key or a buffer has expired, or must be looked at."""
+        """Return whether a key has expired, or the deadline of a buffer is over."""
         for db, limit in ((self._env.times, oldest_key), (self._env.deadlines, microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
                 if is_due(cursor, limit):
                     return True
         return False
 
+    def last_mark(self) -> bytes:
+        """Return the mark of the last transaction."""
+        return bytes(self._txn.get(WRITER, default=b"", db=self._env.meta))
+
+
+@contextmanager
+def reading(env: Environment) -> Iterator[Reader]:
+    """Read the store as it is at one moment. Raises `StoreFailed`."""
+    with env.reading() as txn:
+        yield Reader(env, txn)
+
 
 def is_due(cursor: Any, limit: int) -> bool:
-    """Whether the first entry, to which the cursor moves, has a time up to `limit`."""
+    """Move the cursor to the first entry. Return whether its time is up to `limit`."""
     return bool(cursor.first()) and bool(TIME.unpack_from(cursor.key())[0] <= limit)

@@ -1,8 +1,7 @@
-"""Chunks of large values on the disk, in the slots of the file `values`; LMDB holds which slots are free.
+"""Slots: the file `values`, which holds the chunks of large values, and the list of its free slots.
 
-A slot is never written while a state that a reader sees, or that a crash leads back to, refers to it: a chunk that
-changes goes into a free slot. The one that it leaves may be taken by the second transaction after this one, and by none
-as long as a reader sees a state before it. The file is synced before the transaction is committed.
+No transaction writes into a slot that a reader may still read, or that a crash may lead back to. `format.py` draws when
+a slot is free again.
 """
 
 from __future__ import annotations
@@ -12,45 +11,48 @@ import errno
 import itertools
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from service.buffers.lmdb.format import NUMBER
 from service.errors import StoreFull
 
-CHUNK = 1 << 18
-"""Bytes of a slot."""
+CHUNK_BYTES = 1 << 18
+"""Length of a slot: a value above 64 KB takes at most four times its size, and a chunk fits into a cache."""
 
-NUMBER = struct.Struct(">Q")
 _FREE_KEY = struct.Struct(">QI")
+"""The transaction that freed slots, and a running number."""
+
 _MOST_IN_FREE = 1000
-"""Slots in an entry of the list of free ones: what a transaction does not take, it writes back."""
+"""Slots in one entry of the free list: a transaction writes back the rest of the entry that it takes from."""
 
 _SYNC_FILE_RANGE_WRITE = 2
-"""Linux's sync_file_range: let the disk begin. A hint that may fail; `sync` is what counts."""
+"""Linux's sync_file_range: begin to store. This is a hint, which may fail; only `sync` promises anything."""
 
-_PARTS, _MOST_HELD = 4, 1 << 21
-"""The disk is told to begin when a quarter of what was written waits, a chunk at least, or so many bytes: a small value
-is on its way early, and neither many nor a large one is held up by the telling, which takes as long as it takes to add
-a chunk."""
+_UNSTORED_PARTS = 4
+"""The disk begins to store once a quarter of what was written since the last sync waits, and at least a chunk: a small
+value is under way early, and a large value makes few of these calls. A call takes as long as an add to a chunk."""
+
+_MOST_UNSTORED_BYTES = 1 << 21
+"""The disk begins to store at the latest when this much waits, so that it is not idle while a value is written."""
 
 _PUNCH_HOLE = 3
-"""Linux's fallocate: take a part of a file from the disk, but keep the file's size."""
+"""Linux's fallocate: free a part of a file on the disk, and keep the file's size."""
 
-RESERVE = 1 << 17
-"""Bytes that LMDB is left, of the disk or of its own free pages: without a few it could not even delete a buffer."""
+RESERVE_BYTES = 1 << 17
+"""What LMDB keeps of the disk or of its own free pages: without any it could not even delete a buffer."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-"""A full disk; the user's quota, or a limit of a file's size, is one too."""
+"""A full disk, the user's quota, and a limit of the file's size."""
 
 _begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
 _begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
-_give_back: Any = getattr(ctypes.CDLL(None), "fallocate", lambda *_: None)
-_give_back.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_punch: Any = getattr(ctypes.CDLL(None), "fallocate", lambda *_: None)
+_punch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class Databases(Protocol):
@@ -63,99 +65,95 @@ class Databases(Protocol):
     max_bytes: int
 
     def oldest_reader(self) -> int | None:
-        """The number of the transaction whose state the slowest reader sees; None: there are no readers."""
+        """Return the transaction whose state the slowest reader sees; None if there are no readers."""
 
 
 class SlotFile:
-    """The file of the slots, CHUNK bytes each."""
+    """The file of the slots, `CHUNK_BYTES` bytes each."""
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
         self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o600)
-        self._written = self._held = 0  # bytes since the last sync, and those of which the disk was not told
+        self._written_bytes = 0  # since the last sync
+        self._unstored_bytes = 0  # since the disk last began to store
 
-    def read(self, slot: int, memory: memoryview, offset: int = 0) -> bool:
-        """Fill the memory with what a slot has from `offset` on. False if the file is too short."""
+    def read(self, slot: int, memory: memoryview) -> bool:
+        """Fill the memory from a slot. Return False if the file is too short or cannot be read."""
         try:
-            return os.preadv(self._fd, [memory], slot * CHUNK + offset) == len(memory)
+            return os.preadv(self._fd, [memory], slot * CHUNK_BYTES) == len(memory)
         except OSError:
             return False
 
-    def write(self, slot: int, pieces: Sequence[memoryview], offset: int = 0) -> None:
-        """Write the pieces, one behind the other, into a slot from `offset` on. Raises OSError for a full disk."""
-        place, size = slot * CHUNK + offset, sum(map(len, pieces))
-        done = os.pwritev(self._fd, pieces, place)
-        if done < size:
-            data = memoryview(b"".join(pieces))
-            while done < size:
-                done += os.pwrite(self._fd, data[done:], place + done)
-        self._written += done
-        self._held += done
-        if self._held >= max(CHUNK, min(self._written // _PARTS, _MOST_HELD)):
-            _begin_to_store(self._fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # 0 bytes: all that there is
-            self._held = 0
+    def write(self, slot: int, data: memoryview) -> None:
+        """Write a chunk into a slot. Raises OSError for a full disk."""
+        start = slot * CHUNK_BYTES
+        done = os.pwrite(self._fd, data, start)
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], start + done)
+        self._written_bytes += done
+        self._unstored_bytes += done
+        part = min(self._written_bytes // _UNSTORED_PARTS, _MOST_UNSTORED_BYTES)
+        if self._unstored_bytes >= max(CHUNK_BYTES, part):
+            _begin_to_store(self._fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # 0 bytes mean the whole file
+            self._unstored_bytes = 0
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk."""
+        """Return when everything that was written is on the disk."""
         os.fdatasync(self._fd)
-        self._written = self._held = 0
+        self._written_bytes = self._unstored_bytes = 0
 
     def has_room(self, size: int = 0) -> bool:
-        """Whether the disk has room for so many bytes more, and the reserve."""
+        """Return whether the disk has room for `size` bytes and the reserve."""
         disk = os.fstatvfs(self._fd)
-        return disk.f_bavail * disk.f_frsize >= size + RESERVE or not disk.f_blocks
+        return disk.f_bavail * disk.f_frsize >= size + RESERVE_BYTES or not disk.f_blocks
 
     def give_back(self, slots: npt.NDArray[np.int64], count: int) -> None:
-        """Give the disk what these slots take, and what lies behind the first `count`. Where it cannot, it does not."""
+        """Give these slots, and everything behind the first `count` slots, back to the disk, if it can take them."""
         slots = np.sort(slots)
         for run in np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1):
             if run.size:
-                _give_back(self._fd, _PUNCH_HOLE, int(run[0]) * CHUNK, run.size * CHUNK)
-        if os.fstat(self._fd).st_size > count * CHUNK:
-            os.ftruncate(self._fd, count * CHUNK)
+                _punch(self._fd, _PUNCH_HOLE, int(run[0]) * CHUNK_BYTES, run.size * CHUNK_BYTES)
+        if os.fstat(self._fd).st_size > count * CHUNK_BYTES:
+            os.ftruncate(self._fd, count * CHUNK_BYTES)
 
     def size(self) -> int:
-        """Bytes of the disk that the file takes."""
+        """Return the bytes of the disk that the file takes."""
         return os.fstat(self._fd).st_blocks * 512
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._fd)
 
 
 def slot_count(env: Databases, txn: Any) -> int:
-    """How many slots there are, free ones included."""
-    found = txn.get(b"slots", db=env.meta)
-    return 0 if found is None else int(NUMBER.unpack(found)[0])
+    """Return the number of slots, free slots included."""
+    stored = txn.get(b"slots", db=env.meta)
+    return 0 if stored is None else int(NUMBER.unpack(stored)[0])
 
 
 class Slots:
-    """The slots that a transaction takes and leaves."""
+    """The slots that a transaction takes and frees."""
 
     def __init__(self, env: Databases, txn: Any) -> None:
         self._env, self._txn = env, txn
-        self._spare: list[int] = []
-        self._fresh: set[int] = set()
+        self._spare: list[int] = []  # free, and no longer in `free`
+        self._fresh: set[int] = set()  # taken by this transaction
         self._freed: list[int] = []
 
     def write(self, slot: int, data: memoryview) -> int:
-        """Write a chunk that was in `slot`, -1 for nowhere. Returns the slot where it is now. Raises `StoreFull`."""
+        """Write a chunk that was in `slot`, -1 for a new chunk. Return its slot from now on. Raises `StoreFull`."""
         if slot not in self._fresh:
-            self.leave(slot)
-            slot = self.take()
-        self.put(slot, [data])
-        return slot
-
-    def put(self, slot: int, pieces: Sequence[memoryview], offset: int = 0) -> None:
-        """Write into a slot that was taken, from `offset` on. Raises `StoreFull`."""
+            self.free(slot)
+            slot = self._take()
         try:
-            self._env.file.write(slot, pieces, offset)
+            self._env.file.write(slot, data)
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise disk_full(str(error.strerror)) from None
             raise
+        return slot
 
-    def leave(self, slot: int) -> None:
-        """Free a slot, -1 for none."""
+    def free(self, slot: int) -> None:
+        """Free a slot; -1 is no slot."""
         if slot < 0:
             return
         if slot in self._fresh:
@@ -165,7 +163,7 @@ class Slots:
             self._freed.append(slot)
 
     def finish(self) -> None:
-        """Store which slots are free, and let the disk have what was written: what is left to do before the commit."""
+        """Store the free list, and sync the file if it was written: the commit may follow."""
         for freed_by, slots in ((self._txn.id(), self._freed), (0, self._spare)):
             for start in range(0, len(slots), _MOST_IN_FREE):
                 part = np.array(slots[start : start + _MOST_IN_FREE], "<i8").tobytes()
@@ -174,7 +172,7 @@ class Slots:
             self._env.file.sync()
 
     def give_back(self) -> None:
-        """Give the disk the room of all slots that could be taken."""
+        """Give all slots that a transaction could take back to the disk."""
         last, count = self._last_reusable(), slot_count(self._env, self._txn)
         with self._txn.cursor(db=self._env.free) as cursor:
             entries = itertools.takewhile(lambda entry: _FREE_KEY.unpack(entry[0])[0] <= last, cursor)
@@ -185,8 +183,8 @@ class Slots:
         keys = (_FREE_KEY.pack(freed_by, number) for number in itertools.count())
         return next(key for key in keys if self._txn.get(key, db=self._env.free) is None)
 
-    def take(self) -> int:
-        """A slot to which nothing refers. Raises `StoreFull`."""
+    def _take(self) -> int:
+        """Return a free slot. Raises `StoreFull`."""
         if not self._spare:
             self._spare = self._reusable() or self._beyond()
         slot = self._spare.pop()
@@ -194,38 +192,38 @@ class Slots:
         return slot
 
     def _reusable(self) -> list[int]:
-        """Slots that were freed long enough ago, the lowest last."""
+        """Return reusable slots, the lowest last, and remove them from the free list."""
         with self._txn.cursor(db=self._env.free) as cursor:
             if not cursor.first() or _FREE_KEY.unpack(cursor.key())[0] > self._last_reusable():
                 return []
             slots = np.frombuffer(cursor.value(), "<i8").tolist()
             cursor.delete()
         count = slot_count(self._env, self._txn)
-        return sorted((slot for slot in slots if 0 <= slot < count), reverse=True)  # others are damage
+        return sorted((slot for slot in slots if 0 <= slot < count), reverse=True)  # other numbers are damage
 
     def _last_reusable(self) -> int:
-        """The last transaction that freed slots long enough ago."""
+        """Return the last transaction whose freed slots are reusable."""
         seen, newest = self._env.oldest_reader(), int(self._txn.id()) - 2
         return newest if seen is None else min(newest, seen)
 
     def _beyond(self) -> list[int]:
-        """A slot behind all others. Raises `StoreFull`."""
+        """Return a new slot behind all others. Raises `StoreFull`."""
         count = slot_count(self._env, self._txn)
-        if (count + 1) * CHUNK > self._env.max_bytes:
+        if (count + 1) * CHUNK_BYTES > self._env.max_bytes:
             raise store_full(self._env.max_bytes)
-        if not self._env.file.has_room(CHUNK):
+        if not self._env.file.has_room(CHUNK_BYTES):
             raise disk_full()
         self._txn.put(b"slots", NUMBER.pack(count + 1), db=self._env.meta)
         return [count]
 
 
 def disk_full(reason: str = os.strerror(errno.ENOSPC)) -> StoreFull:
-    """The error of a store whose disk has no room left."""
+    """Return the error of a store whose disk is full."""
     return StoreFull(f"The disk of the store is full ({reason}); nothing was changed")
 
 
 def store_full(max_bytes: int) -> StoreFull:
-    """The error of a store that has no room left of its own."""
+    """Return the error of a store that has reached its own limit."""
     return StoreFull(
         f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed",
         limit=max_bytes,

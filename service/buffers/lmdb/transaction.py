@@ -1,117 +1,93 @@
-"""A transaction that writes: LMDB's, as `requests.perform` wants it."""
+"""A transaction that writes: LMDB's, as `perform` wants it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
 from service.buffers.gradients import Gradient
+from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import COUNT, DIGEST_SIZE, KEY_HEAD, TIME, digest_of, microseconds, packed, seed_of
+from service.buffers.lmdb.format import (
+    COUNT,
+    DIGEST_BYTES,
+    KEY_HEAD,
+    NUMBER,
+    TIME,
+    digest_of,
+    microseconds,
+    pack_record,
+    seal,
+    seed_of,
+)
 from service.buffers.lmdb.reader import Reader, is_due
-from service.buffers.lmdb.slots import RESERVE, disk_full, store_full
-from service.buffers.lmdb.value_writer import Kept, ValueWriter
-from service.buffers.lmdb.values import seal
+from service.buffers.lmdb.slots import RESERVE_BYTES, disk_full, store_full
+from service.buffers.lmdb.value_writer import ValueWriter
 from service.buffers.names import namespace_of
 from service.buffers.record import Key, Known, Record, Spec, too_many
-from service.buffers.store import Allocate
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
 MOST_EXPIRED = 100
-"""How many buffers that have expired are removed at a time."""
-
-MOST_KNOWN, MOST_KNOWN_EPOCHS = 1 << 14, 1 << 17
-"""The most records that the writer remembers, and closed epochs in all of them, of which each takes 0.2 KB."""
-
-
-class Remembered(dict[str, Record | None]):
-    """Records as the last transactions saw and left them, None where there was none; too many are all let go of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._epochs = 0
-
-    def remember(self, records: Mapping[str, Record | None]) -> None:
-        """Have these in place of those of the same names. The closed epochs of both count, so that nothing is slow."""
-        self.update(records)
-        self._epochs += sum(len(record.closed) for record in records.values() if record is not None)
-        if len(self) > MOST_KNOWN or self._epochs > MOST_KNOWN_EPOCHS:
-            self.clear()
-
-    def clear(self) -> None:
-        """Let go of all."""
-        super().clear()
-        self._epochs = 0
+"""Expired buffers that one transaction removes: a client's request waits for it."""
 
 
 class LmdbTransaction(Reader):
     """A transaction that writes, as `perform` wants it."""
 
-    def __init__(
-        self,
-        env: Environment,
-        txn: Any,
-        allocate: Allocate,
-        oldest_key: int,
-        known: Remembered,
-        kept: Kept,
-        max_buffers: int,
-        written: Callable[[], None],
-    ) -> None:
+    def __init__(self, env: Environment, txn: Any, state: WriterState, oldest_key: int) -> None:
         super().__init__(env, txn)
-        self._allocate, self._oldest, self._known = allocate, oldest_key, known
-        self._writer = ValueWriter(env, txn, kept, written)
+        self._state, self._oldest = state, oldest_key
+        self._writer = ValueWriter(env, txn, state.values)
         self.changed: dict[str, Record | None] = {}
-        """What is to be put: if a record changes again, only the last is."""
-        self._max_buffers, self._counts = max_buffers, dict[str, int]()
+        """Records that `finish` stores, None to delete: a record that changes often is stored once."""
+        self._counts: dict[str, int] = {}
         self._digests: list[bytes] = []
         self.writes = 0
-        """How much was changed so far."""
+        """Changes so far."""
         self.expired = 0
-        """How much of that was to see to what has expired, which stands though a request fails."""
+        """Changes that removed what has expired: they stay although a request fails."""
 
     def get(self, name: str) -> Record | None:
         if name in self.changed:
             return self.changed[name]
-        if name in self._known:
-            return self._known[name]
+        if name in self._state.records:
+            return self._state.records[name]
         record = super().get(name)
-        self._known.remember({name: record})
+        self._state.records.remember({name: record})
         return record
 
     def put(self, record: Record) -> None:
         self.writes += 1
-        if record.expires is not None and self.get(record.name) is None:  # later ones are set when this one is due
+        if record.expires is not None and self.get(record.name) is None:  # `remove_expired` sets the next deadline
             self._txn.put(TIME.pack(microseconds(record.expires)) + record.name.encode(), b"", db=self._env.deadlines)
         self.changed[record.name] = record
 
     def check_counts(self, *, closely: bool) -> None:
-        """Count the buffers anew if the last that wrote did not, or, `closely`, if the sum of the counts is wrong."""
+        """Count all buffers if the last transaction did not count; if `closely`, also if the sum is wrong."""
         wrong = closely and sum(self.counts().values()) != self.entries()["buffers"]
         if wrong or not self.is_counted():
             self.writes += 1
-            self._counts = {**dict.fromkeys(self.counts(), 0), **self.counted_anew()}
+            self._counts = {**dict.fromkeys(self.counts(), 0), **self.count_all()}
 
     def count_new(self, name: str, now: float) -> None:
-        namespace, expired = namespace_of(name), True
-        while (count := self._count(namespace)) >= self._max_buffers and expired:
+        namespace, most, expired = namespace_of(name), self._state.max_buffers, True
+        while (count := self._count(namespace)) >= most and expired:
             expired = self.remove_expired(now, MOST_EXPIRED, namespace)
-        if count >= self._max_buffers:
-            raise too_many(count, self._max_buffers)
+        if count >= most:
+            raise too_many(count, most)
         self._counts[namespace] = count + 1
 
     def _count(self, namespace: str) -> int:
         if namespace in self._counts:
             return self._counts[namespace]
         stored = self._txn.get(COUNT + namespace.encode(), db=self._env.meta)
-        return 0 if stored is None else int(TIME.unpack(stored)[0])
+        return 0 if stored is None else int(NUMBER.unpack(stored)[0])
 
     def remove(self, record: Record) -> None:
         self._remove(record.name)
-        if record.spec.ttl_seconds is not None:  # where it was not due yet; else it is looked at, and found gone
+        if record.spec.ttl_seconds is not None:  # its first deadline; a later deadline finds no buffer
             due = microseconds(record.created + record.spec.ttl_seconds)
             self._txn.delete(TIME.pack(due) + record.name.encode(), db=self._env.deadlines)
         for value in record.values:
@@ -139,10 +115,10 @@ class LmdbTransaction(Reader):
         self._writer.free(value)
 
     def load(self, spec: Spec, value: int | None) -> Array:
-        return self._writer.load(spec, value, self._allocate)
+        return self._writer.load(spec, value, self._state.allocate)
 
     def recall(self, key: Key) -> Known | None:
-        return self.known(digest_of(key), self._oldest)
+        return self.find_key(digest_of(key), self._oldest)
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.writes += 1
@@ -152,28 +128,28 @@ class LmdbTransaction(Reader):
         self._digests.append(digest)
 
     def check_room(self) -> None:
-        """Raise `StoreFull` unless this transaction leaves the store within its size, and LMDB its reserve."""
+        """Raise `StoreFull` unless the store stays within its limit, and LMDB keeps its reserve."""
         limit = self._env.max_bytes
         if self.taken() > limit and self.used() > limit:
             raise store_full(limit)
-        if not self._env.file.has_room() and self._env.allocated() - self.pages() < RESERVE:
+        if not self._env.file.has_room() and self._env.allocated() - self.pages() < RESERVE_BYTES:
             raise disk_full()
 
     def give_back(self) -> None:
-        """Give the disk what of the store is free."""
+        """Give free slots back to the disk."""
         self._writer.slots.give_back()
 
     def finish(self, now: float) -> None:
-        """Store what is stored once for all requests, and bring large values to the disk."""
-        self._writer.finish()
+        """Bring large values to the disk, and store what all requests changed: the commit may follow."""
+        self._writer.slots.finish()
         for name, record in self.changed.items():
             if record is None:
                 self._txn.delete(name.encode(), db=self._env.buffers)
             else:
-                self._txn.put(name.encode(), packed(record), db=self._env.buffers)
+                self._txn.put(name.encode(), pack_record(record), db=self._env.buffers)
         for namespace, count in self._counts.items():
             if count:
-                self._txn.put(COUNT + namespace.encode(), TIME.pack(count), db=self._env.meta)
+                self._txn.put(COUNT + namespace.encode(), NUMBER.pack(count), db=self._env.meta)
             else:
                 self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
         if self._digests:
@@ -181,49 +157,54 @@ class LmdbTransaction(Reader):
             self._txn.put(when, b"".join(self._digests), db=self._env.times)
 
     def forget_keys(self, most: int) -> None:
-        """Forget keys that are older than they need be, up to `most`."""
+        """Delete up to `most` keys that have expired."""
         with self._txn.cursor(db=self._env.times) as cursor:
             while most > 0 and is_due(cursor, self._oldest):
                 digests = bytes(cursor.value())
-                for start in range(0, len(digests), DIGEST_SIZE):
-                    self._forget(digests[start : start + DIGEST_SIZE])
+                for start in range(0, len(digests), DIGEST_BYTES):
+                    self._forget_key(digests[start : start + DIGEST_BYTES])
                 cursor.delete()
-                most, self.writes = most - len(digests) // DIGEST_SIZE, self.writes + 1
+                most, self.writes = most - len(digests) // DIGEST_BYTES, self.writes + 1
 
-    def _forget(self, digest: bytes) -> None:
+    def _forget_key(self, digest: bytes) -> None:
         try:
-            used_again = self.known(digest, self._oldest) is not None
+            used_again = self.find_key(digest, self._oldest) is not None
         except BufferCorrupt:
             used_again = False
         if not used_again:
             self._txn.delete(digest, db=self._env.keys)
 
     def remove_expired(self, now: float, most: int, namespace: str | None = None) -> bool:
-        """Remove buffers that have expired, up to `most`, of all namespaces or of one. Whether any was to be looked at.
+        """Remove up to `most` expired buffers, of one namespace or of all. Return whether any deadline was over.
 
-        Whoever looks at it says when to look again, and that is later.
+        A buffer that changed since its deadline was set gets a later deadline.
         """
-        limit, due, before = microseconds(now), list[bytes](), self.writes
-        with self._txn.cursor(db=self._env.deadlines) as cursor:
-            for found in cursor.iternext(values=False):
-                if len(due) == most or TIME.unpack_from(found)[0] > limit:
-                    break
-                if namespace is None or namespace_of(bytes(found[TIME.size :]).decode()) == namespace:
-                    due.append(bytes(found))
-        for deadline in due:
+        limit, before = microseconds(now), self.writes
+        deadlines = self._deadlines_up_to(limit, most, namespace)
+        for deadline in deadlines:
             self.writes += 1
             self._txn.delete(deadline, db=self._env.deadlines)
             name = deadline[TIME.size :]
             try:
                 record = self.get(name.decode())
             except BufferCorrupt:
-                continue  # whoever asks for it is told
+                continue  # a client that asks for this buffer gets the error
             if record is None or record.expires is None:
                 continue
             if record.lives(now):
-                again = max(microseconds(record.expires), limit + 1)
-                self._txn.put(TIME.pack(again) + name, b"", db=self._env.deadlines)
+                later = max(microseconds(record.expires), limit + 1)
+                self._txn.put(TIME.pack(later) + name, b"", db=self._env.deadlines)
             else:
                 self.remove(record)
         self.expired += self.writes - before
-        return bool(due)
+        return bool(deadlines)
+
+    def _deadlines_up_to(self, limit: int, most: int, namespace: str | None) -> list[bytes]:
+        deadlines: list[bytes] = []
+        with self._txn.cursor(db=self._env.deadlines) as cursor:
+            for key in cursor.iternext(values=False):
+                if len(deadlines) == most or TIME.unpack_from(key)[0] > limit:
+                    break
+                if namespace is None or namespace_of(bytes(key[TIME.size :]).decode()) == namespace:
+                    deadlines.append(bytes(key))
+        return deadlines

@@ -1,13 +1,7 @@
-"""Values of buffers on the disk: small ones in LMDB, large ones in a file beside it, and so are small ones that change
-together with many others (`packs.py`).
+"""Values of buffers as a transaction sees them: small values in LMDB, large values in chunks beside it (`format.py`).
 
-LMDB copies a value twice on its way to the disk, and keeps lists of its free pages that every small commit after a
-large one writes anew. So a large value is cut into chunks, which lie in slots of the file `values` (`slots.py`); LMDB
-holds which slots these are, with a checksum for each chunk.
-
-A sparse gradient changes few rows of most chunks. It is written as it is, and added to the chunks when the value
-changes again in another way, or when 32 of them wait, or twice as many bytes as the value has; whoever reads it adds
-them on the way.
+A sparse gradient changes few rows of most chunks. So it is stored as it is and waits. Every read adds it on the way.
+The writer adds it to the chunks when the value changes in another way, or when too many wait (`value_writer.py`).
 """
 
 from __future__ import annotations
@@ -23,45 +17,30 @@ import orjson
 import xxhash
 
 from service.buffers.gradients import add_piece
-from service.buffers.lmdb.slots import CHUNK, NUMBER, Databases
+from service.buffers.lmdb.format import NUMBER, SEAL_BYTES, unseal
+from service.buffers.lmdb.slots import CHUNK_BYTES, Databases
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import BOOL, DTYPES, Array
 from service.errors import BufferCorrupt
 from service.kernels.gather import GatheredRows
 
-SEAL = 8
-"""Bytes of a checksum."""
+INDEX_BYTES = 16
+"""Two int64 for each row of a sparse gradient: its row of the value, and its row of the gradient."""
 
 _CHUNK = struct.Struct("<qQ")
-_PLACE = struct.Struct("<qIQ")
 _LENGTH = struct.Struct("<I")
 
 
 class Chunk(NamedTuple):
-    """Where a chunk is, and its checksum."""
+    """The slot of a chunk, and the checksum of its elements."""
 
     slot: int
     check: int
 
 
 ZEROS = Chunk(-1, 0)
-"""A chunk that is nowhere: it is all zeros."""
-
-
-class Place(NamedTuple):
-    """Where a value is that shares a slot with others, from which byte on, and its checksum."""
-
-    slot: int
-    offset: int
-    check: int
-
-
-class Parts(NamedTuple):
-    """The slots that a value has for itself, and its place in one that it shares."""
-
-    own: list[int]
-    shared: Place | None
+"""A chunk of zeros, which has no slot."""
 
 
 class Waiting(NamedTuple):
@@ -76,67 +55,51 @@ class Waiting(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.height * (16 + self.inner * DTYPES[self.dtype].itemsize)
+        return self.height * (INDEX_BYTES + self.inner * DTYPES[self.dtype].itemsize)
 
 
 @dataclass
 class Entry:
-    """A value as LMDB has it: its elements, or where they are, or where its chunks are and what waits to be added."""
+    """What LMDB holds of a value: its elements, or its chunks and the sparse gradients that wait for them."""
 
     inline: memoryview | None = None
-    place: Place | None = None
     chunks: list[Chunk] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)
 
-    def packed(self) -> memoryview:
-        """With room for a seal."""
+    def pack(self) -> memoryview:
+        """Return the entry as it is stored, with room for its seal."""
         if self.inline is not None:
-            return memoryview(bytearray().join([self.inline, b"i", bytes(SEAL)]))
-        if self.place is not None:
-            return memoryview(bytearray().join([_PLACE.pack(*self.place), b"p", bytes(SEAL)]))
-        waiting = orjson.dumps([tuple(one) for one in self.waiting])
+            return memoryview(bytearray().join([self.inline, b"i", bytes(SEAL_BYTES)]))
+        waiting = orjson.dumps([tuple(gradient) for gradient in self.waiting])
         chunks = [_CHUNK.pack(*chunk) for chunk in self.chunks]
-        return memoryview(bytearray().join([*chunks, waiting, _LENGTH.pack(len(waiting)), b"c", bytes(SEAL)]))
+        return memoryview(bytearray().join([*chunks, waiting, _LENGTH.pack(len(waiting)), b"c", bytes(SEAL_BYTES)]))
 
     @classmethod
-    def unpacked(cls, data: memoryview) -> Entry:
-        kind = bytes(data[-1:])
-        if kind == b"i":
+    def unpack(cls, data: memoryview) -> Entry:
+        """Return the entry from what is stored, without its seal."""
+        if bytes(data[-1:]) == b"i":
             return cls(inline=data[:-1])
-        if kind == b"p":
-            return cls(place=Place(*_PLACE.unpack(data[:-1])))
         end = len(data) - 1 - _LENGTH.size
         start = end - _LENGTH.unpack_from(data, end)[0]
-        chunks = [Chunk(*one) for one in _CHUNK.iter_unpack(data[:start])]
-        return cls(chunks=chunks, waiting=[Waiting(*one) for one in orjson.loads(data[start:end])])
+        chunks = [Chunk(*fields) for fields in _CHUNK.iter_unpack(data[:start])]
+        return cls(chunks=chunks, waiting=[Waiting(*fields) for fields in orjson.loads(data[start:end])])
 
 
 def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:
-    """The chunks of a value: number, first element, and the one after the last."""
-    step = CHUNK // spec.dtype.itemsize
+    """Yield for each chunk of a value its number, its first element, and the element behind its last."""
+    step = CHUNK_BYTES // spec.dtype.itemsize
     for number in range(math.ceil(spec.size / step)):
         yield number, number * step, min((number + 1) * step, spec.size)
 
 
-def seal(data: bytes, seed: int) -> bytes:
-    """The data with its checksum, seeded by where it belongs."""
-    return data + xxhash.xxh3_64_digest(data, seed)
-
-
-def opened(sealed: memoryview, seed: int) -> memoryview | None:
-    """What was sealed; None if it is not as it was."""
-    data = sealed[:-SEAL]
-    return data if xxhash.xxh3_64_digest(data, seed) == bytes(sealed[-SEAL:]) else None
-
-
 class ValueReader:
-    """The values that a transaction sees. What is damaged raises `BufferCorrupt`."""
+    """The values that a transaction sees. Every method raises `BufferCorrupt` for a damaged value."""
 
     def __init__(self, env: Databases, txn: Any) -> None:
         self._env, self._txn = env, txn
 
     def load(self, spec: Spec, value: int | None, allocate: Allocate) -> Array:
-        """A value, in memory of its own."""
+        """Return a value in memory of its own."""
         result = allocate(spec.shape, spec.dtype)
         flat = result.reshape(-1)
         for start, stop, fill in self.pieces(spec, value):
@@ -144,7 +107,7 @@ class ValueReader:
         return result
 
     def pieces(self, spec: Spec, value: int | None) -> Iterator[tuple[int, int, Any]]:
-        """The pieces of a value: first element, the one after the last, and what fills a flat array with them."""
+        """Yield for each piece its first element, the element behind its last, and a function that fills an array."""
         if value is None:
             for _, start, stop in pieces_of(spec):
                 yield start, stop, _clear
@@ -152,9 +115,6 @@ class ValueReader:
         entry = self._entry(value)
         if entry.inline is not None:
             yield 0, spec.size, lambda out, data=entry.inline: np.copyto(out, np.frombuffer(data, spec.dtype))
-            return
-        if entry.place is not None:
-            yield 0, spec.size, lambda out, place=entry.place: self._read_place(value, place, out)
             return
         waiting = self._waiting(spec, entry)
         for number, start, stop in pieces_of(spec):
@@ -166,36 +126,34 @@ class ValueReader:
             yield start, stop, fill
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
-        """The elements of a value, in order, a piece at a time, which the next one overwrites."""
-        memory = np.empty(CHUNK, np.uint8)
+        """Yield the elements of a value in order, a piece at a time; each piece overwrites the one before."""
+        memory = np.empty(CHUNK_BYTES, np.uint8)
         for start, stop, fill in self.pieces(spec, value):
             piece = memory.view(spec.dtype)[: stop - start]
             fill(piece)
             yield piece
 
-    def parts_of(self, value: int) -> dict[int, Parts]:
-        """The ids of a value and of what waits to be added to it, each with its slots."""
+    def slots_of(self, value: int) -> dict[int, list[int]]:
+        """Return the slots of a value, and of what waits to be added to it, by the id of each."""
         entry = self._entry(value)
-        parts = {value: Parts([chunk.slot for chunk in entry.chunks if chunk.slot >= 0], entry.place)}
-        for one in entry.waiting:
-            parts |= self.parts_of(one.index_id) | self.parts_of(one.rows_id)
-        return parts
+        slots = {value: [chunk.slot for chunk in entry.chunks if chunk.slot >= 0]}
+        for gradient in entry.waiting:
+            slots |= self.slots_of(gradient.index_id) | self.slots_of(gradient.rows_id)
+        return slots
 
     def _entry(self, value: int) -> Entry:
         sealed = self._txn.get(NUMBER.pack(value), db=self._env.values)
-        data = None if sealed is None else opened(sealed, value)
+        data = None if sealed is None else unseal(sealed, value)
         if data is None:
             raise _corrupt(value)
-        return Entry.unpacked(data)
+        return Entry.unpack(data)
 
-    def _small(self, spec: Spec, value: int, entry: Entry, memory: Array) -> Array:
-        """A small value, flat, where it lies, or in the memory given, flat too."""
-        if entry.place is not None:
-            self._read_place(value, entry.place, memory)
-            return memory
-        if entry.inline is None or len(entry.inline) != spec.nbytes:
+    def _inline(self, spec: Spec, value: int) -> Array:
+        """Return a small value, flat, in LMDB's own memory: it is valid until the transaction writes."""
+        data = self._entry(value).inline
+        if data is None or len(data) != spec.nbytes:
             raise _corrupt(value)
-        return np.frombuffer(entry.inline, spec.dtype)
+        return np.frombuffer(data, spec.dtype)
 
     def _read(self, value: int, chunks: list[Chunk], number: int, out: Array) -> None:
         if number >= len(chunks):
@@ -203,49 +161,40 @@ class ValueReader:
         slot, check = chunks[number]
         if slot < 0:
             out[...] = 0
-        else:
-            self._fill(out, value, number, Place(slot, 0, check))
-
-    def _read_place(self, value: int, place: Place, out: Array) -> None:
-        self._fill(out, value, 0, place)
-
-    def _fill(self, out: Array, value: int, number: int, place: Place) -> None:
+            return
         memory = out.view(np.uint8).data
-        whole = self._env.file.read(place.slot, memory, place.offset)
-        if not whole or xxhash.xxh3_64_intdigest(memory, chunk_seed(value, number)) != place.check:
+        whole = self._env.file.read(slot, memory)
+        if not whole or checksum_of(memory, value, number) != check:
             raise _corrupt(value)
 
     def _waiting(self, spec: Spec, entry: Entry) -> list[tuple[GatheredRows, float]]:
-        found = []
-        for one in entry.waiting:
-            index = self._load_bytes(one.index_id, one.height * 16).view(np.int64).reshape(2, one.height)
-            rows = self._load_bytes(one.rows_id, one.nbytes - one.height * 16).view(DTYPES[one.dtype])
-            found.append((GatheredRows.of(spec.shape, index, rows.reshape(one.height, one.inner)), one.weight))
-        return found
+        loaded = []
+        for gradient in entry.waiting:
+            height, index_bytes = gradient.height, gradient.height * INDEX_BYTES
+            index = self._load_bytes(gradient.index_id, index_bytes).view(np.int64).reshape(2, height)
+            rows = self._load_bytes(gradient.rows_id, gradient.nbytes - index_bytes).view(DTYPES[gradient.dtype])
+            loaded.append((GatheredRows.of(spec.shape, index, rows.reshape(height, gradient.inner)), gradient.weight))
+        return loaded
 
     def _load_bytes(self, value: int, size: int) -> Array:
-        return self.load(_bytes(size), value, np.empty).view(np.uint8)
-
-
-def _bytes(size: int) -> Spec:
-    return Spec((size,), BOOL)
+        return self.load(Spec((size,), BOOL), value, np.empty).view(np.uint8)
 
 
 def add_waiting(spec: Spec, waiting: list[tuple[GatheredRows, float]], start: int, stop: int, out: Array) -> bool:
-    """Add to a piece what waits for it. Whether anything did."""
+    """Add to a piece what waits for it. Return whether anything did."""
     pieces = [(piece, weight) for rows, weight in waiting if (piece := rows.piece(start, stop)) is not None]
     for piece, weight in pieces:
         add_piece(spec, out, out, piece, weight, anew=False)
     return bool(pieces)
 
 
+def checksum_of(chunk: memoryview, value: int, number: int) -> int:
+    """Return the checksum of a chunk, seeded by its value and its number: in another place it does not match."""
+    return xxhash.xxh3_64_intdigest(chunk, (value << 32 | number) & (1 << 64) - 1)
+
+
 def _clear(out: Array) -> None:
     out[...] = 0
-
-
-def chunk_seed(value: int, number: int) -> int:
-    """Where a chunk belongs, as the seed of its checksum."""
-    return (value << 32 | number) & (1 << 64) - 1
 
 
 def _corrupt(value: int) -> BufferCorrupt:

@@ -1,0 +1,284 @@
+"""The writer thread of a store: it makes all requests that wait in one transaction, and commits them with one sync.
+
+Requests that come meanwhile are in the next transaction. LMDB lets one process write at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import lmdb
+import numpy as np
+
+from service.buffers import failpoints
+from service.buffers.changes import Add, Create, Restore
+from service.buffers.lmdb.caches import NOBODY, WriterState
+from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
+from service.buffers.lmdb.format import MARK_BYTES, WRITER, microseconds
+from service.buffers.lmdb.reader import reading
+from service.buffers.lmdb.slots import Slots
+from service.buffers.lmdb.transaction import MOST_EXPIRED, LmdbTransaction
+from service.buffers.perform import Outcome, Request, perform
+from service.buffers.store import Committed, told
+from service.errors import GradserveError, StoreFailed, StoreFull
+
+logger = logging.getLogger(__name__)
+
+MOST_IN_BATCH = 1024
+"""Requests that the writer adds to the first request of a transaction."""
+
+LARGE_BATCH = 4
+"""After this many requests in one transaction as many are likely to come again, and the writer waits for them."""
+
+GATHER_SECONDS = 0.0003
+"""How long the writer waits for them: without this half of them come too late for the next sync."""
+
+IDLE_SECONDS = 1.0
+"""How long the writer waits for a request before it looks for what has expired."""
+
+EXPIRED_BY_TRY = (500, 20, 1)
+"""Expired keys that a transaction deletes. A full store has room for few: LMDB copies every page that it changes."""
+
+
+class _Job(NamedTuple):
+    request: Request
+    done: Future[Outcome]
+
+
+class _UndoneError(Exception):
+    """A request failed after it had changed something: its transaction must be undone."""
+
+    def __init__(self, job: _Job, error: Exception) -> None:
+        self.job, self.error = job, error
+
+
+class Writer:
+    """The writer thread. It begins at once, and ends with `close`."""
+
+    def __init__(
+        self,
+        env: Environment,
+        state: WriterState,
+        *,
+        key_seconds: float,
+        clock: Callable[[], float],
+        committed: Committed,
+    ) -> None:
+        self._env, self._state = env, state
+        self._key_seconds, self._clock, self._committed = key_seconds, clock, committed
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._closed, self._lock = False, threading.Lock()
+        self._next_check = 0.0
+        self._room_made = NOBODY  # the mark of the transaction that made room last
+        self._given_back = 0  # bytes that `values` took after free slots were given back last
+        self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Future[Outcome]:
+        """Put the request into the queue. The future has its result once the request is on the disk."""
+        done: Future[Outcome] = Future()
+        with self._lock:
+            if self._closed:
+                done.set_exception(StoreFailed("The store is closed"))
+            else:
+                self._queue.put(_Job(request, done))
+        return done
+
+    def close(self) -> bool:
+        """Finish what was submitted, and end the thread. Return False if this was done before."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join()
+        return True
+
+    def oldest_key(self) -> int:
+        """Return the time in microseconds up to which keys have expired."""
+        return microseconds(self._clock() - self._key_seconds)
+
+    def _run(self) -> None:
+        batch: list[_Job | None] = []
+        with np.errstate(all="ignore"):
+            while None not in batch:
+                try:
+                    batch = [self._queue.get(timeout=IDLE_SECONDS)]
+                except Empty:
+                    self._tidy_up()
+                    continue
+                batch += [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH))]
+                self._make([job for job in batch if job is not None and job.done.set_running_or_notify_cancel()])
+                if len(batch) >= LARGE_BATCH:
+                    time.sleep(GATHER_SECONDS)
+
+    def _make(self, jobs: list[_Job]) -> None:
+        """Make the requests in as few transactions as possible, and answer them."""
+        while jobs:
+            try:
+                start = time.perf_counter()
+                answers = self._with_room(jobs)
+            except _UndoneError as undone:
+                undone.job.done.set_exception(told(undone.error))
+                jobs = [job for job in jobs if job is not undone.job]
+                self._make(jobs[: len(jobs) // 2])  # by halves: if all fail, the writer tries each a few times only
+                jobs = jobs[len(jobs) // 2 :]
+            except Exception as error:
+                if len(jobs) == 1:
+                    jobs[0].done.set_exception(told(as_client_error(error, self._env.path, self._env.max_bytes)))
+                    return
+                for job in jobs:  # there may be no room for all, or one request may be at fault
+                    self._make([job])
+                return
+            else:
+                failpoints.hit("committed")
+                self._committed(len(jobs), time.perf_counter() - start)
+                for job, answer in zip(jobs, answers, strict=True):
+                    if isinstance(answer, Outcome):
+                        job.done.set_result(answer)
+                    else:
+                        job.done.set_exception(answer)
+                return
+
+    def _with_room(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
+        """Make the requests, and try once more if there was no room and there may be room now."""
+        try:
+            return self._transact(jobs)
+        except Exception as error:
+            if not (self._is_full(error) and self._make_room()):
+                raise
+        return self._transact(jobs)
+
+    def _is_full(self, error: Exception) -> bool:
+        cause = error.error if isinstance(error, _UndoneError) else error
+        return isinstance(as_client_error(cause, self._env.path, self._env.max_bytes), StoreFull)
+
+    def _transact(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
+        answers: list[Outcome | GradserveError] = []
+        now = self._clock()
+        with self._changing() as changes:
+            for job in jobs:
+                before = changes.writes - changes.expired
+                try:
+                    answers.append(perform(changes, job.request, now))
+                except GradserveError as error:
+                    if changes.writes - changes.expired > before:
+                        raise _UndoneError(job, error) from None
+                    answers.append(told(error))
+                failpoints.hit("made")
+            most = 2 * len(jobs) + 8  # more than the requests can add
+            changes.forget_keys(most)
+            if now > self._next_check:
+                self._next_check, most = now + IDLE_SECONDS, MOST_EXPIRED
+                self._env.check_readers()
+            changes.remove_expired(now, min(most, MOST_EXPIRED))
+            changes.finish(now)
+            if any(map(_has_grown, jobs, answers)):
+                changes.check_room()
+            failpoints.hit("before commit")
+        return answers
+
+    @contextmanager
+    def _changing(self) -> Iterator[LmdbTransaction]:
+        """Begin a transaction, which is committed on leaving. The caches are empty if another process wrote since."""
+        state = self._state
+        try:
+            with self._env.writing() as txn:
+                changes = LmdbTransaction(self._env, txn, state, self.oldest_key())
+                if changes.last_mark() != state.mark:
+                    state.forget()
+                    changes.check_counts(closely=state.mark == NOBODY)
+                yield changes
+                if changes.writes:
+                    self._env.check_files()
+                    mark = os.urandom(MARK_BYTES)
+                    txn.put(WRITER, mark, db=self._env.meta)
+        except BaseException:
+            state.values.clear()  # the transaction that failed has changed them where they are
+            raise
+        if changes.writes:
+            state.mark = mark
+            state.records.remember(changes.changed)
+
+    # ----- room -----
+
+    def _make_room(self) -> bool:
+        """Remove what has expired, and make freed slots reusable. Return whether there may be more room.
+
+        Slots are reusable two transactions after the one that freed them, and a transaction that fails does not count.
+        So a full store would stay full if no other process commits.
+        """
+        now = self._clock()
+        try:
+            killed = self._env.check_readers()  # they held freed slots
+            with reading(self._env) as reader:
+                due = reader.anything_due(self.oldest_key(), now)
+                made = not due and reader.last_mark() == self._room_made
+            if made:
+                return self._give_back() or killed
+            if due:
+                self._clear(now)
+            disk_full = disk_is_full(self._env.path)
+            for _ in range(1 + disk_full):  # the second transaction gives back what the last request freed
+                with self._changing() as changes:
+                    if disk_full:
+                        changes.give_back()
+                    changes.finish(now)
+                    changes.writes += 1  # so that the transaction leaves a mark, and counts
+            self._room_made = self._state.mark
+        except (lmdb.Error, OSError, GradserveError):
+            return False  # the request that found no room gets the error
+        return True
+
+    def _give_back(self) -> bool:
+        """Give free slots back to a full disk. Return whether that was any room."""
+        before = self._env.file.size()
+        if before == self._given_back or not disk_is_full(self._env.path):
+            return False
+        with self._env.writing() as txn:
+            Slots(self._env, txn).give_back()
+        self._given_back = self._env.file.size()
+        return self._given_back < before
+
+    def _clear(self, now: float) -> bool:
+        """Remove some of what has expired, as far as there is room for that. Return whether that was anything."""
+        for most in EXPIRED_BY_TRY:
+            try:
+                with self._changing() as changes:
+                    changes.forget_keys(most)
+                    changes.remove_expired(now, min(most, MOST_EXPIRED))
+                    changes.finish(now)
+                return changes.writes > 0
+            except lmdb.MapFullError:
+                continue
+        return False
+
+    def _tidy_up(self) -> None:
+        """Remove what has expired, in small transactions, until all is removed or a request comes."""
+        try:
+            more = True
+            while more and self._queue.empty():
+                with reading(self._env) as reader:
+                    if not reader.anything_due(self.oldest_key(), self._clock()):
+                        return
+                more = self._clear(self._clock())
+        except (lmdb.Error, OSError, GradserveError):
+            pass  # a full disk, for example: the next request gets the error
+        except Exception:  # the writer thread must go on, whatever this is
+            logger.exception("gradserve cannot tidy up the store in %s", self._env.path)
+
+
+def _has_grown(job: _Job, answer: Outcome | GradserveError) -> bool:
+    """Return whether the request added something. A repeated request, or one that changes nothing, needs no room."""
+    if isinstance(answer, GradserveError) or answer.replayed:
+        return False
+    made = {name for name, receipt in answer.receipts.items() if receipt.get("created", receipt.get("updated"))}
+    return any(isinstance(change, (Create, Add, Restore)) and change.name in made for change in job.request.changes)
