@@ -22,8 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     "codecs": BOTTOM,
     "buffers": {"codecs", "kernels", *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
+    "preflight": {"keys", "settings", "errors"},
     "api": {"arena", "buffers", "engine", "codecs", "kernels", "settings", "keys", *BOTTOM},
-    "cli": {"keys", "api", "arena", "buffers", "kernels", "settings", *BOTTOM},
+    "cli": {"keys", "api", "arena", "buffers", "kernels", "preflight", "settings", *BOTTOM},
     "__main__": {"cli"},
 }
 

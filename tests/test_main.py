@@ -70,7 +70,7 @@ def test_an_option_comes_before_the_environment(
 @pytest.mark.parametrize("host", ["300.1.1.1", "127.0.0.1:8000", "[::1]", "no such name", "a" * 70])
 def test_what_is_no_address_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", host]) == 2
-    assert f"GRADSERVE_HOST is '{host}', but must be an address" in capsys.readouterr().err
+    assert f"GRADSERVE_HOST is '{host}', but must be an IP address or a host name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -97,7 +97,7 @@ def test_a_setting_that_there_is_not_is_named(
     assert main(["ops"]) == 0
     monkeypatch.setenv(f"GRADSERVE_{name}", "x")
     assert main(["ops"]) == 2
-    assert f"GRADSERVE_{name} is no setting; is GRADSERVE_{meant} meant?" in capsys.readouterr().err
+    assert f"GRADSERVE_{name} is not a setting. Did you mean GRADSERVE_{meant}?" in capsys.readouterr().err
 
 
 def test_variables_that_do_nothing_are_named(tmp_path: Path) -> None:

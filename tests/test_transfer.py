@@ -272,7 +272,7 @@ def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
     status, _, complaint = run("export", str(tmp_path / "x"), "--prefix", prefix, "--store", f"lmdb:{_empty(tmp_path)}")
     assert (status, complaint) == (
         2,
-        f"gradserve: --prefix is {prefix!r}, but the names of buffers are of ASCII characters\n",
+        f"gradserve: --prefix is {prefix!r}, but buffer names are ASCII\n",
     )
 
 

@@ -408,10 +408,10 @@ def test_the_command(tmp_path: Path) -> None:
         (("add", "x", "--scopes", "all"), "buffers:read"),
         (("add", "x", "--namespace", "a/b"), "a/b"),
         (("add", "x", "--expires", "soon"), "2027-01-31"),
-        (("add", "x", "--expires", "2020-01-31"), "yet to come"),
-        (("add", "x", "--expires", "0d"), "yet to come"),
-        (("add", "x", "--expires", "nand"), "yet to come"),
-        (("add", "x", "--expires", "infd"), "yet to come"),
+        (("add", "x", "--expires", "2020-01-31"), "in the future"),
+        (("add", "x", "--expires", "0d"), "in the future"),
+        (("add", "x", "--expires", "nand"), "in the future"),
+        (("add", "x", "--expires", "infd"), "in the future"),
         (("add", "x", "--expires", "9999999d"), "before the year 9999"),
         (("rm", "nobody"), "nobody"),
     ],
@@ -429,7 +429,7 @@ def test_the_commands_mistakes(tmp_path: Path, arguments: tuple[str, ...], words
 
 def test_to_remove_a_key_makes_no_file(tmp_path: Path) -> None:
     failed = run("keys", "rm", "x", GRADSERVE_KEYS=str(tmp_path / "keys.json"))
-    assert (failed.returncode, failed.stderr) == (1, f"gradserve: {tmp_path}/keys.json is not there\n")
+    assert (failed.returncode, failed.stderr) == (1, f"gradserve: {tmp_path}/keys.json does not exist\n")
     assert not [*tmp_path.iterdir()]
 
 
@@ -446,7 +446,7 @@ def test_a_server_does_not_start_with_keys_that_are_not_there(tmp_path: Path) ->
     (tmp_path / "bad.json").write_text("[]")
     failed = run("serve", GRADSERVE_KEYS=str(tmp_path / "bad.json"), GRADSERVE_STORE="memory:", GRADSERVE_PORT="0")
     assert failed.returncode == 2
-    assert "no file of API keys" in failed.stderr
+    assert "not a file of API keys" in failed.stderr
 
 
 def test_gradients_through_a_namespace_are_exact(people: dict[str, httpx.Client]) -> None:
