@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.arena import SMALLEST
+from service.arena import MIN_REUSED_BYTES
 from service.engine import Engine
 from service.errors import DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor
 from service.kernels import OPERATORS
@@ -23,7 +23,7 @@ GATHER = OPERATORS["GatherGrad"]
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine(threads=2, limits=Limits(4 * SMALLEST), reuse_bytes=4 * SMALLEST)
+    engine = Engine(threads=2, limits=Limits(4 * MIN_REUSED_BYTES), reuse_bytes=4 * MIN_REUSED_BYTES)
     yield engine
     engine.close()
 
@@ -52,7 +52,7 @@ def test_it_checks_names_and_dtypes(engine: Engine) -> None:
 
 
 def test_inputs_and_outputs_are_bounded(engine: Engine) -> None:
-    over = SMALLEST + 1
+    over = MIN_REUSED_BYTES + 1
     with pytest.raises(TensorTooLarge, match=f"dY, float32 of shape \\[{over}\\], takes {4 * over} bytes"):
         engine.run(RELU, {"dY": ones(over), "X": ones(over)}, {})
     tensors = {"shape": np.array([over, 1]), "indices": np.array([0]), "grad": ones(1, 1)}
@@ -62,8 +62,9 @@ def test_inputs_and_outputs_are_bounded(engine: Engine) -> None:
 
 
 def test_outputs_take_over_the_memory_of_those_that_are_gone() -> None:
-    engine = Engine(threads=1, limits=Limits(4 * SMALLEST), reuse_bytes=4 * SMALLEST)  # no helper holds on for a moment
-    tensors = {"dY": ones(SMALLEST), "X": ones(SMALLEST)}
+    # One thread: a helper could hold the output for a moment longer.
+    engine = Engine(threads=1, limits=Limits(4 * MIN_REUSED_BYTES), reuse_bytes=4 * MIN_REUSED_BYTES)
+    tensors = {"dY": ones(MIN_REUSED_BYTES), "X": ones(MIN_REUSED_BYTES)}
     places = set()
     for _ in range(5):
         output = engine.run(RELU, tensors, {})["dX"]

@@ -234,6 +234,6 @@ def _plain(name: str, value: Any, limits: Limits) -> Any:
         return value
     form = dict(members_of(value, shown(name)))
     if isinstance(form.get("shape"), simdjson.Array):
-        limits.check_rank(name, len(form["shape"]), what=f"{name}.shape")
+        limits.check_rank(name, len(form["shape"]), label=f"{name}.shape")
         form["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in form["shape"]]
     return form

@@ -127,7 +127,7 @@ class BufferRequest:
         """Why a new buffer must not be like this; one that is there may be, by limits that were higher once."""
         try:
             check_length(name, settings_of(self._request.scope).max_name_length)
-            self.engine.limits.check(None, spec.shape, spec.dtype, what="The buffer")
+            self.engine.limits.check(None, spec.shape, spec.dtype, label="The buffer")
         except GradserveError as error:
             return error
         return None
