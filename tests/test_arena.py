@@ -1,4 +1,4 @@
-"""Memory is used again only when nothing views it any more, and no more of it is kept than was allowed."""
+"""The arena reuses memory only after its last view is gone, and keeps no more than its limit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_view_keeps_its_memory() -> None:
     assert view.tolist() == [7.0] * 5
 
 
-def test_a_bound_is_kept() -> None:
+def test_free_memory_has_a_limit() -> None:
     arena = Arena(3 * MIN_REUSED_BYTES)
     arrays = [arena.allocate((ELEMENTS,), FLOAT32) for _ in range(5)]
     del arrays
@@ -54,7 +54,7 @@ def test_a_bound_is_kept() -> None:
     assert arena.free_bytes == 3 * MIN_REUSED_BYTES
 
 
-def test_far_larger_memory_is_left_for_who_needs_it() -> None:
+def test_far_larger_memory_is_not_reused() -> None:
     arena = Arena(100 * MIN_REUSED_BYTES)
     large = arena.allocate((10 * ELEMENTS,), FLOAT32)
     del large
@@ -63,7 +63,7 @@ def test_far_larger_memory_is_left_for_who_needs_it() -> None:
     assert small.nbytes == MIN_REUSED_BYTES
 
 
-def test_small_and_empty_arrays_are_ordinary() -> None:
+def test_small_and_empty_arrays_are_not_reused() -> None:
     arena = Arena(100 * MIN_REUSED_BYTES)
     for shape in ((), (0, 5), (10,)):
         array = arena.allocate(shape, FLOAT32)
