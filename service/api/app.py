@@ -91,8 +91,8 @@ class Application(FastAPI):
         except asyncio.CancelledError:  # GRADSERVE_DRAIN_TIMEOUT is over
             if not context.status:
                 late = NotReady(
-                    "The server stopped (GRADSERVE_DRAIN_TIMEOUT) before it knew what came of this. Send it again; what"
-                    " changes a buffer with the same Idempotency-Key, or it may count twice"
+                    "The server stopped (GRADSERVE_DRAIN_TIMEOUT) before this request ended. Send it again; if it"
+                    " changes a buffer, with the same Idempotency-Key, or it may count twice"
                 )
                 await problems.answer(scope["path"], late)(scope, receive, sending)
         finally:
@@ -176,7 +176,7 @@ def create_app(settings: Settings) -> FastAPI:
         settings,
         title="gradserve",
         version=version("gradserve"),
-        description="The gradient kernels of ONNX Runtime over HTTP, and buffers in which every gradient counts once.",
+        description="The gradient kernels of ONNX Runtime over HTTP, and buffers that count each gradient once.",
         lifespan=_lifespan,
         docs_url=None,  # FastAPI's pages would take scripts from other hosts
         redoc_url=None,
@@ -213,8 +213,8 @@ def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Commi
     """The store of the settings. Raises `StoreFailed`."""
     if settings.workers > 1 and settings.store == "memory:":
         raise StoreFailed(
-            f"GRADSERVE_STORE=memory: is one process's own, but GRADSERVE_WORKERS is {settings.workers}; use lmdb:PATH,"
-            " which workers share"
+            f"GRADSERVE_STORE is memory:, which one process holds, but GRADSERVE_WORKERS is {settings.workers}; use"
+            " lmdb:PATH, which workers share"
         )
     return open_store(
         settings.store,

@@ -21,15 +21,15 @@ from service.settings import Settings
 router = APIRouter(tags=["health"])
 
 
-@router.get("/v2/health/live", summary="The process answers")
+@router.get("/v2/health/live", summary="Whether the process is alive")
 async def live() -> dict[str, bool]:
     return {"live": True}
 
 
-@router.get("/v2/health/ready", summary="Requests are taken")
+@router.get("/v2/health/ready", summary="Whether the server is ready for requests")
 async def ready(request: Request) -> dict[str, bool]:
-    """503 while the server starts or stops, while a worker process that died is being replaced, and where the store of
-    the buffers has failed."""
+    """503 while the server starts or stops, while a worker process that died is being replaced, or if the buffer store
+    has failed."""
     engine_of(request.scope)
     request.app.workers.check()
     store_of(request.scope).generation()
@@ -53,15 +53,15 @@ SETTINGS = (
 """The settings that are limits."""
 
 CONSTANTS: dict[str, tuple[int | float, str]] = {
-    "max_idempotency_key_length": (LONGEST_KEY, "Most characters in an Idempotency-Key."),
-    "max_wait_seconds": (LONGEST_WAIT, "Longest time that a request may wait for an epoch, in seconds."),
-    "max_listed": (MOST_LISTED, "Most buffers on a page of a list."),
-    "max_names": (MOST_NAMES, "Most buffers that a request names."),
+    "max_idempotency_key_length": (LONGEST_KEY, "Characters in an Idempotency-Key, at most."),
+    "max_wait_seconds": (LONGEST_WAIT, "Seconds that a request may wait for an epoch, at most."),
+    "max_listed": (MOST_LISTED, "Buffers on one page of a list, at most."),
+    "max_names": (MOST_NAMES, "Buffers that one request may name, at most."),
     "max_json_elements": (
         MOST_ELEMENTS,
-        "Most elements of the lists in a JSON body; more go as base64 or safetensors.",
+        "Elements in the lists of a JSON body, at most; send more as base64 or safetensors.",
     ),
-    "max_json_members": (MOST_MEMBERS, "Most members of an object in JSON, of which each may be a tensor."),
+    "max_json_members": (MOST_MEMBERS, "Members of a JSON object, at most; each may be a tensor."),
 }
 """The limits that no setting changes."""
 
@@ -77,17 +77,17 @@ def _described() -> type[BaseModel]:
     return model
 
 
-@router.get("/v1/limits", summary="What a request may be at most", response_model=_described())
+@router.get("/v1/limits", summary="The limits of requests", response_model=_described())
 async def limits(request: Request) -> dict[str, int | float]:
-    """Each by the name of its setting, or, where there is none, of what it bounds."""
+    """Each limit has the name of its setting, or, without a setting, of the thing that it limits."""
     settings = settings_of(request.scope)
     constants = {name: value for name, (value, _) in CONSTANTS.items()}
     return {name: getattr(settings, name) for name in SETTINGS} | constants
 
 
-@router.get("/metrics", summary="What the server does, in Prometheus' format", response_class=PlainTextResponse)
+@router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """With API keys, only for a key with the scope admin, and for whom `GRADSERVE_METRICS_OPEN` says."""
+    """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""
     kept: Metrics = request.app.metrics
     kept.set("gradserve_waiting", engine_of(request.scope).waiting)
     settings = settings_of(request.scope)

@@ -60,10 +60,10 @@ def _examined(reader: Reader) -> Iterator[str]:
     slots = _Slots.of(reader, parts, orphans)
     yield f"{records} buffers, {len(parts)} values, {len(slots.used)} slots in use, {len(slots.free)} free"
     if lost := slots.lost():
-        yield f"{lost} slots of {CHUNK} bytes are lost to damage, until all is exported into a new store"
+        yield f"{lost} slots of {CHUNK} bytes are lost to damage; to regain them, export to a new store"
     yield f"{reader.entries()['keys']} idempotency keys"
     if damaged := reader.damaged_keys():
-        yield f"{WRONG}{damaged} idempotency keys are damaged: who repeats such a request is not answered"
+        yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
     yield from _miscounted(reader)
     for value in orphans:
         yield f"{WRONG}value {value} belongs to no buffer that can be read"

@@ -477,7 +477,7 @@ def test_pages_of_other_sites_are_refused_where_there_are_no_keys(
 ) -> None:
     answer = client.request(method, path, headers=headers, json=ADD)
     assert answer.status_code == 403
-    assert "page of another site" in answer.text
+    assert "page of another website" in answer.text
     assert headers.get("Origin", "") in answer.text
     assert client.get("/v1/buffers", headers=headers).status_code == 200  # which the browser keeps to itself
 

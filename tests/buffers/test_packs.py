@@ -445,7 +445,7 @@ def test_a_slot_whose_list_is_damaged_is_never_free(
             )
     store.close()
     leak = "WRONG: of 13 slots 4 are used and 8 free"
-    lost = "1 slots of 262144 bytes are lost to damage, until all is exported into a new store"
+    lost = "1 slots of 262144 bytes are lost to damage; to regain them, export to a new store"
     if entry is None:
         assert (wrong(path), lost in examine(path, MAX_BYTES)) == ([leak], True)
     else:

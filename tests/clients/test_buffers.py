@@ -82,7 +82,7 @@ def test_a_buffer_may_have_to_be_new(server: Any, key: str) -> None:
     buffer = server.buffers["w"]
     for replayed in (False, True):
         assert buffer.create((3,), exist_ok=False, idempotency_key=key).shape == (3,), replayed
-    with pytest.raises(PreconditionFailed, match="there is 'w'"):
+    with pytest.raises(PreconditionFailed, match="'w' exists"):
         buffer.create((3,), exist_ok=False)
     buffer.create((3,))
     with pytest.raises(InvalidInput, match="nonfinite"):

@@ -273,7 +273,7 @@ def test_taken_is_a_receipt_with_a_value(server: Any) -> None:
 
 def test_what_is_for_into_is_refused_without_it(server: Any) -> None:
     for more in ({"weight": 1.0}, {"weight": 2}, {"epoch": 0}):
-        with pytest.raises(InvalidInput, match=f"{next(iter(more))} is for outputs that are added into a buffer"):
+        with pytest.raises(InvalidInput, match=f"{next(iter(more))} is only for outputs that into= adds to a buffer"):
             server.ops.relu_grad([1], [1], **more)
 
 

@@ -40,7 +40,7 @@ def key_of(scope: Scope, body: memoryview | bytes = b"") -> Key | None:
         return None
     text = given[0].decode("latin-1").strip()
     if len(given) > 1:
-        raise InvalidParameter(f"Idempotency-Key is given {len(given)} times", parameter="Idempotency-Key")
+        raise InvalidParameter(f"Idempotency-Key is given {len(given)} times, not once", parameter="Idempotency-Key")
     if not 0 < len(text) <= LONGEST_KEY or not text.isascii() or not text.isprintable():
         raise InvalidParameter(
             f"Idempotency-Key is {shown(text)}, but must be 1 to {LONGEST_KEY} printable ASCII characters",

@@ -94,11 +94,11 @@ class BufferRequest:
             raise UnsupportedMediaType(f"Content-Type is {self._sent}, but must be {JSON} here")
         text = bytes(self._body)
         if text.count(b",") > MOST_NAMED:  # which would take long to find out otherwise
-            raise Invalid(f"The body has lists of more than {MOST_NAMED} elements, of which none may have so many")
+            raise Invalid(f"The lists in the body have more than {MOST_NAMED} elements, the limit")
         members = parameters_of(model)
         if not self._body:
             raise MalformedBody(
-                f"The body is empty, and not JSON; it must be an object with the members {', '.join(members)}"
+                f"The body is empty, so not JSON; it must be an object with the members {', '.join(members)}"
             )
         try:
             made = model.model_validate_json(text)
@@ -118,7 +118,7 @@ class BufferRequest:
     def check_no_body(self) -> None:
         """Raise `Invalid` for a body where nothing would read it."""
         if not self._says_nothing():
-            raise Invalid("This request has no body; what it may say stands in the query, like ?min_count=3")
+            raise Invalid("This request takes no body; its parameters go in the query, like ?min_count=3")
 
     def _says_nothing(self) -> bool:
         return len(self._body) <= 64 and bytes(self._body).strip() in (b"", b"{}")
@@ -145,12 +145,12 @@ class BufferRequest:
         """
         if prefix is None:
             if self._says_nothing():
-                raise Invalid('Which buffers? Say {"names": [...]} in the body, or ?prefix= in the query')
+                raise Invalid('No buffers are named: send {"names": [...]} in the body, or ?prefix= in the query')
             count = bytes(self._body).count(b",") + 1
             names = await self.look_up(count, lambda: _different(self.model(Names).names))
             self._body = memoryview(b"")  # to wait may take long
         elif not self._says_nothing():
-            raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
+            raise Invalid("The request has both names in its body and prefix in its query; send only one")
         else:
             names = []
 
@@ -215,7 +215,7 @@ class BufferRequest:
             tensors = safetensors.decode(self._body, self.engine.limits)
         for name, tensor in tensors.items():
             if known is not None and name not in known:
-                raise UnknownTensor(f"{shown(name)} is no tensor of this request; it has gradient", tensor=name)
+                raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
             if NAMES[tensor.dtype] not in FLOATS.dtypes:
                 raise DtypeMismatch(
                     f"{name} is {tensor.dtype}, but must be one of {', '.join(FLOATS.dtypes)}", tensor=name
@@ -292,7 +292,7 @@ def _different(names: list[str]) -> list[str]:
     for name, count in Counter(names).items():
         check_name(name)
         if count > 1:
-            raise Invalid(f"{shown(name)} is named {count} times, but a request is for each buffer once at most")
+            raise Invalid(f"{shown(name)} is named {count} times, but a request may name each buffer once")
     return names
 
 

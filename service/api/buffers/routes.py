@@ -79,7 +79,7 @@ async def create(request: Request, name: str) -> Response:
     return _json(receipt, status, {"ETag": tag, "Location": f"/v1/buffers/{name}", **replayed(outcome)})
 
 
-@router.get("", summary="Buffers", response_model=BufferList)
+@router.get("", summary="List buffers", response_model=BufferList)
 async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
     check_given_once(request)
     refuse(request.scope, "If-Match", "If-None-Match")
@@ -96,7 +96,7 @@ async def list_buffers(request: Request, query: Annotated[ListQuery, Query()]) -
 
 @router.get(
     "/{name}",
-    summary="A buffer's metadata",
+    summary="Read a buffer's metadata",
     response_model=Metadata,
     openapi_extra=openapi.METADATA,
 )
@@ -109,7 +109,7 @@ async def get(request: Request, name: str) -> Response:
     return _json(record.as_json(), headers={"ETag": record.etag})
 
 
-@router.delete("/{name}", summary="Forget a buffer", status_code=204, openapi_extra=openapi.DELETION)
+@router.delete("/{name}", summary="Delete a buffer", status_code=204, openapi_extra=openapi.DELETION)
 async def delete(request: Request, name: str) -> Response:
     _check_no_query(request)
     asked = await BufferRequest.of(request)
@@ -120,7 +120,7 @@ async def delete(request: Request, name: str) -> Response:
 
 @router.get(
     "/{name}/value",
-    summary="A buffer's value, or that of an epoch that has closed",
+    summary="Read a buffer's value, or a closed epoch's",
     operation_id="value",
     openapi_extra=openapi.buffer_operation(None, Receipt, READING),
 )
@@ -193,7 +193,7 @@ async def accumulate_directly(scope: Scope, receive: Receive, path: re.Match[str
 
 @router.post(
     "/{name}/zero",
-    summary="Discard the sum, and begin the next epoch",
+    summary="Discard the sum and begin the next epoch",
     operation_id="zero",
     openapi_extra=openapi.buffer_operation(None, Receipt, ONE),
 )
@@ -207,7 +207,7 @@ async def zero(request: Request, name: str) -> Response:
 
 @router.post(
     "/{name}/take",
-    summary="Close the epoch and answer its value",
+    summary="Close the epoch and return its value",
     operation_id="take",
     openapi_extra=openapi.buffer_operation(None, Receipt, ONE),
 )
@@ -225,7 +225,7 @@ async def take(request: Request, name: str, query: Annotated[TakeQuery, Query()]
 
 @router.post(
     "/accumulate",
-    summary="Add gradients to many buffers, to all or none",
+    summary="Add gradients to many buffers, all or nothing",
     operation_id="accumulate_many",
     openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, Receipts, MANY),
 )
@@ -239,7 +239,7 @@ async def _accumulate_many(request: Request, query: AccumulateQuery) -> Answer:
     asked = await BufferRequest.of(request)
     tensors = await asked.tensors(None)
     if not tensors:
-        raise MissingTensor("The body has no tensor; accumulate needs one for each buffer, by its name")
+        raise MissingTensor("The body has no tensors; accumulate needs one per buffer, under the buffer's name")
     adds = [_add(check_name(name), name, one, query, None) for name, one in tensors.items()]
     return await _answer_adds(asked, adds, query, one=False)
 
@@ -264,7 +264,7 @@ async def zero_many(request: Request, query: Annotated[ManyZeroQuery, Query()]) 
 
 @router.post(
     "/take",
-    summary="Close the epochs of many buffers and answer their values",
+    summary="Close the epochs of many buffers and return their values",
     operation_id="take_many",
     openapi_extra=openapi.buffer_operation(Names, Receipts, MANY),
 )
@@ -287,7 +287,7 @@ async def take_many(request: Request, query: Annotated[ManyTakeQuery, Query()]) 
 
 @router.post(
     "/value",
-    summary="The values of many buffers at one moment",
+    summary="Read the values of many buffers at one moment",
     operation_id="value_many",
     openapi_extra=openapi.buffer_operation(Names, Receipts, ()),
 )

@@ -32,7 +32,7 @@ class Admission:
             return
         if engine is not None and engine.waiting >= self._max_waiting:
             raise Busy(
-                f"{engine.waiting} requests wait to be computed already; the limit is {self._max_waiting}"
+                f"{engine.waiting} requests wait for a thread already; the limit is {self._max_waiting}"
                 " (GRADSERVE_MAX_WAITING)",
                 limit=self._max_waiting,
             )

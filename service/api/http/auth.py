@@ -22,7 +22,7 @@ class Caller(NamedTuple):
         """Raise `Forbidden` unless the caller may do this."""
         if scope not in self.scopes:
             raise Forbidden(
-                f"This API key is good for {', '.join(sorted(self.scopes))}, but this needs {scope}", scope=scope
+                f"This API key has {', '.join(sorted(self.scopes))}, but the request needs {scope}", scope=scope
             )
 
 
@@ -42,7 +42,7 @@ def authorize(scope: Scope, headers: Mapping[bytes, bytes], keys: KeyFile | None
         return ANYONE
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     if not given:
-        raise Unauthorized("This server asks for an API key: Authorization: Bearer gs_...")
+        raise Unauthorized("The request has no API key, but needs one: Authorization: Bearer gs_...")
     kind, _, secret = given[0].decode("latin-1").strip().partition(" ")
     if kind.lower() != "bearer" or len(given) > 1:
         raise Unauthorized("Authorization must be one API key: Bearer gs_...")
@@ -69,7 +69,7 @@ def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
         return
     came = "" if origin is None else f", {shown(origin.decode('latin-1'))}"
     raise Forbidden(
-        f"This request comes from a page of another site{came}; a server without API keys does not serve those"
+        f"This request comes from a page of another website{came}; without API keys the server refuses those"
     )
 
 

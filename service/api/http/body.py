@@ -63,7 +63,7 @@ def _check_chunked(scope: Scope) -> None:
     coding = b", ".join(lines).decode("latin-1")
     if coding.strip().lower() != "chunked":
         raise MalformedBody(
-            f"Transfer-Encoding is {shown(coding)}, but must be chunked; a body is compressed by Content-Encoding"
+            f"Transfer-Encoding is {shown(coding)}, but must be chunked; to compress a body, use Content-Encoding"
         )
 
 
@@ -90,7 +90,7 @@ async def _read(
         return whole
     except TimeoutError:
         raise RequestTimeout(
-            f"The body is not complete, but nothing came for {patience:g} seconds (GRADSERVE_REQUEST_TIMEOUT), or less"
+            f"The body is incomplete: nothing came for {patience:g} seconds (GRADSERVE_REQUEST_TIMEOUT), or less"
             f" than {LEAST_RATE} bytes a second",
             limit=patience,
         ) from None
@@ -153,15 +153,15 @@ def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
     try:
         whole = stream.decompress(body, limit + 1)
     except zlib.error as error:
-        raise MalformedBody(f"The body is not what its Content-Encoding, {coding}, says: {error}") from None
+        raise MalformedBody(f"Content-Encoding is {coding}, but the body is not {coding}: {error}") from None
     if len(whole) > limit:
         raise BodyTooLarge(
-            f"The body has more than {limit} bytes once it is inflated; that is the limit"
+            f"The body has more than {limit} bytes once it is decompressed; that is the limit"
             " (GRADSERVE_MAX_INFLATED_BYTES)",
             limit=limit,
         )
     if not stream.eof or stream.unused_data:
-        what = "has more behind its end: one stream is read, not several in a row" if stream.eof else "ends too early"
+        what = "has bytes after its end, but must be a single stream" if stream.eof else "ends too early"
         raise MalformedBody(f"The body's {coding} stream {what}")
     return memoryview(whole)
 

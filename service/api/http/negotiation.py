@@ -33,7 +33,7 @@ def media_types(request: Request) -> tuple[str, str]:
     wanted = {one: wishes.get(one, (anything[0], False)) for one in (sent, *MEDIA_TYPES)}
     best = max(wanted, key=lambda one: wanted[one])  # of equals the first: as the request
     if not wanted[best][0] > 0:
-        raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is one of {', '.join(MEDIA_TYPES)}")
+        raise NotAcceptable(f"Accept is {shown(accepted)}, but must allow one of {', '.join(MEDIA_TYPES)}")
     return sent, best
 
 
@@ -51,4 +51,4 @@ def check_given_once(request: Request, lists: Collection[str] = ()) -> None:
     """Raise `InvalidParameter` for a query parameter that is given twice, unless it is one of `lists`."""
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if count > 1 and name not in lists:
-            raise InvalidParameter(f"{shown(name)} is given {count} times", parameter=name)
+            raise InvalidParameter(f"{shown(name)} is given {count} times, not once", parameter=name)

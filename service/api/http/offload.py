@@ -31,8 +31,8 @@ async def in_pool(scope: Scope, receive: Receive, engine: Engine, work: Callable
     except asyncio.CancelledError:
         if any(expired):
             raise Expired(
-                f"No thread was free for {seconds:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT), and the"
-                " request was not begun",
+                f"No thread was free for {seconds:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT), so the"
+                " request was not started",
                 limit=seconds,
             ) from None
         raise

@@ -70,8 +70,8 @@ def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter", k
     """pydantic's word on one parameter, or on another `kind` of which there are the `known` ones, as an error."""
     name = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")  # not the place in a list
     if error["type"] == "extra_forbidden":
-        others = f"; there are {', '.join(known)}" if known else ""
-        return UnknownParameter(f"There is no {kind} {shown(name)} here{others}", parameter=name)
+        others = f"; it must be one of {', '.join(known)}" if known else ""
+        return UnknownParameter(f"The {kind} {shown(name)} is unknown{others}", parameter=name)
     if error["type"] == "missing":
         return InvalidParameter(f"The {kind} {name} is missing", parameter=name)
     message = f"{name}: {error['msg']}"
@@ -107,12 +107,12 @@ def install(app: FastAPI) -> None:
             # Starlette names the methods of the first route at this path only.
             allowed = ", ".join(method for method in _METHODS if _is_taken(app, {**request.scope, "method": method}))
             allowed = allowed or "GET, HEAD"  # of the files of /docs
-            detail = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+            detail = f"{request.url.path} does not allow {request.method}; it allows {allowed}"
             return answer(request.scope["path"], MethodNotAllowed(detail), {"Allow": allowed})
         if error.status_code == 404:
-            detail = f"There is nothing at {shown(request.url.path)}; see /docs for what there is"
+            detail = f"There is nothing at {shown(request.url.path)}; /docs lists all paths"
             if request.url.path.startswith("/v1/buffers/"):
-                detail += ". The name of a buffer has no slash"
+                detail += ". A buffer's name has no slash"
             return answer(request.scope["path"], NotFound(detail))
         return answer(request.scope["path"], MalformedBody(str(error.detail)))
 
@@ -160,7 +160,7 @@ def _is_taken(app: FastAPI, scope: Scope) -> bool:
 
 
 class Problem(BaseModel):
-    """An error (RFC 9457), and where it helps, what it is about."""
+    """An error (RFC 9457), with what it is about, if that helps."""
 
     type: str = Field(examples=["urn:gradserve:problem:shape_mismatch"])
     title: str
@@ -174,10 +174,10 @@ class Problem(BaseModel):
     index: int = Field(default_factory=absent)
     limit: float = Field(default_factory=absent)
     buffer: str = Field(default_factory=absent)
-    epoch: int = Field(default_factory=absent, description="The epoch that the buffer is in.")
-    count: int = Field(default_factory=absent, description="The gradients in it.")
+    epoch: int = Field(default_factory=absent, description="The buffer's current epoch.")
+    count: int = Field(default_factory=absent, description="The gradients in that epoch so far.")
     min_count: int = Field(default_factory=absent)
-    scope: str = Field(default_factory=absent, description="What the API key would have to be good for.")
+    scope: str = Field(default_factory=absent, description="The scope that the API key lacks.")
     receipts: dict[str, Any] = Field(
-        default_factory=absent, description="Of a request that was made before, what it changed then."
+        default_factory=absent, description="The receipts of the same request, which was made before."
     )

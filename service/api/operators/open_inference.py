@@ -40,12 +40,12 @@ _IGNORED = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_en
 """Parameters of Triton's scheduler, which clients may set for any model."""
 
 
-@router.get("", summary="The server")
+@router.get("", summary="Describe the server")
 async def server() -> dict[str, Any]:
     return {"name": "gradserve", "version": version("gradserve"), "extensions": EXTENSIONS}
 
 
-@router.post("/repository/index", summary="All models")
+@router.post("/repository/index", summary="List the models")
 async def index() -> list[dict[str, str]]:
     return [{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS]
 
@@ -89,7 +89,7 @@ async def config(request: Request, op: str) -> dict[str, Any]:
     }
 
 
-@router.get("/models/{op}/ready", summary="The model takes requests")
+@router.get("/models/{op}/ready", summary="Whether the model is ready")
 @router.get("/models/{op}/versions/{number}/ready", include_in_schema=False)
 async def ready(request: Request, op: str) -> dict[str, Any]:
     operator = _find(op, _version(request))
@@ -156,11 +156,11 @@ def wants_inference(scope: Scope) -> re.Match[str] | None:
 async def infer(scope: Scope, receive: Receive, path: re.Match[str]) -> Answer:
     """Run a model, without FastAPI, which would add nothing to it but time."""
     if scope["method"] != "POST":
-        raise MethodNotAllowed(f"{path[0]} does not take {scope['method']}; it takes POST")
+        raise MethodNotAllowed(f"{path[0]} does not allow {scope['method']}; it allows POST")
     operator = _find(path[1], path[2] or VERSION)
     if scope["query_string"]:  # which, ignored, would leave attributes at their defaults
         raise UnknownParameter(
-            f"{path[0]} has no query; attributes are members of the request's parameters, like"
+            f"{path[0]} takes no query; attributes are members of the request's parameters, like"
             ' {"parameters": {"axis": 0}, "inputs": [...]}',
             op=operator.name,
         )
@@ -200,7 +200,7 @@ def _decode_raw(operator: Operator, engine: Engine, body: memoryview) -> Job:
     needed = [tensor for tensor in operator.inputs if not tensor.optional]
     if len(needed) != 1:
         raise MalformedBody(
-            f"A body of nothing but bytes is for models with one input, but {operator.name} needs"
+            f"A body of bytes alone is for models with one input, but {operator.name} needs"
             f" {', '.join(tensor.name for tensor in needed)}"
         )
     name, dtype = needed[0].name, DTYPES[needed[0].kind.default]

@@ -35,7 +35,7 @@ class TensorInfo(BaseModel):
 
     name: str
     dtypes: list[str]
-    default_dtype: str = Field(description="What a JSON list without a dtype has.")
+    default_dtype: str = Field(description="The dtype of a JSON list that names none.")
     type_variable: str | None = Field(description="Tensors of the same type variable share a dtype.")
     optional: bool
 
@@ -49,7 +49,7 @@ class AttributeInfo(BaseModel):
 
 
 class OperatorInfo(BaseModel):
-    """What an operator computes, takes and gives."""
+    """An operator: its formula, inputs, outputs and attributes."""
 
     name: str
     formula: str
@@ -90,12 +90,12 @@ def describe(operator: Operator) -> OperatorInfo:
     )
 
 
-@router.get("/v1/ops", summary="All operators")
+@router.get("/v1/ops", summary="List the operators")
 async def list_operators() -> OperatorList:
     return OperatorList(operators=[describe(operator) for operator in OPERATORS.values()])
 
 
-@router.get("/v1/ops/{op}", summary="One operator")
+@router.get("/v1/ops/{op}", summary="Describe an operator")
 async def get_operator(op: str) -> OperatorInfo:
     return describe(find(op))
 
@@ -115,17 +115,17 @@ class EndpointQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     encoding: json_codec.Form | None = Field(
-        None, description="How the answer writes its tensors; by default in base64 if the request does, else as lists."
+        None, description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."
     )
     sources: list[str] = Field(
-        [], alias="from", description="`X:acts.1`: take the input X from the buffer acts.1, as it is. Repeats."
+        [], alias="from", description="`X:acts.1`: take the input X from the buffer acts.1. May repeat."
     )
     into: list[str] = Field(
         [],
-        description="`dW:gru.W`: add the output dW to the buffer gru.W, and answer a receipt in its place. Repeats.",
+        description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. May repeat.",
     )
     weight: float | None = Field(
-        None, allow_inf_nan=False, description="With `into`: the weight of what is added; by default 1."
+        None, allow_inf_nan=False, description="With `into`: the weight of each added gradient; by default 1."
     )
     epoch: int | None = Field(None, ge=0, description="With `into`: the epoch that the buffers must be in.")
 
@@ -134,9 +134,9 @@ def query_model(operator: Operator) -> type[EndpointQuery]:
     """The query parameters of the operator's endpoint, its attributes included."""
     fields: Any = {a.name: (a.type, a.default) for a in operator.attributes}
     if len(operator.outputs) > 1:
-        description = "The outputs to answer, separated by commas; by default all."
+        description = "The outputs to return, separated by commas; by default all."
         if operator.takes_wanted:
-            description += " What is not asked for is not computed."
+            description += " Other outputs are not computed."
         fields["outputs"] = (str | None, Field(None, description=description))
     return create_model(f"{operator.name}Query", __base__=EndpointQuery, **fields)
 
@@ -159,7 +159,7 @@ def buffers_of(
     """The buffers of a request, given as `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
     if not into and not (weight is None and epoch is None):
         name = "epoch" if weight is None else "weight"
-        raise InvalidParameter(f"{name} is for outputs that are added into a buffer: into=", parameter=name)
+        raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
     if not (sources or into):
         return NO_BUFFERS
     taken = _named("from", sources, [one.name for one in operator.inputs])
@@ -167,10 +167,10 @@ def buffers_of(
     for output in operator.outputs:
         if output.name in added and output.kind.dtypes != FLOATS.dtypes:
             raise DtypeMismatch(
-                f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer is of floats", tensor=output.name
+                f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=output.name
             )
     if len(set(added.values())) < len(added):
-        raise InvalidParameter("into has one buffer twice, but a request changes each once at most", parameter="into")
+        raise InvalidParameter("into names a buffer twice, but a request may change each once", parameter="into")
     return Buffers(taken, added, 1.0 if weight is None else weight, epoch)
 
 
@@ -181,8 +181,8 @@ def _named(parameter: str, given: Sequence[str], known: Collection[str]) -> dict
         name, _, buffer = one.partition(":")
         if name not in known or not buffer:
             raise InvalidParameter(
-                f"{parameter} is {shown(one)}, but must be one of {', '.join(known)}, a colon,"
-                " and the name of a buffer",
+                f"{parameter} is {shown(one)}, but must be one of {', '.join(known)}, followed by a colon"
+                " and a buffer's name",
                 parameter=parameter,
             )
         if name in pairs:

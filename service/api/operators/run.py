@@ -239,7 +239,7 @@ class _Run:
         for name, buffer in self._job.buffers.sources.items():
             if name in self._job.tensors:
                 raise InvalidParameter(
-                    f"{name} is in the body, and also to be taken from the buffer {buffer!r}", parameter="from"
+                    f"{name} is in the body, but from= takes it from the buffer {buffer!r}, too", parameter="from"
                 )
         return {name: one.value for name, one in zip(self._job.buffers.sources, snapshots, strict=True)}
 
@@ -255,7 +255,7 @@ class _Run:
         sources = self._job.buffers.sources.values()
         for buffer, then, state in zip(sources, before, now, strict=False):  # earlier versions stored none
             if then != state:
-                raise counted_once(f"the buffer {buffer!r}, that it is computed from, has changed since", receipts)
+                raise counted_once(f"its input, the buffer {buffer!r}, has changed since", receipts)
 
 
 def text_of(body: memoryview) -> int:

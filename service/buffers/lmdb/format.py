@@ -89,7 +89,7 @@ def packed(record: Record) -> bytes:
 def unpacked(name: str, sealed: memoryview) -> Record:
     data = opened(sealed, seed_of(name.encode()))
     if data is None:
-        raise BufferCorrupt(f"What is stored of the buffer {name!r} is damaged on the disk", buffer=name)
+        raise BufferCorrupt(f"The stored record of the buffer {name!r} is damaged on the disk", buffer=name)
     fields: list[Any] = orjson.loads(data)
     spec, *state, closed = fields
     return Record(name, spec_of(spec), *[*state, tuple(Closed(*one) for one in closed)])

@@ -345,7 +345,7 @@ class LmdbStore:
         except (lmdb.Error, OSError, GradserveError):
             pass  # a full disk, say; whoever adds next is told
         except Exception:  # the writer must live, whatever this was
-            logger.exception("gradserve cannot tidy up the store in %s", self._env.path)
+            logger.exception("Cannot clean up the store in %s", self._env.path)
 
 
 def _has_grown(job: _Job, answer: Outcome | GradserveError) -> bool:
