@@ -178,7 +178,7 @@ def test_every_key_may_read_the_limits(people: dict[str, httpx.Client]) -> None:
         assert people[who].get("/v1/limits").status_code == 200
 
 
-def test_on_v2_a_scope_that_is_missing_is_told_in_its_form(people: dict[str, httpx.Client]) -> None:
+def test_v2_reports_a_missing_scope_in_its_own_form(people: dict[str, httpx.Client]) -> None:
     people["bob"].put("/v1/buffers/a", json={"shape": [2]})
     inputs = [{"name": name, "shape": [2], "datatype": "FP32", "data": [1, 2]} for name in ("dY", "X")]
     answer = people["ops"].post("/v2/models/ReluGrad/infer", json={"inputs": inputs, "parameters": {"into": "dX:a"}})
@@ -343,7 +343,7 @@ def test_a_file_that_could_not_be_read_once_is_read_again(tmp_path: Path, monkey
     assert [keys.find(secret) is not None for secret in secrets] == [False, True]
 
 
-def test_a_file_that_breaks_again_is_told_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_breaks_again_is_logged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys.json"
     secret = add(path, "ann", ["ops"])
     good, keys = path.read_text(), KeyFile(path)
