@@ -1,4 +1,4 @@
-"""The `gradserve` command. It can be stopped from the first moment on, though to import the rest takes a second."""
+"""The `gradserve` command. A signal stops it from the first moment, though its imports take a second."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ import signal
 import sys
 from types import FrameType
 
+SIGNALLED = 128
+"""The exit status of a process that a signal ended is this plus the signal's number, as shells report it."""
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns its exit status, as `cli.main` has it; 130 after Ctrl-C.
+    """Run the command and return its exit status: that of `cli.main`, or 130 after Ctrl-C.
 
-    SIGTERM ends it as Ctrl-C does, so that nothing half done is left, until a server has begun, which does it better.
-    The first process of a container, which would ignore the signal otherwise, ends, too.
+    SIGTERM ends the command as Ctrl-C does, so that it removes unfinished files. The server installs handlers of its
+    own. In a container the command is the first process, for which the kernel ignores a signal without a handler.
     """
     terminated = signal.signal(signal.SIGTERM, _stop_at_once)
     interrupted = signal.getsignal(signal.SIGINT)
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop_at_once)
     try:
-        from service import cli  # what takes the second
+        from service import cli  # takes the second
 
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, interrupted)
         return cli.main(arguments)
     except KeyboardInterrupt:
-        return 130
+        return SIGNALLED + signal.SIGINT
     finally:
-        if signal.getsignal(signal.SIGTERM) is _stop:  # a server that has ended ignores it
+        if signal.getsignal(signal.SIGTERM) is _stop:  # a server that has ended ignores SIGTERM, and must go on so
             signal.signal(signal.SIGTERM, terminated)
 
 
 def _stop_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)  # an exception could be lost in an import, or break it; and nothing is begun
+    os._exit(SIGNALLED + number)  # an import may swallow an exception, or break; and no work has begun
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not keep the first from tidying up
-    raise SystemExit(128 + number)
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up after the first
+    raise SystemExit(SIGNALLED + number)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Memory whose pages are already in place, for large outputs: fresh pages cost more than the arithmetic."""
+"""Memory of past tensors, used again for large outputs: fresh pages cost more than the arithmetic."""
 
 from __future__ import annotations
 
@@ -10,57 +10,69 @@ import numpy as np
 
 from service.dtypes import Array, DType
 
-SMALLEST = 1 << 20
-"""Bytes below which the C library's allocator already reuses memory."""
+MIN_REUSED_BYTES = 1 << 20
+"""Below this size the C library's allocator already reuses memory."""
+
+_M_TRIM_THRESHOLD = -1
+"""`mallopt`'s number, from malloc.h, for the bytes of freed memory at the end of the heap to keep."""
+
+_M_MMAP_THRESHOLD = -3
+"""`mallopt`'s number, from malloc.h, for the bytes from which memory is mapped, and unmapped once freed."""
+
+_M_ARENA_MAX = -8
+"""`mallopt`'s number, from malloc.h, for the number of heaps."""
+
+_MAX_MMAP_THRESHOLD_BYTES = 32 << 20
+"""The largest threshold that glibc accepts on 64-bit machines."""
 
 
 class Arena:
-    """Allocates arrays and takes their memory back when the last view of each is gone.
+    """Allocates arrays, and takes the memory of each back when its last view is gone.
 
-    At most `limit` bytes are kept for later; the rest goes back to the system. Thread-safe.
+    At most `limit` bytes of free memory are kept; the rest goes back to the system. Thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: list[Array] = []
+        self._free: list[Array] = []
         self._lock = threading.RLock()  # a lease may be collected while its own thread holds the lock
 
     def allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """An uninitialised array."""
+        """Return an uninitialised array."""
         size = math.prod(shape) * dtype.itemsize
-        if size < SMALLEST:
+        if size < MIN_REUSED_BYTES:
             return np.empty(shape, dtype)
         lease = _Lease(self, self._take(size))
         return np.asarray(lease)[:size].view(dtype).reshape(shape)
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes that wait for their next use."""
+    def free_bytes(self) -> int:
+        """The bytes of free memory that are kept."""
         with self._lock:
-            return sum(memory.nbytes for memory in self._kept)
+            return sum(memory.nbytes for memory in self._free)
 
     def _take(self, size: int) -> Array:
-        """The smallest kept memory of `size` bytes or up to twice as many, else new memory."""
+        """Return the smallest free memory of `size` to twice `size` bytes, or else new memory."""
         with self._lock:
-            fitting = [memory for memory in self._kept if size <= memory.nbytes <= 2 * size]
+            fitting = [memory for memory in self._free if size <= memory.nbytes <= 2 * size]
             if not fitting:
                 return np.empty(size, np.uint8)
             best = min(fitting, key=lambda memory: memory.nbytes)
-            self._kept = [memory for memory in self._kept if memory is not best]
+            self._free = [memory for memory in self._free if memory is not best]
             return best
 
     def give_back(self, memory: Array) -> None:
-        """Keep `memory` for later, and let go of what was kept longest where that is too much."""
+        """Keep `memory` for later, and release the oldest free memory beyond the limit."""
         if memory.nbytes > self._limit:
             return
         with self._lock:
-            self._kept.append(memory)
-            while self.kept_bytes > self._limit:
-                self._kept.pop(0)
+            self._free.append(memory)
+            while self.free_bytes > self._limit:
+                self._free.pop(0)
 
 
 class _Lease:
-    """Owns `memory` for as long as an array views it: NumPy keeps the object behind `__array_interface__` alive."""
+    """Owns `memory` while an array views it: NumPy keeps the object behind `__array_interface__` alive."""
 
     def __init__(self, arena: Arena, memory: Array) -> None:
         self._arena = arena
@@ -72,16 +84,13 @@ class _Lease:
 
 
 def keep_freed_memory(limit: int) -> None:
-    """Let the C library keep up to `limit` bytes of freed memory for later, for all that is not a tensor.
+    """Let the C library keep up to `limit` bytes of freed memory, for everything but tensors.
 
-    By default it returns what is large to the system at once, and each page comes back by a fault that costs more than
-    to fill it. Has an effect with glibc only; elsewhere it does nothing.
+    By default the C library returns large memory to the system at once. Each new page then costs a page fault, which
+    takes longer than filling the page. Without glibc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)  # one heap that all threads share, so that one can reuse what another freed
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
-        mallopt(_M_TRIM_THRESHOLD, min(limit, (1 << 31) - 1))
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from malloc.h
+        mallopt(_M_ARENA_MAX, 1)  # one heap, so that each thread can reuse what another one freed
+        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, min(limit, (1 << 31) - 1))  # mallopt takes a C int

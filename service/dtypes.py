@@ -1,4 +1,4 @@
-"""The dtypes of the service, each in one row, and the groups of them that operators ask for."""
+"""The dtypes of the service, their names in each format, and the groups that operators accept."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ DTYPES: dict[str, DType] = {
     "int64": INT64,
     "bool": BOOL,
 }
-"""The JSON name of each dtype, which is NumPy's, and the dtype: little-endian, as the wire is."""
+"""The dtype of each JSON name, which is NumPy's name, too. All are little-endian, as the wire is."""
 
 NAMES: dict[DType, str] = {dtype: name for name, dtype in DTYPES.items()}
-"""The way back, a hundred times faster than NumPy's `dtype.name`."""
+"""The JSON name of each dtype. A look-up here is a hundred times faster than NumPy's `dtype.name`."""
 
 SAFETENSORS: dict[DType, str] = {
     FLOAT16: "F16",
@@ -58,7 +58,7 @@ OPEN_INFERENCE: dict[DType, str] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What an operator takes in one place: the names of the dtypes, and the one that a bare JSON list has there."""
+    """The dtypes that an operator accepts for a tensor, by name, and the `default` of a JSON list without a dtype."""
 
     name: str
     dtypes: tuple[str, ...]
@@ -71,11 +71,11 @@ FLAG = Kind("flag", ("bool",), "bool")
 ANY = Kind("any", tuple(DTYPES), "bool")
 
 
-def cast(numbers: np.ndarray[Any, DType], dtype: DType) -> np.ndarray[Any, DType]:
-    """The numbers as `dtype`, rounded once, to the nearest. What is out of its range is infinite, with NumPy's warning.
+def cast(numbers: Array, dtype: DType) -> Array:
+    """Return the numbers as `dtype`, rounded once, to the nearest. Overflow gives infinity and NumPy's warning.
 
-    ml_dtypes makes bfloat16 of float64 by way of float32, and rounds twice. Here float32 is rounded to odd on the way,
-    after which the second rounding is right.
+    ml_dtypes converts float64 to bfloat16 by way of float32, and so rounds twice. Here the first rounding, to float32,
+    is to odd, after which the second rounding is right.
 
     >>> float(cast(np.array(1.00390625000001), BFLOAT16))
     1.0078125
@@ -83,15 +83,15 @@ def cast(numbers: np.ndarray[Any, DType], dtype: DType) -> np.ndarray[Any, DType
     if numbers.dtype != FLOAT64 or dtype != BFLOAT16:
         return numbers.astype(dtype)
     single = np.atleast_1d(numbers.astype(FLOAT32))
-    back, bits = single.astype(FLOAT64), single.view(np.uint32)
-    inexact = back != numbers
-    bits -= np.abs(back) > np.abs(numbers)  # towards zero
+    restored, bits = single.astype(FLOAT64), single.view(np.uint32)
+    inexact = restored != numbers
+    bits -= np.abs(restored) > np.abs(numbers)  # towards zero
     bits |= inexact
     return single.astype(dtype).reshape(numbers.shape)
 
 
 def compute_dtype(dtype: DType) -> DType:
-    """The dtype that arithmetic on `dtype` runs in: float32 for the 16-bit floats, else `dtype` itself.
+    """Return the dtype for arithmetic on `dtype`: float32 for the 16-bit floats, else `dtype` itself.
 
     >>> compute_dtype(BFLOAT16)
     dtype('float32')

@@ -1,4 +1,4 @@
-"""The engine: binds tensors to an operator's inputs, checks them, and runs the kernel in the thread pool."""
+"""The engine: checks tensors against an operator's inputs, and runs its kernel in the thread pool."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ from threadpoolctl import threadpool_limits
 from service.arena import Arena
 from service.dtypes import NAMES, Array, DType
 from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
-from service.kernels import Operator, Workspace, workspace
+from service.kernels import Operator, Tensor, Workspace, workspace
 from service.limits import Limits
 
 R = TypeVar("R")
 
+MAX_REMEMBERED_CHECKS = 1024
+"""Valid combinations of operator and dtypes. Clients send few, and a look-up takes a seventh of a check's 1 us."""
+
 
 class Engine:
-    """One pool of `threads`, the `limits` of every tensor, and at most `reuse_bytes` of memory kept for new ones."""
+    """A pool of `threads`, the `limits` of every tensor, and up to `reuse_bytes` of free memory for new tensors."""
 
     def __init__(self, *, threads: int, limits: Limits, reuse_bytes: int) -> None:
         self.limits = limits
-        # BLAS must not start threads of its own beside the pool's, and its bits must not depend on their number.
+        # BLAS must not start threads beside the pool's: its results would also depend on their number, bit for bit.
         threadpool_limits(1, user_api="blas")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
         self._lock = threading.Lock()
         self.waiting = 0
-        """How much was submitted that has neither started nor been cancelled."""
+        """The number of submitted tasks that have neither started nor been cancelled."""
         self._arena = Arena(reuse_bytes)
         self._workspace = Workspace(self._pool, threads, self._allocate, self._arena.allocate)
         self._alone = Workspace(allocate=self._allocate, spare=self._arena.allocate)
 
     def buffer(self, size: int) -> memoryview:
-        """`size` uninitialised bytes, in memory of past tensors where there is some."""
+        """Return `size` uninitialised bytes, in memory of past tensors if some is free."""
         return self._arena.allocate((size,), np.dtype(np.uint8)).data
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """An uninitialised array, in memory of past tensors where there is some."""
+        """Return an uninitialised array, in memory of past tensors if some is free."""
         return self._arena.allocate(shape, dtype)
 
-    def submit(self, work: Callable[[], R]) -> Future[R]:
-        """Call `work` in the pool. A future that is cancelled before it starts is dropped."""
+    def submit(self, task: Callable[[], R]) -> Future[R]:
+        """Call `task` in the pool. Cancelling the future before the task starts releases the task at once."""
 
-        waiting = [work]
+        waiting = [task]
 
         def start() -> R:
             self._count_waiting(-1)
@@ -55,7 +58,7 @@ class Engine:
         def drop(ended: Future[R]) -> None:
             if ended.cancelled():
                 self._count_waiting(-1)
-                waiting.clear()  # the pool keeps what is cancelled until a thread comes to it
+                waiting.clear()  # the pool itself keeps a cancelled task until a thread reaches it
 
         self._count_waiting(1)
         future = self._pool.submit(start)
@@ -67,7 +70,7 @@ class Engine:
             self.waiting += change
 
     def close(self) -> None:
-        """Finish what runs, drop what waits, and end the threads."""
+        """Finish the running tasks, drop the waiting ones, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def run(
@@ -79,16 +82,16 @@ class Engine:
         *,
         alone: bool = False,
     ) -> dict[str, Array]:
-        """The operator's outputs, name -> array, or those `wanted`. Idle threads of the pool join in, unless `alone`.
+        """Return the operator's outputs, name -> array: all, or those `wanted`. `alone` uses the calling thread only.
 
-        Raises `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, and what the kernel raises.
+        Raises `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, and the kernel's own errors.
         """
         self._check(operator, tensors)
         with workspace(self._alone if alone else self._workspace):
             return operator(tensors, attributes, wanted)
 
     def in_pieces(self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> Any:
-        """The only output of a `sparse` operator, as a gradient that is never whole. Raises like `run`."""
+        """Return the only output of a `sparse` operator in pieces, never whole in memory. Raises like `run`."""
         self._check(operator, tensors)
         return operator.in_pieces(tensors, attributes)
 
@@ -98,39 +101,43 @@ class Engine:
             self.limits.check(name, tensor.shape, tensor.dtype)
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        self.limits.check(None, shape, dtype, what="The output")
+        self.limits.check(None, shape, dtype, label="The output")
         return self._arena.allocate(shape, dtype)
 
 
 def check_names(operator: Operator, names: Collection[str]) -> None:
-    """Raise `UnknownTensor` or `MissingTensor` unless `names` are inputs of `operator`, and hold all that it needs."""
+    """Raise `UnknownTensor` or `MissingTensor` unless `names` are inputs of `operator` and hold each required one."""
     for name in names:
         if name not in operator.input_names:
-            known = ", ".join(tensor.name for tensor in operator.inputs)
-            raise UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {known}", tensor=name)
+            inputs = ", ".join(tensor.name for tensor in operator.inputs)
+            raise UnknownTensor(f"{operator.name} has no input {shown(name)}; its inputs are {inputs}", tensor=name)
     for name in operator.needed_names:
         if name not in names:
             raise MissingTensor(f"{operator.name} needs the input {name!r}", tensor=name)
 
 
-@lru_cache(maxsize=1024)
-def _check_types(operator: Operator, given: Sequence[tuple[str, DType]]) -> None:
-    """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the tensors `given`, by name and dtype, fit."""
-    dtypes = dict(given)
+@lru_cache(maxsize=MAX_REMEMBERED_CHECKS)
+def _check_types(operator: Operator, tensors: tuple[tuple[str, DType], ...]) -> None:
+    """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the tensors, as (name, dtype), fit."""
+    dtypes = dict(tensors)
     check_names(operator, dtypes)
     bound: dict[str, tuple[str, DType]] = {}
     for expected in operator.inputs:
-        if expected.name not in dtypes:
-            continue
-        name, dtype = expected.name, dtypes[expected.name]
-        if NAMES.get(dtype) not in expected.kind.dtypes:
-            raise DtypeMismatch(f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name)
-        if expected.variable is None:
-            continue
-        first, common = bound.setdefault(expected.variable, (name, dtype))
-        if dtype != common:
-            raise DtypeMismatch(
-                f"{name} is {dtype} and {first} is {common}, but they must share a dtype"
-                f" (a JSON list without one is {expected.kind.default})",
-                tensor=name,
-            )
+        if expected.name in dtypes:
+            _check_dtype(expected, dtypes[expected.name], bound)
+
+
+def _check_dtype(expected: Tensor, dtype: DType, bound: dict[str, tuple[str, DType]]) -> None:
+    """Raise `DtypeMismatch` unless `dtype` fits. `bound` has the first input of each type variable, and its dtype."""
+    name = expected.name
+    if NAMES.get(dtype) not in expected.kind.dtypes:
+        raise DtypeMismatch(f"{name} is {dtype}, but must be one of {', '.join(expected.kind.dtypes)}", tensor=name)
+    if expected.variable is None:
+        return
+    first, common = bound.setdefault(expected.variable, (name, dtype))
+    if dtype != common:
+        raise DtypeMismatch(
+            f"{name} is {dtype} and {first} is {common}, but they must share a dtype"
+            f" (a JSON list without one is {expected.kind.default})",
+            tensor=name,
+        )

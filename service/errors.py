@@ -1,4 +1,4 @@
-"""Every error that gradserve raises on purpose, and the answer that it becomes.
+"""Every error that gradserve raises on purpose, with the status and code of its answer.
 
 * GradserveError                500 internal
   x BufferCorrupt               500 buffer_corrupt
@@ -43,8 +43,8 @@
   x StoreFailed                 503 store_failed
   x StoreFull                   507 store_full
 
-`status` and `code` are plain class attributes, so that no layer below the API needs to know the web. The first line of
-each docstring is the title of the answer and the text of the documentation.
+`status` and `code` are plain class attributes, so that no layer below the API imports the web. The first line of each
+docstring is the answer's title and the documentation's text: at most six words that state the fault.
 """
 
 from __future__ import annotations
@@ -55,301 +55,305 @@ from typing import Any, ClassVar
 
 
 class GradserveError(Exception):
-    """The server failed; the fault is ours."""
+    """Internal server error."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
 
     def __init__(self, detail: str, **context: Any) -> None:
-        """`detail` is a sentence for the person who made the mistake, `context` (tensor, limit, ...) for programs."""
+        """Make an error from `detail`, a sentence for a person, and `context` (tensor, limit, ...), for programs."""
         super().__init__(detail)
         self.detail = detail
         self.context = {
-            name: cut(value, LONGEST_MEMBER) if isinstance(value, str) else value for name, value in context.items()
+            name: cut(value, MAX_MEMBER_CHARACTERS) if isinstance(value, str) else value
+            for name, value in context.items()
         }
 
     def __str__(self) -> str:
-        return self.detail  # which whoever passes the error on may have made longer
+        return self.detail  # not args[0]: a handler may have added to the detail
 
     @classmethod
     def title(cls) -> str:
-        """The first line of the docstring, without its full stop."""
+        """Return the first line of the docstring, without its full stop."""
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 class BufferCorrupt(GradserveError):
-    """The buffer's bytes on the disk are not those that were written."""
+    """Stored buffer data is damaged."""
 
     code = "buffer_corrupt"
 
 
 class MalformedBody(GradserveError):
-    """The body cannot be read."""
+    """Request body cannot be read."""
 
     status = 400
     code = "malformed_body"
 
 
 class Unauthorized(GradserveError):
-    """An API key is needed, and this is none that is good."""
+    """Missing or invalid API key."""
 
     status = 401
     code = "unauthorized"
 
 
 class Forbidden(GradserveError):
-    """The API key is not good for this, or there is none and a page of another site asks."""
+    """Missing scope or cross-site request."""
 
     status = 403
     code = "forbidden"
 
 
 class NotFound(GradserveError):
-    """There is nothing at this path."""
+    """Path not found."""
 
     status = 404
     code = "not_found"
 
 
 class UnknownOperator(NotFound):
-    """There is no operator of this name."""
+    """Operator not found."""
 
     code = "unknown_operator"
 
 
 class UnknownBuffer(NotFound):
-    """There is no buffer of this name."""
+    """Buffer not found."""
 
     code = "unknown_buffer"
 
 
 class MethodNotAllowed(GradserveError):
-    """This path does not take this method."""
+    """Method not allowed on this path."""
 
     status = 405
     code = "method_not_allowed"
 
 
 class NotAcceptable(GradserveError):
-    """The answer cannot be given in a type that `Accept` names."""
+    """No acceptable media type."""
 
     status = 406
     code = "not_acceptable"
 
 
 class RequestTimeout(GradserveError):
-    """The rest of the request did not come in time."""
+    """Request did not arrive in time."""
 
     status = 408
     code = "request_timeout"
 
 
 class Conflict(GradserveError):
-    """The state of the buffer does not allow this."""
+    """Conflict with the buffer's state."""
 
     status = 409
     code = "conflict"
 
 
 class BufferExists(Conflict):
-    """There is a buffer of this name already, and it differs."""
+    """Buffer already exists."""
 
     code = "buffer_exists"
 
 
 class StaleEpoch(Conflict):
-    """The epoch that the request names is not the buffer's."""
+    """Epoch does not match the buffer."""
 
     code = "stale_epoch"
 
 
 class EpochOpen(Conflict):
-    """The epoch has not closed yet."""
+    """Epoch is still open."""
 
     code = "epoch_open"
 
 
 class TooFewGradients(Conflict):
-    """Fewer gradients are in than were asked for."""
+    """Too few gradients."""
 
     code = "too_few_gradients"
 
 
 class NothingToAverage(Conflict):
-    """The weights of the gradients sum to zero."""
+    """Gradient weights sum to zero."""
 
     code = "nothing_to_average"
 
 
 class TooManyBuffers(GradserveError):
-    """The namespace has as many buffers as it may; nothing was changed."""
+    """Too many buffers in the namespace."""
 
     status = 409
     code = "too_many_buffers"
 
 
 class EpochGone(GradserveError):
-    """What the request refers to was there once, and is not kept any more."""
+    """Requested data is no longer kept."""
 
     status = 410
     code = "epoch_gone"
 
 
 class PreconditionFailed(GradserveError):
-    """The buffer is not in the state that `If-Match` or `If-None-Match` asks for."""
+    """If-Match or If-None-Match failed."""
 
     status = 412
     code = "precondition_failed"
 
 
 class BodyTooLarge(GradserveError):
-    """The body is larger than the server takes."""
+    """Request body too large."""
 
     status = 413
     code = "body_too_large"
 
 
 class TensorTooLarge(GradserveError):
-    """An input or output is larger than the server allows."""
+    """Tensor too large."""
 
     status = 413
     code = "tensor_too_large"
 
 
 class TooManyTensors(GradserveError):
-    """A request has more tensors than the server takes."""
+    """Too many tensors in the request."""
 
     status = 413
     code = "too_many_tensors"
 
 
 class UnsupportedMediaType(GradserveError):
-    """The body is of a type or encoding that the server does not read."""
+    """Unsupported media type or encoding."""
 
     status = 415
     code = "unsupported_media_type"
 
 
 class Invalid(GradserveError):
-    """The request was read but makes no sense."""
+    """Invalid request."""
 
     status = 422
     code = "invalid_request"
 
 
 class InvalidParameter(Invalid):
-    """An attribute or query parameter has no valid value."""
+    """Invalid attribute or parameter."""
 
     code = "invalid_parameter"
 
 
 class UnknownParameter(Invalid):
-    """A query parameter, or a member of the body, is not one of this endpoint's."""
+    """Unknown query parameter or body member."""
 
     code = "unknown_parameter"
 
 
 class InvalidTensor(Invalid):
-    """A tensor's form, numbers or bytes are invalid."""
+    """Invalid tensor form or data."""
 
     code = "invalid_tensor"
 
 
 class MissingTensor(Invalid):
-    """A required input is missing."""
+    """Required tensor is missing."""
 
     code = "missing_tensor"
 
 
 class UnknownTensor(Invalid):
-    """A tensor is not one that this request has."""
+    """Unknown tensor name."""
 
     code = "unknown_tensor"
 
 
 class DtypeMismatch(Invalid):
-    """A tensor's dtype is not one that the operator takes there."""
+    """Tensor has the wrong dtype."""
 
     code = "dtype_mismatch"
 
 
 class ShapeMismatch(Invalid):
-    """The shapes of the tensors do not fit together."""
+    """Tensor shapes do not fit together."""
 
     code = "shape_mismatch"
 
 
 class TooManyDimensions(Invalid):
-    """A tensor has more dimensions than the server takes."""
+    """Tensor has too many dimensions."""
 
     code = "too_many_dimensions"
 
 
 class AxisOutOfRange(Invalid):
-    """The axis is not one of the tensor's."""
+    """Axis out of range."""
 
     code = "axis_out_of_range"
 
 
 class IndexOutOfRange(Invalid):
-    """An index lies outside the dimension that it indexes."""
+    """Index out of range."""
 
     code = "index_out_of_range"
 
 
 class NonfiniteGradient(Invalid):
-    """After this gradient the buffer would be infinite or NaN, which it was created to refuse."""
+    """Buffer would become infinite or NaN."""
 
     code = "nonfinite_gradient"
 
 
 class KeyReused(Invalid):
-    """The Idempotency-Key was used before, for another request."""
+    """Idempotency-Key reused for another request."""
 
     code = "idempotency_key_reused"
 
 
 class Busy(GradserveError):
-    """The server has as much to do as it takes on; try again soon."""
+    """Server is busy; try again soon."""
 
     status = 429
     code = "busy"
 
 
 class NotReady(GradserveError):
-    """The server is starting or stopping."""
+    """Server is starting or stopping."""
 
     status = 503
     code = "not_ready"
 
 
 class Expired(GradserveError):
-    """The request waited for a thread as long as its sender waits, and was not begun."""
+    """Request waited too long to start."""
 
     status = 503
     code = "expired"
 
 
 class StoreFailed(GradserveError):
-    """The store of the buffers cannot be used."""
+    """Buffer store is unavailable."""
 
     status = 503
     code = "store_failed"
 
 
 class StoreFull(GradserveError):
-    """The store of the buffers has no room left; nothing was changed."""
+    """Buffer store is full."""
 
     status = 507
     code = "store_full"
 
 
-LONGEST, LONGEST_MEMBER = 80, 1000
-"""Characters of a value that an error shows, and of one that programs read: the name of a buffer is never cut."""
+MAX_SHOWN_CHARACTERS = 80
+"""The longest value in a detail: enough to recognise it, and short enough to keep the sentence readable."""
+
+MAX_MEMBER_CHARACTERS = 1000
+"""The longest text in `context`: programs look up buffer names there, and a name has at most 200 characters."""
 
 
-def cut(text: str, longest: int = LONGEST) -> str:
-    """`text`, its end left out where it is long.
+def cut(text: str, longest: int = MAX_SHOWN_CHARACTERS) -> str:
+    """Return `text`, shortened to `longest` characters if it is longer.
 
     >>> cut("abcdefgh", longest=6)
     'abc...'
@@ -358,7 +362,7 @@ def cut(text: str, longest: int = LONGEST) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as an error message shows it, with JSON's words.
+    """Return `value` as an error message shows it, in JSON's words.
 
     >>> shown(["a", None, {"b": True}])
     "['a', null, {'b': true}]"
@@ -371,24 +375,24 @@ def shown(value: object) -> str:
         case list() | tuple():
             text = f"[{_joined(map(shown, value))}]"
         case dict():
-            text = f"{{{_joined(f'{shown(key)}: {shown(one)}' for key, one in value.items())}}}"
+            text = f"{{{_joined(f'{shown(key)}: {shown(member)}' for key, member in value.items())}}}"
         case _:
             text = repr(value)
     return cut(text)
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """The texts with commas between them, those left out that would be cut."""
+    """Join the texts with commas, and stop once `cut` would remove the rest: a list may have millions of items."""
     joined = ""
     for text in texts:
         joined += f", {text}" if joined else text
-        if len(joined) > LONGEST:
+        if len(joined) > MAX_SHOWN_CHARACTERS:
             break
     return joined
 
 
 def tree(root: type[GradserveError] = GradserveError) -> Iterator[type[GradserveError]]:
-    """`root` and every class below it, parents first."""
+    """Yield `root` and every class below it, parents first."""
     yield root
     for child in root.__subclasses__():
         yield from tree(child)

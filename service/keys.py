@@ -1,7 +1,7 @@
-"""API keys: a file of them, of which it holds hashes only.
+"""API keys: the file that holds them, as hashes only.
 
-A secret is 32 random bytes, so that a fast hash is as good as a slow one. Its first characters are the id under which
-the file has it; the rest of it is compared in constant time.
+A secret has 32 random bytes: too many to guess, even from a fast hash. It begins with the key's id, which finds the key
+in the file; then the hashes are compared in constant time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from service.errors import shown
 logger = logging.getLogger(__name__)
 
 SCOPES = {
-    "ops": "run operators, and see what there is",
+    "ops": "list and run operators",
     "buffers:read": "read buffers and their values",
     "buffers:write": "create, change and delete buffers",
-    "admin": "all of this, and the metrics",
+    "admin": "all of this, and read the metrics",
 }
+"""What each scope of a key allows."""
 
 PREFIX = "gs"
+"""Every secret begins with it, so that people and scanners recognise a leaked one."""
+
 _SECRET = re.compile(rf"{PREFIX}_([0-9a-f]{{12}})_[A-Za-z0-9_-]{{43}}")
 _NAME = re.compile(r"[A-Za-z0-9._:@-]{1,100}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -42,16 +45,16 @@ _FORMAT = 1
 
 
 class KeyFileInvalid(ValueError):
-    """The file of API keys cannot be read, or not be changed as asked."""
+    """The file of API keys cannot be read, or cannot be changed in this way."""
 
 
-class KeyUnfit(ValueError):
-    """No key can be called, or be good for, what was given."""
+class KeyInvalid(ValueError):
+    """The name, namespace or scopes of a new key are invalid."""
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """Who may do what: in the namespace, until `expires`, in seconds since 1970."""
+    """A key: what it allows, in which namespace, and until when; times are seconds since 1970."""
 
     id: str
     name: str
@@ -61,50 +64,55 @@ class ApiKey:
     created: float
     expires: float | None
 
-    def lives(self, now: float) -> bool:
-        """Whether it has not expired."""
-        return self.expires is None or now < self.expires
+    def expired(self, now: float) -> bool:
+        """Return whether the key has expired."""
+        return self.expires is not None and self.expires <= now
 
 
 class KeyFile:
-    """The keys in a file, read again whenever it changes. Thread-safe.
+    """The keys in a file, read again whenever the file changes. Thread-safe.
 
-    While the file is not there, there are no keys. If it cannot be read, those that were read before stay good.
+    A missing file holds no keys. While the file cannot be read, the keys that were read before stay valid.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path, self._clock = path, clock
         self._keys: dict[str, ApiKey] = {}
-        self._seen: tuple[int, ...] | None = None
-        self._told = ""
+        self._read_state: tuple[int, ...] | None = None
+        self._logged_error = ""
 
     def find(self, secret: str) -> ApiKey | None:
-        """The key of this secret, unless it has expired."""
+        """Return the key of this secret, or None if the key is unknown or has expired."""
         self._refresh()
         match = _SECRET.fullmatch(secret)
         key = None if match is None else self._keys.get(match[1])
-        good = hmac.compare_digest("" if key is None else key.digest, _digest(secret))
-        return key if key is not None and good and key.lives(self._clock()) else None
+        matches = hmac.compare_digest("" if key is None else key.digest, _digest(secret))
+        return key if key is not None and matches and not key.expired(self._clock()) else None
 
     def _refresh(self) -> None:
-        try:
-            found = os.stat(self.path)
-            seen: tuple[int, ...] = (found.st_mtime_ns, found.st_size, found.st_ino)
-        except OSError:
-            seen = ()
-        if seen == self._seen:
+        state = _file_state(self.path)
+        if state == self._read_state:
             return
         try:
             self._keys = {key.id: key for key in load(self.path)}
-            self._seen, self._told = seen, ""
-        except KeyFileInvalid as error:  # which may pass: it is read again for the next request
-            if str(error) != self._told:
-                logger.error("gradserve goes on with the keys it has: %s", error)
-            self._told = str(error)
+            self._read_state, self._logged_error = state, ""
+        except KeyFileInvalid as error:  # the fault may pass, so the next request reads the file again
+            if str(error) != self._logged_error:
+                logger.error("Cannot read the API keys again; the keys read before stay valid: %s", error)
+            self._logged_error = str(error)
+
+
+def _file_state(path: Path) -> tuple[int, ...]:
+    """Return numbers that differ after each change of the file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def load(path: Path) -> list[ApiKey]:
-    """The keys in the file; none if it is not there. Raises `KeyFileInvalid`."""
+    """Return the keys in the file, or none if the file does not exist. Raises `KeyFileInvalid`."""
     try:
         document = json.loads(path.read_text())
         if document["format"] != _FORMAT:
@@ -115,15 +123,15 @@ def load(path: Path) -> list[ApiKey]:
     except KeyFileInvalid:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise KeyFileInvalid(f"{path} is no file of API keys: {error}") from None
+        raise KeyFileInvalid(f"{path} is not a file of API keys: {error}") from None
 
 
-def _key(given: Mapping[str, Any]) -> ApiKey:
-    """A key as the file has it, which someone may have edited. Raises `KeyFileInvalid`, and `TypeError`."""
-    key = ApiKey(**given)
+def _key(members: Mapping[str, Any]) -> ApiKey:
+    """Return the key with these members, which someone may have edited. Raises `KeyFileInvalid` and `TypeError`."""
+    key = ApiKey(**members)
     texts = (key.id, key.name, key.namespace)
     if not (
-        all(isinstance(one, str) for one in texts)
+        all(isinstance(text, str) for text in texts)
         and isinstance(key.digest, str)
         and _DIGEST.fullmatch(key.digest)
         and isinstance(key.scopes, list)
@@ -133,39 +141,45 @@ def _key(given: Mapping[str, Any]) -> ApiKey:
         and isinstance(key.expires, (int, float, type(None)))
         and (key.expires is None or math.isfinite(key.expires))
     ):
-        raise KeyFileInvalid(f"The key {shown(str(key.name))} is not as gradserve keys add writes it")
+        raise KeyFileInvalid(
+            f"The key {shown(str(key.name))} is invalid: its values must be as gradserve keys add writes them"
+        )
     return replace(key, scopes=tuple(key.scopes))
 
 
 def add(path: Path, name: str, scopes: list[str], namespace: str = "", expires: float | None = None) -> str:
-    """Add a key to the file, which is made if it is not there. Returns the secret, which is nowhere else.
+    """Add a key to the file, which is created if it does not exist. Returns the secret, which is stored nowhere.
 
-    Raises `KeyUnfit` and `KeyFileInvalid`.
+    `expires` is in seconds since 1970. Raises `KeyInvalid` and `KeyFileInvalid`.
     """
-    for what, text in (("The name", name), ("The namespace", namespace)):
-        if not _NAME.fullmatch(text) and (text or what == "The name"):
-            raise KeyUnfit(f"{what} is {shown(text)}, but must be 1 to 100 of A-Z a-z 0-9 . _ : @ -")
-    unknown = [scope for scope in scopes if scope not in SCOPES]
-    if unknown or not scopes:
-        raise KeyUnfit(f"The scopes are {shown(','.join(scopes))}, but must be some of {', '.join(SCOPES)}")
+    _check_name("name", name)
+    if namespace:
+        _check_name("namespace", namespace)
+    if not scopes or not SCOPES.keys() >= set(scopes):
+        raise KeyInvalid(f"The scopes are {shown(','.join(scopes))}, but must be some of {', '.join(SCOPES)}")
     with _changing(path) as keys:
         if any(key.name == name for key in keys):
-            raise KeyFileInvalid(f"There is a key {shown(name)} already")
-        number = secrets.token_hex(6)
-        secret = f"{PREFIX}_{number}_{secrets.token_urlsafe(32)}"
-        keys.append(ApiKey(number, name, _digest(secret), tuple(scopes), namespace, time.time(), expires))
+            raise KeyFileInvalid(f"{path} already has a key {shown(name)}")
+        key_id = secrets.token_hex(6)
+        secret = f"{PREFIX}_{key_id}_{secrets.token_urlsafe(32)}"
+        keys.append(ApiKey(key_id, name, _digest(secret), tuple(scopes), namespace, time.time(), expires))
     return secret
+
+
+def _check_name(member: str, text: str) -> None:
+    if not _NAME.fullmatch(text):
+        raise KeyInvalid(f"The {member} is {shown(text)}, but must be 1 to 100 characters of A-Z a-z 0-9 . _ : @ -")
 
 
 def remove(path: Path, name: str) -> None:
     """Remove the key of this name from the file. Raises `KeyFileInvalid`."""
     if not path.exists():
-        raise KeyFileInvalid(f"{path} is not there")
+        raise KeyFileInvalid(f"{path} does not exist")
     with _changing(path) as keys:
-        left = [key for key in keys if key.name != name]
-        if len(left) == len(keys):
-            raise KeyFileInvalid(f"There is no key {shown(name)}")
-        keys[:] = left
+        remaining = [key for key in keys if key.name != name]
+        if len(remaining) == len(keys):
+            raise KeyFileInvalid(f"{path} has no key {shown(name)}")
+        keys[:] = remaining
 
 
 def _digest(secret: str) -> str:
@@ -174,24 +188,26 @@ def _digest(secret: str) -> str:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[ApiKey]]:
-    """The keys, stored on leaving. The file is replaced as a whole, and one process changes it at a time.
-
-    Whoever could read it before still can.
-    """
+    """Yield the keys, and write them on leaving. The file is replaced as a whole, by one process at a time."""
     path = path.resolve()
     if path.is_dir():
-        raise KeyFileInvalid(f"{path} is a directory, and no file of API keys")
+        raise KeyFileInvalid(f"{path} is a directory, but must be a file of API keys")
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = load(path)
         yield keys
-        made = path.with_name(f"{path.name}.new")
-        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        replacement = path.with_name(f"{path.name}.new")
+        with open(os.open(replacement, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             with suppress(FileNotFoundError):
-                before = path.stat()
-                os.fchown(file.fileno(), before.st_uid, before.st_gid)
-                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
+                _copy_access(path, file.fileno())
             json.dump({"format": _FORMAT, "keys": [asdict(key) for key in keys]}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        made.replace(path)
+        replacement.replace(path)
+
+
+def _copy_access(path: Path, descriptor: int) -> None:
+    """Give the open file the owner, group and mode of `path`: the server may run as another user."""
+    before = path.stat()
+    os.fchown(descriptor, before.st_uid, before.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(before.st_mode))

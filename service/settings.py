@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings judges settings by pydantic's types
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings validates with pydantic's types
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -15,82 +15,86 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="GRADSERVE_", env_ignore_empty=True, frozen=True, allow_inf_nan=False)
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    host: str = Field("127.0.0.1", description="Address to listen on. The default is reachable from this machine only.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free port.")
     allow_anonymous: bool = Field(
-        False, description="Listen beyond loopback although whoever reaches the port may use the service."
+        False, description="Allow listening beyond loopback without API keys: anyone who reaches the port has access."
     )
     keys: Path | None = Field(
-        None, description="File of API keys (gradserve keys); where it is set, every request needs one, but for probes."
+        None,
+        description="File of API keys (gradserve keys). If set, every request needs a key, except health probes and the"
+        " documentation.",
     )
     metrics_open: Literal["loopback", "always", "never"] = Field(
         "loopback",
-        description="From where /metrics may be read without an API key with the scope admin, where keys are needed:"
-        " loopback, always (from anywhere) or never.",
+        description="Who may read /metrics without an admin key, if keys are set: loopback (this machine), always"
+        " (everyone) or never.",
     )
-    tls_certificate: Path | None = Field(None, description="File of the certificate, PEM, with which to speak HTTPS.")
-    tls_key: Path | None = Field(None, description="File of the certificate's key, PEM.")
+    tls_certificate: Path | None = Field(None, description="PEM file of the TLS certificate. If set, HTTPS is served.")
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, not encrypted.")
     workers: int = Field(1, ge=1, le=256, description="Processes that share the port.")
     threads: PositiveInt = Field(
-        default_factory=lambda given: max(1, len(os.sched_getaffinity(0)) // given.get("workers", 1)),
-        description="Width of the thread pool that computes, in each process; by default they share the cores.",
+        default_factory=lambda fields: max(1, len(os.sched_getaffinity(0)) // fields.get("workers", 1)),
+        description="Threads that compute, in each process. By default the processes share the cores.",
     )
     store: str = Field(
         "lmdb:./gradserve-data",
-        description="Where buffers are kept: lmdb:PATH, on disk, or memory:, until the process ends.",
+        description="Where buffers are stored: lmdb:PATH (on disk) or memory: (lost when the process ends).",
     )
     store_bytes: PositiveInt = Field(
         64 << 30,
         le=1 << 60,
-        description="Largest size of what the store holds, in bytes; the disk gives what is needed, up to this.",
+        description="Bytes that the store may hold, at most. Disk space is taken only as needed.",
     )
     idempotency_seconds: float = Field(
         24 * 3600,
         ge=24 * 3600,
         le=1e9,
-        description="Seconds for which an Idempotency-Key is remembered, a day at least.",
+        description="Seconds for which an Idempotency-Key is remembered; at least one day.",
     )
-    max_body_bytes: PositiveInt = Field(256 << 20, description="Largest request body, in bytes.")
-    max_tensor_bytes: PositiveInt = Field(1 << 30, description="Largest input or output tensor, in bytes.")
+    max_body_bytes: PositiveInt = Field(256 << 20, description="Bytes of the largest request body.")
+    max_tensor_bytes: PositiveInt = Field(1 << 30, description="Bytes of the largest input or output tensor.")
     max_inflated_bytes: PositiveInt = Field(
-        256 << 20, description="Largest size, in bytes, of a compressed request body once it is inflated."
+        256 << 20, description="Bytes of the largest compressed request body, once it is decompressed."
     )
-    max_tensors: PositiveInt = Field(1 << 14, description="Most tensors in a request.")
-    max_dimensions: int = Field(64, ge=1, le=64, description="Most dimensions of a tensor, and of a new buffer.")
-    max_name_length: int = Field(200, ge=1, le=200, description="Most characters in the name of a new buffer.")
-    max_buffers: PositiveInt = Field(100_000, description="Most buffers in a namespace.")
+    max_tensors: PositiveInt = Field(1 << 14, description="Tensors in one request, at most.")
+    max_dimensions: int = Field(64, ge=1, le=64, description="Dimensions of a tensor or new buffer, at most.")
+    max_name_length: int = Field(200, ge=1, le=200, description="Characters in a new buffer's name, at most.")
+    max_buffers: PositiveInt = Field(100_000, description="Buffers in one namespace, at most.")
     max_bytes_in_flight: PositiveInt = Field(
         1 << 30,
-        description="Bytes of the requests in flight in each process, beyond which large ones are told to come again.",
+        description="Bytes that requests hold in each process, at most. Beyond this, large requests get 429.",
     )
     max_waiting: PositiveInt = Field(
         256,
-        description="Requests that may wait for a thread in each process, beyond which large ones are told to come"
-        " again.",
+        description="Requests that wait for a thread in each process, at most. Beyond this, large requests get 429.",
     )
     request_timeout: PositiveFloat = Field(
         60,
-        description="Seconds without a byte, or with less than 16 KB a second, after which a request whose body is not"
-        " complete is given up.",
+        description="Seconds to wait for more of a body, which must also bring 16 KB a second, or for a free thread.",
     )
     keep_alive: PositiveInt = Field(
         75,
-        description="Seconds for which a connection may wait for a request, for the rest of its head, for more of a"
-        " body that is thrown away, or for its client to read more of an answer.",
+        description="Seconds that a connection may be silent: between requests, in a request's head or a discarded"
+        " body, or while its client reads nothing of an answer.",
     )
     reuse_bytes: int = Field(
-        256 << 20, ge=0, description="Memory of past requests, in bytes, that each process keeps for later ones."
+        256 << 20, ge=0, description="Bytes of freed memory that each process keeps for later requests."
     )
-    access_log: bool = Field(False, description="Log a line for each request.")
+    access_log: bool = Field(False, description="Log one line per request.")
     log_format: Annotated[Literal["text", "json"], BeforeValidator(str.lower)] = Field(
-        "text", description="How the log, on stderr, is written: text or json."
+        "text", description="Format of the log on stderr: text or json."
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(str.lower)] = Field(
-        "info", description="What is logged at least: debug, info, warning or error."
+        "info", description="Lowest level that is logged: debug, info, warning or error."
     )
     tracing: bool = Field(
-        False, description="Send a span of each request by OpenTelemetry, which OTEL_ variables tell where to."
+        False, description="Send an OpenTelemetry span for each request, to where the OTEL_ variables say."
     )
     drain_timeout: PositiveInt = Field(
-        30, description="Seconds that requests in flight may take to finish once the server is told to stop."
+        30, description="Seconds that running requests have to finish after the server is asked to stop."
     )
+
+
+VARIABLES = frozenset(f"GRADSERVE_{name.upper()}" for name in Settings.model_fields)
+"""The environment variables of the settings."""

@@ -1,4 +1,4 @@
-"""Memory is used again only when nothing views it any more, and no more of it is kept than was allowed."""
+"""The arena reuses memory only after its last view is gone, and keeps no more than its limit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from service.arena import SMALLEST, Arena
+from service.arena import MIN_REUSED_BYTES, Arena
 from service.dtypes import FLOAT32
 
-ELEMENTS = SMALLEST // 4
+ELEMENTS = MIN_REUSED_BYTES // 4
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
@@ -19,21 +19,21 @@ def address(array: np.ndarray[Any, Any]) -> int:
 
 
 def test_memory_is_used_again() -> None:
-    arena = Arena(8 * SMALLEST)
+    arena = Arena(8 * MIN_REUSED_BYTES)
     first = arena.allocate((ELEMENTS,), FLOAT32)
     place = address(first)
     del first
-    assert arena.kept_bytes == SMALLEST
+    assert arena.free_bytes == MIN_REUSED_BYTES
     second = arena.allocate((2, ELEMENTS // 2), FLOAT32)
     assert address(second) == place
     assert (second.shape, second.dtype) == ((2, ELEMENTS // 2), FLOAT32)
     assert second.flags.c_contiguous
     assert second.flags.writeable
-    assert arena.kept_bytes == 0
+    assert arena.free_bytes == 0
 
 
 def test_a_view_keeps_its_memory() -> None:
-    arena = Arena(8 * SMALLEST)
+    arena = Arena(8 * MIN_REUSED_BYTES)
     array = arena.allocate((ELEMENTS,), FLOAT32)
     array[...] = 7
     view, place = array[5:10].view(), address(array)
@@ -44,36 +44,36 @@ def test_a_view_keeps_its_memory() -> None:
     assert view.tolist() == [7.0] * 5
 
 
-def test_a_bound_is_kept() -> None:
-    arena = Arena(3 * SMALLEST)
+def test_free_memory_has_a_limit() -> None:
+    arena = Arena(3 * MIN_REUSED_BYTES)
     arrays = [arena.allocate((ELEMENTS,), FLOAT32) for _ in range(5)]
     del arrays
-    assert arena.kept_bytes == 3 * SMALLEST
+    assert arena.free_bytes == 3 * MIN_REUSED_BYTES
     large = arena.allocate((4 * ELEMENTS,), FLOAT32)
     del large
-    assert arena.kept_bytes == 3 * SMALLEST
+    assert arena.free_bytes == 3 * MIN_REUSED_BYTES
 
 
-def test_far_larger_memory_is_left_for_who_needs_it() -> None:
-    arena = Arena(100 * SMALLEST)
+def test_far_larger_memory_is_not_reused() -> None:
+    arena = Arena(100 * MIN_REUSED_BYTES)
     large = arena.allocate((10 * ELEMENTS,), FLOAT32)
     del large
     small = arena.allocate((ELEMENTS,), FLOAT32)
-    assert arena.kept_bytes == 10 * SMALLEST
-    assert small.nbytes == SMALLEST
+    assert arena.free_bytes == 10 * MIN_REUSED_BYTES
+    assert small.nbytes == MIN_REUSED_BYTES
 
 
-def test_small_and_empty_arrays_are_ordinary() -> None:
-    arena = Arena(100 * SMALLEST)
+def test_small_and_empty_arrays_are_not_reused() -> None:
+    arena = Arena(100 * MIN_REUSED_BYTES)
     for shape in ((), (0, 5), (10,)):
         array = arena.allocate(shape, FLOAT32)
         assert array.shape == shape
     del array
-    assert arena.kept_bytes == 0
+    assert arena.free_bytes == 0
 
 
 def test_many_threads_never_share_memory() -> None:
-    arena = Arena(4 * SMALLEST)
+    arena = Arena(4 * MIN_REUSED_BYTES)
     mixed = []
 
     def use(number: int) -> None:
@@ -90,4 +90,4 @@ def test_many_threads_never_share_memory() -> None:
         thread.join()
     gc.collect()
     assert not mixed
-    assert arena.kept_bytes <= 4 * SMALLEST
+    assert arena.free_bytes <= 4 * MIN_REUSED_BYTES

@@ -1,4 +1,4 @@
-"""The engine by itself: what it checks, where outputs live, and what it drops."""
+"""The engine by itself: its checks, the memory of outputs, and cancelled tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.arena import SMALLEST
+from service.arena import MIN_REUSED_BYTES
 from service.engine import Engine
 from service.errors import DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor
 from service.kernels import OPERATORS
@@ -23,7 +23,7 @@ GATHER = OPERATORS["GatherGrad"]
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine(threads=2, limits=Limits(4 * SMALLEST), reuse_bytes=4 * SMALLEST)
+    engine = Engine(threads=2, limits=Limits(4 * MIN_REUSED_BYTES), reuse_bytes=4 * MIN_REUSED_BYTES)
     yield engine
     engine.close()
 
@@ -32,7 +32,7 @@ def ones(*shape: int) -> np.ndarray[Any, Any]:
     return np.ones(shape, np.float32)
 
 
-def test_it_runs_in_its_pool(engine: Engine) -> None:
+def test_tasks_run_in_the_pool(engine: Engine) -> None:
     name, outputs = engine.submit(
         lambda: (threading.current_thread().name, engine.run(RELU, {"dY": ones(3), "X": ones(3)}, {}))
     ).result()
@@ -40,7 +40,7 @@ def test_it_runs_in_its_pool(engine: Engine) -> None:
     assert outputs["dX"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_it_checks_names_and_dtypes(engine: Engine) -> None:
+def test_names_and_dtypes_are_checked(engine: Engine) -> None:
     with pytest.raises(UnknownTensor, match="ReluGrad has no input 'Y'; its inputs are dY, X"):
         engine.run(RELU, {"dY": ones(1), "Y": ones(1)}, {})
     with pytest.raises(MissingTensor, match="ReluGrad needs the input 'X'"):
@@ -51,8 +51,8 @@ def test_it_checks_names_and_dtypes(engine: Engine) -> None:
         engine.run(RELU, {"dY": ones(1), "X": np.ones(1)}, {})
 
 
-def test_inputs_and_outputs_are_bounded(engine: Engine) -> None:
-    over = SMALLEST + 1
+def test_inputs_and_outputs_have_a_limit(engine: Engine) -> None:
+    over = MIN_REUSED_BYTES + 1
     with pytest.raises(TensorTooLarge, match=f"dY, float32 of shape \\[{over}\\], takes {4 * over} bytes"):
         engine.run(RELU, {"dY": ones(over), "X": ones(over)}, {})
     tensors = {"shape": np.array([over, 1]), "indices": np.array([0]), "grad": ones(1, 1)}
@@ -61,40 +61,41 @@ def test_inputs_and_outputs_are_bounded(engine: Engine) -> None:
     assert engine.run(GATHER, {**tensors, "shape": np.array([over - 1, 1])}, {})["output"].shape == (over - 1, 1)
 
 
-def test_outputs_take_over_the_memory_of_those_that_are_gone() -> None:
-    engine = Engine(threads=1, limits=Limits(4 * SMALLEST), reuse_bytes=4 * SMALLEST)  # no helper holds on for a moment
-    tensors = {"dY": ones(SMALLEST), "X": ones(SMALLEST)}
-    places = set()
+def test_outputs_reuse_the_memory_of_released_ones() -> None:
+    # One thread: a helper could hold the output for a moment longer.
+    engine = Engine(threads=1, limits=Limits(4 * MIN_REUSED_BYTES), reuse_bytes=4 * MIN_REUSED_BYTES)
+    tensors = {"dY": ones(MIN_REUSED_BYTES), "X": ones(MIN_REUSED_BYTES)}
+    addresses = set()
     for _ in range(5):
         output = engine.run(RELU, tensors, {})["dX"]
         assert output.all()
-        places.add(output.__array_interface__["data"][0])
+        addresses.add(output.__array_interface__["data"][0])
         del output
     engine.close()
-    assert len(places) == 1
+    assert len(addresses) == 1
 
 
-def test_what_is_cancelled_before_it_starts_never_runs(engine: Engine) -> None:
-    let_go = threading.Event()
-    busy = [engine.submit(lambda: let_go.wait(30)) for _ in range(2)]
+def test_a_task_cancelled_before_its_start_never_runs(engine: Engine) -> None:
+    release = threading.Event()
+    busy = [engine.submit(lambda: release.wait(30)) for _ in range(2)]
     ran = []
     waiting = engine.submit(lambda: ran.append(1))
     assert waiting.cancel()
-    let_go.set()
+    release.set()
     assert all(future.result() for future in busy)
     engine.submit(lambda: None).result()
     assert not ran
 
 
-def test_what_is_cancelled_is_let_go_of_at_once(engine: Engine) -> None:
-    let_go, held = threading.Event(), ones(10)
+def test_a_cancelled_task_is_released_at_once(engine: Engine) -> None:
+    release, held = threading.Event(), ones(10)
     gone = weakref.ref(held)
-    busy = [engine.submit(lambda: let_go.wait(30)) for _ in range(2)]
+    busy = [engine.submit(lambda: release.wait(30)) for _ in range(2)]
     waiting = engine.submit(partial(engine.run, RELU, {"dY": held, "X": held}, {}))
     del held
     assert gone() is not None
     assert waiting.cancel()
     assert gone() is None
     assert engine.waiting == 0
-    let_go.set()
+    release.set()
     assert all(future.result() for future in busy)

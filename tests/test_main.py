@@ -1,4 +1,4 @@
-"""The command: what it prints, refuses, and how the server that it starts behaves as a process."""
+"""The command: its output, the faults that it reports, and the server as a process."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_a_bad_setting_is_named(
 ) -> None:
     monkeypatch.setenv(f"GRADSERVE_{name}", value)
     assert main(["serve"]) == 2
-    complaint = capsys.readouterr().err
-    assert f"GRADSERVE_{name} is '{value}': " in complaint
-    assert complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert f"GRADSERVE_{name} is '{value}': " in message
+    assert message.count("\n") == 1
 
 
 def test_an_option_comes_before_the_environment(
@@ -68,9 +68,9 @@ def test_an_option_comes_before_the_environment(
 
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "127.0.0.1:8000", "[::1]", "no such name", "a" * 70])
-def test_what_is_no_address_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_host_is_named(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", host]) == 2
-    assert f"GRADSERVE_HOST is '{host}', but must be an address" in capsys.readouterr().err
+    assert f"GRADSERVE_HOST is '{host}', but must be an IP address or a host name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -82,45 +82,46 @@ def test_a_port_in_use_is_named(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 1
-    complaint = capsys.readouterr().err
-    assert f"127.0.0.1, port {port} (GRADSERVE_HOST, GRADSERVE_PORT): Address already in use" in complaint
-    assert complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert f"127.0.0.1, port {port} (GRADSERVE_HOST, GRADSERVE_PORT): Address already in use" in message
+    assert message.count("\n") == 1
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "meant"), [("KEY", "KEYS"), ("PRT", "PORT"), ("LOGLEVEL", "LOG_LEVEL")])
-def test_a_setting_that_there_is_not_is_named(
+def test_a_misspelt_setting_is_named(
     name: str, meant: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for other in ("GRADSERVE_TLS_CERTIFICATE_FILE", "GRADSERVE_API_KEY", "GRADSERVE_LISTEN"):  # which others read
+    # Not settings, but compose.yaml and the clients read them.
+    for other in ("GRADSERVE_TLS_CERTIFICATE_FILE", "GRADSERVE_API_KEY", "GRADSERVE_LISTEN"):
         monkeypatch.setenv(other, "x")
     assert main(["ops"]) == 0
     monkeypatch.setenv(f"GRADSERVE_{name}", "x")
     assert main(["ops"]) == 2
-    assert f"GRADSERVE_{name} is no setting; is GRADSERVE_{meant} meant?" in capsys.readouterr().err
+    assert f"GRADSERVE_{name} is not a setting. Did you mean GRADSERVE_{meant}?" in capsys.readouterr().err
 
 
-def test_variables_that_do_nothing_are_named(tmp_path: Path) -> None:
+def test_variables_without_effect_are_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with Server(tmp_path / "store", log=log, log_level="INFO", api_keys="x", tls_cert="x", url="x"):
         pass
     assert "without effect: GRADSERVE_API_KEYS, GRADSERVE_TLS_CERT\n" in log.read_text()
 
 
-def test_no_output_is_no_mistake() -> None:
-    done = subprocess.run(["sh", "-c", '"$0" -m service ops >&-', sys.executable], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_closed_stdout_is_no_error() -> None:
+    process = subprocess.run(["sh", "-c", '"$0" -m service ops >&-', sys.executable], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_beyond_loopback_is_refused(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listening_beyond_loopback_needs_keys(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", host]) == 2
     assert "GRADSERVE_ALLOW_ANONYMOUS" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("case", ["missing", "no PEM", "encrypted"])
-def test_a_certificate_that_cannot_be_used_is_named(
+def test_an_unusable_certificate_is_named(
     case: str,
     workers: int,
     tmp_path: Path,
@@ -138,12 +139,12 @@ def test_a_certificate_that_cannot_be_used_is_named(
     monkeypatch.setenv("GRADSERVE_TLS_CERTIFICATE", str(certificate))
     monkeypatch.setenv("GRADSERVE_TLS_KEY", str(key))
     assert main(["serve"]) == 2
-    complaint = capsys.readouterr().err
+    message = capsys.readouterr().err
     for word in ("GRADSERVE_TLS_CERTIFICATE", str(certificate), "GRADSERVE_TLS_KEY", str(key)):
-        assert word in complaint
+        assert word in message
 
 
-def test_who_reads_no_further_is_not_complained_of() -> None:
+def test_a_closed_pipe_ends_the_command_quietly() -> None:
     listing = subprocess.Popen([sys.executable, "-m", "service", "ops"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert listing.stdout is not None
     listing.stdout.close()
@@ -162,19 +163,25 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("host", "workers"), [("127.0.0.1", 1), ("0.0.0.0", 1), ("127.0.0.1", 2)])
-def test_the_server_serves_and_ends_when_told(host: str, workers: int, tmp_path: Path) -> None:
-    given = {"ALLOW_ANONYMOUS": "true", "HOST": host, "PORT": "0", "WORKERS": str(workers), "STORE": f"lmdb:{tmp_path}"}
-    environment = {**os.environ, **{f"GRADSERVE_{name}": value for name, value in given.items()}}
+def test_the_server_serves_and_ends_on_sigterm(host: str, workers: int, tmp_path: Path) -> None:
+    settings = {
+        "ALLOW_ANONYMOUS": "true",
+        "HOST": host,
+        "PORT": "0",
+        "WORKERS": str(workers),
+        "STORE": f"lmdb:{tmp_path}",
+    }
+    environment = {**os.environ, **{f"GRADSERVE_{name}": value for name, value in settings.items()}}
     server = subprocess.Popen(
         [sys.executable, "-m", "service", "serve"], env=environment, stderr=subprocess.PIPE, text=True
     )
     try:
         assert server.stderr is not None
-        said = ""
-        while not ("running on" in said and "startup complete" in said):
-            said += server.stderr.readline()
-        port = said.split("running on http://")[1].split()[0].rsplit(":", 1)[1]
-        # A worker process says so a moment before it listens.
+        log = ""
+        while not ("running on" in log and "startup complete" in log):
+            log += server.stderr.readline()
+        port = log.split("running on http://")[1].split()[0].rsplit(":", 1)[1]
+        # A worker process logs this a moment before it listens.
         with httpx.Client(transport=httpx.HTTPTransport(retries=5)) as client:
             answer = client.post(f"http://127.0.0.1:{port}/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, -1]})
         assert answer.json()["dX"]["data"] == [1.0, 0.0]
@@ -191,7 +198,7 @@ def test_the_server_serves_and_ends_when_told(host: str, workers: int, tmp_path:
         server.stderr.close()
 
 
-LOSING = """
+RAISING_IN_AN_IMPORT = """
 import signal, sys
 from service.__main__ import main
 
@@ -209,19 +216,21 @@ sys.exit(main(["ops"]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_not_lost_in_an_import(number: signal.Signals) -> None:
-    """There are places in which Python drops an exception."""
-    done = subprocess.run([sys.executable, "-c", LOSING, number.name], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+def test_a_signal_is_not_lost_during_an_import(number: signal.Signals) -> None:
+    """Python swallows an exception in some places, so the command ends without raising."""
+    process = subprocess.run(
+        [sys.executable, "-c", RAISING_IN_AN_IMPORT, number.name], capture_output=True, text=True, timeout=60
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_can_be_stopped_while_it_is_imported(number: signal.Signals) -> None:
-    """Also as the first process of a container, where what nobody handles is ignored."""
+def test_a_signal_stops_the_command_during_its_imports(number: signal.Signals) -> None:
+    """In a container the command is the first process, for which the kernel ignores unhandled signals."""
     command = [sys.executable, "-X", "importtime", "-m", "service", "serve"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        assert any("asyncio" in line for line in server.stderr)  # among the first of what takes long
+        assert any("asyncio" in line for line in server.stderr)  # one of the first slow imports
         server.send_signal(number)
         rest = server.stderr.read()
     assert server.returncode == 128 + number

@@ -195,7 +195,7 @@ def test_an_export_may_go_through_pipes(tmp_path: Path) -> None:
         importing[-1] = f"lmdb:{tmp_path}/d"
         assert subprocess.run(importing, stdin=rest, capture_output=True, check=True).stdout == b"1 buffers\n"
     wrong = subprocess.run(importing, input=b"wrong", capture_output=True, check=False)
-    assert (wrong.returncode, wrong.stderr[:40]) == (1, b"gradserve: stdin is no safetensors file:")
+    assert (wrong.returncode, wrong.stderr[:43]) == (1, b"gradserve: stdin is not a safetensors file:")
 
 
 def test_a_file_may_be_called_as_stdout_is(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
     status, _, complaint = run("export", str(tmp_path / "x"), "--prefix", prefix, "--store", f"lmdb:{_empty(tmp_path)}")
     assert (status, complaint) == (
         2,
-        f"gradserve: --prefix is {prefix!r}, but the names of buffers are of ASCII characters\n",
+        f"gradserve: --prefix is {prefix!r}, but buffer names are ASCII\n",
     )
 
 
@@ -314,7 +314,7 @@ def three(tmp_path: Path) -> Path:
     [
         (b"buffers", b"b", ["the buffer 'b' is damaged", "value 4 belongs to no buffer that can be read"]),
         (b"values", None, ["the running value of the buffer 'b' is damaged"]),
-        (b"keys", None, ["1 idempotency keys are damaged: a repeat of such a request fails"]),
+        (b"keys", None, ["1 idempotency keys are damaged: a retry with one of them fails"]),
     ],
 )
 def test_what_is_damaged_is_told_once_and_not_exported(

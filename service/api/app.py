@@ -51,7 +51,7 @@ class Application(FastAPI):
         super().__init__(
             title="gradserve",
             version=version("gradserve"),
-            description="ONNX Runtime's gradient kernels over HTTP, and buffers in which every gradient counts once.",
+            description="The gradient kernels of ONNX Runtime over HTTP, and buffers that count each gradient once.",
             lifespan=_lifespan,
             openapi_url=None,  # `docs.py` serves it
         )
@@ -128,14 +128,14 @@ class Application(FastAPI):
         """The answer where the table has no endpoint: 405 for a path that takes other methods, else 404."""
         methods = {method for match in self.table.matches(call.path) for method in match.methods}
         if not methods:
-            detail = f"There is nothing at {shown(call.path)}; see /docs for what there is"
+            detail = f"There is nothing at {shown(call.path)}; /docs lists all paths"
             if call.path.startswith("/v1/buffers/"):
-                detail += ". The name of a buffer has no slash"
+                detail += ". A buffer's name has no slash"
             return answer_error(call.path, NotFound(detail))
         if "GET" in methods:
             methods.add("HEAD")
         allowed = ", ".join(method for method in METHODS if method in methods)
-        error = MethodNotAllowed(f"{call.path} does not take {call.method}; it takes {allowed}")
+        error = MethodNotAllowed(f"{call.path} does not allow {call.method}; it allows {allowed}")
         return answer_error(call.path, error, {"Allow": allowed})
 
     def _end(self, call: Call, bug: Exception | None) -> None:
@@ -166,7 +166,7 @@ class Application(FastAPI):
 
 def _stopped() -> NotReady:
     return NotReady(
-        "The server stopped (GRADSERVE_DRAIN_TIMEOUT) before it knew the outcome of this request. Send it again; if it"
+        "The server stopped (GRADSERVE_DRAIN_TIMEOUT) before this request ended. Send it again; if it"
         " changes a buffer, with the same Idempotency-Key, or it may count twice"
     )
 
@@ -193,7 +193,7 @@ def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Commi
     """The store of the settings. Raises `StoreFailed`."""
     if settings.workers > 1 and settings.store == "memory:":
         raise StoreFailed(
-            f"GRADSERVE_STORE=memory: belongs to one process, but GRADSERVE_WORKERS is {settings.workers}; use"
+            f"GRADSERVE_STORE is memory:, which one process holds, but GRADSERVE_WORKERS is {settings.workers}; use"
             " lmdb:PATH, which workers share"
         )
     return open_store(

@@ -78,5 +78,5 @@ def _files() -> dict[str, tuple[bytes, str]]:
 
 def _file(name: str) -> tuple[bytes, str]:
     if name not in _files():
-        raise NotFound(f"There is nothing at {shown(f'/docs/{name}')}; see /docs for what there is")
+        raise NotFound(f"There is nothing at {shown(f'/docs/{name}')}; /docs lists all paths")
     return _files()[name]

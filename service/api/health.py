@@ -36,15 +36,15 @@ SETTINGS = (
 """The settings that are limits."""
 
 CONSTANTS: dict[str, tuple[int | float, str]] = {
-    "max_idempotency_key_length": (MAX_KEY_CHARACTERS, "Most characters in an Idempotency-Key."),
-    "max_wait_seconds": (LONGEST_WAIT, "Longest time that a request may wait for an epoch, in seconds."),
-    "max_listed": (MOST_LISTED, "Most buffers on a page of a list."),
-    "max_names": (MOST_NAMES, "Most buffers that a request names."),
+    "max_idempotency_key_length": (MAX_KEY_CHARACTERS, "Characters in an Idempotency-Key, at most."),
+    "max_wait_seconds": (LONGEST_WAIT, "Seconds that a request may wait for an epoch, at most."),
+    "max_listed": (MOST_LISTED, "Buffers on one page of a list, at most."),
+    "max_names": (MOST_NAMES, "Buffers that one request may name, at most."),
     "max_json_elements": (
         MAX_ELEMENTS,
-        "Most elements of the lists in a JSON body; more go as base64 or safetensors.",
+        "Elements in the lists of a JSON body, at most; send more as base64 or safetensors.",
     ),
-    "max_json_members": (MAX_MEMBERS, "Most members of an object in JSON, of which each may be a tensor."),
+    "max_json_members": (MAX_MEMBERS, "Members of a JSON object, at most; each may be a tensor."),
 }
 """The limits that no setting changes."""
 
@@ -64,32 +64,32 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     """The endpoints; they tell what these count."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/v2/health/live", summary="The process answers", response_model=dict[str, bool])
+    @router.get("/v2/health/live", summary="Whether the process is alive", response_model=dict[str, bool])
     @access(label="health", open=True)
     async def live(call: CurrentCall) -> Answer:
         return json_answer({"live": True})
 
-    @router.get("/v2/health/ready", summary="Requests are taken", response_model=dict[str, bool])
+    @router.get("/v2/health/ready", summary="Whether the server is ready for requests", response_model=dict[str, bool])
     @access(label="health", open=True)
     async def ready(call: CurrentCall) -> Answer:
-        """503 while the server starts or stops, while a worker process that died is being replaced, and while the store
-        of the buffers fails."""
+        """503 while the server starts or stops, while a worker process that died is being replaced, or if the buffer
+        store has failed."""
         store = call.store
         workers.check()
         await call.look_up(1, store.generation)
         return json_answer({"ready": True})
 
-    @router.get("/v1/limits", summary="What a request may be at most", response_model=_described())
+    @router.get("/v1/limits", summary="The limits of requests", response_model=_described())
     @access()
     async def limits(call: CurrentCall) -> Answer:
-        """Each by the name of its setting, or, where there is none, of what it bounds."""
+        """Each limit has the name of its setting, or, without a setting, of the thing that it limits."""
         constants = {name: value for name, (value, _) in CONSTANTS.items()}
         return json_answer({name: getattr(call.settings, name) for name in SETTINGS} | constants)
 
-    @router.get("/metrics", summary="What the server does, in Prometheus' format", response_class=PlainTextResponse)
+    @router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
     @access("admin", label="metrics")
     async def prometheus(call: CurrentCall) -> Answer:
-        """With API keys, only for a key with the scope admin, and for whom `GRADSERVE_METRICS_OPEN` says."""
+        """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""
         metrics.set("gradserve_waiting", call.engine.waiting)
         metrics.store = (*await call.look_up(1, call.store.size), call.settings.store_bytes)
         return Answer([metrics.text()], CONTENT_TYPE_LATEST)

@@ -16,10 +16,10 @@ from service.api.operators.models import answer_model, request_model
 from service.buffers.names import NAME
 from service.kernels import OPERATORS
 
-_RETRY = answer_header("Retry-After", "Seconds after which to try again; with 429 and 503.")
+_RETRY = answer_header("Retry-After", "Seconds to wait before a retry; sent with 429 and 503.")
 """Headers of answers."""
 
-_KEY = {"type": "http", "scheme": "bearer", "description": "An API key, where the server has a file of them."}
+_KEY = {"type": "http", "scheme": "bearer", "description": "An API key, if the server has any (GRADSERVE_KEYS)."}
 
 
 def _tell_errors(made: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ def _tell_errors(made: dict[str, Any]) -> None:
             if "HTTPValidationError" in str(responses.get("422")):
                 del responses["422"]
             for status, side in (("4XX", "request"), ("5XX", "server")):
-                error = {"description": f"What is wrong with the {side}", "content": content}
+                error = {"description": f"A fault of the {side}", "content": content}
                 responses.setdefault(status, error)
             for status in responses.keys() & {"4XX", "5XX", "503"}:
                 responses[status] = {**responses[status], "headers": _RETRY}

@@ -72,7 +72,7 @@ class Create(Change):
         super().admit(record)
         if self.unless & {"*", record.etag}:
             raise PreconditionFailed(
-                f"If-None-Match is {', '.join(sorted(self.unless))}, but there is {self.name!r}, at {record.etag}",
+                f"If-None-Match is {', '.join(sorted(self.unless))}, but {self.name!r} exists, at {record.etag}",
                 buffer=self.name,
             )
         asked, there = self.spec.as_json(), record.spec.as_json()
@@ -130,7 +130,7 @@ class Add(Change):
         size = math.prod(self.gradient.shape)
         if size > spec.size:  # before it is made as large
             raise ShapeMismatch(
-                f"{self.tensor} has shape {list(self.gradient.shape)}, but the buffer {self.name!r} {list(spec.shape)}",
+                f"{self.tensor} has shape {list(self.gradient.shape)}, but {self.name!r} has {list(spec.shape)}",
                 buffer=self.name,
                 tensor=self.tensor,
             )
@@ -284,5 +284,5 @@ def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) 
     if receipt["closed"]:
         return txn.load(record.spec, record.closed_epoch(receipt["epoch"]).value)
     if record.version != receipt["version"]:
-        raise EpochGone(f"{name!r} has changed since this receipt, and its value of then is not kept", buffer=name)
+        raise EpochGone(f"{name!r} has changed since this receipt, and its old value is not kept", buffer=name)
     return txn.load(record.spec, record.value)

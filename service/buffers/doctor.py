@@ -54,10 +54,10 @@ def _examined(reader: Reader) -> Iterator[str]:
     used, free, total = Counter(itertools.chain(*slots.values())), reader.free_slots(), reader.slot_count()
     yield f"{records} buffers, {len(slots)} values, {len(used)} slots in use, {len(free)} free"
     if lost := set(range(total)) - used.keys() - set(free):
-        yield f"{len(lost)} slots of {CHUNK_BYTES} bytes are lost to damage, until all is exported into a new store"
+        yield f"{len(lost)} slots of {CHUNK_BYTES} bytes are lost to damage; to regain them, export to a new store"
     yield f"{reader.entries()['keys']} idempotency keys"
     if damaged := reader.damaged_keys():
-        yield f"{WRONG}{damaged} idempotency keys are damaged: a repeat of such a request fails"
+        yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
     yield from _miscounted(reader)
     for value in sorted(set(reader.value_ids()) - slots.keys()):
         yield f"{WRONG}value {value} belongs to no buffer that can be read"

@@ -31,7 +31,7 @@ class Dense:
                 array = np.broadcast_to(array, shape)
             except ValueError:
                 raise ShapeMismatch(
-                    f"{name} has shape {list(array.shape)}, which does not broadcast into the buffer's, {list(shape)}",
+                    f"{name} has shape {list(array.shape)}, which does not broadcast to the buffer's, {list(shape)}",
                     tensor=name,
                 ) from None
         self.shape, self.dtype = shape, array.dtype

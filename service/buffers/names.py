@@ -18,7 +18,7 @@ def check_name(name: str) -> str:
     """`name`, which must be one that a buffer can have. Raises `InvalidParameter`."""
     if not NAME.fullmatch(name) or name in _RESERVED:
         raise InvalidParameter(
-            f"{shown(name)} is no name of a buffer: 1 to 200 of the characters A-Z a-z 0-9 . _ : -, but not"
+            f"{shown(name)} is not a buffer name: 1 to 200 characters of A-Z a-z 0-9 . _ : -, but not"
             f" {', '.join(_RESERVED)}",
             parameter="name",
         )
@@ -29,7 +29,7 @@ def check_length(name: str, longest: int) -> None:
     """Raise `InvalidParameter` for a name that is too long for a new buffer."""
     if len(name) > longest:
         raise InvalidParameter(
-            f"{shown(name)} has {len(name)} characters; the name of a buffer has up to {longest}"
+            f"{shown(name)} has {len(name)} characters; the longest buffer name has {longest}"
             " (GRADSERVE_MAX_NAME_LENGTH)",
             parameter="name",
             limit=longest,

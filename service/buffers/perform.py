@@ -63,7 +63,7 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
                 outcome.values[change.name] = value
         return outcome
     if len({change.name for change in request.changes}) < len(request.changes):
-        raise Invalid("A request changes each buffer once at most")
+        raise Invalid("A request may change each buffer once")
     many = len(request.changes) > 1
     records = []
     for change in request.changes:
@@ -103,8 +103,8 @@ def check_same(key: Key, known: Known) -> None:
     """Raise `KeyReused` unless the request is the one that came with its key before."""
     if known.fingerprint != key.fingerprint:
         raise KeyReused(
-            f"The Idempotency-Key {shown(key.text)} was used for another request: its path, query, Content-Type or body"
-            " was not the same, byte by byte. A new request needs a new key"
+            f"The Idempotency-Key {shown(key.text)} was used for another request: the path, query, Content-Type or body"
+            " differs, if only in one byte. A new request needs a new key"
         )
 
 
@@ -113,8 +113,8 @@ def check_same_buffer(record: Record, known: Known) -> None:
     if record.id != known.ids[record.name]:
         made = "counted once" if known.receipts[record.name]["updated"] else "made"
         raise EpochGone(
-            f"This request was {made} before, in a buffer {record.name!r} that is gone since. The one of that name now"
-            " is another: a request that is meant for it needs a new key",
+            f"This request was {made} before, in a buffer {record.name!r} that no longer exists. A request for"
+            " the new buffer of that name needs a new key",
             buffer=record.name,
             receipts={name: dict(receipt) for name, receipt in known.receipts.items()},
         )
@@ -123,7 +123,7 @@ def check_same_buffer(record: Record, known: Known) -> None:
 def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
     """What a request is told that was made before, where what it answers besides the receipts cannot be had again."""
     return EpochGone(
-        f"This request was made before and counted once, but what it answers besides cannot be made anew: {why}",
+        f"This request was made before and counted once, but the rest of its answer is no longer kept: {why}",
         receipts={name: dict(receipt) for name, receipt in receipts.items()},
     )
 

@@ -147,8 +147,8 @@ class Record:
             if one.epoch == epoch:
                 return one
         raise EpochGone(
-            f"Epoch {epoch} of {self.name!r} is not kept: it was zeroed, or is not among the last {self.spec.keep}"
-            " that closed (see keep)",
+            f"Epoch {epoch} of {self.name!r} is no longer kept: it was zeroed, or is older than the last"
+            f" {self.spec.keep} closed epochs (see keep)",
             buffer=self.name,
             epoch=self.epoch,
         )

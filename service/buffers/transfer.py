@@ -121,7 +121,7 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
     try:
         tensors = safetensors.decode(body, limits)
     except MalformedBody as error:
-        raise MalformedBody(f"{what} is no safetensors file: {error}") from None
+        raise MalformedBody(f"{what} is not a safetensors file: {error}") from None
     about = safetensors.metadata_of(body, limits).get("buffers")
     if about is None:
         raise MalformedBody(f"{what} was not written by gradserve export: its metadata lacks buffers")
@@ -129,7 +129,7 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
     for name, record in records.items():
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
-            raise MalformedBody(f"{what} has no tensor {name!r} like its metadata says")
+            raise MalformedBody(f"{what} has no tensor {name!r} as its metadata describes it")
     return [Restore(name=name, record=record, value=tensors[name]) for name, record in records.items()]
 
 
@@ -155,7 +155,7 @@ def restore(store: Store, buffers: Collection[Restore]) -> None:
     """
     there = {one.name for one in store.records()} & {one.name for one in buffers}
     if there:
-        raise BufferExists(f"There are buffers of the same names already: {', '.join(sorted(there)[:5])}")
+        raise BufferExists(f"Buffers of these names already exist: {', '.join(sorted(there)[:5])}")
     asked = {one.name: store.submit(Request([one])) for one in buffers}
     try:
         for one in asked.values():
@@ -178,7 +178,7 @@ def _is_number(value: Any) -> bool:
 _Members: TypeAlias = dict[str, tuple[str, Callable[[Any], bool]]]
 """What each member must be, in words and as a check."""
 
-_WHOLE = ("an integer from 0 up", _is_whole)
+_WHOLE = ("an integer, 0 or more", _is_whole)
 _NUMBER = ("a number", _is_number)
 
 _STATE: _Members = {
@@ -191,7 +191,7 @@ _STATE: _Members = {
 }
 
 _RULES: _Members = {
-    "shape": ("a list of integers from 0 up", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
+    "shape": ("a list of integers, 0 or more", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
     "dtype": (f"one of {', '.join(FLOATS.dtypes)}", lambda value: value in FLOATS.dtypes),
     "nonfinite": ("allow or reject", lambda value: value in ("allow", "reject")),
     "quorum": (
@@ -211,11 +211,11 @@ def _checked(what: str, about: str) -> dict[str, dict[str, Any]]:
     try:
         found = orjson.loads(about)
     except orjson.JSONDecodeError as error:
-        raise MalformedBody(f"What {what} says of its buffers is not JSON: {error}") from None
+        raise MalformedBody(f"The metadata of the buffers in {what} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise MalformedBody(f"What {what} says of its buffers is {shown(found)}, but must be an object")
+        raise MalformedBody(f"The metadata of the buffers in {what} is {shown(found)}, but must be an object")
     for name, one in found.items():
-        whose = f"{what} says of the buffer {shown(name)}"
+        whose = f"The metadata of the buffer {shown(name)} in {what}"
         _check(whose, "", one, _STATE, _STATE.keys())
         _check(whose, "spec.", one["spec"], _RULES, {"shape", "dtype"})
     return found
@@ -224,15 +224,15 @@ def _checked(what: str, about: str) -> dict[str, dict[str, Any]]:
 def _check(whose: str, where: str, given: Any, members: _Members, needed: Set[str]) -> None:
     """Raise `MalformedBody` if a member is missing, unknown or wrong."""
     if not isinstance(given, dict):
-        raise MalformedBody(f"What {whose} is {shown(given)}, but must be an object")
+        raise MalformedBody(f"{whose} is {shown(given)}, but must be an object")
     for missing in sorted(needed - given.keys()):
-        raise MalformedBody(f"What {whose} lacks {where}{missing}")
+        raise MalformedBody(f"{whose} lacks {where}{missing}")
     for member, value in given.items():
         if member not in members:
-            raise MalformedBody(f"What {whose} has {shown(where + member)}, which is unknown")
+            raise MalformedBody(f"{whose} has {shown(where + member)}, which is unknown")
         wanted, is_good = members[member]
         if not is_good(value):
-            raise MalformedBody(f"What {whose} has {where}{member} {shown(value)}, but it must be {wanted}")
+            raise MalformedBody(f"{whose} has {where}{member} {shown(value)}, but it must be {wanted}")
 
 
 def _record(name: str, about: dict[str, Any], longest_name: int) -> Record:

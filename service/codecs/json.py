@@ -245,6 +245,6 @@ def _read_member(name: str, value: Any, limits: Limits) -> Any:
     members = dict(members_of(value, shown(name)))
     shape = members.get("shape")
     if isinstance(shape, simdjson.Array):
-        limits.check_rank(name, len(shape), what=f"{name}.shape")
+        limits.check_rank(name, len(shape), label=f"{name}.shape")
         members["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in shape]
     return members

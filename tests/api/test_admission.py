@@ -168,7 +168,7 @@ def test_what_nobody_waits_for_is_not_begun() -> None:
         while "gradserve_waiting 2.0" not in client.get("/metrics").text:
             assert not all(one.done() for one in long), "they were over before they were seen"
         expired = ask(**{"Request-Timeout": "0.001"})
-        assert_problem(expired, 503, "expired", "0.001 seconds", "not begun")
+        assert_problem(expired, 503, "expired", "0.001 seconds", "not started")
         assert expired.headers["retry-after"] == "1"
         assert [one.result().status_code for one in long] == [200, 200, 200]
         begun = client.get("/v2/models/GRUTraining/stats").json()["model_stats"][0]["inference_count"]

@@ -178,7 +178,7 @@ def test_every_key_may_read_the_limits(people: dict[str, httpx.Client]) -> None:
         assert people[who].get("/v1/limits").status_code == 200
 
 
-def test_on_v2_a_scope_that_is_missing_is_told_in_its_form(people: dict[str, httpx.Client]) -> None:
+def test_v2_reports_a_missing_scope_in_its_own_form(people: dict[str, httpx.Client]) -> None:
     people["bob"].put("/v1/buffers/a", json={"shape": [2]})
     inputs = [{"name": name, "shape": [2], "datatype": "FP32", "data": [1, 2]} for name in ("dY", "X")]
     answer = people["ops"].post("/v2/models/ReluGrad/infer", json={"inputs": inputs, "parameters": {"into": "dX:a"}})
@@ -343,7 +343,7 @@ def test_a_file_that_could_not_be_read_once_is_read_again(tmp_path: Path, monkey
     assert [keys.find(secret) is not None for secret in secrets] == [False, True]
 
 
-def test_a_file_that_breaks_again_is_told_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_breaks_again_is_logged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys.json"
     secret = add(path, "ann", ["ops"])
     good, keys = path.read_text(), KeyFile(path)
@@ -408,10 +408,10 @@ def test_the_command(tmp_path: Path) -> None:
         (("add", "x", "--scopes", "all"), "buffers:read"),
         (("add", "x", "--namespace", "a/b"), "a/b"),
         (("add", "x", "--expires", "soon"), "2027-01-31"),
-        (("add", "x", "--expires", "2020-01-31"), "yet to come"),
-        (("add", "x", "--expires", "0d"), "yet to come"),
-        (("add", "x", "--expires", "nand"), "yet to come"),
-        (("add", "x", "--expires", "infd"), "yet to come"),
+        (("add", "x", "--expires", "2020-01-31"), "in the future"),
+        (("add", "x", "--expires", "0d"), "in the future"),
+        (("add", "x", "--expires", "nand"), "in the future"),
+        (("add", "x", "--expires", "infd"), "in the future"),
         (("add", "x", "--expires", "9999999d"), "before the year 9999"),
         (("rm", "nobody"), "nobody"),
     ],
@@ -429,7 +429,7 @@ def test_the_commands_mistakes(tmp_path: Path, arguments: tuple[str, ...], words
 
 def test_to_remove_a_key_makes_no_file(tmp_path: Path) -> None:
     failed = run("keys", "rm", "x", GRADSERVE_KEYS=str(tmp_path / "keys.json"))
-    assert (failed.returncode, failed.stderr) == (1, f"gradserve: {tmp_path}/keys.json is not there\n")
+    assert (failed.returncode, failed.stderr) == (1, f"gradserve: {tmp_path}/keys.json does not exist\n")
     assert not [*tmp_path.iterdir()]
 
 
@@ -446,7 +446,7 @@ def test_a_server_does_not_start_with_keys_that_are_not_there(tmp_path: Path) ->
     (tmp_path / "bad.json").write_text("[]")
     failed = run("serve", GRADSERVE_KEYS=str(tmp_path / "bad.json"), GRADSERVE_STORE="memory:", GRADSERVE_PORT="0")
     assert failed.returncode == 2
-    assert "no file of API keys" in failed.stderr
+    assert "not a file of API keys" in failed.stderr
 
 
 def test_gradients_through_a_namespace_are_exact(people: dict[str, httpx.Client]) -> None:
@@ -477,7 +477,7 @@ def test_pages_of_other_sites_are_refused_where_there_are_no_keys(
 ) -> None:
     answer = client.request(method, path, headers=headers, json=ADD)
     assert answer.status_code == 403
-    assert "page of another site" in answer.text
+    assert "page of another website" in answer.text
     assert headers.get("Origin", "") in answer.text
     assert client.get("/v1/buffers", headers=headers).status_code == 200  # which the browser keeps to itself
 

@@ -176,4 +176,4 @@ def test_the_documentation_takes_nothing_from_other_hosts(client: httpx.Client) 
         answer = client.get(page.url.join(path))
         assert (answer.status_code, len(answer.content) > 100) == (200, True), path
     assert_problem(client.get("/docs/other.js"), 404, "not_found")
-    assert_problem(client.post("/docs/swagger-ui.css"), 405, "method_not_allowed", "it takes GET, HEAD")
+    assert_problem(client.post("/docs/swagger-ui.css"), 405, "method_not_allowed", "it allows GET, HEAD")

@@ -102,14 +102,14 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
         {"content": gzip.compress(b"{}") + b"{}", "headers": {"Content-Encoding": "gzip"}},
         400,
         "malformed_body",
-        ("gzip", "data after its end"),
+        ("gzip", "bytes after its end"),
     ),
     "compressed, and huge once inflated": (
         "ReluGrad",
         {"content": gzip.compress(bytes(3 << 20)), "headers": {"Content-Encoding": "gzip"}},
         413,
         "body_too_large",
-        ("inflated", "2097152"),
+        ("decompressed", "2097152"),
     ),
     "attribute": (
         "SoftmaxGrad",
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
         {"json": {}, "params": {"Axis": 1}},
         422,
         "unknown_parameter",
-        ("'Axis'", "there are encoding, from, into, weight, epoch, axis"),
+        ("'Axis'", "one of encoding, from, into, weight, epoch, axis"),
     ),
     "a patience that is none": (
         "ReluGrad",

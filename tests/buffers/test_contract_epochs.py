@@ -109,7 +109,9 @@ def test_last_closed_epochs_are_kept(store: Store, keep: int) -> None:
             if old in kept:
                 assert value(store, "a", old).tolist() == [old, 1]
             else:
-                with pytest.raises(EpochGone, match=rf"^Epoch {old} of 'a' is not kept: .* the last {keep} that"):
+                with pytest.raises(
+                    EpochGone, match=rf"^Epoch {old} of 'a' is no longer kept: .* the last {keep} closed"
+                ):
                     store.read(["a"], old)
 
 

@@ -67,7 +67,7 @@ def test_a_store_that_is_cut_short(reopen: Callable[[], LmdbStore], tmp_path: Pa
     whole = data.read_bytes()
     data.write_bytes(whole[:left])
     if 0 < left <= 3 * 4096:
-        with pytest.raises(StoreFailed, match=r"^The store in .*/store (is cut short|cannot be opened|cannot be read)"):
+        with pytest.raises(StoreFailed, match=r"^The store in .*/store (is truncated|cannot be opened|cannot be read)"):
             reopen()
         assert data.read_bytes() == whole[:left]
         data.write_bytes(whole)
@@ -296,7 +296,7 @@ def test_a_file_that_is_removed_or_replaced_meanwhile(
     file.rename(aside)
     if replaced:
         shutil.copy(aside, file)
-    message = rf"^{name} in .*/store was removed or replaced while the server runs; nothing is read or changed until"
+    message = rf"^{name} in .*/store was removed or replaced while the server was running; restart the server to use"
     for change in (Add(name="a", gradient=ones(1)), Zero(name="a"), Delete(name="a")):
         with pytest.raises(StoreFailed, match=message):
             do(store, change)

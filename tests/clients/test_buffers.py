@@ -82,7 +82,7 @@ def test_exist_ok_false_refuses_an_existing_buffer(server: Any, key: str) -> Non
     buffer = server.buffers["w"]
     for replayed in (False, True):
         assert buffer.create((3,), exist_ok=False, idempotency_key=key).shape == (3,), replayed
-    with pytest.raises(PreconditionFailed, match="'w'"):
+    with pytest.raises(PreconditionFailed, match="'w' exists"):
         buffer.create((3,), exist_ok=False)
     buffer.create((3,))
     with pytest.raises(InvalidInput, match="nonfinite"):

@@ -240,7 +240,8 @@ def test_what_is_in_flight_is_finished_before_the_service_stops(stack: Stack) ->
         time.sleep(0.5)  # until it has come
         stop = pool.submit(stack.engine, "stop", "--time", "40", stack.container("gradserve"))
         polled = poll.result(timeout=40)
-        assert_problem(polled, 503, "not_ready", "stopping; ask again")  # in the service's words, not in those of nginx
+        # The service answers, not nginx.
+        assert_problem(polled, 503, "not_ready", "stopping; send the request again")
         assert polled.headers["retry-after"] == "1"
         upload.send(body[5:])
         answer = upload.getresponse()

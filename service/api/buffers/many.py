@@ -42,7 +42,7 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 
 @router.post(
     "/accumulate",
-    summary="Add gradients to many buffers, to all or none",
+    summary="Add gradients to many buffers, all or nothing",
     operation_id="accumulate_many",
     openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, Receipts, MANY),
 )
@@ -53,7 +53,7 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
     received = await receive(call)
     tensors, form = await gradients(call, received)
     if not tensors:
-        raise MissingTensor("The body has no tensor; accumulate needs one for each buffer, by its name")
+        raise MissingTensor("The body has no tensors; accumulate needs one per buffer, under the buffer's name")
     adds = [new_add(check_name(name), name, tensor, query, None) for name, tensor in tensors.items()]
     outcome = await submit(call, received, adds, with_values=query.answered is not None)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=False)
@@ -79,7 +79,7 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
 
 @router.post(
     "/take",
-    summary="Close the epochs of many buffers and answer their values",
+    summary="Close the epochs of many buffers and return their values",
     operation_id="take_many",
     openapi_extra=openapi.buffer_operation(Names, Receipts, MANY),
 )
@@ -102,7 +102,7 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 
 @router.post(
     "/value",
-    summary="The values of many buffers at one moment",
+    summary="Read the values of many buffers at one moment",
     operation_id="value_many",
     openapi_extra=openapi.buffer_operation(Names, Receipts, ()),
 )
@@ -180,12 +180,12 @@ async def for_buffers(
 async def _names(call: Call, received: Received, prefix: str | None) -> list[str]:
     """The names in the body. Raises `Invalid` unless either the body or the prefix says which buffers."""
     if prefix is None and received.is_empty:
-        raise Invalid('Which buffers? Say {"names": [...]} in the body, or ?prefix= in the query')
+        raise Invalid('No buffers are named: send {"names": [...]} in the body, or ?prefix= in the query')
     if prefix is None:
         count = bytes(received.body).count(b",") + 1
         return await call.look_up(count, lambda: _different(parse_model(received, Names).names))
     if not received.is_empty:
-        raise Invalid("Names in the body and prefix are two ways to say one thing; use one of them")
+        raise Invalid("The request has both names in its body and prefix in its query; send only one")
     return []
 
 
@@ -194,7 +194,7 @@ def _different(names: list[str]) -> list[str]:
     for name, count in Counter(names).items():
         check_name(name)
         if count > 1:
-            raise Invalid(f"{shown(name)} is named {count} times, but a request may name a buffer once")
+            raise Invalid(f"{shown(name)} is named {count} times, but a request may name each buffer once")
     return names
 
 

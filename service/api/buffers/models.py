@@ -1,4 +1,4 @@
-"""What clients say to the buffers' endpoints and read from them, but for tensors."""
+"""The requests and answers of the buffers' endpoints, apart from tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MOST_NAMES = 100_000
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 Timeout = Annotated[
     float,
-    Field(ge=0, le=LONGEST_WAIT, description="Seconds to wait for what is not there yet."),
+    Field(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the epoch, or for enough gradients."),
 ]
 Encoding = Annotated[
     json_codec.Encoding | None,
-    Field(description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."),
+    Field(description="How a JSON answer writes tensors; by default in base64 if the request does, or else as lists."),
 ]
 Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the sum divided by the sum of the weights.")]
 AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
@@ -43,24 +43,24 @@ class _Query(BaseModel):
 
 
 class NewBuffer(BaseModel):
-    """What a buffer is created with."""
+    """The specification of a new buffer."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"shape": [2, 2], "dtype": "float32"}})
 
     shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
     dtype: FloatName = "float32"
-    nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether an add may make it infinite or NaN.")
+    nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether the value may become infinite or NaN.")
     quorum: StrictInt | None = Field(
-        None, ge=1, le=MOST_QUORUM, description="The count with which its epochs close by themselves."
+        None, ge=1, le=MOST_QUORUM, description="Gradients after which an epoch closes by itself."
     )
-    keep: StrictInt = Field(1, ge=1, le=MOST_KEEP, description="How many closed epochs can be read.")
+    keep: StrictInt = Field(1, ge=1, le=MOST_KEEP, description="Closed epochs that stay readable.")
     ttl_seconds: float | None = Field(
-        None, strict=True, gt=0, le=LONGEST_TTL, description="Seconds after its last change when it is gone."
+        None, strict=True, gt=0, le=LONGEST_TTL, description="Seconds from its last change until it is deleted."
     )
 
 
 class Metadata(BaseModel):
-    """A buffer, but for its value."""
+    """A buffer, without its value."""
 
     name: str
     shape: list[int]
@@ -69,22 +69,22 @@ class Metadata(BaseModel):
     quorum: int | None
     keep: int
     ttl_seconds: float | None
-    epoch: int = Field(description="Its running epoch, counted from 0.")
-    version: int = Field(description="How often it was changed.")
-    count: int = Field(description="The gradients in this epoch's sum.")
-    weight: float = Field(description="The sum of their weights.")
-    bytes: int = Field(description="The size of its value.")
-    closed_epochs: list[int] = Field(description="Those whose values are kept.")
+    epoch: int = Field(description="The current epoch, counted from 0.")
+    version: int = Field(description="The number of changes so far.")
+    count: int = Field(description="The number of gradients in this epoch's sum.")
+    weight: float = Field(description="The sum of those gradients' weights.")
+    bytes: int = Field(description="Bytes of the value.")
+    closed_epochs: list[int] = Field(description="Closed epochs whose values can be read.")
     created_at: float = Field(description="Seconds since 1970.")
     updated_at: float
     expires_at: float | None
 
 
 class BufferList(BaseModel):
-    """Some buffers, in the order of their names."""
+    """A page of buffers, in the order of their names."""
 
     buffers: list[Metadata]
-    next_cursor: str | None = Field(description="`cursor` of the request for those that follow; null: there are none.")
+    next_cursor: str | None = Field(description="`cursor` of the request for the next page; null on the last.")
 
 
 class AccumulateQuery(_Query):
@@ -92,7 +92,7 @@ class AccumulateQuery(_Query):
 
     do_update: bool = Field(True, description="False: change nothing.")
     overwrite: bool = Field(False, description="True: the gradient replaces the sum.")
-    weight: float = Field(1.0, allow_inf_nan=False, description="What the gradient is multiplied by.")
+    weight: float = Field(1.0, allow_inf_nan=False, description="Number to multiply the gradient by.")
     epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
     answered: Literal["value"] | None = Field(None, alias="return", description="`value`: answer the sum, too.")
     encoding: Encoding = None
@@ -103,7 +103,7 @@ class ValueQuery(_Query):
 
     reduce: Reduce = "sum"
     dtype: AnswerDtype = None
-    epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the running value.")
+    epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the current value.")
     timeout: Timeout = 0.0
     encoding: Encoding = None
 
@@ -111,7 +111,7 @@ class ValueQuery(_Query):
 class TakeQuery(_Query):
     """When and how a value is taken."""
 
-    min_count: int = Field(0, ge=0, description="Gradients that must be in.")
+    min_count: int = Field(0, ge=0, description="Gradients that the epoch must have.")
     epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
     timeout: Timeout = 0.0
     reduce: Reduce = "sum"
@@ -120,7 +120,7 @@ class TakeQuery(_Query):
 
 
 class _Prefix(_Query):
-    prefix: str | None = Field(None, description="All buffers whose names begin so, in place of a body with names.")
+    prefix: str | None = Field(None, description="Prefix of the buffers' names, in place of names in the body.")
 
 
 class ManyValueQuery(ValueQuery, _Prefix):
@@ -138,9 +138,9 @@ class ManyZeroQuery(_Prefix):
 class ListQuery(_Query):
     """Which buffers are listed."""
 
-    prefix: str = Field("", description="Those whose names begin so.")
-    limit: int = Field(100, ge=1, le=MOST_LISTED, description="As many at most.")
-    cursor: str = Field("", description="`next_cursor` of the answer before.")
+    prefix: str = Field("", description="Only buffers whose names begin with this.")
+    limit: int = Field(100, ge=1, le=MOST_LISTED, description="Buffers on a page, at most.")
+    cursor: str = Field("", description="`next_cursor` of the previous page.")
 
 
 class Names(BaseModel):
@@ -164,13 +164,13 @@ EXAMPLE_RECEIPT: dict[str, Any] = {
 
 
 class Receipt(BaseModel):
-    """What a change of a buffer did."""
+    """The result of changing a buffer."""
 
     model_config = ConfigDict(json_schema_extra={"example": EXAMPLE_RECEIPT})
 
     name: str
     updated: bool = Field(description="Whether the buffer was changed.")
-    closed: bool = Field(description="Whether the epoch closed, whose state the receipt then gives.")
+    closed: bool = Field(description="Whether this closed the epoch; if so, the receipt has its final state.")
     epoch: int
     version: int
     count: int
@@ -179,7 +179,7 @@ class Receipt(BaseModel):
 
 
 class Receipts(BaseModel):
-    """What a change of several buffers did, by their names."""
+    """The results of changing several buffers, by name."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"buffers": {"layer.weight": EXAMPLE_RECEIPT}}})
 

@@ -18,7 +18,7 @@ _ETAG = answer_header("ETag", "The tag of the buffer's state.")
 
 
 _REPLAYED = answer_header(
-    "Idempotency-Replayed", "`true`: the request was made before, and this is its receipt of then."
+    "Idempotency-Replayed", "`true` if this key was seen before; the receipt is the original one."
 )
 
 
@@ -71,7 +71,7 @@ def buffer_operation(
     content = {"application/json": schema(answer), **({} if created else SAFETENSORS_CONTENT)}
     told = {**(_ETAG if answer is not Receipts else {}), **(_REPLAYED if "Idempotency-Key" in knows else {})}
     success = {"content": content, "headers": told}
-    responses = {"200": {"description": "There was such a buffer" if created else "The receipt", **success}}
+    responses = {"200": {"description": "The buffer already existed" if created else "The receipt", **success}}
     if created:
         responses["201"] = {"description": "The new buffer", **success, "headers": {**told, **_LOCATION}}
     if knows == READING:

@@ -25,9 +25,7 @@ def key_of(call: Call, body: memoryview | bytes = b"") -> Key | None:
     lines = call.lines(b"idempotency-key")
     text = lines[0].decode("latin-1").strip()
     if len(lines) > 1:
-        raise InvalidParameter(
-            f"Idempotency-Key is given {len(lines)} times, but must be given once", parameter="Idempotency-Key"
-        )
+        raise InvalidParameter(f"Idempotency-Key is given {len(lines)} times, not once", parameter="Idempotency-Key")
     if not 0 < len(text) <= MAX_KEY_CHARACTERS or not text.isascii() or not text.isprintable():
         raise InvalidParameter(
             f"Idempotency-Key is {shown(text)}, but must be 1 to {MAX_KEY_CHARACTERS} printable ASCII characters",

@@ -70,7 +70,7 @@ async def receive(call: Call, *, changes: bool = True) -> Received:
 def check_no_body(received: Received) -> None:
     """Raise `Invalid` for a body where nothing would read it."""
     if not received.is_empty:
-        raise Invalid("This request has no body; what it may say stands in the query, like ?min_count=3")
+        raise Invalid("This request takes no body; its parameters go in the query, like ?min_count=3")
 
 
 def parse_model(received: Received, model: type[M]) -> M:
@@ -79,10 +79,10 @@ def parse_model(received: Received, model: type[M]) -> M:
         raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here")
     text, members = bytes(received.body), parameters_of(model)
     if text.count(b",") > MAX_LIST_ELEMENTS:  # to find that out by parsing would take long
-        raise Invalid(f"The body has more than {MAX_LIST_ELEMENTS} list elements, more than any list here may have")
+        raise Invalid(f"The lists in the body have more than {MAX_LIST_ELEMENTS} elements, the limit")
     if not text:
         raise MalformedBody(
-            f"The body is empty, and not JSON; it must be an object with the members {', '.join(members)}"
+            f"The body is empty, so not JSON; it must be an object with the members {', '.join(members)}"
         )
     try:
         parsed = model.model_validate_json(text)
@@ -133,7 +133,7 @@ def check_gradient(tensors: Collection[str]) -> None:
     """Raise `UnknownTensor` for a tensor of another name than `gradient`."""
     for name in tensors:
         if name != "gradient":
-            raise UnknownTensor(f"{shown(name)} is no tensor of this request; it has gradient", tensor=name)
+            raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
 
 
 async def submit(call: Call, received: Received, changes: Sequence[Change], *, with_values: bool = False) -> Outcome:

@@ -69,13 +69,13 @@ def _refusal(call: Call, name: str, spec: Spec) -> GradserveError | None:
     """Why a new buffer must not be like this; one that exists may be, by limits that were higher once."""
     try:
         check_length(name, call.settings.max_name_length)
-        call.engine.limits.check(None, spec.shape, spec.dtype, what="The buffer")
+        call.engine.limits.check(None, spec.shape, spec.dtype, label="The buffer")
     except GradserveError as error:
         return error
     return None
 
 
-@router.get("", summary="Buffers", response_model=BufferList)
+@router.get("", summary="List buffers", response_model=BufferList)
 @access(READ, label="buffers")
 async def list_buffers(call: CurrentCall, query: Annotated[ListQuery, Query()]) -> Answer:
     refuse_headers(call, "If-Match", "If-None-Match")
@@ -90,7 +90,7 @@ def _listed(store: Store, query: ListQuery) -> Answer:
     return json_answer({"buffers": [record.as_json() for record in records], "next_cursor": cursor})
 
 
-@router.get("/{name}", summary="A buffer's metadata", response_model=Metadata, openapi_extra=openapi.METADATA)
+@router.get("/{name}", summary="Read a buffer's metadata", response_model=Metadata, openapi_extra=openapi.METADATA)
 @access(READ, label="buffers")
 async def get(call: CurrentCall, name: str) -> Answer:
     check_no_query(call)
@@ -101,7 +101,7 @@ async def get(call: CurrentCall, name: str) -> Answer:
     return json_answer(record.as_json(), fields={"ETag": record.etag})
 
 
-@router.delete("/{name}", summary="Forget a buffer", status_code=204, openapi_extra=openapi.DELETION)
+@router.delete("/{name}", summary="Delete a buffer", status_code=204, openapi_extra=openapi.DELETION)
 @access(WRITE, label="buffers")
 async def delete(call: CurrentCall, name: str) -> Answer:
     check_no_query(call)
@@ -113,7 +113,7 @@ async def delete(call: CurrentCall, name: str) -> Answer:
 
 @router.get(
     "/{name}/value",
-    summary="A buffer's value, or that of an epoch that has closed",
+    summary="Read a buffer's value, or a closed epoch's",
     operation_id="value",
     openapi_extra=openapi.buffer_operation(None, Receipt, READING),
 )
@@ -166,7 +166,7 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
 
 @router.post(
     "/{name}/zero",
-    summary="Discard the sum, and begin the next epoch",
+    summary="Discard the sum and begin the next epoch",
     operation_id="zero",
     openapi_extra=openapi.buffer_operation(None, Receipt, ONE),
 )
@@ -181,7 +181,7 @@ async def zero(call: CurrentCall, name: str) -> Answer:
 
 @router.post(
     "/{name}/take",
-    summary="Close the epoch and answer its value",
+    summary="Close the epoch and return its value",
     operation_id="take",
     openapi_extra=openapi.buffer_operation(None, Receipt, ONE),
 )

@@ -23,7 +23,7 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, metrics_open: st
         return ANYONE
     lines = call.lines(b"authorization")
     if not lines:
-        raise Unauthorized("This server needs an API key: Authorization: Bearer gs_...")
+        raise Unauthorized("The request has no API key, but needs one: Authorization: Bearer gs_...")
     kind, _, secret = lines[0].decode("latin-1").strip().partition(" ")
     if kind.lower() != "bearer" or len(lines) > 1:
         raise Unauthorized("Authorization must be one API key: Bearer gs_...")
@@ -50,7 +50,7 @@ def _refuse_other_sites(call: Call) -> None:
         return
     came = "" if origin is None else f", {shown(origin.decode('latin-1'))}"
     raise Forbidden(
-        f"This request comes from a page of another site{came}; a server without API keys refuses such requests"
+        f"This request comes from a page of another website{came}; without API keys the server refuses those"
     )
 
 

@@ -67,7 +67,7 @@ async def read_body(
         return whole
     except TimeoutError:
         raise RequestTimeout(
-            f"The body is not complete, but nothing came for {limits.patience_seconds:g} seconds"
+            f"The body is incomplete: nothing came for {limits.patience_seconds:g} seconds"
             f" (GRADSERVE_REQUEST_TIMEOUT), or less than {LEAST_RATE} bytes a second",
             limit=limits.patience_seconds,
         ) from None
@@ -104,7 +104,7 @@ def check_transfer_coding(lines: Sequence[bytes]) -> None:
     coding = b", ".join(lines).decode("latin-1")
     if coding.strip().lower() != "chunked":
         raise MalformedBody(
-            f"Transfer-Encoding is {shown(coding)}, but must be chunked; Content-Encoding says how a body is compressed"
+            f"Transfer-Encoding is {shown(coding)}, but must be chunked; to compress a body, use Content-Encoding"
         )
 
 
@@ -138,17 +138,17 @@ def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
     try:
         whole = stream.decompress(body, limit + 1)
     except zlib.error as error:
-        raise MalformedBody(f"The body is not what its Content-Encoding, {coding}, says: {error}") from None
+        raise MalformedBody(f"Content-Encoding is {coding}, but the body is not {coding}: {error}") from None
     if len(whole) > limit:
         raise BodyTooLarge(
-            f"The body has more than {limit} bytes once it is inflated; that is the limit"
+            f"The body has more than {limit} bytes once it is decompressed; that is the limit"
             " (GRADSERVE_MAX_INFLATED_BYTES)",
             limit=limit,
         )
     if not stream.eof:
         raise MalformedBody(f"The body's {coding} stream ends too early")
     if stream.unused_data:
-        raise MalformedBody(f"The body's {coding} stream has data after its end; the server reads one stream")
+        raise MalformedBody(f"The body's {coding} stream has bytes after its end, but must be a single stream")
     return memoryview(whole)
 
 

@@ -18,7 +18,7 @@ class Caller(NamedTuple):
         """Raise `Forbidden` unless the caller has this scope."""
         if scope not in self.scopes:
             raise Forbidden(
-                f"This API key has the scopes {', '.join(sorted(self.scopes))}, but this request needs {scope}",
+                f"This API key has {', '.join(sorted(self.scopes))}, but the request needs {scope}",
                 scope=scope,
             )
 

@@ -39,7 +39,7 @@ def media_types(call: Call) -> tuple[str, str]:
     weights = {media_type: ranges.get(media_type, (anything[0], False)) for media_type in (sent, *MEDIA_TYPES)}
     best = max(weights, key=lambda media_type: weights[media_type])  # of equals the first: the request's own
     if not weights[best][0] > 0:
-        raise NotAcceptable(f"Accept is {shown(accepted)}, but the answer is one of {', '.join(MEDIA_TYPES)}")
+        raise NotAcceptable(f"Accept is {shown(accepted)}, but must allow one of {', '.join(MEDIA_TYPES)}")
     return sent, best
 
 
@@ -86,7 +86,7 @@ def check_no_query(call: Call) -> None:
 
 def _refuse_repeated(name: str, call: Call) -> None:
     count = sum(given == name for given, _ in query_pairs(call))
-    raise InvalidParameter(f"{shown(name)} is given {count} times, but must be given once", parameter=name)
+    raise InvalidParameter(f"{shown(name)} is given {count} times, not once", parameter=name)
 
 
 def lists_of(model: type[BaseModel]) -> frozenset[str]:
@@ -104,8 +104,8 @@ def invalid_parameter(error: Mapping[str, Any], kind: str = "query parameter", k
     """pydantic's complaint about one parameter, or about another `kind` with the `known` names, as an error."""
     name = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")  # not the place in a list
     if error["type"] == "extra_forbidden":
-        others = f"; there are {', '.join(known)}" if known else ""
-        return UnknownParameter(f"There is no {kind} {shown(name)} here{others}", parameter=name)
+        others = f"; it must be one of {', '.join(known)}" if known else ""
+        return UnknownParameter(f"The {kind} {shown(name)} is unknown{others}", parameter=name)
     if error["type"] == "missing":
         return InvalidParameter(f"The {kind} {name} is missing", parameter=name)
     message = f"{name}: {error['msg']}"

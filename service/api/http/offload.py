@@ -52,7 +52,7 @@ async def in_pool(engine: Engine, receive: Receive, work: Callable[[], R], patie
         if any(expired):
             raise Expired(
                 f"No thread was free for {patience_seconds:g} seconds (Request-Timeout, or GRADSERVE_REQUEST_TIMEOUT),"
-                " and the server did not begin the request",
+                " so the request was not started",
                 limit=patience_seconds,
             ) from None
         raise

@@ -25,13 +25,13 @@ PROBLEM = {"content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem
 
 _HEADERS: dict[str, dict[str, Any]] = {
     "Idempotency-Key": {
-        "description": "The change is made once, however often the request comes with this key.",
+        "description": "A text that is new for each change. A retry with the same text counts once.",
         "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS},
     },
-    "If-Match": {"description": "The tag that the buffer must have.", "schema": {"type": "string"}},
+    "If-Match": {"description": "The ETag that the buffer must have.", "schema": {"type": "string"}},
     "If-None-Match": {
-        "description": "The tag that the client has seen: while it is the buffer's, the answer is 304, without a body;"
-        " or, to create a buffer, `*`: there must be none yet.",
+        "description": "The ETag that the client has: if the buffer still has it, the answer is 304, without a body."
+        " To create a buffer, `*`: it must not exist yet.",
         "schema": {"type": "string"},
     },
 }

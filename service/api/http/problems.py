@@ -50,7 +50,7 @@ def answer_bug(path: str) -> Answer:
 
 
 class Problem(BaseModel):
-    """An error (RFC 9457), and where it helps, what it is about."""
+    """An error (RFC 9457), with what it is about, if that helps."""
 
     type: str = Field(examples=["urn:gradserve:problem:shape_mismatch"])
     title: str
@@ -64,10 +64,10 @@ class Problem(BaseModel):
     index: int = Field(default_factory=absent)
     limit: float = Field(default_factory=absent)
     buffer: str = Field(default_factory=absent)
-    epoch: int = Field(default_factory=absent, description="The epoch that the buffer is in.")
-    count: int = Field(default_factory=absent, description="The gradients in it.")
+    epoch: int = Field(default_factory=absent, description="The buffer's current epoch.")
+    count: int = Field(default_factory=absent, description="The gradients in that epoch so far.")
     min_count: int = Field(default_factory=absent)
     scope: str = Field(default_factory=absent, description="The scope that the API key lacks.")
     receipts: dict[str, Any] = Field(
-        default_factory=absent, description="For a repeated request: the receipts of the original."
+        default_factory=absent, description="The receipts of the same request, which was made before."
     )

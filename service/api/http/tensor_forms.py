@@ -44,7 +44,7 @@ class Form(BaseModel):
     @model_validator(mode="after")
     def _one_of_data_and_base64(self) -> Self:
         if (self.data is _ABSENT) is (self.base64 is None):
-            raise PydanticCustomError("form", "a tensor has either data or base64")
+            raise PydanticCustomError("form", "a tensor must have either data or base64")
         if self.base64 is not None and self.shape is None:
             raise PydanticCustomError("form", "base64 needs a shape")
         return self
@@ -59,7 +59,7 @@ def parse_form(name: str, value: Any) -> Form:
         place = ".".join([name, *map(str, error["loc"])])
         if error["type"] == "extra_forbidden":
             members = ", ".join(Form.model_fields)
-            raise InvalidTensor(f"{place} is unknown; a tensor has of {members} what it needs", tensor=name) from None
+            raise InvalidTensor(f"{place} is unknown; the members of a tensor are {members}", tensor=name) from None
         came = f", but is {shown(error['input'])}" if error["loc"] else ""
         raise InvalidTensor(f"{place}: {error['msg']}{came}", tensor=name) from None
 

@@ -118,7 +118,7 @@ class Waiting:
             async with asyncio.timeout_at(end):
                 while not watched.over.is_set():
                     if self._stopping:
-                        raise NotReady("The server is stopping; ask again for what was waited for")
+                        raise NotReady("The server is stopping; send the request again")
                     await watched.over.wait()
             return True
         except TimeoutError:

@@ -107,7 +107,7 @@ def _taken(job: Job, snapshots: Sequence[Snapshot]) -> dict[str, Array]:
     for name, buffer in job.buffers.sources.items():
         if name in job.tensors:
             raise InvalidParameter(
-                f"{name} is in the body, and also to be taken from the buffer {buffer!r}", parameter="from"
+                f"{name} is in the body, but from= takes it from the buffer {buffer!r}, too", parameter="from"
             )
     return {name: snapshot.value for name, snapshot in zip(job.buffers.sources, snapshots, strict=True)}
 
@@ -118,4 +118,4 @@ def _check_unchanged(
     """Raise `EpochGone` if a source had another state when the original request was made."""
     for buffer, old, new in zip(sources.values(), before, now, strict=False):  # a request that is not repeated has none
         if old != new:
-            raise counted_once(f"the buffer {buffer!r}, its source, has changed since", receipts)
+            raise counted_once(f"its input, the buffer {buffer!r}, has changed since", receipts)

@@ -34,12 +34,12 @@ def routes(statistics: Statistics) -> APIRouter:
     """The endpoints, and those that answer these statistics."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
-    @router.get("", summary="The server", response_model=dict[str, Any])
+    @router.get("", summary="Describe the server", response_model=dict[str, Any])
     @access("ops")
     async def server(call: CurrentCall) -> Answer:
         return json_answer({"name": "gradserve", "version": metadata.version("gradserve"), "extensions": EXTENSIONS})
 
-    @router.post("/repository/index", summary="All models", response_model=list[dict[str, str]])
+    @router.post("/repository/index", summary="List the models", response_model=list[dict[str, str]])
     @access("ops")
     async def index(call: CurrentCall) -> Answer:
         return json_answer([{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS])
@@ -56,7 +56,7 @@ def routes(statistics: Statistics) -> APIRouter:
     async def config(call: CurrentCall, op: str) -> Answer:
         return json_answer(_configuration(find_model(call, op)))
 
-    @router.get("/models/{op}/ready", summary="The model takes requests", response_model=dict[str, Any])
+    @router.get("/models/{op}/ready", summary="Whether the model is ready", response_model=dict[str, Any])
     @router.get("/models/{op}/versions/{version}/ready", include_in_schema=False)
     @access("ops")
     async def ready(call: CurrentCall, op: str) -> Answer:

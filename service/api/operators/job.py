@@ -57,7 +57,7 @@ def buffers_of(
     """The buffers of a request, given as `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
     if not into and not (weight is None and epoch is None):
         name = "epoch" if weight is None else "weight"
-        raise InvalidParameter(f"{name} is for outputs that are added to a buffer: into=", parameter=name)
+        raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
     if not (sources or into):
         return NO_BUFFERS
     taken = _pairs("from", sources, operator.input_names)
@@ -65,10 +65,10 @@ def buffers_of(
     for output in operator.outputs:
         if output.name in added and output.kind.dtypes != FLOATS.dtypes:
             raise DtypeMismatch(
-                f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer is of floats", tensor=output.name
+                f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=output.name
             )
     if len(set(added.values())) < len(added):
-        raise InvalidParameter("into names one buffer twice; a request changes each buffer once", parameter="into")
+        raise InvalidParameter("into names a buffer twice, but a request may change each once", parameter="into")
     return BufferUse(taken, added, 1.0 if weight is None else weight, epoch)
 
 
@@ -79,8 +79,8 @@ def _pairs(parameter: str, texts: Sequence[str], tensors: Collection[str]) -> di
         tensor, _, buffer = text.partition(":")
         if tensor not in tensors or not buffer:
             raise InvalidParameter(
-                f"{parameter} is {shown(text)}, but must be one of {', '.join(tensors)}, a colon,"
-                " and the name of a buffer",
+                f"{parameter} is {shown(text)}, but must be one of {', '.join(tensors)}, followed by a colon"
+                " and a buffer's name",
                 parameter=parameter,
             )
         if tensor in pairs:

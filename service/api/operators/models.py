@@ -24,7 +24,7 @@ def request_model(operator: Operator) -> type[BaseModel]:
     """The operator's request as OpenAPI shows it."""
 
     def field(tensor: Tensor) -> Any:
-        note = "Optional." if tensor.optional else "Needed, here or by `from`."
+        note = "Optional." if tensor.optional else "Required, here or by `from`."
         return (input_type(tensor.kind), Field(default_factory=absent, description=note))
 
     return _model(f"{operator.name}Request", ((tensor.name, field(tensor)) for tensor in operator.inputs))

@@ -45,11 +45,11 @@ class Reply(NamedTuple):
 @router.post("/models/{op}/versions/{version}/infer", include_in_schema=False)
 @access("ops", label="infer")
 async def infer(call: CurrentCall, op: str) -> Answer:
-    """With the header Inference-Header-Content-Length, the JSON ends there, and tensors follow as bytes."""
+    """Inference-Header-Content-Length: the bytes of JSON in the body, which tensors follow as bytes."""
     operator = find_model(call, op)
     if call.query_string:  # an attribute in an ignored query would keep its default
         raise UnknownParameter(
-            f"{call.path} has no query; attributes are members of the request's parameters, like"
+            f"{call.path} takes no query; attributes are members of the request's parameters, like"
             ' {"parameters": {"axis": 0}, "inputs": [...]}',
             op=operator.name,
         )
@@ -92,7 +92,7 @@ def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[J
     needed = [tensor for tensor in operator.inputs if not tensor.optional]
     if len(needed) != 1:
         raise MalformedBody(
-            f"A body of nothing but bytes is for models with one input, but {operator.name} needs"
+            f"A body of bytes alone is for models with one input, but {operator.name} needs"
             f" {', '.join(tensor.name for tensor in needed)}"
         )
     name, dtype = needed[0].name, DTYPES[needed[0].kind.default]

@@ -33,13 +33,13 @@ def operation(operator: Operator) -> dict[str, Any]:
                 "description": "The outputs",
                 "content": {**json("Answer", example_answer(operator)), **SAFETENSORS_CONTENT},
             },
-            "400": {"description": "The body cannot be read", **PROBLEM},
-            "408": {"description": "The rest of the body did not come in time", **PROBLEM},
-            "406": {"description": "The answer cannot be given in a type that Accept names", **PROBLEM},
-            "413": {"description": "The body or a tensor is too large", **PROBLEM},
-            "415": {"description": "The body is of a type that the server does not read", **PROBLEM},
-            "422": {"description": "The body was read, but makes no sense", **PROBLEM},
-            "503": {"description": "The server is starting or stopping", **PROBLEM},
+            "400": {"description": "Request body cannot be read", **PROBLEM},
+            "408": {"description": "Request did not arrive in time", **PROBLEM},
+            "406": {"description": "No acceptable media type", **PROBLEM},
+            "413": {"description": "Request body or tensor too large", **PROBLEM},
+            "415": {"description": "Unsupported media type or encoding", **PROBLEM},
+            "422": {"description": "Invalid request", **PROBLEM},
+            "503": {"description": "Server is starting or stopping", **PROBLEM},
         },
     }
 
@@ -62,11 +62,11 @@ _NAMED = {"type": "string", "examples": ["dW:gru.W"]}
 
 _PARAMETERS = {
     "type": "object",
-    "description": "The model's attributes, and what its endpoint under /v1/ops has as a query.",
+    "description": "The model's attributes, and parameters of the query of its endpoint under /v1/ops.",
     "properties": {
         "from": {"description": "Inputs to take from buffers, separated by commas.", **_NAMED},
         "into": {"description": "Outputs to add to buffers, separated by commas.", **_NAMED},
-        "weight": {"type": "number", "description": "With `into`: the weight of what is added."},
+        "weight": {"type": "number", "description": "With `into`: the weight of each added gradient."},
         "epoch": {
             "type": "integer",
             "minimum": 0,

@@ -47,7 +47,7 @@ class AttributeInfo(BaseModel):
 
 
 class OperatorInfo(BaseModel):
-    """What an operator computes, takes and gives."""
+    """An operator: its formula, inputs, outputs and attributes."""
 
     name: str
     formula: str
@@ -88,13 +88,13 @@ def _tensor_info(tensor: Tensor) -> TensorInfo:
     )
 
 
-@router.get("/v1/ops", summary="All operators", response_model=OperatorList)
+@router.get("/v1/ops", summary="List the operators", response_model=OperatorList)
 @access("ops")
 async def list_operators(call: CurrentCall) -> Answer:
     return json_answer({"operators": [describe(operator).model_dump() for operator in OPERATORS.values()]})
 
 
-@router.get("/v1/ops/{op}", summary="One operator", response_model=OperatorInfo)
+@router.get("/v1/ops/{op}", summary="Describe an operator", response_model=OperatorInfo)
 @access("ops")
 async def get_operator(call: CurrentCall, op: str) -> Answer:
     return json_answer(describe(find(op)).model_dump())
@@ -106,17 +106,17 @@ class EndpointQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     encoding: json_codec.Encoding | None = Field(
-        None, description="How the answer writes its tensors; by default in base64 if the request does, else as lists."
+        None, description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."
     )
     sources: list[str] = Field(
-        [], alias="from", description="`X:acts.1`: take the input X from the buffer acts.1, as it is. Repeats."
+        [], alias="from", description="`X:acts.1`: take the input X from the buffer acts.1. May repeat."
     )
     into: list[str] = Field(
         [],
-        description="`dW:gru.W`: add the output dW to the buffer gru.W, and answer a receipt in its place. Repeats.",
+        description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. May repeat.",
     )
     weight: float | None = Field(
-        None, allow_inf_nan=False, description="With `into`: the weight of what is added; by default 1."
+        None, allow_inf_nan=False, description="With `into`: the weight of each added gradient; by default 1."
     )
     epoch: int | None = Field(None, ge=0, description="With `into`: the epoch that the buffers must be in.")
 
@@ -125,9 +125,9 @@ def query_model(operator: Operator) -> type[EndpointQuery]:
     """The query parameters of the operator's endpoint, its attributes included."""
     fields: Any = {a.name: (a.type, a.default) for a in operator.attributes}
     if len(operator.outputs) > 1:
-        description = "The outputs to answer, separated by commas; by default all."
+        description = "The outputs to return, separated by commas; by default all."
         if operator.takes_wanted:
-            description += " The server computes no others."
+            description += " Other outputs are not computed."
         fields["outputs"] = (str | None, Field(None, description=description))
     return create_model(f"{operator.name}Query", __base__=EndpointQuery, **fields)
 

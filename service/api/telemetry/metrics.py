@@ -69,23 +69,23 @@ class Family(NamedTuple):
 
 FAMILIES = (
     Family("counter", "gradserve_requests", "Requests answered.", {"route": ROUTES, "status": (*STATUSES, "other")}),
-    Family("histogram", "gradserve_request_seconds", "From head to answer.", {"route": ROUTES}, SECONDS),
-    Family("histogram", "gradserve_phase_seconds", "A phase of requests.", {"phase": PHASES}, SECONDS),
-    Family("counter", "gradserve_received_bytes", "Bytes of requests' bodies."),
-    Family("counter", "gradserve_sent_bytes", "Bytes of answers' bodies."),
-    Family("counter", "gradserve_refused", "Requests told to come again."),
-    Family("histogram", "gradserve_commit_requests", "Requests made durable together.", {}, SIZES),
-    Family("histogram", "gradserve_commit_seconds", "A commit of the store.", {}, SECONDS),
-    Family("gauge", "gradserve_in_flight", "Requests that have no answer yet."),
+    Family("histogram", "gradserve_request_seconds", "Seconds from head to answer.", {"route": ROUTES}, SECONDS),
+    Family("histogram", "gradserve_phase_seconds", "Seconds in each phase of requests.", {"phase": PHASES}, SECONDS),
+    Family("counter", "gradserve_received_bytes", "Bytes of request bodies received."),
+    Family("counter", "gradserve_sent_bytes", "Bytes of answer bodies sent."),
+    Family("counter", "gradserve_refused", "Requests refused with 429, to be tried again."),
+    Family("histogram", "gradserve_commit_requests", "Requests in each commit of the store.", {}, SIZES),
+    Family("histogram", "gradserve_commit_seconds", "Seconds of each commit of the store.", {}, SECONDS),
+    Family("gauge", "gradserve_in_flight", "Requests without an answer yet."),
     Family("gauge", "gradserve_in_flight_bytes", "Bytes that large requests in flight hold."),
     Family("gauge", "gradserve_waiting", "Requests that wait for a thread."),
 )
 
 GAUGES = {
     "gradserve_buffers": "Buffers in the store.",
-    "gradserve_store_bytes": "Bytes of the store in use.",
-    "gradserve_store_limit_bytes": "Bytes that the store may take.",
-    "gradserve_workers": "Processes that serve.",
+    "gradserve_store_bytes": "Bytes in use in the store.",
+    "gradserve_store_limit_bytes": "Bytes that the store may hold, at most.",
+    "gradserve_workers": "Processes that serve requests.",
 }
 """What is looked up when someone asks."""
 
@@ -127,7 +127,7 @@ class Metrics(Collector, Observer):
                 directory.mkdir(mode=0o700, exist_ok=True)  # whoever tidies up may have removed it
                 self._numbers = _shared(directory)
             except OSError as error:
-                logger.warning("gradserve does not count the requests of process %s: %s", os.getpid(), error)
+                logger.warning("The metrics leave out the requests of process %s: %s", os.getpid(), error)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.store: tuple[int, int, int] = (0, 0, 0)

@@ -111,8 +111,8 @@ class Environment:
         for file, opened in self._files.items():
             if _identity(file) != opened:
                 raise StoreFailed(
-                    f"{file.name} in {self.path} was removed or replaced while the server runs; nothing is read or"
-                    " changed until it is started again"
+                    f"{file.name} in {self.path} was removed or replaced while the server was running; restart the"
+                    " server to use the store again"
                 )
 
     def generation(self) -> int:

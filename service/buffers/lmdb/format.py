@@ -142,7 +142,7 @@ def unpack_record(name: str, sealed: memoryview) -> Record:
     """Return a record from what is stored. Raises `BufferCorrupt`."""
     data = unseal(sealed, seed_of(name.encode()))
     if data is None:
-        raise BufferCorrupt(f"What is stored of the buffer {name!r} is damaged on the disk", buffer=name)
+        raise BufferCorrupt(f"The stored record of the buffer {name!r} is damaged on the disk", buffer=name)
     fields: list[Any] = orjson.loads(data)
     spec, *state, epochs = fields
     return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])

@@ -50,8 +50,8 @@ def _check_length(raw: lmdb.Environment, path: Path, max_bytes: int) -> None:
                 copy.close()
     except (lmdb.Error, BufferCorrupt, StoreFailed, struct.error) as error:
         if os.strerror(errno.ENOSPC) in str(error):
-            raise StoreFailed(f"There is no room to see whether the store in {path} is whole: {error}") from None
-        raise StoreFailed(f"The store in {path} is cut short: data.mdb has {size} bytes ({error})") from None
+            raise StoreFailed(f"The disk is too full to check the store in {path}: {error}") from None
+        raise StoreFailed(f"The store in {path} is truncated: data.mdb has {size} bytes ({error})") from None
 
 
 def _read_everything(env: Environment) -> None:

@@ -83,7 +83,7 @@ class Reader:
             return None
         data = unseal(sealed, seed_of(digest))
         if data is None:
-            raise BufferCorrupt("What is stored with this Idempotency-Key is damaged on the disk")
+            raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk")
         stored, fingerprint = KEY_HEAD.unpack_from(data)
         receipts, ids, *sources = orjson.loads(data[KEY_HEAD.size :])
         return Known(fingerprint, receipts, ids, tuple(*sources)) if stored > oldest else None

@@ -199,5 +199,5 @@ def _clear(out: Array) -> None:
 
 def _corrupt(value: int) -> BufferCorrupt:
     return BufferCorrupt(
-        f"Value {value} is damaged on the disk; gradserve doctor tells more. Delete the buffer and create it again"
+        f"Value {value} is damaged on the disk (see gradserve doctor). Delete the buffer and create it again"
     )

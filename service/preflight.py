@@ -1,0 +1,118 @@
+"""The checks before the server starts: a fault is reported once and at once, rather than by every worker."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+from importlib import import_module
+from typing import Any
+
+from service.errors import shown
+from service.keys import KeyFileInvalid, load
+from service.settings import VARIABLES, Settings
+
+OF_CLIENTS = frozenset({"GRADSERVE_URL", "GRADSERVE_API_KEY"})
+"""Variables that the clients read."""
+
+
+class UsageError(Exception):
+    """The arguments or settings are wrong. `args` holds one line for each fault."""
+
+
+def check(settings: Settings) -> None:
+    """Raise `UsageError` if no server can or may start with these settings, OSError if the port is not free."""
+    addresses = _addresses(settings)
+    _check_access(settings)
+    _check_certificate(settings)
+    _check_tracing(settings)
+    _check_free(addresses)
+
+
+def unused_variables() -> list[str]:
+    """Return the GRADSERVE_ variables that neither the server nor a client reads, sorted."""
+    used = VARIABLES | OF_CLIENTS
+    return sorted(name for name in os.environ if name.startswith("GRADSERVE_") and name.upper() not in used)
+
+
+def _addresses(settings: Settings) -> list[Any]:
+    """Return what `socket.getaddrinfo` makes of the host. Raises `UsageError`."""
+    try:
+        host = settings.host or None
+        return socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise UsageError(
+            f"GRADSERVE_HOST is {shown(settings.host)}, but must be an IP address or a host name, without port and"
+            " without brackets"
+        ) from None
+
+
+def _check_access(settings: Settings) -> None:
+    """Raise `UsageError` if anyone on the network could use the service, or if the keys cannot be read."""
+    if settings.keys is None:
+        if not settings.allow_anonymous and not _is_loopback(settings.host):
+            raise UsageError(
+                f"GRADSERVE_HOST is {shown(settings.host)}, which other machines can reach, and without API keys anyone"
+                " there could use the service. Set GRADSERVE_KEYS (see gradserve keys add --help), or listen on"
+                " 127.0.0.1, or set GRADSERVE_ALLOW_ANONYMOUS=true to allow it"
+            )
+    elif not settings.keys.exists():
+        raise UsageError(f"GRADSERVE_KEYS is {settings.keys}, which does not exist; gradserve keys add NAME creates it")
+    else:
+        try:
+            load(settings.keys)
+        except KeyFileInvalid as error:
+            raise UsageError(str(error)) from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_certificate(settings: Settings) -> None:
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        missing, other = ("KEY", "CERTIFICATE") if key is None else ("CERTIFICATE", "KEY")
+        raise UsageError(f"GRADSERVE_TLS_{missing} is not set, but GRADSERVE_TLS_{other} is: HTTPS needs both")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, bytes)
+    except OSError as error:
+        raise UsageError(
+            f"GRADSERVE_TLS_CERTIFICATE is {certificate} and GRADSERVE_TLS_KEY is {key}, but they must be PEM files of"
+            f" a certificate and its key, not encrypted: {error}"
+        ) from None
+
+
+def _check_tracing(settings: Settings) -> None:
+    if settings.tracing:
+        try:
+            import_module("service.api.telemetry.tracing")
+        except ModuleNotFoundError as missing:
+            raise UsageError(f"GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'") from None
+
+
+def _check_free(addresses: list[Any]) -> None:
+    """Raise OSError if the server cannot listen on one of the addresses."""
+    for family, kind, protocol, _, address in addresses:
+        try:
+            probe = socket.socket(family, kind, protocol)
+        except OSError:
+            continue  # this machine lacks the family, such as IPv6; the server skips it, too
+        with probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _try_to_bind(probe, address)
+
+
+def _try_to_bind(probe: socket.socket, address: tuple[Any, ...]) -> None:
+    try:
+        probe.bind(address)
+    except OSError as error:
+        raise OSError(
+            f"Cannot listen on {address[0]}, port {address[1]} (GRADSERVE_HOST, GRADSERVE_PORT): {error.strerror}"
+        ) from None

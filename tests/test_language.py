@@ -1,0 +1,143 @@
+"""The language that users read: the two rules of CONTRIBUTING.md that a program can judge."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.__main__ import main
+from service.api.server import create_app
+from service.api.telemetry.metrics import FAMILIES, GAUGES
+from service.errors import GradserveError, tree
+from service.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+
+MAX_TITLE_WORDS = 6
+
+BANNED = (
+    "whoever",
+    "of which",
+    "in which",
+    "so many",
+    "of then",
+    "anew",
+    "is told",
+    "be told",
+    "none that",
+    "but for",
+)
+
+Texts = Iterator[tuple[str, str]]
+"""Pairs of a place and the text there."""
+
+
+def banned(text: str) -> Iterator[tuple[int, str]]:
+    """The line and the words of each banned construction. Code in backticks is not judged: rules quote it."""
+    prose = re.sub(r"`[^`\n]+`", lambda code: " " * len(code[0]), text)
+    phrases = "|".join(phrase.replace(" ", r"\s+") for phrase in BANNED)
+    for match in re.finditer(rf"\b({phrases})\b", prose, re.IGNORECASE):
+        yield text.count("\n", 0, match.start()) + 1, " ".join(match[0].split())
+
+
+def has_short_title(error: type[GradserveError]) -> bool:
+    return 0 < len(error.title().split()) <= MAX_TITLE_WORDS
+
+
+def errors() -> Texts:
+    for error in tree():
+        yield error.__name__, error.__doc__ or ""
+
+
+def settings() -> Texts:
+    for name, field in Settings.model_fields.items():
+        yield name, field.description or ""
+
+
+def command_line(*command: str) -> Texts:
+    """The help of the command and of every command below it."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+        main([*command, "--help"])
+    yield " ".join(["gradserve", *command]), output.getvalue()
+    for name in re.findall(r"^    ([a-z]+)\b", output.getvalue(), re.MULTILINE):
+        yield from command_line(*command, name)
+
+
+def openapi() -> Texts:
+    def walk(place: str, node: Any) -> Texts:
+        members = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for name, member in members:
+            if name in ("description", "summary", "title") and isinstance(member, str):
+                yield f"{place}/{name}", member
+            yield from walk(f"{place}/{name}", member)
+
+    yield from walk("", create_app(Settings(store="memory:")).openapi())
+
+
+def metrics() -> Texts:
+    yield from ((family.name, family.help) for family in FAMILIES)
+    yield from GAUGES.items()
+
+
+def documentation() -> Texts:
+    files = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    files += [*ROOT.glob("docs/*.md"), ROOT / "clients/python/README.md", ROOT / "examples/README.md"]
+    yield from ((str(file.relative_to(ROOT)), file.read_text()) for file in sorted(files))
+
+
+SOURCES: dict[str, Callable[[], Texts]] = {
+    "errors": errors,
+    "settings": settings,
+    "command line": command_line,
+    "OpenAPI": openapi,
+    "metrics": metrics,
+    "documentation": documentation,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_texts_have_no_banned_construction(source: str) -> None:
+    texts = list(SOURCES[source]())
+    assert len(texts) > 5
+    faults = [f"{place}, line {line}: {words}" for place, text in texts for line, words in banned(text)]
+    assert not faults, "\n".join(faults)
+
+
+def test_titles_of_errors_are_short() -> None:
+    faults = [f"{error.__name__}: {error.title()}" for error in tree() if not has_short_title(error)]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("A key is needed, and this is none that is good.", [(1, "none that")]),
+        (
+            "Whoever asks\nwaits for so\nmany bytes, of which none come.",
+            [(1, "Whoever"), (2, "so many"), (3, "of which")],
+        ),
+        ("All but for one is told anew.", [(1, "but for"), (1, "is told"), (1, "anew")]),
+        ("Banned: `of which`, `anew`.", []),
+        ("The buttons of the whichever.", []),
+    ],
+)
+def test_the_checker_finds_banned_constructions(text: str, faults: list[tuple[int, str]]) -> None:
+    assert list(banned(text)) == faults
+
+
+def test_the_checker_finds_long_titles() -> None:
+    long = type("Long", (GradserveError,), {"__doc__": "The client sent far too many of them."})
+    short = type("Short", (GradserveError,), {"__doc__": "The client sent too many tensors.\n\nMore text."})
+    assert [has_short_title(long), has_short_title(short)] == [False, True]
+
+
+def test_every_command_is_found() -> None:
+    names = {place for place, _ in command_line()}
+    assert {"gradserve", "gradserve serve", "gradserve keys", "gradserve keys add"} <= names
