@@ -8,10 +8,12 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 EDITABLE := --editable
 PIP := -m pip install --quiet $(EDITABLE)
+TWICE := -n 2 --dist loadfile
+QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(wildcard tests/test_*.py)
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client soak golden docs site lock up down test-compose clean
+.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client soak golden docs site lock up down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -19,8 +21,11 @@ help:  ## list the targets
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
 
-test: $(VENV)/.dev  ## run every test, or WHAT="tests/test_json.py -k name"
-	$(BIN)/python -m pytest $(WHAT)
+check: lint  ## lint, and every test that needs no server of its own: what to run while working
+	$(BIN)/python -m pytest $(TWICE) $(QUICK)
+
+test: $(VENV)/.dev  ## run every test in two processes, or WHAT="tests/codecs/test_json.py -k name" in one
+	$(BIN)/python -m pytest $(or $(WHAT),$(TWICE))
 
 test-faults: $(VENV)/.dev  ## the long form of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import httpx
+
+from service.__main__ import main
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
     """The status and output of the command, which runs in a process of its own, beside the server's."""
     done = subprocess.run([sys.executable, "-m", "service", *arguments], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
+
+
+def called(*arguments: str) -> tuple[int, str, str]:
+    """The same in this process, which takes a tenth of the time: where no server has the store."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            status = main([*arguments])
+        except SystemExit as stop:  # what the parser does about wrong arguments
+            status = int(stop.code or 0)
+    return status, out.getvalue(), err.getvalue()
 
 
 def put(client: httpx.Client, name: str, **spec: Any) -> None:

@@ -45,6 +45,13 @@ def assert_problem(answer: httpx.Response, status: int, code: str, *words: str) 
     return problem
 
 
+def delete_buffers(client: httpx.Client) -> None:
+    """Delete every buffer of the server."""
+    while buffers := client.get("/v1/buffers?limit=1000").raise_for_status().json()["buffers"]:
+        for one in buffers:
+            client.delete(f"/v1/buffers/{one['name']}")
+
+
 def in_flight(url: object, what: str = "") -> float:
     """The requests that have no answer yet but the one that asks, or with `_bytes` what they hold."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()

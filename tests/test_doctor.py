@@ -9,7 +9,7 @@ import lmdb
 import numpy as np
 
 from service.buffers.lmdb.format import COUNT, TIME, WRITER
-from tests.commands import add, put, run
+from tests.commands import add, called, put, run
 from tests.serving import serving
 
 LARGE = 100_003
@@ -33,7 +33,7 @@ def test_the_doctor(tmp_path: Path) -> None:
     damaged = bytearray(values.read_bytes())
     damaged[1000] ^= 1
     values.write_bytes(damaged)
-    status, out, _ = run("doctor", "--store", store)
+    status, out, _ = called("doctor", "--store", store)
     assert status == 1
     assert len([line for line in out.splitlines() if line.startswith("WRONG: ")]) == 1
     assert "problems found: 1" in out
@@ -50,20 +50,20 @@ def test_the_doctor_checks_the_free_slots(tmp_path: Path) -> None:
             assert set(client.get(f"/v1/buffers/{name}/value").json()["value"]["data"]) == {3}
 
     change("x")
-    assert run("doctor", "--store", store)[0] == 0
+    assert called("doctor", "--store", store)[0] == 0
     with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
         free = txn.cursor(env.open_db(b"free", txn=txn))
         assert free.first()
         slots = np.frombuffer(free.value(), "<i8").copy()
         slots[0] |= 1 << 60
         free.put(free.key(), slots.tobytes())
-    status, out, _ = run("doctor", "--store", store)
+    status, out, _ = called("doctor", "--store", store)
     lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
     assert status == 1
     assert lines == [f"WRONG: slot {slots[0]} is said to be free, but there are 12"]
     assert "1 slots of 262144 bytes are lost" in out
     change("y")
-    assert run("doctor", "--store", store)[0] == 0
+    assert called("doctor", "--store", store)[0] == 0
 
 
 def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
@@ -76,17 +76,17 @@ def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
         with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
             txn.put(name, value, db=env.open_db(b"meta", txn=txn))
 
-    assert run("doctor", "--store", store)[0] == 0
+    assert called("doctor", "--store", store)[0] == 0
     change(COUNT, TIME.pack(1))
     change(COUNT + b"ann", TIME.pack(7))
-    status, out, _ = run("doctor", "--store", store)
+    status, out, _ = called("doctor", "--store", store)
     lines = [line for line in out.splitlines() if line.startswith("WRONG: ")]
     assert (status, len(lines)) == (1, 2)
     for line, words in zip(lines, ("'' has 2 buffers, not 1", "'ann' has 0 buffers, not 7"), strict=True):
         assert words in line
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
         add(client, "x", 1)
-    assert "no problems found" in run("doctor", "--store", store)[1]
+    assert "no problems found" in called("doctor", "--store", store)[1]
     change(COUNT, TIME.pack(1))
     change(WRITER, bytes(16))  # as a version leaves it that does not count
-    assert "no problems found" in run("doctor", "--store", store)[1]
+    assert "no problems found" in called("doctor", "--store", store)[1]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 SERVICE = ROOT / "service"
 
@@ -44,16 +42,17 @@ def imported(path: Path) -> set[str]:
 FILES = sorted(path for path in SERVICE.rglob("*.py") if path.parent != SERVICE or path.stem != "__init__")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_each_layer_imports_only_those_below(path: Path) -> None:
+def forbidden(path: Path) -> set[str]:
+    """Return the modules that `path` imports against the rules."""
     layer = path.relative_to(SERVICE).with_suffix("").parts[0]
     ours = {name.split(".")[1] for name in imported(path) if name.startswith("service.")}
-    assert ours - {layer} <= ALLOWED[layer]
-    roots = {name.split(".")[0] for name in imported(path)}
-    if layer != "api":
-        assert not roots & {"fastapi", "starlette"}
-    if layer not in {"api", "settings", "cli"}:
-        assert not roots & {"pydantic", "uvicorn", "httpx"}
+    web = set() if layer == "api" else {"fastapi", "starlette"}
+    web |= set() if layer in {"api", "settings", "cli"} else {"pydantic", "uvicorn", "httpx"}
+    return (ours - {layer} - ALLOWED[layer]) | (web & {name.split(".")[0] for name in imported(path)})
+
+
+def test_each_layer_imports_only_those_below() -> None:
+    assert {str(path.relative_to(ROOT)): wrong for path in FILES if (wrong := forbidden(path))} == {}
 
 
 def test_every_layer_has_a_rule() -> None:
@@ -69,8 +68,8 @@ def test_packages_only_re_export() -> None:
 CLIENT = ROOT / "clients" / "python"
 
 
-@pytest.mark.parametrize("path", sorted(CLIENT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_client_imports_nothing_of_the_server(path: Path) -> None:
-    if path.name != "generate.py":  # it writes the client from the server's registry
-        roots = {name.split(".")[0] for name in imported(path)}
-        assert not roots & {"service", "clients", "fastapi", "starlette", "pydantic", "uvicorn"}
+def test_the_client_imports_nothing_of_the_server() -> None:
+    server = {"service", "clients", "fastapi", "starlette", "pydantic", "uvicorn"}
+    for path in CLIENT.rglob("*.py"):
+        if path.name != "generate.py":  # it writes the client from the server's registry
+            assert not server & {name.split(".")[0] for name in imported(path)}, path

@@ -31,7 +31,7 @@ from service.dtypes import FLOAT32
 from service.errors import MalformedBody
 from service.keys import add as add_key
 from service.limits import Limits
-from tests.commands import add, put, run
+from tests.commands import add, called, put, run
 from tests.serving import serving, wait_until
 
 LARGE = 100_003
@@ -64,8 +64,8 @@ def test_out_of_one_server_and_into_another(tmp_path: Path) -> None:
     assert set(tensors) == before.keys()
     with safe_open(file, "numpy") as opened:
         assert json.loads(opened.metadata()["buffers"])["net.w"]["count"] == 1
-    assert run("import", str(file), "--store", other) == (0, "3 buffers\n", "")
-    status, _, complaint = run("import", str(file), "--store", other)
+    assert called("import", str(file), "--store", other) == (0, "3 buffers\n", "")
+    status, _, complaint = called("import", str(file), "--store", other)
     assert (status, "net.large, net.never, net.w" in complaint) == (1, True)
     with serving(store=other) as url, httpx.Client(base_url=url) as client:
         assert {name: metadata(client, name) for name in before} == before
@@ -113,7 +113,7 @@ def test_files_that_cannot_be_imported(tmp_path: Path, content: Any, words: str)
         file.write_bytes(content)
     elif content is not None:
         save_file(content, file)
-    status, out, complaint = run("import", str(file), "--store", store)
+    status, out, complaint = called("import", str(file), "--store", store)
     assert (status, out) == (1, "")
     assert complaint.startswith("gradserve: ")
     assert words in complaint
@@ -131,7 +131,7 @@ def test_an_export_goes_where_a_link_leads_and_into_what_is_no_file(tmp_path: Pa
     others = {tmp_path / "target.unfinished": "mine"}
     for path, text in others.items():
         path.write_text(text)
-    assert run("export", str(link), "--store", store)[:2] == (0, f"1 buffers, {target.stat().st_size} bytes\n")
+    assert called("export", str(link), "--store", store)[:2] == (0, f"1 buffers, {target.stat().st_size} bytes\n")
     assert link.is_symlink()
     assert target.stat().st_mode & 0o777 == 0o600
     assert load_file(target)["a"].tolist() == [1, 2, 3]
@@ -144,10 +144,10 @@ def test_an_export_goes_where_a_link_leads_and_into_what_is_no_file(tmp_path: Pa
         pipe.write_bytes(target.read_bytes())
         assert copied.result()[:2] == (0, "1 buffers\n")
     new = tmp_path / "new"
-    assert run("export", str(new), "--store", f"lmdb:{tmp_path}/b")[0] == 0
+    assert called("export", str(new), "--store", f"lmdb:{tmp_path}/b")[0] == 0
     assert (new.stat().st_mode & 0o777, load_file(new)["a"].tolist()) == (0o600, [1, 2, 3])
     assert pipe.is_fifo()
-    status, _, complaint = run("export", str(tmp_path), "--store", store)
+    status, _, complaint = called("export", str(tmp_path), "--store", store)
     assert (status, str(tmp_path) in complaint, "directory" in complaint) == (1, True, True)
     assert {path: path.read_text() for path in others} == others
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -259,11 +259,11 @@ def test_a_store_is_its_users_alone(tmp_path: Path) -> None:
 def test_an_export_of_nothing_replaces_no_file(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_bytes(b"dear")
-    status, out, complaint = run("export", str(file), "--prefix", "typo.", "--store", f"lmdb:{_empty(tmp_path)}")
+    status, out, complaint = called("export", str(file), "--prefix", "typo.", "--store", f"lmdb:{_empty(tmp_path)}")
     assert (status, out) == (1, "")
     assert complaint == "gradserve: There is no buffer whose name begins with 'typo.'\n"
     assert file.read_bytes() == b"dear"
-    assert run("export", str(file), "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
+    assert called("export", str(file), "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
     assert load_file(file) == {}
 
 
@@ -279,9 +279,9 @@ def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
 def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with serving(store=f"lmdb:{tmp_path}/a"):
         pass
-    status, _, complaint = run("export", str(tmp_path / "no" / "x"), "--store", f"lmdb:{tmp_path}/a")
+    status, _, complaint = called("export", str(tmp_path / "no" / "x"), "--store", f"lmdb:{tmp_path}/a")
     assert (status, complaint.endswith(f"No such file or directory: '{tmp_path}/no/x'\n")) == (1, True)
-    status, _, complaint = run("export", str(tmp_path / "x"), "--store", f"lmdb:{tmp_path}/none")
+    status, _, complaint = called("export", str(tmp_path / "x"), "--store", f"lmdb:{tmp_path}/none")
     assert (status, complaint) == (1, f"gradserve: There is no store in {tmp_path}/none\n")
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "none").exists()
@@ -321,22 +321,22 @@ def test_what_is_damaged_is_told_once_and_not_exported(
     three: Path, tmp_path: Path, database: bytes, key: bytes | None, wrong: list[str]
 ) -> None:
     damage(three, database, key)
-    status, out, _ = run("doctor", "--store", f"lmdb:{three}")
+    status, out, _ = called("doctor", "--store", f"lmdb:{three}")
     assert status == 1
     assert [line.removeprefix("WRONG: ") for line in out.splitlines() if line.startswith("WRONG: ")] == wrong
-    status, out, complaint = run("export", str(tmp_path / "x"), "--store", f"lmdb:{three}")
+    status, out, complaint = called("export", str(tmp_path / "x"), "--store", f"lmdb:{three}")
     if database == b"keys":
         assert (status, out.startswith("3 buffers")) == (0, True)
     else:
         assert (status, "'b'" in complaint, (tmp_path / "x").exists()) == (1, True, False)
-        assert run("export", str(tmp_path / "x"), "--store", f"lmdb:{three}", "--prefix", "c")[0] == 0
+        assert called("export", str(tmp_path / "x"), "--store", f"lmdb:{three}", "--prefix", "c")[0] == 0
 
 
 def test_what_is_in_memory_is_no_store_for_commands(tmp_path: Path) -> None:
     file = str(tmp_path / "saved")
-    assert run("export", file, "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
+    assert called("export", file, "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
     for command in (["doctor"], ["export", "x"], ["import", file]):
-        status, _, complaint = run(*command, "--store", "memory:")
+        status, _, complaint = called(*command, "--store", "memory:")
         assert (status, "memory:" in complaint) == (2, True)
 
 
@@ -372,10 +372,10 @@ def test_more_buffers_than_a_request_may_have_tensors(tmp_path: Path) -> None:
     store = LmdbStore(tmp_path / "a", max_bytes=1 << 28)
     store.submit(Request([Create(name=name, spec=Spec((1,), FLOAT32)) for name in names])).result(60)
     store.close()
-    assert run("export", str(file), "--store", f"lmdb:{tmp_path}/a")[0] == 0
+    assert called("export", str(file), "--store", f"lmdb:{tmp_path}/a")[0] == 0
     with pytest.raises(MalformedBody, match="more than 262144 values"):
         decode(memoryview(file.read_bytes()), Limits(1 << 30))
-    assert run("import", str(file), "--store", f"lmdb:{tmp_path}/b") == (0, "17000 buffers\n", "")
+    assert called("import", str(file), "--store", f"lmdb:{tmp_path}/b") == (0, "17000 buffers\n", "")
 
 
 def test_buffers_of_namespaces_stay_apart(tmp_path: Path) -> None:
@@ -390,5 +390,5 @@ def test_buffers_of_namespaces_stay_apart(tmp_path: Path) -> None:
                         add(client, "x", number)
                     assert client.get("/v1/buffers/x/value").json()["value"]["data"] == [number], name
         if store == "a":
-            assert run("export", str(file), "--store", f"lmdb:{tmp_path}/a")[0] == 0
-            assert run("import", str(file), "--store", f"lmdb:{tmp_path}/b") == (0, "2 buffers\n", "")
+            assert called("export", str(file), "--store", f"lmdb:{tmp_path}/a")[0] == 0
+            assert called("import", str(file), "--store", f"lmdb:{tmp_path}/b") == (0, "2 buffers\n", "")

@@ -6,17 +6,24 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.serving import serving
+from tests.serving import delete_buffers, serving
+
+LIMITS = {"store_bytes": 1 << 28, "threads": 2, "max_body_bytes": 4 << 20, "max_tensor_bytes": 1 << 22}
+
+
+@pytest.fixture(scope="session")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The URLs of two servers, one with each store, that the modules share."""
+    path = tmp_path_factory.mktemp("store")
+    with serving(store="memory:", **LIMITS) as memory, serving(store=f"lmdb:{path}", **LIMITS) as lmdb:
+        yield {"memory": memory, "lmdb": lmdb}
 
 
 @pytest.fixture(scope="module", params=["memory", "lmdb"])
-def http(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of a server with each store."""
-    store = "memory:" if request.param == "memory" else f"lmdb:{tmp_path_factory.mktemp('store')}"
-    with (
-        serving(store=store, store_bytes=1 << 28, threads=2, max_body_bytes=4 << 20, max_tensor_bytes=1 << 22) as url,
-        httpx.Client(base_url=url, timeout=30) as client,
-    ):
+def http(request: pytest.FixtureRequest, stores: dict[str, str]) -> Iterator[httpx.Client]:
+    """A client of the server with each store, which has no buffers of other modules."""
+    with httpx.Client(base_url=stores[request.param], timeout=30) as client:
+        delete_buffers(client)
         yield client
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.serving import assert_problem, in_flight, serving, wait_until
+from tests.serving import assert_problem, delete_buffers, in_flight, serving, wait_until
 
 SAFETENSORS = "application/vnd.safetensors"
 
@@ -30,10 +30,19 @@ def post(url: str, body: bytes, **headers: str) -> httpx.Response:
     )
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[str]:
     with serving(max_bytes_in_flight=1 << 20, max_body_bytes=1 << 22, threads=1) as url:
         yield url
+
+
+@pytest.fixture
+def url(narrow: str) -> str:
+    """The URL of a server that lets a megabyte in at a time, and holds nothing of other tests."""
+    wait_until(lambda: in_flight(narrow, "_bytes") == 0)
+    with httpx.Client(base_url=narrow) as client:
+        delete_buffers(client)
+    return narrow
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 
 from service.keys import KeyFile, add, load, remove
+from tests.commands import called
 from tests.serving import assert_problem, serving
 
 ADD = {"gradient": [1.0, 2.0]}
@@ -416,37 +417,41 @@ def test_the_command(tmp_path: Path) -> None:
         (("rm", "nobody"), "nobody"),
     ],
 )
-def test_the_commands_mistakes(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_the_commands_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
     file = tmp_path / "keys.json"
+    monkeypatch.setenv("GRADSERVE_KEYS", str(file))
     add(file, "bob", ["ops"])
     before = file.read_text()
-    failed = run("keys", *arguments, GRADSERVE_KEYS=str(file))
-    assert failed.returncode == (1 if arguments[1] in ("bob", "nobody") else 2)
-    assert words in failed.stderr
-    assert "Traceback" not in failed.stderr
+    status, _, complaint = called("keys", *arguments)
+    assert status == (1 if arguments[1] in ("bob", "nobody") else 2)
+    assert words in complaint
+    assert "Traceback" not in complaint
     assert file.read_text() == before
 
 
 def test_to_remove_a_key_makes_no_file(tmp_path: Path) -> None:
-    failed = run("keys", "rm", "x", GRADSERVE_KEYS=str(tmp_path / "keys.json"))
-    assert (failed.returncode, failed.stderr) == (1, f"gradserve: {tmp_path}/keys.json does not exist\n")
+    complaint = f"gradserve: {tmp_path}/keys.json does not exist\n"
+    assert called("keys", "rm", "x", "--keys", str(tmp_path / "keys.json")) == (1, "", complaint)
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_command_wants_a_file() -> None:
-    failed = run("keys", "ls", GRADSERVE_KEYS="")
-    assert failed.returncode != 0
-    assert "GRADSERVE_KEYS" in failed.stderr
+def test_the_command_wants_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSERVE_KEYS", "")
+    status, _, complaint = called("keys", "ls")
+    assert status != 0
+    assert "GRADSERVE_KEYS" in complaint
 
 
-def test_a_server_does_not_start_with_keys_that_are_not_there(tmp_path: Path) -> None:
-    failed = run("serve", GRADSERVE_KEYS=str(tmp_path / "none.json"), GRADSERVE_STORE="memory:", GRADSERVE_PORT="0")
-    assert failed.returncode == 2
-    assert "gradserve keys add" in failed.stderr
+def test_a_server_does_not_start_with_keys_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad.json").write_text("[]")
-    failed = run("serve", GRADSERVE_KEYS=str(tmp_path / "bad.json"), GRADSERVE_STORE="memory:", GRADSERVE_PORT="0")
-    assert failed.returncode == 2
-    assert "not a file of API keys" in failed.stderr
+    monkeypatch.setenv("GRADSERVE_STORE", "memory:")
+    for name, words in (("none.json", "gradserve keys add"), ("bad.json", "not a file of API keys")):
+        monkeypatch.setenv("GRADSERVE_KEYS", str(tmp_path / name))
+        status, _, complaint = called("serve", "--port", "0")
+        assert status == 2
+        assert words in complaint
 
 
 def test_gradients_through_a_namespace_are_exact(people: dict[str, httpx.Client]) -> None:

@@ -24,11 +24,20 @@ from tests.serving import assert_problem, serving
 SAFETENSORS = "application/vnd.safetensors"
 
 
-@pytest.fixture(params=[1, 2])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "store", workers=request.param) as server:
-        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
+@pytest.fixture(scope="module", params=[1, 2])
+def same(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("shutdown") / "store", workers=request.param) as server:
         yield server
+
+
+@pytest.fixture
+def server(same: Server) -> Server:
+    """A server that runs, and has the buffer a to which nothing was added."""
+    if same.process.poll() is not None:
+        same.start()
+    httpx.delete(f"{same.url}/v1/buffers/a")
+    httpx.put(f"{same.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
+    return same
 
 
 def body() -> bytes:

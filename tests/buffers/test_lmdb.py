@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -385,27 +384,24 @@ def test_ids_of_values_are_never_used_again(reopen: Callable[[], LmdbStore]) -> 
 
 
 COUNTER = """
-import sys
+import sys, time
 from pathlib import Path
 from tests.buffers.calls import entries_of
-print(sum(entries_of(Path(sys.argv[1]))[name] for name in sys.argv[2:]))
+path, expected, *databases = sys.argv[1:]
+for _ in range(1000):
+    entries = entries_of(Path(path))
+    if sum(entries[name] for name in databases) == int(expected):
+        sys.exit(0)
+    time.sleep(0.01)
+sys.exit(f"not {expected}: {entries}")
 """
 
 
-def comes_to(path: Path, expected: int, *databases: str) -> bool:
-    """Whether the databases of a store that is open have so many entries before patience ends."""
-    for _ in range(40):
-        counted = subprocess.run(
-            [sys.executable, "-c", COUNTER, str(path), *databases],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parents[2],
-        )
-        if int(counted.stdout) == expected:
-            return True
-        time.sleep(0.1)
-    return False
+def wait_for_entries(path: Path, expected: int, *databases: str) -> None:
+    """Wait, in another process, until the databases of a store that is open have as many entries as expected."""
+    command = [sys.executable, "-c", COUNTER, str(path), str(expected), *databases]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
 
 
 def test_keys_that_have_expired_are_forgotten_as_adds_go_on(
@@ -441,7 +437,7 @@ def test_keys_that_have_expired_are_forgotten_when_idle(
     for number in range(30):
         do(store, Add(name="a", gradient=ones(2)), key=key(str(number)))
     clock.advance(KEY_SECONDS)
-    assert comes_to(tmp_path / "store", 0, "keys", "times")
+    wait_for_entries(tmp_path / "store", 0, "keys", "times")
     assert add(store, "a", [1, 2])["count"] == 31
 
 
@@ -504,10 +500,10 @@ def test_buffers_that_have_expired_are_removed_when_idle(
     clock.advance(9)
     add(store, "b", ones(1))
     clock.advance(1)
-    assert comes_to(tmp_path / "store", 3 + 2, "buffers", "values")
+    wait_for_entries(tmp_path / "store", 3 + 2, "buffers", "values")
     assert add(store, "b", ones(1))["count"] == 3
     clock.advance(10)
-    assert comes_to(tmp_path / "store", 2, "buffers", "values", "deadlines")
+    wait_for_entries(tmp_path / "store", 2, "buffers", "values", "deadlines")
 
 
 def test_a_buffer_that_is_deleted_leaves_no_deadline(

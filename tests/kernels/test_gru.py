@@ -27,6 +27,24 @@ OUTPUTS = ("dX", "dW", "dR", "dB", "dH0")
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 LENGTHS = (None, [3, 1, 0], [2, 3, 3], [1, 2, 0], [2, 2, 2], [0, 0, 0])
 OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False), LENGTHS))
+NAMES = ("direction", "linear_before_reset", "bias", "start", "lengths")
+
+
+def pairs(option: tuple[Any, ...]) -> set[Any]:
+    return set(itertools.combinations([(place, str(value)) for place, value in enumerate(option)], 2))
+
+
+def pairwise() -> list[tuple[Any, ...]]:
+    """Return a few of the options; every pair of values occurs in at least one."""
+    missing, chosen = set[Any]().union(*map(pairs, OPTIONS)), list[tuple[Any, ...]]()
+    while missing:
+        chosen.append(max(OPTIONS, key=lambda option: len(pairs(option) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+CUTS = [("alone", *option) for option in OPTIONS]
+CUTS += [(shared, *option) for shared in ("shared", "cut") for option in pairwise()]
 
 
 @pytest.fixture(params=["alone", "shared", "cut"])
@@ -98,7 +116,7 @@ def difference(given: dict[str, Any], name: str, grad_HAll: Array, grad_Ht: Arra
     return slopes
 
 
-@pytest.mark.parametrize(("direction", "linear_before_reset", "bias", "start", "lengths"), OPTIONS)
+@pytest.mark.parametrize(("shared", *NAMES), CUTS, indirect=["shared"])
 @pytest.mark.usefixtures("shared")
 def test_forward(direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None) -> None:
     attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
@@ -110,7 +128,7 @@ def test_forward(direction: str, linear_before_reset: int, bias: bool, start: bo
             np.testing.assert_allclose(mine, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("direction", "linear_before_reset", "bias", "start", "lengths"), OPTIONS)
+@pytest.mark.parametrize(NAMES, OPTIONS)
 def test_gradient(direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None) -> None:
     attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
     given = case(direction, bias, start, lengths)
@@ -120,7 +138,7 @@ def test_gradient(direction: str, linear_before_reset: int, bias: bool, start: b
         np.testing.assert_allclose(made[name], expected, rtol=1e-7, atol=1e-8, err_msg=name)
 
 
-@pytest.mark.parametrize(("direction", "linear_before_reset", "bias", "start", "lengths"), OPTIONS)
+@pytest.mark.parametrize(("shared", *NAMES), CUTS, indirect=["shared"])
 @pytest.mark.usefixtures("shared")
 def test_last_bits(
     direction: str, linear_before_reset: int, bias: bool, start: bool, lengths: list[int] | None

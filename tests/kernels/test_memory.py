@@ -120,17 +120,17 @@ WITHIN = {**ELEMENTWISE, **SOFTMAX}
 
 
 @pytest.mark.parametrize("make", WITHIN.values(), ids=WITHIN)
-@every_dtype
-@pytest.mark.parametrize("shift", [0, 1, -1, 7, -30])
-def test_out_overlaps_an_input(make: Callable[..., Call], dtype: Any, shift: int) -> None:
-    check_overlap(make(SHAPE, dtype), shift)
+def test_out_overlaps_an_input(make: Callable[..., Call]) -> None:
+    for dtype in FLOAT_DTYPES:
+        for shift in (0, 1, -1, 7, -30):
+            check_overlap(make(SHAPE, dtype), shift)
 
 
 @pytest.mark.parametrize("make", WITHIN.values(), ids=WITHIN)
-@pytest.mark.parametrize("shift", [0, 5000, -5000])
-def test_out_overlaps_an_input_over_many_blocks(make: Callable[..., Call], shift: int) -> None:
+def test_out_overlaps_an_input_over_many_blocks(make: Callable[..., Call]) -> None:
     """A block must not be overwritten before another that needs it is done."""
-    check_overlap(make((400_000,), np.float32), shift)
+    for shift in (0, 5000, -5000):
+        check_overlap(make((400_000,), np.float32), shift)
 
 
 def check_overlap(call: Call, shift: int) -> None:
