@@ -21,8 +21,8 @@ from service.api import buffers, docs, health, logs, open_inference, openapi, op
 from service.api.admission import Admission
 from service.api.auth import authorize
 from service.api.context import CONTEXT, Context, patience_of
+from service.api.http.exchange import Exchange, exchange_of
 from service.api.metrics import METRICS_DIRECTORY, Metrics, route_of
-from service.api.protocol import Exchange, exchange_of
 from service.api.statistics import Statistics
 from service.api.waiting import Waiting
 from service.api.workers import Workers, stop_without_parent

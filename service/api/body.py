@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.admission import SMALL_BYTES, hold
 from service.api.context import context_of, settings_of
-from service.api.protocol import LEAST_RATE, Exchange, exchange_of
+from service.api.http.exchange import Exchange, exchange_of
+from service.api.http.receiver import LEAST_RATE
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]

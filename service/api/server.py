@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from socket import socket
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -17,8 +19,8 @@ from uvicorn.supervisors import Multiprocess
 
 from service.api import logs
 from service.api.app import create_app
+from service.api.http.connection import Connection
 from service.api.metrics import METRICS_DIRECTORY
-from service.api.protocol import Protocol
 from service.settings import Settings
 
 
@@ -32,7 +34,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         port=settings.port,
         timeout_graceful_shutdown=settings.drain_timeout,
         timeout_keep_alive=settings.keep_alive,
-        http=Protocol,
+        http=Connection,
         ws="none",
         access_log=False,  # `logs` writes one
         log_config=logs.config(settings),
@@ -60,7 +62,10 @@ def run(settings: Settings) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
     if settings.workers == 1:
-        _Server(config).run()
+        server = _Server(config)
+        server.run()
+        if not server.started:  # up to uvicorn 0.49; later ones exit so themselves
+            sys.exit(3)
     else:
         sockets = [config.bind_socket()]
         with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
@@ -99,7 +104,9 @@ class _Workers(Multiprocess):
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         ignored = [number for number in TOO if signal.getsignal(number) is signal.SIG_IGN]
-        super().__init__(config, sockets=sockets)
+        wanted = signature(Multiprocess).parameters
+        run = {"target": uvicorn.Server(config).run} if "target" in wanted else {}  # up to uvicorn 0.50
+        super().__init__(config, sockets=sockets, **run)
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN if number in ignored else self._told)
 

@@ -1,0 +1,225 @@
+"""A request and its answer on a connection: what ASGI calls receive and send, and two faster ways.
+
+A server hands a body over in small chunks, each copied on its way from the socket, and sends an answer's head by
+itself. Here the body may go straight into the memory where its tensors are wanted, and the answer leaves in one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Scope
+
+from service.api.http.answers import Pieces, by_turns, head_of
+from service.api.http.endings import Wire
+from service.api.http.framing import Head
+from service.api.http.receiver import Receiver
+from service.api.http.sockets import plain_socket, receive_now
+
+EXCHANGE = "gradserve.exchange"
+"""The name, among the scope's extensions, of the request's `Exchange`."""
+
+LARGE_BYTES = 8 << 20
+"""A larger answer is written in parts, between which it is the turn of other connections."""
+
+logger = logging.getLogger("uvicorn.error")
+
+
+def exchange_of(scope: Scope) -> Exchange | None:
+    """Return the exchange of the scope's request; None under another server."""
+    exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
+    return exchange
+
+
+class Exchange:
+    """A request and its answer on a connection, which `moved` tells of a body that was taken, or a whole answer."""
+
+    def __init__(self, wire: Wire, head: Head, moved: Callable[[], None]) -> None:
+        self._wire, self._moved = wire, moved
+        self._is_head = head.method == "HEAD"
+        self._expects = head.version != "1.0" and head.has(b"expect", b"100-continue")
+        self._came = asyncio.Event()  # a part of the body, or an end
+        self._receiver: Receiver | None = None
+        self._left: int | None = None  # bytes of the answer's body that are to be written; None: nobody knows
+        self.body = bytearray()
+        """What came of the request's body and nobody took."""
+        self.more_body = True
+        """Whether more of it is to come."""
+        self.keeps_alive = head.keeps_alive
+        """Whether the connection is good for another request."""
+        self.is_refused = False
+        """Whether the client was answered that its body cannot be read, whatever the application says."""
+        self.is_started = self.is_complete = self.is_lost = False
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        """Have the application answer."""
+        try:
+            await app(scope, self.receive, self.send)
+        except (Exception, asyncio.CancelledError) as error:
+            logger.error("The application failed", exc_info=error)
+        else:
+            if not (self.is_complete or self.is_lost):
+                logger.error("The application gave no whole answer")
+        if self.is_started:
+            if not self.is_complete:
+                self._wire.end(at_once=True)  # the client sees that the answer is cut
+        elif not self.is_lost:
+            await self.send({"type": "http.response.start", "status": 500, "headers": [(b"connection", b"close")]})
+            await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
+
+    # ----- the request -----
+
+    def add_body(self, body: bytes | memoryview, *, more: bool) -> None:
+        """Take a part of the body; without `more`, the last one."""
+        self.body += body
+        self.more_body = more
+        self._came.set()
+
+    def lose(self) -> None:
+        """Note that the client has gone."""
+        self.is_lost, self._expects = True, False
+        self._came.set()
+        if self._receiver is not None:
+            self._receiver.settle(False)
+
+    def is_unasked(self) -> bool:
+        """Return whether the client still waits to be asked for the body."""
+        return self._expects and self.more_body
+
+    def is_unheard(self) -> bool:
+        """Return whether the client was gone before it had the whole answer."""
+        return self.is_lost and not self.is_complete
+
+    def _ask(self) -> bool:
+        """Ask for the body if the client waits for that; return whether it does."""
+        asks, self._expects = self.is_unasked(), False
+        if asks:
+            self._wire.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return asks
+
+    async def receive(self) -> Message:
+        """Return the next part of the body; or, once the client has gone or has its answer, that it has."""
+        self._ask()
+        if not (self.is_lost or self.is_complete):
+            await self._came.wait()
+        if self.is_lost or self.is_complete:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": self._take_body(), "more_body": self.more_body}
+
+    def _take_body(self) -> bytearray:
+        body, self.body = self.body, bytearray()
+        self._came.clear()
+        self._moved()
+        return body
+
+    def body_at_hand(self) -> bytearray | None:
+        """Return the whole body, if all of it has come and none was received."""
+        return None if self.more_body else self._take_body()
+
+    async def receive_into(self, memory: memoryview, patience: float) -> bool:
+        """Fill `memory`, which must be as long as the body, of which nothing was received. False if the client goes.
+
+        Raises TimeoutError after `patience` seconds in which nothing comes, or, over a longer time, less than
+        `LEAST_RATE`.
+        """
+        if self.is_lost:
+            return False
+        begun, self.body = self.body, bytearray()
+        self._came.clear()
+        memory[: len(begun)] = begun
+        rest, socket = memory[len(begun) :], plain_socket(self._wire.transport)
+        if not self._ask() and socket is not None:
+            rest = receive_now(socket, rest)
+        if len(rest) and not await self._receive(Receiver(self._wire, rest, len(memory), patience, socket)):
+            return False
+        self.more_body = False
+        return True
+
+    async def _receive(self, receiver: Receiver) -> bool:
+        self._receiver = receiver
+        self._wire.give_way_to(receiver)
+        try:
+            return await receiver.done
+        finally:
+            receiver.stop()
+            self._receiver = None
+            if not self.is_lost:
+                self._wire.give_way_to(self._wire)
+            del receiver  # `done` has the exception, whose traceback has this frame
+
+    # ----- the answer -----
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer. Raises RuntimeError for one that does not fit those before."""
+        await self._wire.drain()
+        if self.is_lost:
+            return
+        kind = message["type"]
+        if self.is_complete or (kind == "http.response.start") is self.is_started:
+            raise RuntimeError(f"{kind} is not what comes next in an answer")
+        if self.is_started:
+            self._send_body(message.get("body", b""), message.get("more_body", False))
+        else:
+            headers = (*self._wire.server_state.default_headers, *message.get("headers", ()))
+            head = head_of(message["status"], headers)
+            self._left = head.length
+            self._wire.transport.write(head.text + self._start(is_last=head.is_last or head.length is None))
+
+    def _send_body(self, body: bytes, more: bool) -> None:
+        if not self._is_head:
+            self._left = None if self._left is None else self._left - len(body)
+            if self._left is not None and (self._left < 0 or (self._left and not more)):
+                raise RuntimeError("The answer has not as many bytes as its Content-Length says")
+            self._wire.transport.write(body)
+        if not more:
+            self._complete()
+
+    def _start(self, *, is_last: bool = False) -> bytes:
+        """Begin the answer; return the end of its head.
+
+        It is the connection's last if the request's body has not come: nobody knows whether the rest of it will.
+        """
+        self.is_started, self._expects = True, False
+        if is_last or self.more_body:
+            self.keeps_alive = False
+        return b"\r\n" if self.keeps_alive else b"connection: close\r\n\r\n"
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._came.set()
+        self._moved()
+
+    async def send_at_once(self, head: str, pieces: Pieces, size: int) -> int:
+        """Send an answer with status 200 in one system call, if the socket takes it, where `send` needs two.
+
+        `head` has a line for each header, ended by CRLF, the Content-Length, which is `size`, among them. Returns how
+        many bytes of the body have gone: fewer, if the client has.
+        """
+        await self._wire.drain()
+        if self.is_lost:
+            return 0
+        text = head_of(200, self._wire.server_state.default_headers).text
+        first = text + head.encode("latin-1") + self._start()
+        if size <= LARGE_BYTES:
+            self._wire.transport.writelines([first, *pieces])
+        else:
+            self._wire.transport.write(first)
+            size = await self._write_by_turns(pieces)
+        if not self.is_lost:
+            self._complete()
+        return size
+
+    async def _write_by_turns(self, pieces: Pieces) -> int:
+        """Write as fast as the client reads; return how many bytes have gone."""
+        written = 0
+        for part, is_turn in by_turns(pieces):
+            self._wire.transport.write(part)
+            written += len(part)
+            if is_turn:
+                await asyncio.sleep(0)
+                await self._wire.drain()
+            if self.is_lost:
+                break
+        return written
