@@ -151,7 +151,6 @@ class Application(FastAPI):
         spent = time.perf_counter_ns() - call.started
         for observer in self.observers:
             observer.ended(call, spent, None if bug is None else type(bug).__qualname__)
-        call.connection.get("extensions", {}).clear()  # it leads back to the scope
 
     def unreadable(self, message: str) -> Answer:
         """The answer to bytes that are no request: in the form of `/v1`, because they name no path."""

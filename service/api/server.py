@@ -19,9 +19,9 @@ from uvicorn.supervisors import Multiprocess
 from service.api import docs, health
 from service.api.app import Application
 from service.api.buffers import many, routes
+from service.api.http.connection import Connection
 from service.api.operators import catalogue, open_inference, rest
 from service.api.operators.statistics import Statistics
-from service.api.protocol import Protocol
 from service.api.telemetry import logs
 from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics
 from service.api.telemetry.observer import Observer
@@ -79,7 +79,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         port=settings.port,
         timeout_graceful_shutdown=settings.drain_timeout,
         timeout_keep_alive=settings.keep_alive,
-        http=Protocol,
+        http=Connection,
         ws="none",
         access_log=False,  # `logs` writes one
         log_config=logs.config(settings),

@@ -28,7 +28,7 @@ def assert_not_ready(answer: httpx.Response) -> None:
 
 
 def test_before_the_start_and_after_the_stop_it_is_live_but_not_ready() -> None:
-    app = create_app(Settings())
+    app = create_app(Settings(store="memory:"))
 
     async def check() -> None:
         transport = httpx.ASGITransport(app)

@@ -36,8 +36,11 @@ class Answer(Response):
 
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:  # type: ignore[override]
-        """Its headers, names in lower case, as ASGI has them."""
-        return _raw(self._head())
+        """Its headers, as ASGI has them."""
+        headers = [] if self.media_type is None else [(b"content-type", self.media_type.encode())]
+        if self.status_code not in (204, 304):
+            headers.append((b"content-length", b"%d" % sum(map(len, self.pieces))))
+        return headers + [(name.lower().encode(), value.encode("latin-1")) for name, value in self.fields.items()]
 
     def coded(self, coding: str | None) -> Answer:
         """The same in a content coding, gzip or deflate; with None, as it is."""
@@ -50,32 +53,19 @@ class Answer(Response):
         """Send it as the answer to this request."""
         began = time.perf_counter_ns()
         call.status = self.status_code
-        head, pieces, size = self._head(), self.pieces, sum(map(len, self.pieces))
         if call.status >= 400:
             call.identify()
+        headers = self.raw_headers
         if call.request_id is not None:
-            head["x-request-id"] = call.request_id
-        if call.method == "HEAD":
-            pieces, size = (), 0
-        elif size <= JOINED_BYTES:
-            pieces = [b"".join(pieces)]
-        if call.exchange is None:
-            await _send(self.status_code, _raw(head), pieces, call.send)
-            call.sent = size
-        else:
-            lines = "".join([f"{name}: {value}\r\n" for name, value in head.items()])
-            call.sent = await call.exchange.send_at_once(self.status_code, lines, pieces, size)
+            headers.append((b"x-request-id", call.request_id.encode()))
+        pieces = () if call.method == "HEAD" else self.pieces
+        await _send(call.send, self.status_code, headers, pieces)
+        call.sent = sum(map(len, pieces)) if call.exchange is None else call.exchange.written
         call.spent["write"] = time.perf_counter_ns() - began
-
-    def _head(self) -> dict[str, str]:
-        head = {} if self.media_type is None else {"content-type": self.media_type}
-        if self.status_code not in (204, 304):
-            head["content-length"] = str(sum(map(len, self.pieces)))
-        return {**head, **self.fields}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it as any ASGI response."""
-        await _send(self.status_code, self.raw_headers, self.pieces, send)
+        await _send(send, self.status_code, self.raw_headers, self.pieces)
 
 
 def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | None = None) -> Answer:
@@ -83,15 +73,11 @@ def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | Non
     return Answer([orjson.dumps(content)], JSON, fields, status)
 
 
-def _raw(head: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in head.items()]
-
-
 async def _send(
-    status: int, headers: list[tuple[bytes, bytes]], pieces: Sequence[bytes | memoryview], send: Send
+    send: Send, status: int, headers: list[tuple[bytes, bytes]], pieces: Sequence[bytes | memoryview]
 ) -> None:
-    """Send an answer under another server."""
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    for piece in pieces:
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    if sum(map(len, pieces)) <= JOINED_BYTES:
+        pieces = [b"".join(pieces)]
+    for number, piece in enumerate(pieces, 1):
+        await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})

@@ -11,7 +11,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from service.api.http.admission import SMALL_BYTES
-from service.api.protocol import LEAST_RATE, Exchange
+from service.api.http.exchange import Exchange
+from service.api.http.receiver import LEAST_RATE
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]

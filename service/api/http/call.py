@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from service.api.http.admission import Admission, Reservation
 from service.api.http.body import Limits, check_transfer_coding, coding_of, inflate, read_body
 from service.api.http.caller import ANYONE, Caller
+from service.api.http.exchange import Exchange, exchange_of
 from service.api.http.offload import INLINE_LOOKUPS, in_pool
 from service.api.http.waiting import ANY, Waiting
-from service.api.protocol import Exchange, exchange_of
 from service.buffers.changes import Change
 from service.buffers.namespaced import Namespaced
 from service.buffers.perform import Outcome

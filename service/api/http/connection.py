@@ -1,0 +1,165 @@
+"""A client's connection, which starts the application for one request after the other. uvicorn's `http=` takes it.
+
+What comes behind a request stays as it came until that request is answered. Reading goes on meanwhile, though not
+without end: only so a client is seen to leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+from typing import Any
+from urllib.parse import unquote
+
+import uvicorn
+from starlette.types import Scope
+
+from service.api.http.answer_head import head_of
+from service.api.http.endings import ServerState, Wire
+from service.api.http.exchange import EXCHANGE, Exchange
+from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
+from service.errors import MalformedBody
+
+MOST_WAITING_BYTES = 1 << 16
+"""If more bytes wait behind a request, or of a body that nobody reads, the connection reads no more."""
+
+logger = logging.getLogger("uvicorn.error")
+
+
+class Connection(Wire):
+    """Parses what comes into requests, of which one runs at a time."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """`config` is of an application that can say `unreadable`; the arguments' names are uvicorn's."""
+        super().__init__(_loop or asyncio.get_running_loop(), server_state, config.timeout_keep_alive)
+        self._app: Any = config.loaded_app
+        self._state = app_state
+        self._incoming = Incoming()
+        self._reader: HeadReader | None = None  # of a head that has begun
+        self._exchange: Exchange | None = None  # until its answer is complete
+        self._body: SizedBody | ChunkedBody = SizedBody(0)  # of the same request
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._ends = {
+            "server": _address(transport.get_extra_info("sockname")),
+            "client": _address(transport.get_extra_info("peername")),
+            "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
+        }
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming.add(data)
+        self._advance()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._exchange is not None:
+            self._exchange.lose()
+        self._exchange = self._reader = None  # the exchange leads back here
+
+    def shutdown(self) -> None:
+        """Take no more requests, as the server stops; those that wait for an epoch are answered now."""
+        self._app.stop_waiting()
+        if self._exchange is None:
+            self.end(at_once=True)
+        else:
+            self._exchange.keeps_alive = False
+
+    def _advance(self) -> None:
+        """Take what came up to the end of the request that runs; read on unless too much is left."""
+        try:
+            while self._takes():
+                pass
+        except MalformedBody as error:
+            self._refuse(error.detail)
+        exchange = self._exchange
+        untaken = len(self._incoming) + (0 if exchange is None else len(exchange.body))
+        self.read(untaken <= MOST_WAITING_BYTES)
+
+    def _takes(self) -> bool:
+        """Take the next piece of what came, if there is one that is wanted now; return whether there was."""
+        exchange, before = self._exchange, len(self._incoming)
+        if not before or self.is_ending or self.transport.is_closing():
+            return False
+        if exchange is None:
+            self._take_head()
+        elif exchange.more_body:
+            piece = self._body.take(self._incoming)
+            if piece or self._body.is_complete:
+                exchange.add_body(piece, more=not self._body.is_complete)
+        return len(self._incoming) < before
+
+    def _take_head(self) -> None:
+        self._reader = self._reader or HeadReader()
+        head = self._reader.take(self._incoming)
+        if head is not None:
+            self._reader, self.due = None, math.inf
+            self._start(head)
+
+    def _start(self, head: Head) -> None:
+        """Start the application. By the time that it runs, what came of the body is taken."""
+        scope, self._body = self._scope(head), body_of(head)
+        self._exchange = scope["extensions"][EXCHANGE] = exchange = Exchange(self, head, self._moved)
+        if self._body.is_complete:
+            exchange.add_body(b"", more=False)
+        tasks = self.server_state.tasks
+        task = self.loop.create_task(exchange.run(self._app, scope))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def _scope(self, head: Head) -> Scope:
+        path, query = split(head.url)
+        text = path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": head.version,
+            "method": head.method,
+            "path": unquote(text) if "%" in text else text,
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": head.headers,
+            "state": self._state.copy(),
+            "extensions": {},
+            **self._ends,
+        }
+
+    def _moved(self) -> None:
+        """Go on: the application took a part of the body, or has answered."""
+        exchange = self._exchange
+        if exchange is not None and exchange.is_complete:
+            self.server_state.total_requests += 1
+            self._exchange, self.due = None, self.loop.time() + self.idle_seconds
+            if not exchange.keeps_alive:
+                self.end()
+        self._advance()
+
+    def _refuse(self, message: str) -> None:
+        """Answer that what came cannot be read, and end; unless the request that it belongs to is being answered."""
+        exchange = self._exchange
+        if exchange is not None and exchange.is_started:
+            logger.warning(message)
+            self._body = SizedBody(sys.maxsize)  # the answer goes on, and is the last
+            return
+        answer = self._app.unreadable(message)
+        logger.warning("%s (answered as %s)", message, answer.fields["X-Request-ID"])
+        head = head_of(answer.status_code, (*self.server_state.default_headers, *answer.raw_headers))
+        self.transport.write(b"".join([head.text, b"connection: close\r\n\r\n", *answer.pieces]))
+        if exchange is not None:
+            exchange.is_refused = True
+            exchange.lose()
+        self.end()
+
+
+def _address(name: Any) -> tuple[str, int] | None:
+    """Return host and port of a socket's name; None without them."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
