@@ -63,7 +63,7 @@ def test_every_block_is_an_example_its_output_or_a_transcript() -> None:
         for before, block in zip([Block("", "", False), *found], [*found, Block("", "", False)], strict=True):
             if block.language not in RUN.get(before.language, ()) or not block.follows:
                 assert before.language not in RUN, f"{name}: no output follows\n{before.text}"
-                assert block.language in (*RUN, "console", ""), f"{name}: nothing prints\n{block.text}"
+                assert block.language in (*RUN, "console", "drawing", ""), f"{name}: nothing prints\n{block.text}"
                 assert block.language or not block.text, f"{name}: of no language\n{block.text}"
 
 
@@ -76,6 +76,7 @@ def test_no_example_is_overlooked() -> None:
         "json": 8,
         "text": 7,
         "console": 3,
+        "drawing": 2,
     }
 
 
