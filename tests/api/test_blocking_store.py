@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +17,7 @@ LOOK_UPS = ("record", "records", "read", "recall", "generation", "size")
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each look-up was called; a call in an event loop is counted as `in the loop`."""
     counts: Counter[str] = Counter()
 
@@ -39,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     for name in LOOK_UPS:
         monkeypatch.setattr(MemoryStore, name, watched(name))
     monkeypatch.setattr(MemoryStore, "blocks", True)
-    yield counts
+    return counts
 
 
 def test_no_look_up_is_made_in_the_event_loop(calls: Counter[str]) -> None:

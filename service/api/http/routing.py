@@ -81,12 +81,28 @@ class Match(NamedTuple):
     parameters: Mapping[str, str]
 
 
+class _Pattern(NamedTuple):
+    """A path with parameters, and its endpoints by method."""
+
+    regex: re.Pattern[str]
+    methods: dict[str, Endpoint]
+
+
+_NONE: Mapping[str, _Pattern] = {}
+
+
+def _key(path: str) -> tuple[int, str]:
+    """What sorts paths before they are compared: their depth, and their last part unless it is a parameter."""
+    last = path.rpartition("/")[2]
+    return path.count("/"), "" if last.startswith("{") else last
+
+
 class Table:
     """The endpoints of the routers."""
 
     def __init__(self, routers: Iterable[APIRouter]) -> None:
         self._exact: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)
-        self._patterns: defaultdict[int, dict[str, tuple[re.Pattern[str], dict[str, Endpoint]]]] = defaultdict(dict)
+        self._patterns: defaultdict[tuple[int, str], dict[str, _Pattern]] = defaultdict(dict)
         for router in routers:
             for route in router.routes:
                 assert isinstance(route, APIRoute)
@@ -100,7 +116,7 @@ class Table:
             methods = self._exact[route.path]
         else:
             pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.path))
-            methods = self._patterns[route.path.count("/")].setdefault(route.path, (pattern, {}))[1]
+            methods = self._patterns[_key(route.path)].setdefault(route.path, _Pattern(pattern, {})).methods
         for method in route.methods or ():
             assert method not in methods, f"two endpoints answer {method} {route.path}"
             methods[method] = endpoint
@@ -108,15 +124,9 @@ class Table:
     def matches(self, path: str) -> list[Match]:
         """The paths of the table that fit, the one without parameters first."""
         found = [Match(self._exact[path], {})] if path in self._exact else []
-        for pattern, methods in self._patterns.get(path.count("/"), {}).values():
-            if (fits := pattern.fullmatch(path)) is not None:
-                found.append(Match(methods, fits.groupdict()))
+        depth, last = _key(path)
+        for key in ((depth, last), (depth, "")):
+            for pattern in self._patterns.get(key, _NONE).values():
+                if (fits := pattern.regex.fullmatch(path)) is not None:
+                    found.append(Match(pattern.methods, fits.groupdict()))
         return found
-
-    def endpoints(self) -> Iterable[tuple[str, Endpoint]]:
-        """Every method with its endpoint."""
-        for methods in self._exact.values():
-            yield from methods.items()
-        for patterns in self._patterns.values():
-            for _, methods in patterns.values():
-                yield from methods.items()
