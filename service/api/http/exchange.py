@@ -200,8 +200,8 @@ class Exchange:
         await self._wire.drain()
         if self.is_lost:
             return 0
-        text = head_of(200, self._wire.server_state.default_headers).text
-        first = text + head.encode("latin-1") + self._start()
+        lines = [b"%b: %b\r\n" % line for line in self._wire.server_state.default_headers]
+        first = b"".join([b"HTTP/1.1 200 OK\r\n", *lines, head.encode("latin-1"), self._start()])
         if size <= LARGE_BYTES:
             self._wire.transport.writelines([first, *pieces])
         else:
