@@ -74,28 +74,28 @@ class Connection(Wire):
             self._exchange.keeps_alive = False
 
     def _advance(self) -> None:
-        """Take what came up to the end of the request that runs; read on unless too much is left."""
+        """Take what came up to the end of the request that runs."""
+        incoming = self._incoming
         try:
-            while self._takes():
-                pass
+            while (left := incoming.left) and not self.is_ending:
+                exchange = self._exchange
+                if exchange is None:
+                    self._take_head()
+                elif exchange.more_body:
+                    self._take_body(exchange)
+                if incoming.left == left:
+                    break
         except MalformedBody as error:
             self._refuse(error.detail)
-        exchange = self._exchange
-        untaken = len(self._incoming) + (0 if exchange is None else len(exchange.body))
-        self.read(untaken <= MOST_WAITING_BYTES)
+        self._balance()
 
-    def _takes(self) -> bool:
-        """Take the next piece of what came, if there is one that is wanted now; return whether there was."""
-        exchange, before = self._exchange, len(self._incoming)
-        if not before or self.is_ending or self.transport.is_closing():
-            return False
-        if exchange is None:
-            self._take_head()
-        elif exchange.more_body:
-            piece = self._body.take(self._incoming)
-            if piece or self._body.is_complete:
-                exchange.add_body(piece, more=not self._body.is_complete)
-        return len(self._incoming) < before
+    def _balance(self) -> None:
+        """Read on, unless too much waits already."""
+        waiting = self._incoming.left
+        if self._exchange is not None:
+            waiting += len(self._exchange.body)
+        if (waiting > MOST_WAITING_BYTES) is not self.is_paused:
+            self.read(self.is_paused)
 
     def _take_head(self) -> None:
         self._reader = self._reader or HeadReader()
@@ -103,6 +103,11 @@ class Connection(Wire):
         if head is not None:
             self._reader, self.due = None, math.inf
             self._start(head)
+
+    def _take_body(self, exchange: Exchange) -> None:
+        piece = self._body.take(self._incoming)
+        if piece or self._body.is_complete:
+            exchange.add_body(piece, more=not self._body.is_complete)
 
     def _start(self, head: Head) -> None:
         """Start the application. By the time that it runs, what came of the body is taken."""
@@ -136,12 +141,15 @@ class Connection(Wire):
     def _moved(self) -> None:
         """Go on: the application took a part of the body, or has answered."""
         exchange = self._exchange
-        if exchange is not None and exchange.is_complete:
-            self.server_state.total_requests += 1
-            self._exchange, self.due = None, self.loop.time() + self.idle_seconds
-            if not exchange.keeps_alive:
-                self.end()
-        self._advance()
+        if exchange is None or not exchange.is_complete:
+            self._balance()
+            return
+        self.server_state.total_requests += 1
+        self._exchange, self.due = None, self.loop.time() + self.idle_seconds
+        if not exchange.keeps_alive:
+            self.end()
+        elif not self.transport.is_closing():
+            self._advance()
 
     def _refuse(self, message: str) -> None:
         """Answer that what came cannot be read, and end; unless the request that it belongs to is being answered."""

@@ -71,7 +71,7 @@ class Wire(asyncio.Protocol):
 
     def read(self, reads: bool) -> None:
         """Read what comes, or let it wait in the socket."""
-        if reads is self.is_paused and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self.is_paused = not reads
             (self.transport.resume_reading if reads else self.transport.pause_reading)()
 

@@ -25,23 +25,26 @@ Buffer: TypeAlias = bytes | memoryview
 class Incoming:
     """Bytes that came and that nobody has parsed."""
 
-    __slots__ = ("_data", "_start")
+    __slots__ = ("_data", "_start", "left")
 
     def __init__(self) -> None:
         self._data, self._start = b"", 0
-
-    def __len__(self) -> int:
-        return len(self._data) - self._start
+        self.left = 0
+        """How many there are."""
 
     def add(self, data: bytes) -> None:
         """Put `data` behind the others."""
-        self._data = self._data[self._start :] + data if len(self) else data
-        self._start = 0
+        self._data = self._data[self._start :] + data if self.left else data
+        self._start, self.left = 0, len(self._data)
 
     def take(self, count: int) -> memoryview:
         """Return the first `count` bytes, or all if there are fewer."""
-        start, self._start = self._start, min(self._start + count, len(self._data))
-        return memoryview(self._data)[start : self._start]
+        piece = memoryview(self._data)[self._start : self._start + count]
+        self._start += len(piece)
+        self.left -= len(piece)
+        if not self.left:
+            self._data = b""  # the piece alone keeps what may be much memory
+        return piece
 
     def take_to_blank_line(self) -> memoryview:
         """Return the bytes up to the next blank line, with it; without one, all but what may be its beginning."""
@@ -49,7 +52,7 @@ class Incoming:
         if found >= 0:
             return self.take(found + len(BLANK_LINE) - self._start)
         begun = next((count for count in (3, 2, 1) if self._data.endswith(BLANK_LINE[:count])), 0)
-        return self.take(max(0, len(self) - begun))
+        return self.take(max(0, self.left - begun))
 
 
 class Head:
@@ -70,6 +73,7 @@ class Head:
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
+        self.names = {name for name, _ in self.headers}
 
     def on_message_begin(self) -> None:
         if self.is_complete:
@@ -78,13 +82,13 @@ class Head:
     def on_body(self, body: bytes) -> None:
         raise MalformedBody("The body begins before the blank line.")
 
-    def has(self, name: bytes, word: bytes) -> bool:
-        """Return whether a header has this word, both in lower case."""
-        return any(word in value.lower() for value in self.values(name))
-
     def values(self, wanted: bytes) -> list[bytes]:
         """Return the values of all headers of a name in lower case."""
-        return [value for name, value in self.headers if name == wanted]
+        return [value for name, value in self.headers if name == wanted] if wanted in self.names else []
+
+    def has(self, name: bytes, word: bytes) -> bool:
+        """Return whether a header has this word, both in lower case."""
+        return name in self.names and any(word in value.lower() for value in self.values(name))
 
 
 class HeadReader:
@@ -174,9 +178,9 @@ class _Chunks:
 
 def body_of(head: Head) -> SizedBody | ChunkedBody:
     """Return what takes the body behind a head. Raises `MalformedBody` for a transfer coding that has no end."""
-    if codings := head.values(b"transfer-encoding"):
-        return ChunkedBody(codings)
-    return SizedBody(sum(map(int, head.values(b"content-length"))))  # the parser takes one at most
+    if b"transfer-encoding" in head.names:
+        return ChunkedBody(head.values(b"transfer-encoding"))
+    return SizedBody(int(head.values(b"content-length")[0]) if b"content-length" in head.names else 0)
 
 
 def split(url: bytes) -> tuple[bytes, bytes]:
