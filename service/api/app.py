@@ -92,21 +92,26 @@ class Application(FastAPI):
 
     def _find(self, call: Call) -> Endpoint | None:
         """The endpoint of the request; None if there is none."""
-        method = "GET" if call.method == "HEAD" else call.method
-        for match in self.table.matches(call.path):
-            endpoint = match.methods.get(method)
-            if endpoint is not None:
-                call.route, call.label, call.parameters = endpoint.path, endpoint.access.label, match.parameters
-                return endpoint
-            call.route = call.route or next(iter(match.methods.values())).path
-        return None
+        match = self.table.find("GET" if call.method == "HEAD" else call.method, call.path)
+        if match is None:
+            call.route = next((endpoint.path for endpoint in self.table.methods(call.path).values()), None)
+            return None
+        endpoint, call.parameters = match
+        call.route, call.label = endpoint.path, endpoint.access.label
+        return endpoint
 
     async def _answer(self, call: Call, endpoint: Endpoint | None) -> Answer:
         """The answer of the endpoint, or the error that it, or the way to it, raises."""
+        operator = None
         try:
             self._admit(call, endpoint)
-            return self._nothing(call) if endpoint is None else await endpoint.answer(call)
+            if endpoint is None:
+                return self._nothing(call)
+            operator = endpoint.access.operator
+            return await endpoint.answer(call)
         except GradserveError as error:
+            if (operator := call.operator or operator) is not None:
+                error.context["op"] = operator
             return answer_error(call.path, error)
 
     def _admit(self, call: Call, endpoint: Endpoint | None) -> None:
@@ -126,7 +131,7 @@ class Application(FastAPI):
 
     def _nothing(self, call: Call) -> Answer:
         """The answer where the table has no endpoint: 405 for a path that takes other methods, else 404."""
-        methods = {method for match in self.table.matches(call.path) for method in match.methods}
+        methods = {*self.table.methods(call.path)}
         if not methods:
             detail = f"There is nothing at {shown(call.path)}; /docs lists all paths"
             if call.path.startswith("/v1/buffers/"):

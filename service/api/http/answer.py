@@ -15,9 +15,6 @@ from service.api.http.call import Call
 
 JSON = "application/json"
 
-JOINED_BYTES = 1 << 16
-"""Up to this size an answer costs less in one piece."""
-
 
 class Answer(Response):
     """What goes out. Its pieces are not joined unless they are small."""
@@ -58,9 +55,12 @@ class Answer(Response):
         headers = self.raw_headers
         if call.request_id is not None:
             headers.append((b"x-request-id", call.request_id.encode()))
-        pieces = () if call.method == "HEAD" else self.pieces
-        await _send(call.send, self.status_code, headers, pieces)
-        call.sent = sum(map(len, pieces)) if call.exchange is None else call.exchange.written
+        if call.exchange is None:
+            await _send(call.send, self.status_code, headers, () if call.method == "HEAD" else self.pieces)
+            call.sent = sum(map(len, self.pieces))
+        else:
+            await call.exchange.answer(self.status_code, headers, self.pieces)
+            call.sent = call.exchange.written
         call.spent["write"] = time.perf_counter_ns() - began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,8 +76,8 @@ def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | Non
 async def _send(
     send: Send, status: int, headers: list[tuple[bytes, bytes]], pieces: Sequence[bytes | memoryview]
 ) -> None:
+    """Send an answer under another server."""
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    if sum(map(len, pieces)) <= JOINED_BYTES:
-        pieces = [b"".join(pieces)]
-    for number, piece in enumerate(pieces, 1):
-        await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -41,7 +41,6 @@ class Connection(Wire):
         """`config` is of an application that can say `unreadable`; the arguments' names are uvicorn's."""
         super().__init__(_loop or asyncio.get_running_loop(), server_state, config.timeout_keep_alive)
         self._app: Any = config.loaded_app
-        self._state = app_state
         self._incoming = Incoming()
         self._reader: HeadReader | None = None  # of a head that has begun
         self._exchange: Exchange | None = None  # until its answer is complete
@@ -133,7 +132,6 @@ class Connection(Wire):
             "query_string": query,
             "root_path": "",
             "headers": head.headers,
-            "state": self._state.copy(),
             "extensions": {},
             **self._ends,
         }
@@ -161,7 +159,7 @@ class Connection(Wire):
         answer = self._app.unreadable(message)
         logger.warning("%s (answered as %s)", message, answer.fields["X-Request-ID"])
         head = head_of(answer.status_code, (*self.server_state.default_headers, *answer.raw_headers))
-        self.transport.write(b"".join([head.text, b"connection: close\r\n\r\n", *answer.pieces]))
+        self.transport.writelines([head, b"\r\n", *answer.pieces])
         if exchange is not None:
             exchange.is_refused = True
             exchange.lose()

@@ -1,18 +1,19 @@
-"""A request and its answer on a connection: what ASGI calls receive and send, and a faster way to receive.
+"""A request and its answer on a connection: what ASGI calls receive, and two faster ways.
 
 A server hands a body over in small chunks, each copied on its way from the socket. Here the body may go straight into
-the memory where its tensors are wanted.
+the memory where its tensors are wanted. And an answer leaves in one write.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Never, TypeAlias
 
 from starlette.types import ASGIApp, Message, Scope
 
-from service.api.http.answer_head import AnswerHead, head_of
+from service.api.http.answer_head import head_of
 from service.api.http.endings import Wire
 from service.api.http.framing import Head
 from service.api.http.receiver import Receiver
@@ -21,11 +22,18 @@ from service.api.http.sockets import plain_socket, receive_now
 EXCHANGE = "gradserve.exchange"
 """The name, among the scope's extensions, of the request's `Exchange`."""
 
+JOINED_BYTES = 1 << 16
+"""Up to this size an answer costs less in one piece."""
+
 LARGE_BYTES = 8 << 20
-"""What follows so many bytes of an answer is written in parts: other connections have their turn between them."""
+"""A larger answer is written in parts, and other connections have their turn between them."""
 
 TURN_BYTES = 1 << 19
 """The size of such a part."""
+
+_CLOSES = (b"connection", b"close")
+
+Pieces: TypeAlias = Sequence[bytes | memoryview]
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -34,6 +42,11 @@ def exchange_of(scope: Scope) -> Exchange | None:
     """Return the exchange of the scope's request; None under another server."""
     exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
     return exchange
+
+
+async def _no_send(message: Message) -> Never:
+    """Take the place of ASGI's send: the application answers by `Exchange.answer`."""
+    raise RuntimeError("An answer leaves by Exchange.answer")
 
 
 class Exchange:
@@ -45,8 +58,6 @@ class Exchange:
         self._expects = head.version != "1.0" and head.has(b"expect", b"100-continue")
         self._came = asyncio.Event()  # a part of the body, or an end
         self._receiver: Receiver | None = None
-        self._head: AnswerHead | None = None
-        self._left: int | None = None  # bytes of the answer's body that are to be written; None: nobody knows
         self.body = bytearray()
         """What came of the request's body and nobody took."""
         self.more_body = True
@@ -62,7 +73,7 @@ class Exchange:
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Have the application answer."""
         try:
-            await app(scope, self.receive, self.send)
+            await app(scope, self.receive, _no_send)
         except (Exception, asyncio.CancelledError) as error:
             logger.error("The application failed", exc_info=error)
         else:
@@ -72,8 +83,7 @@ class Exchange:
             if not self.is_complete:
                 self._wire.end(at_once=True)  # the client sees that the answer is cut
         elif not self.is_lost:
-            await self.send({"type": "http.response.start", "status": 500, "headers": [(b"connection", b"close")]})
-            await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
+            await self.answer(500, [_CLOSES, (b"content-length", b"0")], ())
 
     # ----- the request -----
 
@@ -157,52 +167,43 @@ class Exchange:
 
     # ----- the answer -----
 
-    async def send(self, message: Message) -> None:
-        """Send a part of the answer; the head leaves with the first part of the body, in one write.
+    async def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], pieces: Pieces) -> None:
+        """Send the whole answer. Its head and the first pieces leave in one write; other connections have their turn
+        during a large answer.
 
-        Raises RuntimeError for a part that does not follow the parts before.
+        `headers` has the Content-Length, with names in lower case. It is the connection's last answer if they say so,
+        or if the request's body has not come: nobody knows whether it will.
         """
-        kind, is_start = message["type"], message["type"] == "http.response.start"
-        if self.is_complete or is_start is (self._head is not None):
-            raise RuntimeError(f"{kind} is not what comes next in an answer")
-        if is_start:
-            headers = (*self._wire.server_state.default_headers, *message.get("headers", ()))
-            self._head = head_of(message["status"], headers)
-            return
         await self._wire.drain()
-        if not self.is_lost:
-            await self._send_body(message.get("body", b""), message.get("more_body", False))
-
-    async def _send_body(self, body: bytes | memoryview, more: bool) -> None:
-        first = b"" if self.is_started else self._begin()
-        if self._is_head:
-            body = b""
-        elif self._left is not None:
-            self._left -= len(body)
-            if self._left < 0 or (self._left and not more):
-                raise RuntimeError("The answer has not as many bytes as its Content-Length says")
-        self._wire.transport.writelines([first, body[:LARGE_BYTES]])
-        self.written += min(len(body), LARGE_BYTES)
-        for start in range(LARGE_BYTES, len(body), TURN_BYTES):
-            await asyncio.sleep(0)
-            await self._wire.drain()
-            if self.is_lost:
-                return
-            self._wire.transport.write(body[start : start + TURN_BYTES])
-            self.written += min(TURN_BYTES, len(body) - start)
-        if not more:
-            self._complete()
-
-    def _begin(self) -> bytes:
-        """Return the head. If the request's body has not come, nobody knows whether it will: the answer is the last."""
-        assert self._head is not None
-        self.is_started, self._left = True, self._head.length
-        if self.more_body or self._head.is_last or self._left is None:
+        if self.is_lost:
+            return
+        head = head_of(status, (*self._wire.server_state.default_headers, *headers))
+        if self.more_body or _CLOSES in headers:
             self.keeps_alive = False
-        self._expects = False
-        return self._head.text + (b"\r\n" if self.keeps_alive else b"connection: close\r\n\r\n")
+        end = b"\r\n" if self.keeps_alive or _CLOSES in headers else b"connection: close\r\n\r\n"
+        self.is_started, self._expects = True, False
+        self.written = size = 0 if self._is_head else sum(map(len, pieces))
+        if size <= JOINED_BYTES:
+            self._wire.transport.write(b"".join((head, end, *(pieces if size else ()))))
+        elif size <= LARGE_BYTES:
+            self._wire.transport.writelines([head, end, *pieces])
+        else:
+            self._wire.transport.writelines([head, end])
+            await self._write_by_turns(pieces)
+        if not self.is_lost:
+            self.is_complete = True
+            self._came.set()
+            self._moved()
 
-    def _complete(self) -> None:
-        self.is_complete = True
-        self._came.set()
-        self._moved()
+    async def _write_by_turns(self, pieces: Pieces) -> None:
+        """Write as fast as the client reads."""
+        self.written = 0
+        for piece in pieces:
+            for start in range(0, len(piece), TURN_BYTES):
+                await asyncio.sleep(0)
+                await self._wire.drain()
+                if self.is_lost:
+                    return
+                part = piece[start : start + TURN_BYTES]
+                self._wire.transport.write(part)
+                self.written += len(part)

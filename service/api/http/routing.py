@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from service.api.http.answer import Answer
 from service.api.http.call import Call
 from service.api.http.negotiation import parse_query
-from service.errors import GradserveError
 
 Handler = Callable[..., Awaitable[Answer]]
 H = TypeVar("H", bound=Handler)
@@ -61,24 +60,12 @@ class Endpoint(NamedTuple):
     query: type[BaseModel] | None
     access: Access
 
-    async def answer(self, call: Call) -> Answer:
-        """Answer the request. An error that it raises names the operator."""
+    def answer(self, call: Call) -> Awaitable[Answer]:
+        """Answer the request."""
         arguments: dict[str, Any] = {name: call.parameters[name] for name in self.names}
-        try:
-            if self.query is not None:
-                arguments["query"] = parse_query(call, self.query)
-            return await self.handler(call, **arguments)
-        except GradserveError as error:
-            if (operator := call.operator or self.access.operator) is not None:
-                error.context["op"] = operator
-            raise
-
-
-class Match(NamedTuple):
-    """A path of the table: its endpoints by method, and the values of its parameters."""
-
-    methods: Mapping[str, Endpoint]
-    parameters: Mapping[str, str]
+        if self.query is not None:
+            arguments["query"] = parse_query(call, self.query)
+        return self.handler(call, **arguments)
 
 
 class _Pattern(NamedTuple):
@@ -88,12 +75,9 @@ class _Pattern(NamedTuple):
     methods: dict[str, Endpoint]
 
 
-_NONE: Mapping[str, _Pattern] = {}
-
-
 def _key(path: str) -> tuple[int, str]:
     """What sorts paths before they are compared: their depth, and their last part unless it is a parameter."""
-    last = path.rpartition("/")[2]
+    last = path[path.rfind("/") + 1 :]
     return path.count("/"), "" if last.startswith("{") else last
 
 
@@ -121,12 +105,25 @@ class Table:
             assert method not in methods, f"two endpoints answer {method} {route.path}"
             methods[method] = endpoint
 
-    def matches(self, path: str) -> list[Match]:
-        """The paths of the table that fit, the one without parameters first."""
-        found = [Match(self._exact[path], {})] if path in self._exact else []
-        depth, last = _key(path)
-        for key in ((depth, last), (depth, "")):
-            for pattern in self._patterns.get(key, _NONE).values():
-                if (fits := pattern.regex.fullmatch(path)) is not None:
-                    found.append(Match(pattern.methods, fits.groupdict()))
+    def find(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]] | None:
+        """The endpoint, and the parameters of the path; None if there is none."""
+        if (exact := self._exact.get(path)) is not None and method in exact:
+            return exact[method], {}
+        for pattern, methods in self._similar(path):
+            if method in methods and (fits := pattern.fullmatch(path)) is not None:
+                return methods[method], fits.groupdict()
+        return None
+
+    def methods(self, path: str) -> Mapping[str, Endpoint]:
+        """All endpoints of the path, by method."""
+        found = dict(self._exact.get(path, {}))
+        for pattern, methods in self._similar(path):
+            if pattern.fullmatch(path) is not None:
+                found = {**methods, **found}
         return found
+
+    def _similar(self, path: str) -> list[_Pattern]:
+        """The patterns that the path may fit, those with its last part first."""
+        depth, last = _key(path)
+        keys = ((depth, last), (depth, ""))
+        return [pattern for key in keys if key in self._patterns for pattern in self._patterns[key].values()]

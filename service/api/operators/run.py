@@ -5,8 +5,8 @@ Each step decides once, from the data that it has, whether the event loop or the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from service.api.buffers.preconditions import refuse_headers
 from service.api.http.answer import Answer
@@ -19,6 +19,8 @@ from service.api.operators.job import NO_BUFFERS, Job
 from service.buffers.record import Receipt
 from service.dtypes import Array
 from service.kernels import Operator
+
+R = TypeVar("R")
 
 LIST_BYTES = 256
 """A list in a JSON text takes as long as this many bytes of numbers."""
@@ -44,11 +46,11 @@ class Result(NamedTuple):
         return sum([array.nbytes for array in self.outputs.values()])
 
 
-async def read(call: Call, operator: Operator, head: int = 0) -> memoryview:
+def read(call: Call, operator: Operator, head: int = 0) -> Coroutine[Any, Any, memoryview]:
     """Read the body of a request that runs the operator; its tensors begin after `head` bytes."""
     call.operator = operator.name
     call.spent["queue"] = 0
-    return await call.body(head)
+    return call.body(head)
 
 
 def json_cost(text: memoryview) -> int:
@@ -62,10 +64,12 @@ def safetensors_cost(body: memoryview) -> int:
     return HEADER_FACTOR * int.from_bytes(body[:8], "little")
 
 
-async def decode(call: Call, body: memoryview, cost: int, decoder: Callable[..., Any], *arguments: Any) -> Any:
+def decode(
+    call: Call, body: memoryview, cost: int, decoder: Callable[..., R], *arguments: Any
+) -> Coroutine[Any, Any, R]:
     """Decode the body, which costs as much as `cost` bytes of JSON text."""
     inline = len(body) <= TINY_BYTES or cost <= INLINE_TEXT_BYTES
-    return await call.offload(inline, decoder, *arguments, phase="decode")
+    return call.offload(inline, decoder, *arguments, phase="decode")
 
 
 async def run(call: Call, job: Job) -> Result:
@@ -78,12 +82,14 @@ async def run(call: Call, job: Job) -> Result:
     return Result(outputs, {}, {})
 
 
-async def encode(call: Call, result: Result, is_text: bool, encoder: Callable[..., Answer], *arguments: Any) -> Answer:
+def encode(
+    call: Call, result: Result, is_text: bool, encoder: Callable[..., Answer], *arguments: Any
+) -> Coroutine[Any, Any, Answer]:
     """Encode the result in the coding that the client wants. Only text and compression take time."""
     coding = wanted_coding(call.headers)
     inline = result.nbytes <= INLINE_TEXT_BYTES or not (is_text or coding)
     changed = bool(result.receipts)
-    return await call.offload(inline, _encode, result, coding, encoder, arguments, phase="encode", changed=changed)
+    return call.offload(inline, _encode, result, coding, encoder, arguments, phase="encode", changed=changed)
 
 
 def _encode(result: Result, coding: str | None, encoder: Callable[..., Answer], arguments: tuple[Any, ...]) -> Answer:

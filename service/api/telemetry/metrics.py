@@ -151,8 +151,10 @@ class Metrics(Collector, Observer):
         numbers[_RECEIVED] += call.received
         numbers[_SENT] += call.sent
         self._observe(_ROUTES[call.label], NANOSECONDS, nanoseconds, 1e-9)
-        for phase, spent in call.spent.items():
-            self._observe(_PHASES[phase], NANOSECONDS, spent, 1e-9)
+        for phase, spent in call.spent.items():  # as `_observe`, which takes twice as long
+            place = _PHASES[phase]
+            numbers[place + bisect_left(NANOSECONDS, spent)] += 1
+            numbers[place + _HISTOGRAM_WIDTH - 1] += spent * 1e-9
 
     def committed(self, requests: int, seconds: float) -> None:
         """Count a commit of the store."""
