@@ -8,8 +8,9 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 EDITABLE := --editable
 PIP := -m pip install --quiet $(EDITABLE)
-TWICE := -n 2 --dist loadfile
-QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(wildcard tests/test_*.py)
+IN_TWO := -n 2 --dist loadfile
+SERVING := $(addprefix tests/test_,doctor.py end_to_end.py main.py transfer.py)
+QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-out $(SERVING),$(wildcard tests/test_*.py))
 WHAT ?=
 SECONDS ?= 60
 
@@ -21,11 +22,11 @@ help:  ## list the targets
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
 
-check: lint  ## lint, and every test that needs no server of its own: what to run while working
-	$(BIN)/python -m pytest $(TWICE) $(QUICK)
+check: lint  ## lint, and the tests that start no server: what to run while working
+	$(BIN)/python -m pytest $(IN_TWO) $(QUICK)
 
 test: $(VENV)/.dev  ## run every test in two processes, or WHAT="tests/codecs/test_json.py -k name" in one
-	$(BIN)/python -m pytest $(or $(WHAT),$(TWICE))
+	$(BIN)/python -m pytest $(or $(WHAT),$(IN_TWO))
 
 test-faults: $(VENV)/.dev  ## the long form of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)

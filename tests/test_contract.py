@@ -193,7 +193,7 @@ def test_the_schema_shows_its_request_and_answer(client: httpx.Client, operator:
     request, answer = (components[f"{operator.name}{part}"] for part in ("Request", "Answer"))
     assert request["properties"].keys() == {one.name for one in operator.inputs}
     for one in operator.inputs:  # none is required in the body: `from` takes it from a buffer
-        assert request["properties"][one.name]["description"].startswith("Optional" if one.optional else "Needed")
+        assert request["properties"][one.name]["description"].startswith("Optional" if one.optional else "Required")
     assert "required" not in request
     assert "required" not in answer
     assert request["additionalProperties"] is False

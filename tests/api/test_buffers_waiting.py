@@ -151,9 +151,9 @@ def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
 def test_a_buffer_that_expires_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
     name = create(http, ttl_seconds=0.5)
     if what == "value":
-        waiting = wait_in(pool, get, http, name, epoch=0, timeout=2 * PATIENCE)
+        waiting = pool.submit(get, http, name, epoch=0, timeout=2 * PATIENCE)
     else:
-        waiting = wait_in(pool, post, http, name, "take", min_count=1, timeout=2 * PATIENCE)
+        waiting = pool.submit(post, http, name, "take", min_count=1, timeout=2 * PATIENCE)
     assert_problem(waiting.result(PATIENCE), 404, "unknown_buffer", name)
 
 

@@ -296,7 +296,7 @@ def test_places_of_namespaces_and_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("store", ["memory:", "lmdb:{}"])
 def test_an_expired_buffer_leaves_its_place(store: str, tmp_path: Path) -> None:
     with served(store=store.format(tmp_path), max_buffers=1) as client:
-        create(client, "a", ttl_seconds=0.5)
+        create(client, "a", ttl_seconds=1)
         assert_problem(put(client, "b"), 409, "too_many_buffers")
         for _ in range(1000):
             if client.get("/v1/buffers/a").status_code == 404:

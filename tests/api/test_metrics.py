@@ -150,11 +150,15 @@ LONGEST: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("phase", LONGEST)
 def test_time_is_counted_in_the_phase_that_took_it(url: str, phase: str) -> None:
     path, request = LONGEST[phase]
-    for _ in range(3):
-        httpx.post(f"{url}/v1/ops/{path}", **request).raise_for_status()
-    samples = scraped(url)
     computing = ("queue", "decode", "kernel", "encode")
-    assert phase == max(computing, key=lambda one: of(samples, "gradserve_phase_seconds_sum", phase=one))
+
+    def longest() -> str:
+        """Return the phase with the most seconds after another request: on a busy machine, one may long be queued."""
+        httpx.post(f"{url}/v1/ops/{path}", **request).raise_for_status()
+        samples = scraped(url)
+        return max(computing, key=lambda one: of(samples, "gradserve_phase_seconds_sum", phase=one))
+
+    wait_until(lambda: longest() == phase)
 
 
 def test_buckets_only_grow(url: str) -> None:
