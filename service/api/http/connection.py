@@ -95,7 +95,7 @@ class Connection(Wire):
         if self._exchange is not None:
             waiting += len(self._exchange.body)
         if (waiting > MOST_WAITING_BYTES) is not self.is_paused:
-            self.read(self.is_paused)
+            self.pause_reading(not self.is_paused)
 
     def _take_head(self) -> None:
         self._reader = self._reader or HeadReader()
@@ -116,7 +116,7 @@ class Connection(Wire):
         if self._body.is_complete:
             exchange.add_body(b"", more=False)
         tasks = self.server_state.tasks
-        task = self.loop.create_task(exchange.run(self._app, scope))
+        task = self.loop.create_task(self._run(exchange, scope))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -137,6 +137,21 @@ class Connection(Wire):
             "extensions": {},
             **self._ends,
         }
+
+    async def _run(self, exchange: Exchange, scope: Scope) -> None:
+        """Have the application answer; if it fails, answer 500, or cut the answer that it has begun."""
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except (Exception, asyncio.CancelledError) as error:
+            logger.error("The application failed", exc_info=error)
+        else:
+            if not (exchange.is_complete or exchange.is_lost):
+                logger.error("The application gave no whole answer")
+        if exchange.is_started and not exchange.is_complete:
+            self.end(at_once=True)
+        elif not exchange.is_started:
+            await exchange.send({"type": "http.response.start", "status": 500})
+            await exchange.send({"type": "http.response.body", "body": b"Internal Server Error"})
 
     def _moved(self) -> None:
         """Go on: the application took a part of the body, or has answered."""

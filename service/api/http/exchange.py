@@ -7,12 +7,11 @@ itself. Here the body may go straight into the memory where its tensors are want
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import Message, Scope
 
-from service.api.http.answers import Pieces, by_turns, head_of
+from service.api.http.answers import LARGE_BYTES, Pieces, by_turns, head_of
 from service.api.http.endings import Wire
 from service.api.http.framing import Head
 from service.api.http.receiver import Receiver
@@ -20,11 +19,6 @@ from service.api.http.sockets import plain_socket, receive_now
 
 EXCHANGE = "gradserve.exchange"
 """The name, among the scope's extensions, of the request's `Exchange`."""
-
-LARGE_BYTES = 8 << 20
-"""A larger answer is written in parts, between which it is the turn of other connections."""
-
-logger = logging.getLogger("uvicorn.error")
 
 
 def exchange_of(scope: Scope) -> Exchange | None:
@@ -52,24 +46,6 @@ class Exchange:
         self.is_refused = False
         """Whether the client was answered that its body cannot be read, whatever the application says."""
         self.is_started = self.is_complete = self.is_lost = False
-
-    async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Have the application answer."""
-        try:
-            await app(scope, self.receive, self.send)
-        except (Exception, asyncio.CancelledError) as error:
-            logger.error("The application failed", exc_info=error)
-        else:
-            if not (self.is_complete or self.is_lost):
-                logger.error("The application gave no whole answer")
-        if self.is_started:
-            if not self.is_complete:
-                self._wire.end(at_once=True)  # the client sees that the answer is cut
-        elif not self.is_lost:
-            await self.send({"type": "http.response.start", "status": 500, "headers": [(b"connection", b"close")]})
-            await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
-
-    # ----- the request -----
 
     def add_body(self, body: bytes | memoryview, *, more: bool) -> None:
         """Take a part of the body; without `more`, the last one."""
@@ -148,8 +124,6 @@ class Exchange:
             if not self.is_lost:
                 self._wire.give_way_to(self._wire)
             del receiver  # `done` has the exception, whose traceback has this frame
-
-    # ----- the answer -----
 
     async def send(self, message: Message) -> None:
         """Send a part of the answer. Raises RuntimeError for one that does not fit those before."""
