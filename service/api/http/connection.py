@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import unquote
 
 import uvicorn
-from starlette.types import Scope
+from starlette.types import Message, Scope
 
 from service.api.http.answer_head import head_of
 from service.api.http.endings import ServerState, Wire
-from service.api.http.exchange import EXCHANGE, Exchange
+from service.api.http.exchange import CLOSES, EXCHANGE, Exchange
 from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
 from service.errors import MalformedBody
 
@@ -94,7 +94,7 @@ class Connection(Wire):
         if self._exchange is not None:
             waiting += len(self._exchange.body)
         if (waiting > MOST_WAITING_BYTES) is not self.is_paused:
-            self.read(self.is_paused)
+            self.pause_reading(not self.is_paused)
 
     def _take_head(self) -> None:
         self._reader = self._reader or HeadReader()
@@ -115,7 +115,7 @@ class Connection(Wire):
         if self._body.is_complete:
             exchange.add_body(b"", more=False)
         tasks = self.server_state.tasks
-        task = self.loop.create_task(exchange.run(self._app, scope))
+        task = self.loop.create_task(self._run(exchange, scope))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -135,6 +135,20 @@ class Connection(Wire):
             "extensions": {},
             **self._ends,
         }
+
+    async def _run(self, exchange: Exchange, scope: Scope) -> None:
+        """Have the application answer; if it fails, answer 500, or cut the answer that it has begun."""
+        try:
+            await self._app(scope, exchange.receive, _no_send)
+        except (Exception, asyncio.CancelledError) as error:
+            logger.error("The application failed", exc_info=error)
+        else:
+            if not (exchange.is_complete or exchange.is_lost):
+                logger.error("The application gave no whole answer")
+        if exchange.is_started and not exchange.is_complete:
+            self.end(at_once=True)
+        elif not exchange.is_started:
+            await exchange.answer(500, [CLOSES, (b"content-length", b"0")], ())
 
     def _moved(self) -> None:
         """Go on: the application took a part of the body, or has answered."""
@@ -164,6 +178,11 @@ class Connection(Wire):
             exchange.is_refused = True
             exchange.lose()
         self.end()
+
+
+async def _no_send(message: Message) -> None:
+    """Take the place of ASGI's send."""
+    raise RuntimeError("The application answers by Exchange.answer")
 
 
 def _address(name: Any) -> tuple[str, int] | None:

@@ -69,18 +69,17 @@ class Wire(asyncio.Protocol):
         if not self._writable.is_set():
             await self._writable.wait()
 
-    def read(self, reads: bool) -> None:
-        """Read what comes, or let it wait in the socket."""
+    def pause_reading(self, paused: bool) -> None:
+        """Let what comes wait in the socket, or read on."""
         if not self.transport.is_closing():
-            self.is_paused = not reads
-            (self.transport.resume_reading if reads else self.transport.pause_reading)()
+            self.is_paused = paused
+            (self.transport.pause_reading if paused else self.transport.resume_reading)()
 
     def give_way_to(self, protocol: asyncio.BaseProtocol) -> None:
         """Let what comes go to `protocol`, which may be this one."""
-        self.transport.pause_reading()  # uvloop looks for the kind of protocol when reading starts
+        self.pause_reading(True)  # uvloop looks for the kind of protocol when reading starts
         self.transport.set_protocol(protocol)
-        self.transport.resume_reading()
-        self.is_paused = False
+        self.pause_reading(False)
 
     def end(self, *, at_once: bool = False) -> None:
         """Close the connection after what is written. Only if nobody waits for an answer may that be `at_once`.

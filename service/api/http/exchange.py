@@ -7,11 +7,10 @@ the memory where its tensors are wanted. And an answer leaves in one write.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
-from typing import Never, TypeAlias
+from typing import TypeAlias
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import Message, Scope
 
 from service.api.http.answer_head import head_of
 from service.api.http.endings import Wire
@@ -31,22 +30,15 @@ LARGE_BYTES = 8 << 20
 TURN_BYTES = 1 << 19
 """The size of such a part."""
 
-_CLOSES = (b"connection", b"close")
+CLOSES = (b"connection", b"close")
 
 Pieces: TypeAlias = Sequence[bytes | memoryview]
-
-logger = logging.getLogger("uvicorn.error")
 
 
 def exchange_of(scope: Scope) -> Exchange | None:
     """Return the exchange of the scope's request; None under another server."""
     exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
     return exchange
-
-
-async def _no_send(message: Message) -> Never:
-    """Take the place of ASGI's send: the application answers by `Exchange.answer`."""
-    raise RuntimeError("An answer leaves by Exchange.answer")
 
 
 class Exchange:
@@ -69,23 +61,6 @@ class Exchange:
         self.written = 0
         """Bytes of the answer's body that have gone."""
         self.is_started = self.is_complete = self.is_lost = False
-
-    async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Have the application answer."""
-        try:
-            await app(scope, self.receive, _no_send)
-        except (Exception, asyncio.CancelledError) as error:
-            logger.error("The application failed", exc_info=error)
-        else:
-            if not (self.is_complete or self.is_lost):
-                logger.error("The application gave no whole answer")
-        if self.is_started:
-            if not self.is_complete:
-                self._wire.end(at_once=True)  # the client sees that the answer is cut
-        elif not self.is_lost:
-            await self.answer(500, [_CLOSES, (b"content-length", b"0")], ())
-
-    # ----- the request -----
 
     def add_body(self, body: bytes | memoryview, *, more: bool) -> None:
         """Take a part of the body; without `more`, the last one."""
@@ -178,9 +153,9 @@ class Exchange:
         if self.is_lost:
             return
         head = head_of(status, (*self._wire.server_state.default_headers, *headers))
-        if self.more_body or _CLOSES in headers:
+        if self.more_body or CLOSES in headers:
             self.keeps_alive = False
-        end = b"\r\n" if self.keeps_alive or _CLOSES in headers else b"connection: close\r\n\r\n"
+        end = b"\r\n" if self.keeps_alive or CLOSES in headers else b"connection: close\r\n\r\n"
         self.is_started, self._expects = True, False
         self.written = size = 0 if self._is_head else sum(map(len, pieces))
         if size <= JOINED_BYTES:

@@ -7,8 +7,6 @@ and a body of known length is counted.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import httptools
 
 from service.errors import MalformedBody
@@ -18,8 +16,6 @@ BLANK_LINE = b"\r\n\r\n"
 
 LONGEST_HEAD_BYTES = 1 << 16
 """Most bytes of a head, or of what is neither head nor body, such as the trailers behind a chunked body."""
-
-Buffer: TypeAlias = bytes | memoryview
 
 
 class Incoming:
@@ -80,7 +76,7 @@ class Head:
             raise MalformedBody("The head ends before its blank line.")
 
     def on_body(self, body: bytes) -> None:
-        raise MalformedBody("The body begins before the blank line.")
+        self.on_message_begin()
 
     def values(self, wanted: bytes) -> list[bytes]:
         """Return the values of all headers of a name in lower case."""
@@ -100,7 +96,7 @@ class HeadReader:
 
     def take(self, incoming: Incoming) -> Head | None:
         """Return the head once it is complete. Raises `MalformedBody` for what is no head, or a very long one."""
-        piece, head, parser = incoming.take_to_blank_line(), self._head, self._parser
+        head, parser, piece = self._head, self._parser, incoming.take_to_blank_line()
         self._size += len(piece)
         if self._size > LONGEST_HEAD_BYTES:
             raise MalformedBody(f"The head of this request has more than {LONGEST_HEAD_BYTES} bytes.")
@@ -114,8 +110,6 @@ class HeadReader:
 
 class SizedBody:
     """Takes the bytes of a body of known length."""
-
-    __slots__ = ("_left",)
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -138,8 +132,7 @@ class ChunkedBody:
     def __init__(self, codings: list[bytes]) -> None:
         self._chunks, self._idle = _Chunks(), 0
         self._parser = httptools.HttpRequestParser(self._chunks)
-        lines = [b"Transfer-Encoding: %b\r\n" % coding for coding in codings]
-        _feed(self._parser, b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
+        _feed(self._parser, b"POST / HTTP/1.1\r\nTransfer-Encoding: %b\r\n\r\n" % b", ".join(codings))
 
     @property
     def is_complete(self) -> bool:
@@ -159,7 +152,7 @@ class ChunkedBody:
 
 
 class _Chunks:
-    """What the parser finds in a chunked body. It drops trailers, which so never become headers."""
+    """What the parser finds in a chunked body; trailers are nothing to it, and so never become headers."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -192,7 +185,7 @@ def split(url: bytes) -> tuple[bytes, bytes]:
     return parsed.path or b"/", parsed.query or b""
 
 
-def _feed(parser: httptools.HttpRequestParser, piece: Buffer) -> bool:
+def _feed(parser: httptools.HttpRequestParser, piece: bytes | memoryview) -> bool:
     """Parse `piece`; return whether the request offers another protocol."""
     try:
         parser.feed_data(piece)
@@ -204,5 +197,4 @@ def _feed(parser: httptools.HttpRequestParser, piece: Buffer) -> bool:
 
 
 def _unreadable(error: httptools.HttpParserError) -> MalformedBody:
-    reason = error.__context__ or error
-    return MalformedBody(f"The request is no HTTP that this server reads: {str(reason)[:200]}")
+    return MalformedBody(f"The request is no HTTP that this server reads: {str(error.__context__ or error)[:200]}")

@@ -16,8 +16,11 @@ MOST_BYTES = 1 << 21
 
 
 def plain_socket(transport: asyncio.Transport) -> int | None:
-    """Return the socket's number; None with TLS, which must decipher what comes."""
-    return None if transport.get_extra_info("ssl_object") else transport.get_extra_info("socket").fileno()
+    """Return the socket's number; None if it is closed, or with TLS, which must decipher what comes."""
+    if transport.is_closing() or transport.get_extra_info("ssl_object") is not None:
+        return None  # another connection may have the number of a closed one
+    number: int = transport.get_extra_info("socket").fileno()
+    return number
 
 
 def receive_now(socket: int, rest: memoryview) -> memoryview:

@@ -260,3 +260,32 @@ def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.Mon
     assert len(rest) == (8 << 20) - sum(reads)
     assert len(reads) <= LOOKS * most
     assert sum(reads) == (MOST_BYTES if step > 1 else LOOKS)
+
+
+# ----- what is expected -----
+
+
+def test_who_does_not_wait_to_be_asked_keeps_the_connection(url: str) -> None:
+    head = b"GET /v1/ops HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}"
+    with Connection(url) as connection:
+        connection.send(head + LIVE)
+        for _ in range(2):
+            answer = connection.answer()
+            assert (answer.status, answer.headers.get("connection")) == (200, None)
+
+
+def test_an_old_client_is_not_asked(url: str) -> None:
+    message = v1(10)
+    whole = message.whole(b"Expect: 100-continue\r\n").replace(b"HTTP/1.1", b"HTTP/1.0")
+    with Connection(url) as connection:
+        connection.send(whole[:-3], whole[-3:], pause=0.1)
+        assert connection.head()[0] == 200
+
+
+@pytest.mark.parametrize("target", ["http://x", "http://x?prefix=none"])
+def test_a_path_may_be_empty(url: str, target: str) -> None:
+    with Connection(url) as connection:
+        connection.send(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        status, headers = connection.head()
+    usual = httpx.get(f"{url}/")
+    assert (status, headers.get("location")) == (usual.status_code, usual.headers.get("location"))

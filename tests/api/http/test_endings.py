@@ -42,6 +42,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the server logs, which has set up its own handlers."""
+    loggers = [logging.getLogger(name) for name in ("", "uvicorn.error", "gradserve.access")]
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    yield caplog
+    for logger in loggers:
+        logger.removeHandler(caplog.handler)
+
+
+def errors(logged: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in logged.records if one.levelno >= logging.ERROR]
+
+
 def count(url: str, name: str = "sum") -> int:
     number: int = httpx.get(f"{url}/v1/buffers/{name}").json()["count"]
     return number
@@ -137,14 +152,6 @@ def test_a_trailer_is_no_header(url: str, trailer: bytes, pieces: int) -> None:
 # ----- the last answer -----
 
 
-def test_a_request_has_one_answer() -> None:
-    with serving(keep_alive=300) as url, Connection(url) as connection:
-        connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
-        assert connection.answer().status == 404
-        connection.send(b"zz\r\n" + LIVE)
-        assert connection.is_closed()
-
-
 def test_nothing_is_begun_behind_the_last_answer(url: str) -> None:
     before = count(url)
     body = json.dumps({"dY": [1] * 100_000, "X": [1] * 100_000}).encode()  # takes its time to read
@@ -158,26 +165,21 @@ def test_nothing_is_begun_behind_the_last_answer(url: str) -> None:
     assert count(url) == before
 
 
-def test_nothing_is_sent_behind_the_last_answer(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("uvicorn.error")
-    logger.addHandler(caplog.handler)
-    try:
-        with Connection(url) as connection:
-            connection.send(b"nonsense\r\n" * 5000)
-            assert connection.answer().status == 400
-            assert connection.is_closed()
-        with Connection(url) as connection:
-            connection.send(CHUNKED % b"Expect: 100-continue\r\n" + b"zz\r\n")
-            assert connection.answer().status == 400
-            assert connection.is_closed()
-        with Connection(url) as connection:
-            body = b"Connection: close\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000)
-            connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\n" + body[:100], body[100:] + LIVE, pause=0.1)
-            assert connection.answer().status == 404
-            assert connection.is_closed()
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == []
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ([b"nonsense\r\n" * 5000], 400),
+        ([CHUNKED % b"Expect: 100-continue\r\n" + b"zz\r\n"], 400),
+        ([b"POST /nope HTTP/1.1\r\nContent-Length: 100000\r\n\r\n", bytes(100_000) + LIVE], 404),
+        ([b"POST /nope HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"zz\r\n" + LIVE], 404),
+    ],
+)
+def test_a_request_has_one_answer(url: str, sent: list[bytes], status: int, logged: pytest.LogCaptureFixture) -> None:
+    with Connection(url) as connection:
+        connection.send(*sent, pause=0.1)
+        assert connection.answer().status == status
+        assert connection.is_closed()
+    assert errors(logged) == []
 
 
 # ----- what is expected -----
@@ -189,42 +191,6 @@ def test_a_head_request_whose_body_was_not_asked_for_ends_the_connection(url: st
         status, headers = connection.head()
         assert (status, headers["connection"]) == (200, "close")
         assert connection.is_closed()
-
-
-def test_who_does_not_wait_to_be_asked_keeps_the_connection(url: str) -> None:
-    head = b"GET /v1/buffers/sum HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}"
-    with Connection(url) as connection:
-        connection.send(head + LIVE)
-        for _ in range(2):
-            answer = connection.answer()
-            assert (answer.status, answer.headers.get("connection")) == (200, None)
-
-
-def test_an_old_client_is_not_asked(url: str) -> None:
-    message = v1(10)
-    whole = message.whole(b"Expect: 100-continue\r\n").replace(b"HTTP/1.1", b"HTTP/1.0")
-    with Connection(url) as connection:
-        connection.send(whole[:-3], whole[-3:], pause=0.1)
-        assert connection.head()[0] == 200
-
-
-@pytest.mark.parametrize("target", ["http://x", "http://x?prefix=none"])
-def test_a_path_may_be_empty(url: str, target: str) -> None:
-    with Connection(url) as connection:
-        connection.send(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        status, headers = connection.head()
-    usual = httpx.get(f"{url}/")
-    assert (status, headers.get("location")) == (usual.status_code, usual.headers.get("location"))
-
-
-def test_a_stall_is_noticed_in_time() -> None:
-    with serving(request_timeout=2) as url, Connection(url) as connection:
-        message = v1(100_000)
-        whole = message.whole()
-        connection.send(whole[:1000], whole[1000:100_000], pause=0.5)
-        began = time.monotonic()
-        assert connection.answer().status == 408
-        assert 1.5 < time.monotonic() - began < 3.5
 
 
 # ----- what is told of it -----
@@ -246,14 +212,9 @@ def test_a_body_that_cannot_be_read_is_counted_as_it_is_answered(url: str, head:
     assert counted(url, 499) == gone
 
 
-def test_what_cannot_be_read_is_found_in_the_log(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("uvicorn.error")
-    logger.addHandler(caplog.handler)
-    try:
-        answer = broken_off(url, b"nonsense\r\n\r\n")
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert answer.headers["x-request-id"] in caplog.text
+def test_what_cannot_be_read_is_found_in_the_log(url: str, logged: pytest.LogCaptureFixture) -> None:
+    answer = broken_off(url, b"nonsense\r\n\r\n")
+    assert answer.headers["x-request-id"] in logged.text
 
 
 def test_a_client_that_is_gone_before_its_answer_is_told_from_others(url: str) -> None:
@@ -269,21 +230,16 @@ def test_a_client_that_is_gone_before_its_answer_is_told_from_others(url: str) -
     assert answered < 50
 
 
-def test_an_answer_that_was_cut_is_logged_with_what_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    size = 16 << 20
-    logger = logging.getLogger("gradserve.access")
-    with serving(store=f"lmdb:{tmp_path}/store", access_log=True) as url:
-        httpx.put(f"{url}/v1/buffers/large", json={"shape": [size]}).raise_for_status()
-        logger.addHandler(caplog.handler)
-        try:
-            with Connection(url) as connection:
-                accept = b"Accept: application/vnd.safetensors\r\n\r\n"
-                connection.send(b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\n" + accept)
-                connection.head()
-            wait_until(lambda: counted(url, 499) == 1)
-        finally:
-            logger.removeHandler(caplog.handler)
-    (fields,) = [record.fields for record in caplog.records if record.fields["path"].endswith("/value")]  # type: ignore[attr-defined]
+def test_an_answer_that_was_cut_is_logged_with_what_went(url: str, logged: pytest.LogCaptureFixture) -> None:
+    size, gone = 16 << 20, counted(url, 499)
+    httpx.put(f"{url}/v1/buffers/large", json={"shape": [size]}).raise_for_status()
+    with Connection(url) as connection:
+        accept = b"Accept: application/vnd.safetensors\r\n\r\n"
+        connection.send(b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\n" + accept)
+        connection.head()
+    wait_until(lambda: counted(url, 499) == gone + 1)
+    every = [vars(record).get("fields", {}) for record in logged.records]
+    fields = next(one for one in every if one.get("path") == "/v1/buffers/large/value")
     assert fields["status"] == 499
     assert 0 < fields["bytes_sent"] < 4 * size
 
@@ -387,21 +343,19 @@ def test_an_https_client_that_sends_on_has_the_last_answer(certificate: tuple[Pa
 
 
 def test_https_clients_that_leave_are_no_error(
-    certificate: tuple[Path, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    certificate: tuple[Path, Path], logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ending, "most_seconds", 1.0)
+    monkeypatch.setattr(Ending, "most_seconds", 0.5)
     made, key = certificate
     with serving(tls_certificate=made, tls_key=key) as url:
-        logging.getLogger().addHandler(caplog.handler)  # the server has set up its own
         for sent in (b"nonsense\r\n\r\n", LIVE, b"POST /nope HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n"):
             for reads in (False, True):
                 with secure(url, made) as connection:
                     connection.sendall(sent)
                     if reads:
                         assert connection.recv(1 << 16)
-        time.sleep(Ending.most_seconds + 0.5)
-        logging.getLogger().removeHandler(caplog.handler)
-    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == []
+        time.sleep(1)
+    assert errors(logged) == []
 
 
 def test_a_slow_https_client_gets_all_before_the_end(certificate: tuple[Path, Path]) -> None:
