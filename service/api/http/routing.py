@@ -119,7 +119,7 @@ class Table:
         found = dict(self._exact.get(path, {}))
         for pattern, methods in self._similar(path):
             if pattern.fullmatch(path) is not None:
-                found = {**methods, **found}
+                found |= {method: endpoint for method, endpoint in methods.items() if method not in found}
         return found
 
     def _similar(self, path: str) -> list[_Pattern]:
