@@ -154,7 +154,8 @@ class Connection(Wire):
         """Go on: the application took a part of the body, or has answered."""
         exchange = self._exchange
         if exchange is None or not exchange.is_complete:
-            self._balance()
+            if self.is_paused:
+                self._balance()
             return
         self.server_state.total_requests += 1
         self._exchange, self.due = None, self.loop.time() + self.idle_seconds

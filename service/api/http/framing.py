@@ -80,7 +80,7 @@ class Head:
 
     def values(self, wanted: bytes) -> list[bytes]:
         """Return the values of all headers of a name in lower case."""
-        return [value for name, value in self.headers if name == wanted] if wanted in self.names else []
+        return [value for name, value in self.headers if name == wanted]
 
     def has(self, name: bytes, word: bytes) -> bool:
         """Return whether a header has this word, both in lower case."""
