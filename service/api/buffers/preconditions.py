@@ -15,6 +15,8 @@ from service.errors import InvalidParameter, shown
 
 _READ_BY = {"If-Match": "change", "If-None-Match": "read or create"}
 
+_LOWER = {name: name.lower().encode() for name in _READ_BY}
+
 _TAG = re.compile(r'\*|(?:W/)?"[^"]*"')
 
 
@@ -70,7 +72,7 @@ def _tags(call: Call, name: str) -> frozenset[str] | None:
 def refuse_headers(call: Call, *names: str) -> None:
     """Raise `InvalidParameter` for one of these headers: this request would ignore it."""
     for name in names:
-        if name.lower().encode() in call.headers:
+        if _LOWER[name] in call.headers:
             raise InvalidParameter(f"{name} is for requests that {_READ_BY[name]} one buffer", parameter=name)
 
 

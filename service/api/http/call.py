@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
@@ -212,16 +213,16 @@ class Call:
             if phase is not None:
                 self.spent[phase] = time.perf_counter_ns() - asked
             return result
-
-        def timed() -> R:
-            began = time.perf_counter_ns()
-            result = work(*arguments)
-            if phase is not None:
-                self.spent[phase] = time.perf_counter_ns() - began
-                self.spent["queue"] = self.spent.get("queue", 0) + began - asked
-            return result
-
+        timed = partial(self._timed, asked, phase, work, arguments)
         return await in_pool(self.engine, self.receive, timed, None if changed else self.patience_seconds)
+
+    def _timed(self, asked: int, phase: str | None, work: Callable[..., R], arguments: tuple[Any, ...]) -> R:
+        began = time.perf_counter_ns()
+        result = work(*arguments)
+        if phase is not None:
+            self.spent[phase] = time.perf_counter_ns() - began
+            self.spent["queue"] = self.spent.get("queue", 0) + began - asked
+        return result
 
     async def submit(self, changes: Sequence[Change], key: Key | None, sources: Sequence[str] = ()) -> Outcome:
         """Let the store make the changes, which were computed from `sources`. Raises what `Store.submit` does."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter
@@ -86,7 +86,7 @@ class Table:
 
     def __init__(self, routers: Iterable[APIRouter]) -> None:
         self._exact: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)
-        self._patterns: defaultdict[tuple[int, str], dict[str, _Pattern]] = defaultdict(dict)
+        self._patterns: defaultdict[tuple[int, str], list[_Pattern]] = defaultdict(list)
         for router in routers:
             for route in router.routes:
                 assert isinstance(route, APIRoute)
@@ -99,11 +99,19 @@ class Table:
         if "{" not in route.path:
             methods = self._exact[route.path]
         else:
-            pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.path))
-            methods = self._patterns[_key(route.path)].setdefault(route.path, _Pattern(pattern, {})).methods
+            methods = self._pattern(route.path).methods
         for method in route.methods or ():
             assert method not in methods, f"two endpoints answer {method} {route.path}"
             methods[method] = endpoint
+
+    def _pattern(self, path: str) -> _Pattern:
+        """The pattern of a path with parameters, which is added if it is new."""
+        regex = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
+        patterns = self._patterns[_key(path)]
+        known = next((pattern for pattern in patterns if pattern.regex == regex), None)
+        if known is None:
+            patterns.append(known := _Pattern(regex, {}))
+        return known
 
     def find(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]] | None:
         """The endpoint, and the parameters of the path; None if there is none."""
@@ -122,8 +130,8 @@ class Table:
                 found |= {method: endpoint for method, endpoint in methods.items() if method not in found}
         return found
 
-    def _similar(self, path: str) -> list[_Pattern]:
+    def _similar(self, path: str) -> Iterator[_Pattern]:
         """The patterns that the path may fit, those with its last part first."""
         depth, last = _key(path)
-        keys = ((depth, last), (depth, ""))
-        return [pattern for key in keys if key in self._patterns for pattern in self._patterns[key].values()]
+        yield from self._patterns.get((depth, last), ())
+        yield from self._patterns.get((depth, ""), ())
