@@ -44,14 +44,14 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     Raises what `Change.admit` raises, `KeyReused`, and, when changes were made that the store must then undo,
     `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull`.
     """
-    key = request.key
+    key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
     if key is not None and (known := txn.recall(key)) is not None:
         check_same(key, known)
         outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
-        for change in request.changes:
+        for name, change in zip(names, request.changes, strict=True):
             if change.name not in known.receipts:
                 continue  # of all with a prefix, one that was not there then
-            record = _alive(txn, BufferName(namespace, change.name), now)
+            record = _alive(txn, name, now)
             if record is not None and isinstance(change, Add):
                 check_same_buffer(record, known)
             if record is not None and record.id != known.ids[change.name]:
@@ -63,18 +63,18 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
             if value is not None:
                 outcome.values[change.name] = value
         return outcome
-    if len({change.name for change in request.changes}) < len(request.changes):
+    if len(set(names)) < len(names):
         raise Invalid("A request may change each buffer once")
-    many = len(request.changes) > 1
+    many = len(names) > 1
     records = []
-    for change in request.changes:
+    for name, change in zip(names, request.changes, strict=True):
         try:
-            record = _alive(txn, BufferName(namespace, change.name), now)
+            record = _alive(txn, name, now)
             change.admit(record)
         except BufferCorrupt:
             if not isinstance(change, Delete) or many:
                 raise
-            txn.remove_damaged(BufferName(namespace, change.name))
+            txn.remove_damaged(name)
             outcome = Outcome({change.name: {"name": change.name, "updated": True}})
             if key is not None:
                 txn.remember(key, Known(key.fingerprint, outcome.receipts, {change.name: 0}), now)
@@ -84,8 +84,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
             raise
         records.append(record)
     outcome, ids = Outcome({}), {}
-    for change, record in zip(request.changes, records, strict=True):
-        name = BufferName(namespace, change.name)
+    for name, change, record in zip(names, request.changes, records, strict=True):
         try:
             outcome.receipts[change.name], value = change.apply(txn, name, record, now)
         except GradserveError as error:

@@ -296,7 +296,8 @@ with env.begin(write=True) as txn:
 
 def older_version(path: Path, *, create: list[str], delete: list[str]) -> None:
     """Do what a version does that does not count, in a process of its own, beside one that has the store open."""
-    names = {name.encode(): pack_record(Record(BufferName.split(name), spec(), 1 << 40, 1.0, 1.0)) for name in create}
+    record = Record(BufferName("", "a"), spec(), 1 << 40, 1.0, 1.0)
+    names = {name.encode(): pack_record(record, name.encode()) for name in create}
     arguments = [str(path), repr(names), repr([name.encode() for name in delete])]
     subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], check=True, timeout=PATIENCE)
 

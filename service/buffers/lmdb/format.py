@@ -144,8 +144,8 @@ def unseal(sealed: memoryview, seed: int) -> memoryview | None:
     return data if xxhash.xxh3_64_digest(data, seed) == bytes(sealed[-SEAL_BYTES:]) else None
 
 
-def pack_record(record: Record) -> bytes:
-    """Return a record as it is stored, sealed."""
+def pack_record(record: Record, key: bytes) -> bytes:
+    """Return a record as it is stored under its key, sealed."""
     fields = [
         orjson.Fragment(record.spec.text),
         record.id,
@@ -158,7 +158,7 @@ def pack_record(record: Record) -> bytes:
         record.value,
         [(closed.epoch, closed.version, closed.count, closed.weight, closed.value) for closed in record.closed],
     ]
-    return seal(orjson.dumps(fields), seed_of(record.full_name.joined.encode()))
+    return seal(orjson.dumps(fields), seed_of(key))
 
 
 def unpack_record(name: BufferName, sealed: memoryview) -> Record:

@@ -141,10 +141,11 @@ class LmdbTransaction(Reader):
         """Bring large values to the disk, and store what all requests changed: the commit may follow."""
         self._writer.slots.finish()
         for name, record in self.changed.items():
+            key = name.joined.encode()
             if record is None:
-                self._txn.delete(name.joined.encode(), db=self._env.buffers)
+                self._txn.delete(key, db=self._env.buffers)
             else:
-                self._txn.put(name.joined.encode(), pack_record(record), db=self._env.buffers)
+                self._txn.put(key, pack_record(record, key), db=self._env.buffers)
         for namespace, count in self._counts.items():
             if count:
                 self._txn.put(COUNT + namespace.encode(), NUMBER.pack(count), db=self._env.meta)
