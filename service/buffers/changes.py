@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from service.buffers.gradients import Dense, Gradient
+from service.buffers.names import BufferName
 from service.buffers.record import Closed, Receipt, Record, Spec, unknown
 from service.buffers.transaction import Transaction
 from service.dtypes import Array, DType, compute_dtype
@@ -44,7 +45,7 @@ class Change:
                 f"If-Match is {', '.join(sorted(self.match))}, but {self.name!r} is at {record.etag}", buffer=self.name
             )
 
-    def apply(self, txn: Transaction, record: Any, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Any, now: float) -> tuple[Receipt, Array | None]:
         """Make the change, of which `record` was admitted: the receipt, and the value if it was asked for."""
         raise NotImplementedError
 
@@ -82,11 +83,13 @@ class Create(Change):
             )
             raise BufferExists(f"There is a buffer {self.name!r} with {differing}", buffer=self.name)
 
-    def apply(self, txn: Transaction, record: Record | None, now: float) -> tuple[Receipt, Array | None]:
+    def apply(
+        self, txn: Transaction, name: BufferName, record: Record | None, now: float
+    ) -> tuple[Receipt, Array | None]:
         created = record is None
         if record is None:
-            txn.count_new(self.name, now)
-            record = Record(self.name, self.spec, txn.new_id(), now, now)
+            txn.count_new(name, now)
+            record = Record(name, self.spec, txn.new_id(), now, now)
             txn.put(record)
         return {**record.as_json(), "created": created}, None
 
@@ -138,7 +141,7 @@ class Add(Change):
         flat = np.zeros(size, self.gradient.dtype) if whole is None else whole
         return Dense(flat.reshape(self.gradient.shape), spec.shape, self.tensor)
 
-    def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         if not self.do_update:
             return record.receipt(updated=False), txn.load(record.spec, record.value) if self.want_value else None
         try:
@@ -172,7 +175,7 @@ class Add(Change):
 class Zero(Change):
     """ZeroGradient: discard the sum, and begin the next epoch."""
 
-    def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         txn.free(record.value)
         record = _next_epoch(record).changed(updated=now, version=record.version + 1)
         txn.put(record)
@@ -210,7 +213,7 @@ class Take(Change):
         if self.mean and not record.weight:
             raise NothingToAverage(f"The weights in {self.name!r} sum to zero: there is no mean", buffer=self.name)
 
-    def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         loaded = txn.load(record.spec, record.value)
         record, closed = close(txn, record.changed(updated=now, version=record.version + 1))
         return record.receipt(updated=True, of=closed), loaded
@@ -223,7 +226,7 @@ class Take(Change):
 class Delete(Change):
     """Forget the buffer."""
 
-    def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         txn.remove(record)
         return record.receipt(updated=True), None
 
@@ -239,9 +242,9 @@ class Restore(Change):
         if record is not None:
             raise BufferExists(f"There is a buffer {self.name!r} already", buffer=self.name)
 
-    def apply(self, txn: Transaction, record: None, now: float) -> tuple[Receipt, Array | None]:
-        txn.count_new(self.name, now)
-        made = self.record.changed(name=self.name, id=txn.new_id(), value=None, closed=(), updated=now)
+    def apply(self, txn: Transaction, name: BufferName, record: None, now: float) -> tuple[Receipt, Array | None]:
+        txn.count_new(name, now)
+        made = self.record.changed(full_name=name, id=txn.new_id(), value=None, closed=(), updated=now)
         made = made.changed(value=txn.accumulate(made, Dense(self.value, made.spec.shape), 1.0, True))
         txn.put(made)
         return made.receipt(updated=True), None

@@ -13,6 +13,7 @@ from service.buffers.lmdb import opened_readonly
 from service.buffers.lmdb.format import FORMAT
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES
+from service.buffers.names import BufferName
 from service.buffers.record import Record
 from service.errors import BufferCorrupt
 
@@ -39,7 +40,7 @@ def _examined(reader: Reader) -> Iterator[str]:
     for name, record in reader.sound_records():
         records += 1
         if record is None:
-            yield f"{WRONG}the buffer {name!r} is damaged"
+            yield f"{WRONG}{_shown(name)} is damaged"
             continue
         for what, value in _values(record):
             if value is None:
@@ -50,7 +51,7 @@ def _examined(reader: Reader) -> Iterator[str]:
                 for _ in reader.values.streamed(record.spec, value):
                     pass  # reading checks the checksums
             except BufferCorrupt:
-                yield f"{WRONG}{what} of the buffer {name!r} is damaged"
+                yield f"{WRONG}{what} of {_shown(name)} is damaged"
     used, free, total = Counter(itertools.chain(*slots.values())), reader.free_slots(), reader.slot_count()
     yield f"{records} buffers, {len(slots)} values, {len(used)} slots in use, {len(free)} free"
     if lost := set(range(total)) - used.keys() - set(free):
@@ -65,6 +66,10 @@ def _examined(reader: Reader) -> Iterator[str]:
         yield f"{WRONG}slot {slot} has more than one use"
     for slot in sorted(slot for slot in free if not 0 <= slot < total):
         yield f"{WRONG}slot {slot} is said to be free, but there are {total}"
+
+
+def _shown(name: BufferName) -> str:
+    return f"the buffer {name.name!r}" + (f" of the namespace {name.namespace!r}" if name.namespace else "")
 
 
 def _values(record: Record) -> list[tuple[str, int | None]]:

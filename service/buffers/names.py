@@ -1,8 +1,9 @@
-"""Names of buffers: as clients know them, and as a store does, where namespaces keep them apart."""
+"""Names of buffers: as clients know them, and inside a store, where namespaces keep them apart."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from service.errors import InvalidParameter, shown
 
@@ -36,19 +37,36 @@ def check_length(name: str, longest: int) -> None:
         )
 
 
-def namespace_of(name: str) -> str:
-    """The namespace of a buffer by its name inside the store, as `namespaced.py` makes it.
+class BufferName(NamedTuple):
+    """A buffer inside a store: its namespace, "" for the one without a name, and the name that its clients know.
 
-    >>> namespace_of("layer.weight"), namespace_of("~ann/layer.weight")
-    ('', 'ann')
-    """
-    return name[1:].partition("/")[0] if name.startswith("~") else ""
-
-
-def bare_name(name: str) -> str:
-    """The name that its namespace knows of a buffer by its name inside the store.
-
-    >>> bare_name("~ann/layer.weight")
+    >>> str(BufferName("ann", "layer.weight"))
     'layer.weight'
     """
-    return name.partition("/")[2] if name.startswith("~") else name
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def joined(self) -> str:
+        """Both as one text, as it stands in LMDB and in files. Names without a namespace come first: none has a `~`.
+
+        >>> BufferName("", "layer.weight").joined, BufferName("ann", "layer.weight").joined
+        ('layer.weight', '~ann/layer.weight')
+        """
+        return f"~{self.namespace}/{self.name}" if self.namespace else self.name
+
+    @classmethod
+    def split(cls, joined: str) -> BufferName:
+        """Return the name whose `joined` is this text.
+
+        >>> BufferName.split("~ann/layer.weight")
+        BufferName(namespace='ann', name='layer.weight')
+        """
+        if not joined.startswith("~"):
+            return cls("", joined)
+        namespace, _, name = joined[1:].partition("/")
+        return cls(namespace, name)

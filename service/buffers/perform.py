@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.buffers.changes import Add, Change, Delete
+from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
@@ -37,20 +38,20 @@ class Outcome:
     sources: Sequence[str] = ()
 
 
-def perform(txn: Transaction, request: Request, now: float) -> Outcome:
-    """Make the request's changes, unless its key is known; then `EpochGone` says that what it answers is no more.
+def perform(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
+    """Make the request's changes in the namespace, unless its key is known; then its answer may be gone: `EpochGone`.
 
     Raises what `Change.admit` raises, `KeyReused`, and, when changes were made that the store must then undo,
     `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull`.
     """
-    key = request.key
+    key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
     if key is not None and (known := txn.recall(key)) is not None:
         check_same(key, known)
         outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
-        for change in request.changes:
+        for name, change in zip(names, request.changes, strict=True):
             if change.name not in known.receipts:
                 continue  # of all with a prefix, one that was not there then
-            record = _alive(txn, change.name, now)
+            record = _alive(txn, name, now)
             if record is not None and isinstance(change, Add):
                 check_same_buffer(record, known)
             if record is not None and record.id != known.ids[change.name]:
@@ -62,18 +63,18 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             if value is not None:
                 outcome.values[change.name] = value
         return outcome
-    if len({change.name for change in request.changes}) < len(request.changes):
+    if len(set(names)) < len(names):
         raise Invalid("A request may change each buffer once")
-    many = len(request.changes) > 1
+    many = len(names) > 1
     records = []
-    for change in request.changes:
+    for name, change in zip(names, request.changes, strict=True):
         try:
-            record = _alive(txn, change.name, now)
+            record = _alive(txn, name, now)
             change.admit(record)
         except BufferCorrupt:
             if not isinstance(change, Delete) or many:
                 raise
-            txn.remove_damaged(change.name)
+            txn.remove_damaged(name)
             outcome = Outcome({change.name: {"name": change.name, "updated": True}})
             if key is not None:
                 txn.remember(key, Known(key.fingerprint, outcome.receipts, {change.name: 0}), now)
@@ -83,16 +84,16 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             raise
         records.append(record)
     outcome, ids = Outcome({}), {}
-    for change, record in zip(request.changes, records, strict=True):
+    for name, change, record in zip(names, request.changes, records, strict=True):
         try:
-            outcome.receipts[change.name], value = change.apply(txn, record, now)
+            outcome.receipts[change.name], value = change.apply(txn, name, record, now)
         except GradserveError as error:
             name_buffer(error, change.name, one_of_many=many)
             raise
         if value is not None:
             outcome.values[change.name] = value
         if key is not None:
-            left = record or txn.get(change.name)
+            left = record or txn.get(name)
             ids[change.name] = 0 if left is None else left.id
     if key is not None:
         txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
@@ -128,7 +129,7 @@ def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
     )
 
 
-def _alive(txn: Transaction, name: str, now: float) -> Record | None:
+def _alive(txn: Transaction, name: BufferName, now: float) -> Record | None:
     """The buffer; None if there is none, or none any more, and then it is removed."""
     record = txn.get(name)
     if record is not None and not record.lives(now):

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import orjson
 
+from service.buffers.names import BufferName
 from service.dtypes import DTYPES, NAMES, Array, DType
 from service.errors import EpochGone, EpochOpen, GradserveError, TooManyBuffers, UnknownBuffer, shown
 
@@ -96,7 +97,7 @@ class Record:
     Its own `id` tells it from others that had its name before.
     """
 
-    name: str
+    full_name: BufferName
     spec: Spec
     id: int
     created: float
@@ -113,6 +114,11 @@ class Record:
         made = object.__new__(Record)
         made.__dict__.update(self.__dict__, **changes)
         return made
+
+    @property
+    def name(self) -> str:
+        """Its name as clients know it."""
+        return self.full_name.name
 
     @property
     def etag(self) -> str:

@@ -11,9 +11,10 @@ transactions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Known, Record, Snapshot
@@ -48,7 +49,9 @@ def told(error: E) -> E:
 
 
 class Store(Protocol):
-    """Keeps buffers. Thread-safe; what it returns is the caller's own, and shared with nobody.
+    """Keeps buffers. A store knows those of one namespace, by their names; `within` gives it for another namespace.
+
+    Thread-safe; what it returns is the caller's own, and shared with nobody.
 
     `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `recall` and
     `generation` block only in a store that `blocks`: then the event loop must not call them.
@@ -56,6 +59,17 @@ class Store(Protocol):
 
     blocks: bool
     """Whether a look-up may wait, for a network say; else it is as quick as a look into memory."""
+
+    namespace: str = ""
+    """The namespace whose buffers it knows; "" is the one without a name."""
+
+    def within(self, namespace: str) -> Self:
+        """Return the store as this namespace sees it. Both share everything but the namespace."""
+        if namespace == self.namespace:
+            return self
+        seen = copy.copy(self)
+        seen.namespace = namespace
+        return seen
 
     def submit(self, request: Request) -> Future[Outcome]:
         """Make the request's changes: all, durably, before the future has its result, or none if it has an error."""
@@ -84,7 +98,7 @@ class Store(Protocol):
         """A number that is another one after every change, whoever made it. Raises `StoreFailed`."""
 
     def size(self) -> tuple[int, int]:
-        """How many buffers there are, and the bytes that everything takes."""
+        """How many buffers there are in all namespaces, and the bytes that everything takes."""
 
     def close(self) -> None:
         """Finish what was submitted, and let go of everything."""

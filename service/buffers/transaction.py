@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from service.buffers.gradients import Gradient
+from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Record, Spec
 from service.dtypes import Array
 
@@ -12,10 +13,10 @@ from service.dtypes import Array
 class Transaction(Protocol):
     """Changes that take effect together when the store commits them, or never."""
 
-    def get(self, name: str) -> Record | None:
+    def get(self, name: BufferName) -> Record | None:
         """The buffer, expired or not."""
 
-    def count_new(self, name: str, now: float) -> None:
+    def count_new(self, name: BufferName, now: float) -> None:
         """Count a buffer that is about to be `put` where there is none. Raises `TooManyBuffers`."""
 
     def put(self, record: Record) -> None:
@@ -24,7 +25,7 @@ class Transaction(Protocol):
     def remove(self, record: Record) -> None:
         """Forget the buffer and all its values."""
 
-    def remove_damaged(self, name: str) -> None:
+    def remove_damaged(self, name: BufferName) -> None:
         """Forget the buffer, of which nothing can be read."""
 
     def new_id(self) -> int:

@@ -24,7 +24,7 @@ import orjson
 
 from service.buffers.changes import Delete, Restore
 from service.buffers.lmdb import opened_readonly
-from service.buffers.names import bare_name, check_length, check_name
+from service.buffers.names import BufferName, check_length, check_name
 from service.buffers.perform import Request
 from service.buffers.record import LONGEST_TTL, MOST_KEEP, MOST_QUORUM, Record, name_buffer, spec_of
 from service.buffers.store import Store
@@ -45,7 +45,8 @@ def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> 
     with opened_readonly(store, max_bytes) as opened, _replacing(path) as file:
         with opened.reading() as reader, np.errstate(all="ignore"):
             now = time.time()
-            records = {one.name: one for one in reader.records(prefix, strict=True) if one.lives(now)}
+            found = reader.records(prefix.encode(), prefix.encode() + b"\xff", strict=True)
+            records = {one.full_name.joined: one for one in found if one.lives(now)}
             if prefix and not records:  # rather than replace a good file by one of nothing
                 raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
             ordered = safetensors.in_order({name: (one.spec.dtype, one.spec.shape) for name, one in records.items()})
@@ -130,7 +131,7 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
             raise MalformedBody(f"{what} has no tensor {name!r} as its metadata describes it")
-    return [Restore(name=name, record=record, value=tensors[name]) for name, record in records.items()]
+    return [Restore(name=record.name, record=record, value=tensors[name]) for name, record in records.items()]
 
 
 @contextmanager
@@ -153,16 +154,18 @@ def restore(store: Store, buffers: Collection[Restore]) -> None:
 
     Raises `BufferExists`, `StoreFull` and `TooManyBuffers`.
     """
-    there = {one.name for one in store.records()} & {one.name for one in buffers}
+    names = {one.record.full_name for one in buffers}
+    spaces = {namespace: store.within(namespace) for namespace, _ in names}
+    there = [one.full_name.joined for space in spaces.values() for one in space.records() if one.full_name in names]
     if there:
         raise BufferExists(f"Buffers of these names already exist: {', '.join(sorted(there)[:5])}")
-    asked = {one.name: store.submit(Request([one])) for one in buffers}
+    asked = {one.record.full_name: spaces[one.record.full_name.namespace].submit(Request([one])) for one in buffers}
     try:
         for one in asked.values():
             one.result()
     except BaseException:
         made = [name for name, one in asked.items() if one.exception() is None]
-        for removed in [store.submit(Request([Delete(name=name)])) for name in made]:
+        for removed in [spaces[namespace].submit(Request([Delete(name=name)])) for namespace, name in made]:
             removed.result()
         raise
 
@@ -236,7 +239,8 @@ def _check(whose: str, where: str, given: Any, members: _Members, needed: Set[st
 
 
 def _record(name: str, about: dict[str, Any], longest_name: int) -> Record:
-    bare = check_name(bare_name(name))
-    check_length(bare, longest_name)
+    full_name = BufferName.split(name)
+    check_length(check_name(full_name.name), longest_name)
     spec, created = spec_of(about["spec"]), about["created"]
-    return Record(name, spec, 0, created, created, about["epoch"], about["version"], about["count"], about["weight"])
+    state = about["epoch"], about["version"], about["count"], about["weight"]
+    return Record(full_name, spec, 0, created, created, *state)

@@ -264,6 +264,28 @@ def test_a_receipt_in_an_error_has_the_name_that_the_namespace_knows(people: dic
         assert problem["receipts"]["t"]["name"] == "t", epoch
 
 
+def test_errors_repeat_what_the_client_sent(people: dict[str, httpx.Client]) -> None:
+    """Even where it looks like a name inside the store."""
+    ann = people["ann"]
+    ann.put("/v1/buffers/w", json={"shape": [2]})
+    key = {"Idempotency-Key": "step~ann/7"}
+    assert ann.post("/v1/buffers/w/accumulate", json=ADD, headers=key).status_code == 200
+    again = ann.post("/v1/buffers/w/zero", headers=key)
+    assert_problem(again, 422, "idempotency_key_reused", "'step~ann/7'")
+    other = ann.post("/v1/buffers/w/zero", headers={"If-Match": '"x~ann/y"'})
+    assert_problem(other, 412, "precondition_failed", '"x~ann/y"')
+    listed = ann.post("/v1/buffers/take?prefix=~ann/w")
+    assert_problem(listed, 404, "unknown_buffer", "'~ann/w'")
+
+
+@pytest.mark.parametrize("query", ["prefix=~", "prefix=~ann/", "cursor=~", "cursor=~ann/a", "cursor=zzz", "prefix=/"])
+@pytest.mark.parametrize("who", ["ann", "bob"])
+def test_no_query_lists_buffers_of_another_namespace(people: dict[str, httpx.Client], who: str, query: str) -> None:
+    for name in ("ann", "bob"):
+        people[name].put("/v1/buffers/w", json={"shape": [2]})
+    assert people[who].get(f"/v1/buffers?{query}").json() == {"buffers": [], "next_cursor": None}
+
+
 def test_statistics_are_the_namespaces_own(people: dict[str, httpx.Client]) -> None:
     def runs(who: str) -> int:
         stats = people[who].get("/v2/models/TanhGrad/stats").json()["model_stats"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Restore, Take, Zero
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Record
 from service.buffers.store import Store
@@ -138,7 +139,7 @@ def test_a_deleted_buffer_is_gone_and_can_be_created_anew(store: Store) -> None:
 
 def test_a_buffer_is_restored_as_it_was(store: Store, clock: Clock) -> None:
     rules = spec((2, 2), "float16", quorum=9, keep=2)
-    saved = Record("a", rules, 0, 5.0, 6.0, epoch=4, version=30, count=3, weight=1.5)
+    saved = Record(BufferName("", "a"), rules, 0, 5.0, 6.0, epoch=4, version=30, count=3, weight=1.5)
     numbers = np.array([[-0.0, np.nan], [np.inf, 0.1]], np.float16)
     receipt = do(store, Restore(name="a", record=saved, value=numbers)).receipts["a"]
     assert (receipt["epoch"], receipt["version"], receipt["count"], receipt["weight"]) == (4, 30, 3, 1.5)
@@ -291,20 +292,21 @@ LISTED = ["A", "a", "a-b", "a.b", "a.c", "aa", "b", "b:1", "z_", "layers.0.weigh
 
 
 def test_listing(listed: Store) -> None:
-    prefixes = ["", "a", "a.", "layers.", "layers.1", "z", "zz", "0", "b", "B"]
-    afters = ["", "A", "a", "a.b", "a.bb", "layers.0.weight", "z_", "~", "0"]
+    prefixes = ["", "a", "a.", "layers.", "layers.1", "z", "zz", "0", "b", "B", "~", "~ann/", "~z/", "/", "é"]
+    afters = ["", "A", "a", "a.b", "a.bb", "layers.0.weight", "z_", "~", "~an/", "~ann/b", "0"]
     for prefix, after, limit in itertools.product(prefixes, afters, (None, 0, 1, 2, 100)):
         names = [name for name in sorted(LISTED) if name.startswith(prefix) and name > after]
         assert [record.name for record in listed.records(prefix, after, limit)] == names[:limit]
 
 
-@pytest.fixture(scope="module", params=["memory", "lmdb"])
+@pytest.fixture(scope="module", params=itertools.product(["memory", "lmdb"], ["", "ann"]), ids="-".join)
 def listed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A store of buffers with these names, and of some that have expired."""
-    clock = Clock()
-    store: Store = (
-        open_memory(clock) if request.param == "memory" else open_lmdb(tmp_path_factory.mktemp("listed"), clock)
-    )
+    """A namespace with buffers of these names, and with some that have expired; other namespaces have others."""
+    clock, (kind, namespace) = Clock(), request.param
+    store: Store = open_memory(clock) if kind == "memory" else open_lmdb(tmp_path_factory.mktemp("listed"), clock)
+    for other in {"", "an", "ann", "anna", "z"} - {namespace}:
+        create(store.within(other), "a.others", "z")
+    store = store.within(namespace)
     for name in LISTED:
         create(store, name)
         create(store, name + "0", ttl_seconds=1.0)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.namespaced import Namespaced
 from service.buffers.perform import Outcome, Request
 from service.buffers.store import Store
 from service.errors import (
@@ -274,7 +273,7 @@ def test_what_is_stored_with_a_key(store: Store) -> None:
 
 @pytest.mark.parametrize("namespace", ["", "team"])
 def test_what_a_request_was_computed_from_is_stored_with_its_key(store: Store, namespace: str) -> None:
-    store = Namespaced(store, namespace)
+    store = store.within(namespace)
     create(store, "a")
     states: list[str] = []
 

@@ -17,7 +17,7 @@ import pytest
 from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
 from service.buffers.lmdb.format import COUNT, MARK_BYTES, TIME, WRITER, pack_record
 from service.buffers.lmdb.store import LmdbStore
-from service.buffers.namespaced import Namespaced
+from service.buffers.names import BufferName
 from service.buffers.perform import Request
 from service.buffers.record import Record
 from service.buffers.store import Store
@@ -114,17 +114,17 @@ def test_a_deleted_buffer_leaves_its_place(store: Store) -> None:
 
 def test_a_restored_buffer_takes_a_place(store: Store, clock: Clock) -> None:
     create(store, "a", "b")
-    record = Record("c", spec(), 0, clock.now, clock.now, count=1)
+    record = Record(BufferName("", "c"), spec(), 0, clock.now, clock.now, count=1)
     do(store, Restore(name="c", record=record, value=ones(2)))
     before = state(store)
     with pytest.raises(TooManyBuffers):
-        do(store, Restore(name="d", record=record.changed(name="d"), value=ones(2)))
+        do(store, Restore(name="d", record=record.changed(full_name=BufferName("", "d")), value=ones(2)))
     assert state(store) == before
 
 
 def test_a_buffer_is_restored_under_the_name_that_it_is_to_have(store: Store, clock: Clock) -> None:
-    record = Record("x", spec(), 0, clock.now, clock.now, count=1)
-    ann = Namespaced(store, "ann")
+    record = Record(BufferName("", "x"), spec(), 0, clock.now, clock.now, count=1)
+    ann = store.within("ann")
     do(ann, Restore(name="c", record=record, value=ones(2)))
     assert [one.name for one in ann.records()] == ["c"]
 
@@ -154,7 +154,7 @@ def test_one_that_expired_can_be_created_again(store: Store, clock: Clock) -> No
 
 
 def test_places_of_a_namespace_are_its_own(store: Store, clock: Clock) -> None:
-    spaces = {name: Namespaced(store, name) for name in ("", "ann", "an", "z")}
+    spaces = {name: store.within(name) for name in ("", "ann", "an", "z")}
     create(spaces["z"], *[f"{number}" for number in range(MOST)], ttl_seconds=10.0)
     for space in spaces.values():
         if space is not spaces["z"]:
@@ -219,9 +219,9 @@ def test_requests_of_one_transaction(reopen: Callable[[], LmdbStore], monkeypatc
 
 def test_counts_are_there_again(reopen: Callable[[], LmdbStore]) -> None:
     create(reopen(), "a", "b")
-    create(Namespaced(reopen(), "ann"), "a", "b", "c")
+    create(reopen().within("ann"), "a", "b", "c")
     store = reopen()
-    refused(Namespaced(store, "ann"), "d")
+    refused(store.within("ann"), "d")
     create(store, "c")
     refused(store, "d")
 
@@ -296,7 +296,8 @@ with env.begin(write=True) as txn:
 
 def older_version(path: Path, *, create: list[str], delete: list[str]) -> None:
     """Do what a version does that does not count, in a process of its own, beside one that has the store open."""
-    names = {name.encode(): pack_record(Record(name, spec(), 1 << 40, 1.0, 1.0)) for name in create}
+    record = Record(BufferName("", "a"), spec(), 1 << 40, 1.0, 1.0)
+    names = {name.encode(): pack_record(record, name.encode()) for name in create}
     arguments = [str(path), repr(names), repr([name.encode() for name in delete])]
     subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], check=True, timeout=PATIENCE)
 
@@ -307,17 +308,17 @@ def test_buffers_of_a_version_that_does_not_count(
 ) -> None:
     store = reopen()
     create(store, "a", "b", "c")
-    create(Namespaced(store, "ann"), "a")
-    create(Namespaced(store, "bob"), "a")
+    create(store.within("ann"), "a")
+    create(store.within("bob"), "a")
     if closed:
         store.close()
     older_version(tmp_path / "store", create=["~ann/b", "~ann/c"], delete=["a", "~bob/a"])
     store = reopen() if closed else store
-    refused(Namespaced(store, "ann"), "d")
+    refused(store.within("ann"), "d")
     create(store, "d")
     refused(store, "e")
-    create(Namespaced(store, "bob"), "a", "b", "c")
-    refused(Namespaced(store, "bob"), "d")
+    create(store.within("bob"), "a", "b", "c")
+    refused(store.within("bob"), "d")
     generation = store.generation()
     refused(store, "e")
     assert store.generation() == generation  # it was counted once
@@ -333,7 +334,7 @@ def meta(path: Path) -> dict[bytes, bytes]:
 def test_a_store_that_was_never_counted(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     store = reopen()
     create(store, "a", "b")
-    create(Namespaced(store, "ann"), "a")
+    create(store.within("ann"), "a")
     store.close()
     older_version(tmp_path / "store", create=["c"], delete=[])
     with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
@@ -365,8 +366,8 @@ def test_a_count_that_is_wrong_is_put_right_by_the_next_start(reopen: Callable[[
 def test_a_namespace_without_buffers_leaves_nothing(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     store = reopen()
     for name in ("ann", "bob"):
-        create(Namespaced(store, name), "a")
-        do(Namespaced(store, name), Delete(name="a"))
+        create(store.within(name), "a")
+        do(store.within(name), Delete(name="a"))
     store.close()
     assert not [name for name in meta(tmp_path / "store") if name.startswith(COUNT)]
 

@@ -21,7 +21,9 @@ from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import caches, value_writer
 from service.buffers.lmdb.environment import Environment
+from service.buffers.lmdb.format import SEAL_BYTES, digest_of, seal, seed_of
 from service.buffers.lmdb.store import LmdbStore
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome
 from service.buffers.record import Closed, Record, Spec
 from service.dtypes import FLOAT32
@@ -471,19 +473,47 @@ def test_buffers_are_removed_as_fast_as_others_expire(
 
 def test_what_the_writer_remembers_has_bounds() -> None:
     closed = tuple(Closed(epoch, epoch, 1, 1.0, None) for epoch in range(1000))
-    record = Record("a", Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
+    last, *names = [BufferName("", str(number)) for number in range(caches.MOST_RECORDS + 1)]
+    record = Record(last, Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
     records = caches.RecordCache()
-    for number in range(caches.MOST_EPOCHS // 1000):
-        records.remember({str(number): record})
-    assert records["0"] is record
-    records.remember({"one too many": record})
+    for name in names[: caches.MOST_EPOCHS // 1000]:
+        records.remember({name: record})
+    assert records[names[0]] is record
+    records.remember({last: record})
     assert not records
-    records.remember(dict.fromkeys(map(str, range(caches.MOST_RECORDS))))
-    assert records["0"] is None
-    records.remember({"one too many": None})
+    records.remember(dict.fromkeys(names))
+    assert records[names[0]] is None
+    records.remember({last: None})
     assert not records
-    records.remember({"after that": record})
-    assert records["after that"] is record
+    records.remember({last: record})
+    assert records[last] is record
+
+
+def test_what_a_buffer_is_called_on_the_disk(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    store = reopen()
+    for namespace in ("", "ann", "bob"):
+        create(store.within(namespace), "w", ttl_seconds=10.0)
+    store.close()
+    with lmdb.open(str(tmp_path / "store"), max_dbs=8, readonly=True) as env, env.begin() as txn:
+        names = [key for key, _ in txn.cursor(env.open_db(b"buffers", txn=txn, create=False))]
+        due = [key[8:] for key, _ in txn.cursor(env.open_db(b"deadlines", txn=txn, create=False))]
+    assert names == due == [b"w", b"~ann/w", b"~bob/w"]
+
+
+def test_a_receipt_of_a_namespace_that_an_earlier_version_stored(
+    reopen: Callable[[], LmdbStore], tmp_path: Path
+) -> None:
+    store, change, digest = reopen().within("ann"), Add(name="w", gradient=ones(2)), digest_of(key())
+    create(store, "w")
+    first = do(store, change, key=key())
+    store.close()
+    with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
+        keys = env.open_db(b"keys", txn=txn)
+        data = txn.get(digest, b"", db=keys)[:-SEAL_BYTES].replace(b'"w"', b'"~ann/w"')
+        assert data.count(b"~ann/w") == 3
+        txn.put(digest, seal(data, seed_of(digest)), db=keys)
+    again = do(reopen().within("ann"), change, key=key())
+    assert (again.replayed, again.receipts) == (True, first.receipts)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -17,7 +17,6 @@ import pytest
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.lmdb.writer import Writer
-from service.buffers.namespaced import Namespaced
 from service.errors import BufferCorrupt, KeyReused, StoreFailed
 from tests.buffers.calls import LARGE, PATIENCE, Clock, add, create, do, key, ones, request, value
 from tests.kernels.equality import assert_same_bits
@@ -245,15 +244,15 @@ def test_a_damaged_record_harms_no_other_namespace(reopen: Callable[[], LmdbStor
     store = reopen()
     create(store, "well")
     for name in ("hurt", "well"):
-        create(Namespaced(store, "ann"), name, ttl_seconds=12345.678 if name == "hurt" else None)
-    create(Namespaced(store, "bob"), "well")
+        create(store.within("ann"), name, ttl_seconds=12345.678 if name == "hurt" else None)
+    create(store.within("bob"), "well")
     store.close()
     flip(tmp_path / "store", b"12345.678")
     store = reopen()
     for namespace in ("", "bob"):
-        assert [record.name for record in Namespaced(store, namespace).records(strict=True)] == ["well"]
+        assert [record.name for record in store.within(namespace).records(strict=True)] == ["well"]
     with pytest.raises(BufferCorrupt, match="of the buffer 'hurt' is damaged") as caught:
-        Namespaced(store, "ann").records(strict=True)
+        store.within("ann").records(strict=True)
     assert caught.value.context == {"buffer": "hurt"}
 
 

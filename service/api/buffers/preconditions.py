@@ -37,7 +37,7 @@ def key_of(call: Call, body: memoryview | bytes = b"") -> Key | None:
     head = [call.method.encode(), call.path.encode(), call.query_string, content_type, b""]
     fingerprint = xxhash.xxh3_128(b"\0".join(head))
     fingerprint.update(body)
-    return Key("", text, fingerprint.digest())
+    return Key(call.caller.namespace, text, fingerprint.digest())
 
 
 def match_of(call: Call) -> frozenset[str] | None:

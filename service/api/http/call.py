@@ -21,7 +21,6 @@ from service.api.http.exchange import Exchange, exchange_of
 from service.api.http.offload import INLINE_LOOKUPS, in_pool
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
-from service.buffers.namespaced import Namespaced
 from service.buffers.perform import Outcome
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.record import Key
@@ -159,7 +158,7 @@ class Call:
     @property
     def store(self) -> Store:
         """The store as the caller sees it. Raises `NotReady` like `engine`."""
-        return Namespaced(_there(self._services.store), self.caller.namespace)
+        return _there(self._services.store).within(self.caller.namespace)
 
     @property
     def waiting(self) -> Waiting:

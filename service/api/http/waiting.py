@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from starlette.types import Receive
 
 from service.api.http.offload import R, while_connected
-from service.buffers.namespaced import Namespaced
 from service.buffers.store import Store
 from service.errors import EpochOpen, GradserveError, NotReady, TooFewGradients
 
@@ -135,7 +134,7 @@ class Waiting:
     def _state(self, key: _Key) -> _State | None:
         """None if the buffer cannot be read; the next attempt raises the reason."""
         try:
-            record = Namespaced(self._store, key.namespace).record(key.name)
+            record = self._store.within(key.namespace).record(key.name)
         except GradserveError:
             return None
         ready = key.least is not None and record.count >= key.least

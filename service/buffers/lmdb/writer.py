@@ -50,6 +50,7 @@ EXPIRED_BY_TRY = (500, 20, 1)
 
 class _Job(NamedTuple):
     request: Request
+    namespace: str
     done: Future[Outcome]
 
 
@@ -82,14 +83,14 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> Future[Outcome]:
-        """Put the request into the queue. The future has its result once the request is on the disk."""
+    def submit(self, request: Request, namespace: str) -> Future[Outcome]:
+        """Put the request of a namespace into the queue. The future has its result once the request is on the disk."""
         done: Future[Outcome] = Future()
         with self._lock:
             if self._closed:
                 done.set_exception(StoreFailed("The store is closed"))
             else:
-                self._queue.put(_Job(request, done))
+                self._queue.put(_Job(request, namespace, done))
         return done
 
     def close(self) -> bool:
@@ -168,7 +169,7 @@ class Writer:
             for job in jobs:
                 before = changes.writes - changes.expired
                 try:
-                    answers.append(perform(changes, job.request, now))
+                    answers.append(perform(changes, job.request, job.namespace, now))
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
                         raise _UndoneError(job, error) from None
