@@ -21,7 +21,6 @@ from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import caches, value_writer
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import SEAL_BYTES, digest_of, seal, seed_of
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome
@@ -498,22 +497,6 @@ def test_what_a_buffer_is_called_on_the_disk(reopen: Callable[[], LmdbStore], tm
         names = [key for key, _ in txn.cursor(env.open_db(b"buffers", txn=txn, create=False))]
         due = [key[8:] for key, _ in txn.cursor(env.open_db(b"deadlines", txn=txn, create=False))]
     assert names == due == [b"w", b"~ann/w", b"~bob/w"]
-
-
-def test_a_receipt_of_a_namespace_that_an_earlier_version_stored(
-    reopen: Callable[[], LmdbStore], tmp_path: Path
-) -> None:
-    store, change, digest = reopen().within("ann"), Add(name="w", gradient=ones(2)), digest_of(key())
-    create(store, "w")
-    first = do(store, change, key=key())
-    store.close()
-    with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
-        keys = env.open_db(b"keys", txn=txn)
-        data = txn.get(digest, b"", db=keys)[:-SEAL_BYTES].replace(b'"w"', b'"~ann/w"')
-        assert data.count(b"~ann/w") == 3
-        txn.put(digest, seal(data, seed_of(digest)), db=keys)
-    again = do(reopen().within("ann"), change, key=key())
-    assert (again.replayed, again.receipts) == (True, first.receipts)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -60,7 +60,7 @@ import orjson
 import xxhash
 
 from service.buffers.names import BufferName
-from service.buffers.record import Closed, Key, Receipt, Record, spec_of
+from service.buffers.record import Closed, Key, Record, spec_of
 from service.errors import BufferCorrupt
 
 FORMAT = 1
@@ -117,15 +117,6 @@ def key_range(namespace: str, prefix: str, after: str) -> tuple[bytes, bytes]:
 def digest_of(key: Key) -> bytes:
     """Return the name of an idempotency key in `keys`."""
     return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=DIGEST_BYTES).digest()
-
-
-def plain(receipts: dict[str, Receipt], ids: dict[str, int]) -> tuple[dict[str, Receipt], dict[str, int]]:
-    """Return what is stored with an idempotency key by plain names. Earlier versions stored `BufferName.joined`."""
-    if not any(name.startswith("~") for name in ids):
-        return receipts, ids
-    names = {joined: BufferName.split(joined).name for joined in ids}
-    named = {names[joined]: {**receipt, "name": names[joined]} for joined, receipt in receipts.items()}
-    return named, {names[joined]: one for joined, one in ids.items()}
 
 
 def seed_of(text: bytes) -> int:

@@ -21,7 +21,6 @@ from service.buffers.lmdb.format import (
     WRITER,
     microseconds,
     name_of,
-    plain,
     seed_of,
     unpack_record,
     unseal,
@@ -84,7 +83,7 @@ class Reader:
             raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk")
         stored, fingerprint = KEY_HEAD.unpack_from(data)
         receipts, ids, *sources = orjson.loads(data[KEY_HEAD.size :])
-        return Known(fingerprint, *plain(receipts, ids), tuple(*sources)) if stored > oldest else None
+        return Known(fingerprint, receipts, ids, tuple(*sources)) if stored > oldest else None
 
     def damaged_keys(self) -> int:
         """Return the number of idempotency keys whose data is damaged."""
