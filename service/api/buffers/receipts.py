@@ -85,6 +85,8 @@ def _reduced(
     values: Mapping[str, Array], weights: Mapping[str, float], reduce: str, dtype: str | None
 ) -> dict[str, Array]:
     """The sums or means, in the dtype that was asked for."""
+    if not values:
+        return {}
     if reduce != "mean":
         weights = dict.fromkeys(values, 1.0)
     for name, weight in weights.items():
