@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from service.api.http.admission import Admission, Reservation
 from service.api.http.body import Limits, check_transfer_coding, coding_of, inflate, read_body
 from service.api.http.caller import ANYONE, Caller
-from service.api.http.exchange import Exchange, exchange_of
+from service.api.http.exchange import EXCHANGE, Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
@@ -82,7 +82,7 @@ class Call:
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         """By name, in lower case; of a header that came twice, the last line."""
-        self.exchange: Exchange | None = exchange_of(scope)
+        self.exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
         """The request and its answer on the connection; None under another server."""
         self.caller: Caller = ANYONE
         self.route: str | None = None

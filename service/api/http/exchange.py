@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 from service.api.http.answer_head import head_of
 from service.api.http.endings import Wire
@@ -33,12 +33,6 @@ TURN_BYTES = 1 << 19
 CLOSES = (b"connection", b"close")
 
 Pieces: TypeAlias = Sequence[bytes | memoryview]
-
-
-def exchange_of(scope: Scope) -> Exchange | None:
-    """Return the exchange of the scope's request; None under another server."""
-    exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
-    return exchange
 
 
 class Exchange:
