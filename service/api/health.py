@@ -86,7 +86,12 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
         constants = {name: value for name, (value, _) in CONSTANTS.items()}
         return json_answer({name: getattr(call.settings, name) for name in SETTINGS} | constants)
 
-    @router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
+    @router.get(
+        "/metrics",
+        summary="Metrics in Prometheus' format",
+        operation_id="metrics_metrics_get",
+        response_class=PlainTextResponse,
+    )
     @access("admin", label="metrics")
     async def prometheus(call: CurrentCall) -> Answer:
         """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""

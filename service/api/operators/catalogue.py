@@ -70,7 +70,12 @@ def routes(statistics: Statistics) -> APIRouter:
         records = [(name, statistics.of(call.caller.namespace, name)) for name in OPERATORS]
         return json_answer({"model_stats": [record.as_json(name, VERSION) for name, record in records]})
 
-    @router.get("/models/{op}/stats", summary="A model's statistics", response_model=dict[str, Any])
+    @router.get(
+        "/models/{op}/stats",
+        summary="A model's statistics",
+        operation_id="statistics_v2_models__op__stats_get",
+        response_model=dict[str, Any],
+    )
     @router.get("/models/{op}/versions/{version}/stats", include_in_schema=False)
     @access("ops")
     async def one_statistics(call: CurrentCall, op: str) -> Answer:
