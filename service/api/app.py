@@ -146,10 +146,9 @@ class Application(FastAPI):
     def _end(self, call: Call, bug: Exception | None) -> None:
         """Release what the request held, and tell the observers."""
         exchange = call.exchange
-        admission, reserved = self.services.admission, call.reservation.bytes
+        admission = self.services.admission
         admission.release(call.reservation)
-        if reserved:
-            self.metrics.set("gradserve_in_flight_bytes", admission.bytes)
+        self.metrics.set("gradserve_in_flight_bytes", admission.bytes)
         if exchange is not None and exchange.is_refused:
             call.status = MalformedBody.status
         elif exchange is not None and exchange.is_unheard():
