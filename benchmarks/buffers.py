@@ -41,6 +41,8 @@ CONNECTIONS, RATE_SECONDS, RATE_TURNS = 16, 3, 5
 THREADS = 16
 ROWS, TABLE = 8192, (30000, 256)
 MANY = 200
+KEYED = 1000
+"""Buffers of a request whose key is weighed."""
 VALUE = 16 << 20
 SIZES = [1 << 18, 1 << 22, 1 << 25, 1 << 27]
 """Elements: 1, 16, 128 and 512 MB."""
@@ -260,6 +262,34 @@ def many(rows: Table, server: Server) -> None:
     rows.add(f"{MANY} tensors, 10 MB, ms", "one tensor of 10 MB", times["many"] * 1e3, times["one"] * 1e3, "<=", 1.7)
 
 
+def keyed(rows: Table, work: Path) -> None:
+    """What keys take in the store alone: bytes of requests for 1,000 buffers of different versions, time of 200."""
+    store, chance, g = LmdbStore(work / "keyed", max_bytes=1 << 34), np.random.default_rng(2), numbers(2)
+    names = [f"layer.{number}.weight" for number in range(KEYED)]
+    store.submit(Request([Create(name=name, spec=Spec((2,), FLOAT32)) for name in names])).result()
+    adds = [Add(name=name, gradient=g) for name in names]
+
+    def add(some: list[Add], *, key: bool) -> None:
+        store.submit(Request(some, Key("", f"{next(_keys)}", bytes(16)) if key else None)).result()
+
+    for _ in range(20):
+        add([one for one in adds if chance.random() < 0.5], key=False)
+    add(adds, key=True)
+    before, requests = store.size()[1], 200
+    for _ in range(requests):
+        add(adds, key=True)
+    taken = (store.size()[1] - before) / requests / KEYED
+    times = alternate(
+        {"with": lambda: add(adds[:MANY], key=True), "without": lambda: add(adds[:MANY], key=False)},
+        seconds=4.0,
+        calls=5,
+    )
+    store.close()
+    rows.add("bytes per buffer of a keyed add to 1,000", "8 bytes", taken, 8.0, "<=", 1.0)
+    against = "the same without keys"
+    rows.add(f"keyed add to {MANY}, store alone, ms", against, times["with"] * 1e3, times["without"] * 1e3, "<=", None)
+
+
 def reading(rows: Table, server: Server, work: Path) -> None:
     """Adds per second by eight connections while curl reads 64 MB, twice a second and without a pause, and without."""
     client, g = Client(server), numbers(SMALL)
@@ -359,6 +389,7 @@ def main() -> None:
         large_add(rows, server)
         small_adds(rows, server, work)
         many(rows, server)
+        keyed(rows, work)
         reading(rows, server, work)
         sparse(rows, server, work)
         fresh = gradserve(store=f"lmdb:{work}/growth", max_body_bytes=1 << 30)

@@ -56,7 +56,8 @@ def _examined(reader: Reader) -> Iterator[str]:
     yield f"{records} buffers, {len(slots)} values, {len(used)} slots in use, {len(free)} free"
     if lost := set(range(total)) - used.keys() - set(free):
         yield f"{len(lost)} slots of {CHUNK_BYTES} bytes are lost to damage; to regain them, export to a new store"
-    yield f"{reader.entries()['keys']} idempotency keys"
+    entries = reader.entries()
+    yield f"{entries['keys']} idempotency keys, {entries['lists']} lists of their buffers' names"
     if damaged := reader.damaged_keys():
         yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
     yield from _miscounted(reader)

@@ -36,6 +36,7 @@ class Environment:
     values: Any
     free: Any
     keys: Any
+    lists: Any
     times: Any
     deadlines: Any
 

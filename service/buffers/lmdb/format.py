@@ -28,8 +28,10 @@ The databases of the LMDB environment hold, in format 1:
                                       -> a large value: slot and checksum of each chunk, 8 bytes each; what waits to be
                                          added, as JSON; the length of this JSON, 4 bytes; and b"c"; sealed
     free       number of the transaction that freed them, 8 bytes, and a running number, 4 bytes -> slots, 8 bytes each
-    keys       digest of caller and key -> time, fingerprint; and as JSON: receipts, ids of the buffers, states of the
-               buffers that the request was computed from; sealed
+    keys       digest of caller and key -> time, fingerprint, and what a replay answers: receipts, ids of the buffers,
+               states of the buffers that the request was computed from (`receipts.py`); sealed
+    lists      time from which on no request shares the list, 8 bytes, and digest of the list -> names and ids of
+               buffers, compressed; sealed
     times      time, 8 bytes, and number of a transaction, 8 bytes -> digests of the keys that it stored
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
 
@@ -65,7 +67,7 @@ from service.errors import BufferCorrupt
 
 FORMAT = 1
 
-DATABASES = ("buffers", "values", "free", "keys", "times", "deadlines")
+DATABASES = ("buffers", "values", "free", "keys", "lists", "times", "deadlines")
 """All databases but `meta`."""
 
 WRITER = b"writer"
@@ -87,7 +89,7 @@ LATEST_MICROSECONDS = 2.0**63
 """Every later time is stored as this, which fits into 8 bytes."""
 
 DIGEST_BYTES = 16
-"""Length of the digest of a key: with 128 bits no two keys are ever expected to share a digest."""
+"""Length of the digest of a key or a list: with 128 bits no two of them are ever expected to share a digest."""
 
 KEY_HEAD = struct.Struct(">Q16s")
 """Time and fingerprint of a request with a key."""

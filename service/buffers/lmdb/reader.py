@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import orjson
 
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import (
@@ -25,6 +24,7 @@ from service.buffers.lmdb.format import (
     unpack_record,
     unseal,
 )
+from service.buffers.lmdb.receipts import place_of_list, unpack_known
 from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count
 from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import BufferName
@@ -75,20 +75,38 @@ class Reader:
 
     def find_key(self, digest: bytes, oldest: int) -> Known | None:
         """Return what is stored with an idempotency key, unless it is older than `oldest`. Raises `BufferCorrupt`."""
+        data = self.living_key(digest, oldest)
+        if data is None:
+            return None
+        place = place_of_list(data)
+        names = None if place is None else self.name_list(place)
+        if place is not None and names is None:
+            raise _corrupt_key()
+        return unpack_known(data, names)
+
+    def living_key(self, digest: bytes, oldest: int) -> memoryview | None:
+        """Return the data of an idempotency key, unless it is older than `oldest`. Raises `BufferCorrupt`."""
         sealed = self._txn.get(digest, db=self._env.keys)
         if sealed is None:
             return None
         data = unseal(sealed, seed_of(digest))
         if data is None:
-            raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk")
-        stored, fingerprint = KEY_HEAD.unpack_from(data)
-        receipts, ids, *sources = orjson.loads(data[KEY_HEAD.size :])
-        return Known(fingerprint, receipts, ids, tuple(*sources)) if stored > oldest else None
+            raise _corrupt_key()
+        return data if KEY_HEAD.unpack_from(data)[0] > oldest else None
+
+    def name_list(self, place: bytes) -> memoryview | None:
+        """Return the list of names at this place; None if it is missing or damaged."""
+        sealed = self._txn.get(place, db=self._env.lists)
+        return None if sealed is None else unseal(sealed, seed_of(place))
 
     def damaged_keys(self) -> int:
-        """Return the number of idempotency keys whose data is damaged."""
+        """Return the number of idempotency keys whose data is damaged, or whose list of names is."""
+        with self._txn.cursor(db=self._env.lists) as cursor:
+            sound: set[bytes | None] = {bytes(place) for place, _ in cursor if self.name_list(bytes(place)) is not None}
+        sound.add(None)
         with self._txn.cursor(db=self._env.keys) as cursor:
-            return sum(unseal(sealed, seed_of(bytes(digest))) is None for digest, sealed in cursor)
+            found = (unseal(sealed, seed_of(bytes(digest))) for digest, sealed in cursor)
+            return sum(data is None or place_of_list(data) not in sound for data in found)
 
     def is_counted(self) -> bool:
         """Return whether the last transaction kept the counts of buffers."""
@@ -146,8 +164,9 @@ class Reader:
         return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
-        """Return whether a key has expired, or the deadline of a buffer is over."""
-        for db, limit in ((self._env.times, oldest_key), (self._env.deadlines, microseconds(now))):
+        """Return whether a key or a list of names has expired, or the deadline of a buffer is over."""
+        keys, lists, deadlines = self._env.times, self._env.lists, self._env.deadlines
+        for db, limit in ((keys, oldest_key), (lists, oldest_key), (deadlines, microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
                 if is_due(cursor, limit):
                     return True
@@ -168,3 +187,7 @@ def reading(env: Environment) -> Iterator[Reader]:
 def is_due(cursor: Any, limit: int) -> bool:
     """Move the cursor to the first entry. Return whether its time is up to `limit`."""
     return bool(cursor.first()) and bool(TIME.unpack_from(cursor.key())[0] <= limit)
+
+
+def _corrupt_key() -> BufferCorrupt:
+    return BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from service.buffers.gradients import Gradient
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import (
     COUNT,
     DIGEST_BYTES,
-    KEY_HEAD,
     NUMBER,
     TIME,
     digest_of,
@@ -23,6 +20,7 @@ from service.buffers.lmdb.format import (
     seed_of,
 )
 from service.buffers.lmdb.reader import Reader, is_due
+from service.buffers.lmdb.receipts import pack_known
 from service.buffers.lmdb.slots import RESERVE_BYTES, disk_full, store_full
 from service.buffers.lmdb.value_writer import ValueWriter
 from service.buffers.names import BufferName
@@ -121,7 +119,9 @@ class LmdbTransaction(Reader):
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.writes += 1
         digest, stored = digest_of(key), microseconds(now)
-        data = KEY_HEAD.pack(stored, known.fingerprint) + orjson.dumps([known.receipts, known.ids, known.sources])
+        data, names = pack_known(known, stored)
+        if names is not None and self.name_list(names.place) is None:
+            self._txn.put(names.place, seal(names.compressed(), seed_of(names.place)), db=self._env.lists)
         self._txn.put(digest, seal(data, seed_of(digest)), db=self._env.keys)
         self._digests.append(digest)
 
@@ -156,7 +156,7 @@ class LmdbTransaction(Reader):
             self._txn.put(when, b"".join(self._digests), db=self._env.times)
 
     def forget_keys(self, most: int) -> None:
-        """Delete up to `most` keys that have expired."""
+        """Delete up to `most` keys that have expired, and lists of names that no key needs any more."""
         with self._txn.cursor(db=self._env.times) as cursor:
             while most > 0 and is_due(cursor, self._oldest):
                 digests = bytes(cursor.value())
@@ -164,10 +164,14 @@ class LmdbTransaction(Reader):
                     self._forget_key(digests[start : start + DIGEST_BYTES])
                 cursor.delete()
                 most, self.writes = most - len(digests) // DIGEST_BYTES, self.writes + 1
+        with self._txn.cursor(db=self._env.lists) as cursor:
+            while most > 0 and is_due(cursor, self._oldest):  # no key is left that is as old
+                cursor.delete()
+                most, self.writes = most - 1, self.writes + 1
 
     def _forget_key(self, digest: bytes) -> None:
         try:
-            used_again = self.find_key(digest, self._oldest) is not None
+            used_again = self.living_key(digest, self._oldest) is not None
         except BufferCorrupt:
             used_again = False
         if not used_again:

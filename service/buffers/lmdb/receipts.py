@@ -1,0 +1,119 @@
+"""How the store keeps what a replay answers: the receipts of a request, and the ids of its buffers.
+
+Few receipts are JSON. From `MANY` receipts on, the names and the ids are a list of their own, because they repeat with
+every step of a training: all requests for these buffers share the list for an hour. The key keeps the digest of the
+list and the numbers of the receipts. Each number has 8 bytes; first come the lowest bytes of all numbers, then their
+second bytes, and so on. zlib packs them. For 200 buffers this takes, in bytes per buffer:
+
+    all buffers have the same numbers                                         0.4
+    the versions are random, up to a million                                  3.6
+    the counts are random, too, up to 10,000, and the weights with them       8.0
+    the epochs are random, too, up to 1,000                                   9.4
+    all numbers are random, and as large as a number can be: the worst case    32
+
+A key takes 200 bytes more, in `keys` and `times`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+import orjson
+
+from service.buffers.lmdb.format import DIGEST_BYTES, KEY_HEAD, TIME
+from service.buffers.record import Known, Receipt
+
+MANY = 8
+"""Receipts that are worth a list: from here on, to pack them takes no longer than to store them as JSON."""
+
+LIST_MICROSECONDS = 3_600_000_000
+"""How long requests share a list: the keys of a day need 25 copies, and a copy that no key needs goes after an hour."""
+
+_FIELDS = ("name", "updated", "closed", "epoch", "version", "count", "weight")
+"""The members of a receipt. Only the receipt of a new buffer has others, and is always JSON."""
+
+_SPLIT = b"s"
+"""The first byte of receipts that are split from their names: JSON begins with another byte."""
+
+
+class NameList(NamedTuple):
+    """The names and ids of a request's buffers as JSON, and the place in `lists` where requests share them."""
+
+    place: bytes
+    text: bytes
+
+    def compressed(self) -> bytes:
+        """Return what `lists` has."""
+        return zlib.compress(self.text, 1)
+
+
+def pack_known(known: Known, time: int) -> tuple[bytes, NameList | None]:
+    """Return what the store keeps with a key from `time` on, in microseconds, and the list that the key needs."""
+    head, receipts, ids = KEY_HEAD.pack(time, known.fingerprint), [*known.receipts.values()], [*known.ids.values()]
+    numbers = _pack_numbers(receipts) if len(receipts) >= MANY else None
+    if numbers is None:
+        rows = [[one[field] for field in _FIELDS] if len(one) == len(_FIELDS) else one for one in receipts]
+        return head + orjson.dumps([rows, ids, known.sources]), None
+    names = orjson.dumps([[*known.receipts], ids])
+    digest = hashlib.blake2b(names, digest_size=DIGEST_BYTES).digest()
+    packed = zlib.compress(numbers + orjson.dumps(known.sources), 1)
+    return head + _SPLIT + digest + packed, NameList(_place(time, digest), names)
+
+
+def place_of_list(data: memoryview) -> bytes | None:
+    """Return where `lists` has the list that a key needs; None if the key needs none."""
+    start = bytes(data[KEY_HEAD.size :][: 1 + DIGEST_BYTES])
+    return _place(KEY_HEAD.unpack_from(data)[0], start[1:]) if start[:1] == _SPLIT else None
+
+
+def unpack_known(data: memoryview, shared: memoryview | None) -> Known:
+    """Return what `pack_known` took, from what the store keeps with the key and from the list that the key needs."""
+    fingerprint, body = KEY_HEAD.unpack_from(data)[1], data[KEY_HEAD.size :]
+    if shared is None:
+        rows, ids, sources = orjson.loads(body)
+    else:
+        names, ids = orjson.loads(zlib.decompress(shared))
+        unpacked = zlib.decompress(body[1 + DIGEST_BYTES :])
+        columns, rest = _unpack_numbers(unpacked, len(names))
+        rows, sources = zip(names, *columns, strict=True), orjson.loads(rest)
+    receipts = [row if isinstance(row, dict) else dict(zip(_FIELDS, row, strict=True)) for row in rows]
+    by_name = {receipt["name"]: receipt for receipt in receipts}
+    return Known(fingerprint, by_name, dict(zip(by_name, ids, strict=True)), tuple(sources))
+
+
+def _place(time: int, digest: bytes) -> bytes:
+    """Return the place of a list, which begins with the time from which on no request shares the list."""
+    return TIME.pack((time // LIST_MICROSECONDS + 1) * LIST_MICROSECONDS) + digest
+
+
+def _numbers(count: int) -> struct.Struct:
+    """Return the columns of `count` receipts behind their names: all integers but the weights."""
+    return struct.Struct(f"<{(len(_FIELDS) - 2) * count}q{count}d")
+
+
+def _pack_numbers(receipts: list[Receipt]) -> bytes | None:
+    """Return all members of receipts but the names; None if only JSON can hold them exactly."""
+    if {*map(len, receipts)} != {len(_FIELDS)}:
+        return None
+    numbers = [one[field] for field in _FIELDS[1:] for one in receipts]
+    if {*map(type, numbers[-len(receipts) :])} != {float}:
+        return None  # the weight of an imported buffer may be 1, which must not come back as 1.0
+    try:
+        packed = _numbers(len(receipts)).pack(*numbers)
+    except struct.error:
+        return None  # the version of an imported buffer may be the largest that fits, and then grow
+    return np.frombuffer(packed, np.uint8).reshape(-1, 8).T.tobytes()
+
+
+def _unpack_numbers(data: bytes, count: int) -> tuple[list[list[object]], bytes]:
+    """Return the columns of `count` receipts, and what follows them."""
+    form = _numbers(count)
+    packed = np.frombuffer(data, np.uint8, form.size).reshape(8, -1).T.tobytes()
+    numbers = form.unpack(packed)
+    flags = 2 * count
+    numbers = (*map(bool, numbers[:flags]), *numbers[flags:])
+    return [list(numbers[start : start + count]) for start in range(0, len(numbers), count)], data[form.size :]
