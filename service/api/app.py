@@ -152,7 +152,7 @@ class Application(FastAPI):
             self.metrics.set("gradserve_in_flight_bytes", admission.bytes)
         if exchange is not None and exchange.is_refused:
             call.status = MalformedBody.status
-        elif exchange is not None and exchange.is_unheard():
+        elif exchange is not None and exchange.is_abandoned():
             call.status = CLIENT_GONE
         spent = time.perf_counter_ns() - call.started
         for observer in self.observers:

@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from service.api.http.admission import SMALL_BYTES
 from service.api.http.exchange import Exchange
-from service.api.http.receiver import LEAST_RATE
+from service.api.http.receiver import MIN_BYTES_PER_SECOND
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]
@@ -69,7 +69,7 @@ async def read_body(
     except TimeoutError:
         raise RequestTimeout(
             f"The body is incomplete: nothing came for {limits.patience_seconds:g} seconds"
-            f" (GRADSERVE_REQUEST_TIMEOUT), or less than {LEAST_RATE} bytes a second",
+            f" (GRADSERVE_REQUEST_TIMEOUT), or less than {MIN_BYTES_PER_SECOND} bytes a second",
             limit=limits.patience_seconds,
         ) from None
 
@@ -91,7 +91,7 @@ async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], 
             if reserve is not None and len(body) - reserved > SMALL_BYTES:
                 reserve(len(body) - reserved)
                 reserved = len(body)
-            if more and len(body) + SMALL_BYTES >= LEAST_RATE * (clock() - began - patience):
+            if more and len(body) + SMALL_BYTES >= MIN_BYTES_PER_SECOND * (clock() - began - patience):
                 timeout.reschedule(clock() + patience)
     return memoryview(body)
 

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api.http.sockets import LEAST_BYTES, LOOKS, MOST_BYTES, receive_now
+from service.api.http.sockets import MAX_POLLS, PROGRESS_BYTES, TURN_BYTES, receive_now
 from service.codecs import safetensors
 from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Make, assert_right, v1
 from tests.serving import in_flight, serving, wait_until
@@ -246,7 +246,7 @@ def test_answers_are_right_while_others_do_all_this(strict: str) -> None:
     assert np.isclose(in_flight(strict), 0)
 
 
-@pytest.mark.parametrize(("step", "most"), [(1, 1), (LEAST_BYTES, 1 << 10)])
+@pytest.mark.parametrize(("step", "most"), [(1, 1), (PROGRESS_BYTES, 1 << 10)])
 def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch, step: int, most: int) -> None:
     """All bytes come just before the next look."""
     reads: list[int] = []
@@ -258,8 +258,8 @@ def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.Mon
     monkeypatch.setattr("os.readv", readv)
     rest = receive_now(0, memoryview(bytearray(8 << 20)))
     assert len(rest) == (8 << 20) - sum(reads)
-    assert len(reads) <= LOOKS * most
-    assert sum(reads) == (MOST_BYTES if step > 1 else LOOKS)
+    assert len(reads) <= MAX_POLLS * most
+    assert sum(reads) == (TURN_BYTES if step > 1 else MAX_POLLS)
 
 
 # ----- what is expected -----
