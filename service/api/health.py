@@ -1,4 +1,4 @@
-"""Liveness and readiness, as the Open Inference Protocol names them, the limits of requests, and metrics."""
+"""Liveness and readiness of the Open Inference Protocol, the limits of requests, and metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CONSTANTS: dict[str, tuple[int | float, str]] = {
     ),
     "max_json_members": (MAX_MEMBERS, "Members of a JSON object, at most; each may be a tensor."),
 }
-"""The limits that no setting changes."""
+"""The limits without a setting."""
 
 
 def _described() -> type[BaseModel]:
@@ -61,7 +61,7 @@ def _described() -> type[BaseModel]:
 
 
 def routes(metrics: Metrics, workers: Workers) -> APIRouter:
-    """The endpoints; they tell what these count."""
+    """Return the endpoints, which report these metrics and workers."""
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", summary="Whether the process is alive", response_model=dict[str, bool])

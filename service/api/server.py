@@ -93,7 +93,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, *ALSO_STOPPING)
 """All signals that stop the server."""
 
 SAME_SECONDS = 0.25
-"""Seconds in which a repeated signal counts as the same one: `timeout`, say, signals a process and then its group."""
+"""Seconds until a repeated signal counts as a second one: `timeout`, say, signals a process and then its group."""
 
 
 def run(settings: Settings) -> None:

@@ -84,9 +84,12 @@ def test_nonsense_alone_is_refused(url: str) -> None:
 
 
 UNREADABLE = {
-    "a method": (b"FOO /v1/ops HTTP/1.1\r\nHost: x\r\n\r\n", "method"),
+    "a method": (b"FOO /v1/ops HTTP/1.1\r\nHost: x\r\n\r\n", "The request is not valid HTTP/1.1: Invalid method"),
     "a target": (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", "invalid url b'x:80'"),
-    "a query": (b"GET /v1/ops?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 65536), "65536 bytes"),
+    "a query": (
+        b"GET /v1/ops?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 65536),
+        "The head of the request has more than 65536 bytes, the limit",
+    ),
     "lengths": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "Content-Length"),
     "a chunk": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "chunk size"),
 }

@@ -214,7 +214,7 @@ def test_a_body_that_cannot_be_read_is_counted_as_it_is_answered(url: str, head:
 
 def test_what_cannot_be_read_is_found_in_the_log(url: str, logged: pytest.LogCaptureFixture) -> None:
     answer = broken_off(url, b"nonsense\r\n\r\n")
-    assert answer.headers["x-request-id"] in logged.text
+    assert f". The request id of its answer is {answer.headers['x-request-id']}." in logged.text
 
 
 def test_a_client_that_is_gone_before_its_answer_is_told_from_others(url: str) -> None:
