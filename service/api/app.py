@@ -91,7 +91,6 @@ class Application(FastAPI):
             bug = None  # its traceback has this frame
 
     def _find(self, call: Call) -> Endpoint | None:
-        """Return the endpoint of the request, or None."""
         match = self.table.find("GET" if call.method == "HEAD" else call.method, call.path)
         if match is None:
             call.route = next((endpoint.path for endpoint in self.table.methods(call.path).values()), None)

@@ -71,7 +71,6 @@ def _resources() -> Iterator[Traversable]:
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """Return the files of the page, each with its tag."""
     contents = {path.name: path.read_bytes() for path in _resources() if path.is_file()}
     return {name: (content, f'"{xxhash.xxh3_64_hexdigest(content)}"') for name, content in contents.items()}
 

@@ -45,16 +45,13 @@ class Spec:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the sum."""
         return math.prod(self.shape)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the sum."""
         return self.size * self.dtype.itemsize
 
     def as_json(self) -> dict[str, Any]:
-        """Return the specification as a client writes it."""
         return {
             "shape": list(self.shape),
             "dtype": NAMES[self.dtype],
@@ -142,7 +139,6 @@ class Record:
         return [value for value in (self.value, *(epoch.value for epoch in self.closed)) if value is not None]
 
     def lives(self, now: float) -> bool:
-        """Return whether the buffer has not expired."""
         return self.expires is None or now < self.expires
 
     def closed_epoch(self, epoch: int) -> Closed:
@@ -166,7 +162,6 @@ class Record:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the metadata as a client reads it."""
         return {
             "name": self.name,
             **self.spec.as_json(),
@@ -252,7 +247,6 @@ class Snapshot:
         return (self.of or self.record).weight
 
     def receipt(self) -> Receipt:
-        """Return the state as a receipt."""
         return self.record.receipt(updated=False, of=self.of)
 
 

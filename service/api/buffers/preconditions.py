@@ -46,7 +46,6 @@ def match_of(call: Call) -> frozenset[str] | None:
 
 
 def tags_not_wanted(call: Call) -> frozenset[str]:
-    """Return the tags in If-None-Match. Raises `InvalidParameter`."""
     return frozenset(tag.removeprefix("W/") for tag in _tags(call, "If-None-Match") or ())
 
 

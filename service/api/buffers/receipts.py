@@ -37,7 +37,6 @@ def replayed(outcome: Outcome) -> dict[str, str]:
 
 
 def receipts_text(receipts: Mapping[str, Receipt]) -> dict[str, str]:
-    """Return receipts as the metadata of a safetensors file: JSON."""
     return {"receipts": orjson.dumps(receipts).decode()}
 
 
@@ -105,7 +104,6 @@ def _written(
     fields: Mapping[str, str],
     single: bool,
 ) -> Answer:
-    """Write the receipts, each with its value if it has a value."""
     if media_type != JSON:
         tensors = dict(zip(["value"], values.values(), strict=False)) if single else values
         return Answer(safetensors.encode(tensors, receipts_text(receipts)), media_type, fields)
@@ -122,7 +120,6 @@ def _written(
 
 
 def _member(receipt: Receipt, value: Array | None, form: json_codec.Encoding) -> list[bytes]:
-    """Write a receipt in JSON, with its value if it has a value."""
     text = orjson.dumps(receipt)
     if value is None:
         return [text]

@@ -207,7 +207,6 @@ def check_may_read(call: Call, query: AccumulateQuery) -> None:
 
 
 def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -> Take:
-    """Return the change that takes the buffer."""
     return Take(name=name, match=match, min_count=query.min_count, epoch=query.epoch, mean=query.reduce == "mean")
 
 

@@ -47,7 +47,6 @@ class Answer(Response):
         return Answer(deflated(self.pieces, coding), self.media_type, fields, self.status_code)
 
     async def reply(self, call: Call) -> None:
-        """Send the answer to this request."""
         began = time.perf_counter_ns()
         call.status = self.status_code
         if call.status >= 400:
@@ -64,12 +63,10 @@ class Answer(Response):
         call.spent["write"] = time.perf_counter_ns() - began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer as an ASGI response."""
         await _send(send, self.status_code, self.raw_headers, self.pieces)
 
 
 def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | None = None) -> Answer:
-    """Return an answer with `content` as JSON."""
     return Answer([orjson.dumps(content)], JSON, fields, status)
 
 

@@ -182,7 +182,6 @@ class Connection(Wire):
 
 
 async def _no_send(message: Message) -> None:
-    """Stand in for ASGI's `send`, which nothing may call."""
     raise RuntimeError("The application answers by Exchange.answer")
 
 

@@ -28,7 +28,6 @@ class Incoming:
         self.size = 0
 
     def add(self, data: bytes) -> None:
-        """Append `data`."""
         self._data = self._data[self._start :] + data if self.size else data
         self._start, self.size = 0, len(self._data)
 
@@ -119,7 +118,6 @@ class SizedBody:
         return not self._left
 
     def take(self, incoming: Incoming) -> memoryview:
-        """Return the body's next bytes."""
         piece = incoming.take(self._left)
         self._left -= len(piece)
         return piece

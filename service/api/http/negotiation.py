@@ -73,7 +73,6 @@ def parse_query(call: Call, model: type[M]) -> M:
 
 
 def query_pairs(call: Call) -> list[tuple[str, str]]:
-    """Return the parameters of the query, in order."""
     return parse_qsl(call.query_string.decode("latin-1"), keep_blank_values=True)
 
 

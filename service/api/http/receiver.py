@@ -34,7 +34,6 @@ class Receiver(StandIn, asyncio.BufferedProtocol):
             self.done.set_result(done)
 
     def stop(self) -> None:
-        """Cancel the timer."""
         self._timer.cancel()
 
     def _wait(self) -> None:

@@ -61,7 +61,6 @@ class Endpoint(NamedTuple):
     access: Access
 
     def answer(self, call: Call) -> Awaitable[Answer]:
-        """Answer the request."""
         arguments: dict[str, Any] = {name: call.parameters[name] for name in self.names}
         if self.query is not None:
             arguments["query"] = parse_query(call, self.query)

@@ -63,7 +63,6 @@ def _check(call: Call, job: Job) -> None:
 
 
 def _answered(job: Job) -> list[str]:
-    """Return the names of the outputs in the answer."""
     names = job.operator.output_names if job.wanted is None else job.wanted
     return [name for name in names if name not in job.buffers.targets]
 

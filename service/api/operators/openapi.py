@@ -14,7 +14,6 @@ from service.kernels import Operator
 
 
 def example_answer(operator: Operator) -> Any:
-    """Return the answer to the operator's example."""
     tensors = {each.name: np.array(operator.example[each.name], each.kind.default) for each in operator.inputs}
     return orjson.loads(b"".join(json_codec.encode(operator(tensors, {}), "list")))
 

@@ -198,7 +198,6 @@ def _job(
 
 
 def encode_json(result: Result, form: json_codec.Encoding) -> Answer:
-    """Write the outputs and the receipts as JSON."""
     return Answer(json_codec.encode(result.outputs, form, result.receipts), JSON)
 
 

@@ -42,7 +42,6 @@ class Result(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the outputs."""
         return sum([array.nbytes for array in self.outputs.values()])
 
 

@@ -27,7 +27,6 @@ class OperatorRecord:
     """When the last successful request ended, in milliseconds since 1970."""
 
     def succeed(self, spent: dict[str, int]) -> None:
-        """Count a successful request, with its nanoseconds by phase."""
         self.succeeded += 1
         self.queue += spent["queue"]
         self.compute_input += spent["decode"]
@@ -36,7 +35,6 @@ class OperatorRecord:
         self.last = time.time_ns() // 1_000_000
 
     def as_json(self, operator: str, version: str) -> dict[str, Any]:
-        """Return the record in the protocol's form."""
         phases = {
             "queue": self.queue,
             "compute_input": self.compute_input,
@@ -78,5 +76,4 @@ class Statistics(Observer):
             record.fail += nanoseconds - call.spent.get("read", 0)
 
     def of(self, namespace: str, operator: str) -> OperatorRecord:
-        """Return the record of an operator in a namespace."""
         return self._records.get((namespace, operator), OperatorRecord())

@@ -63,7 +63,6 @@ class Family(NamedTuple):
 
     @property
     def sets(self) -> list[tuple[str, ...]]:
-        """Every set of labels."""
         return [tuple(map(str, values)) for values in product(*self.labels.values())]
 
 
@@ -134,15 +133,12 @@ class Metrics(Collector, Observer):
         """Buffers, bytes of the store, and the limit of those bytes, as of the last scrape."""
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
         self._numbers[_PLACES[name]] = value
 
     def began(self, call: Call) -> None:
-        """Count a request that has come."""
         self._numbers[_IN_FLIGHT] += 1
 
     def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
-        """Count a request that has ended."""
         numbers = self._numbers
         numbers[_IN_FLIGHT] -= 1
         numbers[_REQUESTS.get((call.label, call.status), _REQUESTS[call.label, None])] += 1
@@ -157,12 +153,10 @@ class Metrics(Collector, Observer):
             numbers[place + _HISTOGRAM_WIDTH - 1] += spent * 1e-9
 
     def committed(self, requests: int, seconds: float) -> None:
-        """Count a commit of the store."""
         self._observe(_COMMIT_REQUESTS, SIZES, requests)
         self._observe(_COMMIT_SECONDS, SECONDS, seconds)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
