@@ -1,4 +1,4 @@
-"""`gradserve doctor`: read a whole store and report what is wrong with it."""
+"""`gradserve doctor`: read a whole store and report its damage."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ WRONG = "WRONG: "
 
 
 def examine(store: Path, max_bytes: int) -> Iterator[str]:
-    """Yield lines about the store, which is only read; a server may use it. Lines about damage begin with `WRONG`.
+    """Yield lines about the store. Lines about damage begin with `WRONG`. A server may use the store meanwhile.
 
-    Raises `StoreFailed` if the store cannot be opened at all.
+    Raises `StoreFailed` if the store cannot be opened.
     """
     with opened_readonly(store, max_bytes) as opened:
         sizes = opened.sizes()
         yield f"store {store}, format {FORMAT}"
         yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
         with opened.reading() as reader, np.errstate(all="ignore"):
-            lines = [*_examined(reader)]  # all before the first is printed: a slow terminal must not hold the reader
+            lines = [*_examined(reader)]  # all at once: a slow terminal must not hold the reader
         yield from lines
 
 
@@ -42,7 +42,7 @@ def _examined(reader: Reader) -> Iterator[str]:
         if record is None:
             yield f"{WRONG}{_shown(name)} is damaged"
             continue
-        for what, value in _values(record):
+        for place, value in _values(record):
             if value is None:
                 continue
             slots.setdefault(value, [])
@@ -51,7 +51,7 @@ def _examined(reader: Reader) -> Iterator[str]:
                 for _ in reader.values.streamed(record.spec, value):
                     pass  # reading checks the checksums
             except BufferCorrupt:
-                yield f"{WRONG}{what} of {_shown(name)} is damaged"
+                yield f"{WRONG}{place} of {_shown(name)} is damaged"
     used, free, total = Counter(itertools.chain(*slots.values())), reader.free_slots(), reader.slot_count()
     yield f"{records} buffers, {len(slots)} values, {len(used)} slots in use, {len(free)} free"
     if lost := set(range(total)) - used.keys() - set(free):
@@ -83,9 +83,9 @@ def _miscounted(reader: Reader) -> Iterator[str]:
         return
     counts, counted = reader.counts(), reader.count_all()
     for namespace in sorted(counts | counted):
-        said, found = counts.get(namespace, 0), counted.get(namespace, 0)
-        if said != found:
+        stored, actual = counts.get(namespace, 0), counted.get(namespace, 0)
+        if stored != actual:
             yield (
-                f"{WRONG}the namespace {namespace!r} has {found} buffers, not {said}, as counted for"
+                f"{WRONG}the namespace {namespace!r} has {actual} buffers, not {stored}, as counted for"
                 " GRADSERVE_MAX_BUFFERS; restart the server, which then counts again"
             )

@@ -1,4 +1,4 @@
-"""A store in this process's memory, for tests and throw-away runs: gone when the process ends."""
+"""A store in this process's memory, for tests and short runs. It ends with the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.buffers.gradients import Gradient, add_piece
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many, unknown
-from service.buffers.store import KEY_SECONDS, MOST_BUFFERS, Allocate, Committed, Store, told, uncounted
+from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted, without_traceback
 from service.dtypes import Array
 from service.errors import StoreFailed
 
@@ -26,7 +26,7 @@ V = TypeVar("V")
 
 
 class MemoryStore(Store):
-    """A dict and a lock. Requests are made one after the other, in the thread that submits them."""
+    """A dict and a lock. Each request is made in the thread that submits it, one request at a time."""
 
     blocks = False
 
@@ -37,7 +37,7 @@ class MemoryStore(Store):
         key_seconds: float = KEY_SECONDS,
         clock: Callable[[], float] = time.time,
         committed: Committed = uncounted,
-        max_buffers: int = MOST_BUFFERS,
+        max_buffers: int = MAX_BUFFERS,
     ) -> None:
         self._committed, self._max_buffers = committed, max_buffers
         self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
@@ -58,7 +58,7 @@ class MemoryStore(Store):
                 txn.commit()
                 self._state.generation += 1
             except Exception as error:
-                done.set_exception(told(error))
+                done.set_exception(without_traceback(error))
             else:
                 self._committed(1, time.perf_counter() - start)
                 done.set_result(outcome)
@@ -67,7 +67,7 @@ class MemoryStore(Store):
     def size(self) -> tuple[int, int]:
         with self._lock:
             records = self._state.records.values()
-            return len(records), sum(one.spec.nbytes * len(one.values) for one in records)
+            return len(records), sum(record.spec.nbytes * len(record.values) for record in records)
 
     def record(self, name: str) -> Record:
         with self._lock:
@@ -78,9 +78,9 @@ class MemoryStore(Store):
     ) -> list[Record]:
         with self._lock:
             now = self._clock()
-            own = (one for one in self._state.records.values() if one.full_name.namespace == self.namespace)
-            found = [one for one in own if one.name.startswith(prefix) and one.name > after and one.lives(now)]
-            return sorted(found, key=lambda one: one.name)[:limit]
+            own = (each for each in self._state.records.values() if each.full_name.namespace == self.namespace)
+            listed = [each for each in own if each.name.startswith(prefix) and each.name > after and each.lives(now)]
+            return sorted(listed, key=lambda record: record.name)[:limit]
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         with self._lock:
@@ -138,9 +138,9 @@ class _State:
     def __init__(self) -> None:
         self.records: dict[BufferName, Record] = {}
         self.values: dict[int, Array] = {}
-        self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # oldest first
-        self.counts: Counter[str] = Counter()  # of buffers, by namespace
-        self.deadlines: list[tuple[float, int, BufferName]] = []  # a heap: when a buffer may have expired, its id
+        self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # the oldest first
+        self.counts: Counter[str] = Counter()  # buffers by namespace
+        self.deadlines: list[tuple[float, int, BufferName]] = []  # a heap: when a buffer may expire, and its id
         self.last_id = 0
         self.generation = 0
         self.closed = False
@@ -152,14 +152,14 @@ class _State:
         self.deadlines.clear()
 
     def drop_deadlines(self) -> None:
-        """Keep none of buffers that are gone, which would otherwise stay until they have passed."""
+        """Rebuild the heap without the deadlines of deleted buffers."""
         records = self.records.values()
-        self.deadlines[:] = [(one.expires, one.id, one.full_name) for one in records if one.expires is not None]
+        self.deadlines[:] = [(each.expires, each.id, each.full_name) for each in records if each.expires is not None]
         heapq.heapify(self.deadlines)
 
 
 class _Transaction:
-    """What a request changes of `state`, apart from it until `commit`."""
+    """The changes of a request, which `commit` merges into `state`."""
 
     def __init__(self, state: _State, allocate: Allocate, max_buffers: int) -> None:
         self._state, self._allocate, self._max_buffers = state, allocate, max_buffers
@@ -247,9 +247,9 @@ class _Transaction:
         self._keys[key.caller, key.text] = (now, copy.deepcopy(known))
 
 
-def _merge(kept: dict[K, V], changes: Mapping[K, V | None]) -> None:
+def _merge(stored: dict[K, V], changes: Mapping[K, V | None]) -> None:
     for name, changed in changes.items():
         if changed is None:
-            kept.pop(name, None)
+            stored.pop(name, None)
         else:
-            kept[name] = changed
+            stored[name] = changed

@@ -1,4 +1,4 @@
-"""Names of buffers: as clients know them, and inside a store, where namespaces keep them apart."""
+"""Names of buffers: as clients know them, and with their namespace inside a store."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import NamedTuple
 
 from service.errors import InvalidParameter, shown
 
-LONGEST_NAME = 200
-NAME = re.compile(rf"[A-Za-z0-9._:-]{{1,{LONGEST_NAME}}}")
-"""Names of buffers: PyTorch's parameter names are, as they stand."""
+MAX_NAME_CHARACTERS = 200
+"""Characters of a name: with its namespace it must fit into a key of LMDB, which has at most 511 bytes."""
+
+NAME = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_NAME_CHARACTERS}}}")
+"""The names of buffers. PyTorch's names of parameters are among them."""
 
 _RESERVED = (".", "..", "__metadata__")
-"""What a path or a safetensors file means something else by."""
+"""Names that have another meaning in a path or in a safetensors file."""
 
 
 def check_name(name: str) -> str:
-    """`name`, which must be one that a buffer can have. Raises `InvalidParameter`."""
+    """Return `name` if a buffer can have it. Raises `InvalidParameter`."""
     if not NAME.fullmatch(name) or name in _RESERVED:
         raise InvalidParameter(
             f"{shown(name)} is not a buffer name: 1 to 200 characters of A-Z a-z 0-9 . _ : -, but not"
@@ -27,7 +29,7 @@ def check_name(name: str) -> str:
 
 
 def check_length(name: str, longest: int) -> None:
-    """Raise `InvalidParameter` for a name that is too long for a new buffer."""
+    """Raise `InvalidParameter` if the name is too long for a new buffer."""
     if len(name) > longest:
         raise InvalidParameter(
             f"{shown(name)} has {len(name)} characters; the longest buffer name has {longest}"
@@ -38,7 +40,7 @@ def check_length(name: str, longest: int) -> None:
 
 
 class BufferName(NamedTuple):
-    """A buffer inside a store: its namespace, "" for the one without a name, and the name that its clients know.
+    """The full name of a buffer: its namespace, "" by default, and the name that its clients know.
 
     >>> str(BufferName("ann", "layer.weight"))
     'layer.weight'
@@ -52,7 +54,7 @@ class BufferName(NamedTuple):
 
     @property
     def joined(self) -> str:
-        """Both as one text, as it stands in LMDB and in files. Names without a namespace come first: none has a `~`.
+        """The full name as one text, as LMDB and files have it. The default namespace sorts first: no name has a `~`.
 
         >>> BufferName("", "layer.weight").joined, BufferName("ann", "layer.weight").joined
         ('layer.weight', '~ann/layer.weight')

@@ -1,4 +1,4 @@
-"""A request to a store: changes that are made together, once for their idempotency key."""
+"""A request to a store: changes that are made together, once for each idempotency key."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from service.errors import BufferCorrupt, EpochGone, GradserveError, Invalid, Ke
 
 @dataclass(frozen=True)
 class Request:
-    """Changes of different buffers, to be made together, under a key if they must not be made twice.
+    """Changes of different buffers, all made together or none. A request with a key is made once.
 
-    `sources` are the states of the buffers that they were computed from; they are stored with the key.
+    `sources` are the states of the buffers that the changes were computed from. They are stored with the key.
     """
 
     changes: Sequence[Change]
@@ -27,9 +27,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """By buffer the receipts and the values asked for: of a request made now, or, if `replayed`, when its key came.
+    """The receipts of a request, and the values that it wants, both by buffer.
 
-    `sources` are, if it is replayed, the states of the buffers that it was computed from then.
+    If `replayed`, they are those of the original request, and so are its `sources`.
     """
 
     receipts: dict[str, Receipt]
@@ -39,10 +39,10 @@ class Outcome:
 
 
 def perform(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
-    """Make the request's changes in the namespace, unless its key is known; then its answer may be gone: `EpochGone`.
+    """Make the request's changes in the namespace, or return the original outcome if its key is known.
 
-    Raises what `Change.admit` raises, `KeyReused`, and, when changes were made that the store must then undo,
-    `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull`.
+    Raises what `Change.admit` raises, `KeyReused`, and `EpochGone` if a value of the original outcome is gone. After
+    `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull` the store must undo changes.
     """
     key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
     if key is not None and (known := txn.recall(key)) is not None:
@@ -50,7 +50,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
         outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
         for name, change in zip(names, request.changes, strict=True):
             if change.name not in known.receipts:
-                continue  # of all with a prefix, one that was not there then
+                continue  # a buffer with the prefix of the request that did not exist then
             record = _alive(txn, name, now)
             if record is not None and isinstance(change, Add):
                 check_same_buffer(record, known)
@@ -93,15 +93,15 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
         if value is not None:
             outcome.values[change.name] = value
         if key is not None:
-            left = record or txn.get(name)
-            ids[change.name] = 0 if left is None else left.id
+            record = record or txn.get(name)
+            ids[change.name] = 0 if record is None else record.id
     if key is not None:
         txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
     return outcome
 
 
 def check_same(key: Key, known: Known) -> None:
-    """Raise `KeyReused` unless the request is the one that came with its key before."""
+    """Raise `KeyReused` if another request came with this key before."""
     if known.fingerprint != key.fingerprint:
         raise KeyReused(
             f"The Idempotency-Key {shown(key.text)} was used for another request: the path, query, Content-Type or body"
@@ -110,11 +110,11 @@ def check_same(key: Key, known: Known) -> None:
 
 
 def check_same_buffer(record: Record, known: Known) -> None:
-    """Raise `EpochGone` unless it is this buffer that the request with a known key has added to."""
+    """Raise `EpochGone` unless the request with the known key has changed this buffer, not one deleted since."""
     if record.id != known.ids[record.name]:
-        made = "counted once" if known.receipts[record.name]["updated"] else "made"
+        deed = "counted once" if known.receipts[record.name]["updated"] else "made"
         raise EpochGone(
-            f"This request was {made} before, in a buffer {record.name!r} that no longer exists. A request for"
+            f"This request was {deed} before, in a buffer {record.name!r} that no longer exists. A request for"
             " the new buffer of that name needs a new key",
             buffer=record.name,
             receipts={name: dict(receipt) for name, receipt in known.receipts.items()},
@@ -122,7 +122,7 @@ def check_same_buffer(record: Record, known: Known) -> None:
 
 
 def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
-    """What a request is told that was made before, where what it answers besides the receipts cannot be had again."""
+    """Return the error of a repeated request that cannot have the rest of its original answer, only the receipts."""
     return EpochGone(
         f"This request was made before and counted once, but the rest of its answer is no longer kept: {why}",
         receipts={name: dict(receipt) for name, receipt in receipts.items()},
@@ -130,7 +130,7 @@ def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
 
 
 def _alive(txn: Transaction, name: BufferName, now: float) -> Record | None:
-    """The buffer; None if there is none, or none any more, and then it is removed."""
+    """Return the buffer; None if there is none. Remove a buffer that has expired."""
     record = txn.get(name)
     if record is not None and not record.lives(now):
         txn.remove(record)

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from service.api.health import SETTINGS
-from service.buffers.names import LONGEST_NAME
-from service.buffers.store import MOST_BUFFERS
+from service.buffers.names import MAX_NAME_CHARACTERS
+from service.buffers.store import MAX_BUFFERS
 from service.engine import Engine
 from service.keys import add as add_key
 from service.limits import MAX_RANK
@@ -152,8 +152,8 @@ def test_every_limit_has_a_case() -> None:
 
 def test_limits_are_told_and_described(http: httpx.Client) -> None:
     limits = http.get("/v1/limits").json()
-    assert limits["max_buffers"] == MOST_BUFFERS == Settings().max_buffers
-    assert (limits["max_dimensions"], limits["max_name_length"]) == (MAX_RANK, LONGEST_NAME)
+    assert limits["max_buffers"] == MAX_BUFFERS == Settings().max_buffers
+    assert (limits["max_dimensions"], limits["max_name_length"]) == (MAX_RANK, MAX_NAME_CHARACTERS)
     schema = http.get("/openapi.json").json()
     (described,) = schema["paths"]["/v1/limits"]["get"]["responses"]["200"]["content"].values()
     model = schema["components"]["schemas"][described["schema"]["$ref"].rpartition("/")[2]]
@@ -165,7 +165,11 @@ def test_limits_are_told_and_described(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "values"),
-    [("max_dimensions", (0, MAX_RANK + 1)), ("max_name_length", (0, LONGEST_NAME + 1)), ("max_buffers", (0, -1))],
+    [
+        ("max_dimensions", (0, MAX_RANK + 1)),
+        ("max_name_length", (0, MAX_NAME_CHARACTERS + 1)),
+        ("max_buffers", (0, -1)),
+    ],
 )
 def test_settings_that_make_no_sense(setting: str, values: tuple[int, ...]) -> None:
     for one in values:

@@ -20,7 +20,7 @@ from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.memory import MemoryStore
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Receipt, Record, Spec
-from service.buffers.store import MOST_BUFFERS, Store
+from service.buffers.store import MAX_BUFFERS, Store
 from service.dtypes import DTYPES, Array
 from service.errors import GradserveError
 
@@ -46,12 +46,12 @@ class Clock:
 
 
 def open_lmdb(
-    path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MOST_BUFFERS
+    path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MAX_BUFFERS
 ) -> LmdbStore:
     return LmdbStore(path, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
 
 
-def open_memory(clock: Callable[[], float], *, max_buffers: int = MOST_BUFFERS) -> MemoryStore:
+def open_memory(clock: Callable[[], float], *, max_buffers: int = MAX_BUFFERS) -> MemoryStore:
     return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
 
 

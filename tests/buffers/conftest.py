@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.buffers.lmdb import LmdbStore, writer
-from service.buffers.store import MOST_BUFFERS, Store
+from service.buffers.store import MAX_BUFFERS, Store
 from tests.buffers.calls import Clock, open_lmdb, open_memory
 
 
@@ -22,7 +22,7 @@ def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., LmdbStore]]:
     """Opens the store in `tmp_path / "store"`, whose earlier one is closed."""
     opened: list[LmdbStore] = []
 
-    def reopen(*, max_buffers: int = MOST_BUFFERS) -> LmdbStore:
+    def reopen(*, max_buffers: int = MAX_BUFFERS) -> LmdbStore:
         for store in opened:
             store.close()
         opened.append(open_lmdb(tmp_path / "store", clock, max_buffers=max_buffers))

@@ -1,4 +1,4 @@
-"""The answer to a request: its status, its headers, and the pieces of its body, which leave in one write."""
+"""The answer to a request: its status, its headers, and the pieces of its body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JSON = "application/json"
 
 
 class Answer(Response):
-    """What goes out. Its pieces are not joined unless they are small."""
+    """An answer. The connection joins its pieces only if they are small."""
 
     def __init__(
         self,
@@ -33,21 +33,20 @@ class Answer(Response):
 
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:  # type: ignore[override]
-        """Its headers, as ASGI has them."""
+        """The headers in ASGI's form."""
         headers = [] if self.media_type is None else [(b"content-type", self.media_type.encode())]
         if self.status_code not in (204, 304):
             headers.append((b"content-length", b"%d" % sum(map(len, self.pieces))))
         return headers + [(name.lower().encode(), value.encode("latin-1")) for name, value in self.fields.items()]
 
     def coded(self, coding: str | None) -> Answer:
-        """The same in a content coding, gzip or deflate; with None, as it is."""
+        """Return the answer compressed with gzip or deflate; with None, the answer itself."""
         if coding is None:
             return self
         fields = {**self.fields, "Content-Encoding": coding}
         return Answer(deflated(self.pieces, coding), self.media_type, fields, self.status_code)
 
     async def reply(self, call: Call) -> None:
-        """Send it as the answer to this request."""
         began = time.perf_counter_ns()
         call.status = self.status_code
         if call.status >= 400:
@@ -64,12 +63,10 @@ class Answer(Response):
         call.spent["write"] = time.perf_counter_ns() - began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it as any ASGI response."""
         await _send(send, self.status_code, self.raw_headers, self.pieces)
 
 
 def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | None = None) -> Answer:
-    """`content` as JSON."""
     return Answer([orjson.dumps(content)], JSON, fields, status)
 
 

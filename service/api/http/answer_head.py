@@ -9,9 +9,9 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".en
 
 
 def head_of(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the head of an answer, without its last line break.
+    """Return the head of an answer, without the blank line at its end.
 
-    Raises RuntimeError for a header with a line break, which would become two.
+    Raises RuntimeError for a header with a line break: it would become two headers.
     """
     parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
     for name, value in headers:

@@ -1,7 +1,7 @@
-"""A client's connection, which starts the application for one request after the other. uvicorn's `http=` takes it.
+"""A client's connection: it runs the application for one request at a time. uvicorn's `http=` takes it.
 
-What comes behind a request stays as it came until that request is answered. Reading goes on meanwhile, though not
-without end: only so a client is seen to leave.
+Bytes behind a request stay unparsed until that request is answered. Up to a limit the connection still reads them,
+because only a connection that reads sees its client leave.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from service.api.http.exchange import CLOSES, EXCHANGE, Exchange
 from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
 from service.errors import MalformedBody
 
-MOST_WAITING_BYTES = 1 << 16
-"""If more bytes wait behind a request, or of a body that nobody reads, the connection reads no more."""
+MAX_WAITING_BYTES = 1 << 16
+"""Bytes that may wait for the application before the connection stops reading. uvicorn has the same limit."""
 
 logger = logging.getLogger("uvicorn.error")
 
 
 class Connection(Wire):
-    """Parses what comes into requests, of which one runs at a time."""
+    """Parses requests from the bytes of a client, and runs one at a time."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class Connection(Wire):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`config` is of an application that can say `unreadable`; the arguments' names are uvicorn's."""
+        """Take uvicorn's arguments; the application in `config` must have `unreadable` and `stop_waiting`."""
         super().__init__(_loop or asyncio.get_running_loop(), server_state, config.timeout_keep_alive)
         self._app: Any = config.loaded_app
         self._incoming = Incoming()
-        self._reader: HeadReader | None = None  # of a head that has begun
-        self._exchange: Exchange | None = None  # until its answer is complete
-        self._body: SizedBody | ChunkedBody = SizedBody(0)  # of the same request
+        self._reader: HeadReader | None = None  # while a head is incomplete
+        self._exchange: Exchange | None = None  # while a request runs
+        self._body: SizedBody | ChunkedBody = SizedBody(0)  # of that request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._ends = {
+        self._addresses = {
             "server": _address(transport.get_extra_info("sockname")),
             "client": _address(transport.get_extra_info("peername")),
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
@@ -62,10 +62,10 @@ class Connection(Wire):
         super().connection_lost(exc)
         if self._exchange is not None:
             self._exchange.lose()
-        self._exchange = self._reader = None  # the exchange leads back here
+        self._exchange = self._reader = None  # breaks a reference cycle
 
     def shutdown(self) -> None:
-        """Take no more requests, as the server stops; those that wait for an epoch are answered now."""
+        """Take no more requests: the server stops. Answer now what waits for an epoch."""
         self._app.stop_waiting()
         if self._exchange is None:
             self.end(at_once=True)
@@ -73,27 +73,27 @@ class Connection(Wire):
             self._exchange.keeps_alive = False
 
     def _advance(self) -> None:
-        """Take what came up to the end of the request that runs."""
+        """Parse the bytes at hand, up to the end of the running request."""
         incoming = self._incoming
         try:
-            while (left := incoming.left) and not self.is_ending:
+            while (size := incoming.size) and not self.is_ending:
                 exchange = self._exchange
                 if exchange is None:
                     self._take_head()
                 elif exchange.more_body:
                     self._take_body(exchange)
-                if incoming.left == left:
+                if incoming.size == size:
                     break
         except MalformedBody as error:
             self._refuse(error.detail)
         self._balance()
 
     def _balance(self) -> None:
-        """Read on, unless too much waits already."""
-        waiting = self._incoming.left
+        """Stop reading if too many bytes wait, else read on."""
+        waiting = self._incoming.size
         if self._exchange is not None:
             waiting += len(self._exchange.body)
-        if (waiting > MOST_WAITING_BYTES) is not self.is_paused:
+        if (waiting > MAX_WAITING_BYTES) is not self.is_paused:
             self.pause_reading(not self.is_paused)
 
     def _take_head(self) -> None:
@@ -109,9 +109,9 @@ class Connection(Wire):
             exchange.add_body(piece, more=not self._body.is_complete)
 
     def _start(self, head: Head) -> None:
-        """Start the application. By the time that it runs, what came of the body is taken."""
+        """Create the task of the application. `_advance` adds the body at hand before the task runs."""
         scope, self._body = self._scope(head), body_of(head)
-        self._exchange = scope["extensions"][EXCHANGE] = exchange = Exchange(self, head, self._moved)
+        self._exchange = scope["extensions"][EXCHANGE] = exchange = Exchange(self, head, self._progressed)
         if self._body.is_complete:
             exchange.add_body(b"", more=False)
         tasks = self.server_state.tasks
@@ -133,11 +133,11 @@ class Connection(Wire):
             "root_path": "",
             "headers": head.headers,
             "extensions": {},
-            **self._ends,
+            **self._addresses,
         }
 
     async def _run(self, exchange: Exchange, scope: Scope) -> None:
-        """Have the application answer; if it fails, answer 500, or cut the answer that it has begun."""
+        """Run the application. If it fails, answer 500, or cut off an answer that has begun."""
         try:
             await self._app(scope, exchange.receive, _no_send)
         except (Exception, asyncio.CancelledError) as error:
@@ -150,8 +150,8 @@ class Connection(Wire):
         elif not exchange.is_started:
             await exchange.answer(500, [CLOSES, (b"content-length", b"0")], ())
 
-    def _moved(self) -> None:
-        """Go on: the application took a part of the body, or has answered."""
+    def _progressed(self) -> None:
+        """Go on after the application has taken a part of the body, or has answered."""
         exchange = self._exchange
         if exchange is None or not exchange.is_complete:
             if self.is_paused:
@@ -165,14 +165,14 @@ class Connection(Wire):
             self._advance()
 
     def _refuse(self, message: str) -> None:
-        """Answer that what came cannot be read, and end; unless the request that it belongs to is being answered."""
+        """Answer that the request is not readable, unless its answer has begun; then end the connection."""
         exchange = self._exchange
         if exchange is not None and exchange.is_started:
             logger.warning(message)
-            self._body = SizedBody(sys.maxsize)  # the answer goes on, and is the last
+            self._body = SizedBody(sys.maxsize)  # discard all that follows; the answer goes on, and is the last
             return
         answer = self._app.unreadable(message)
-        logger.warning("%s (answered as %s)", message, answer.fields["X-Request-ID"])
+        logger.warning("%s. The request id of its answer is %s.", message.rstrip("."), answer.fields["X-Request-ID"])
         head = head_of(answer.status_code, (*self.server_state.default_headers, *answer.raw_headers))
         self.transport.writelines([head, b"\r\n", *answer.pieces])
         if exchange is not None:
@@ -182,10 +182,9 @@ class Connection(Wire):
 
 
 async def _no_send(message: Message) -> None:
-    """Take the place of ASGI's send."""
     raise RuntimeError("The application answers by Exchange.answer")
 
 
 def _address(name: Any) -> tuple[str, int] | None:
-    """Return host and port of a socket's name; None without them."""
+    """Return the host and the port of a socket's name; None for a Unix socket."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

@@ -1,7 +1,7 @@
-"""A request and its answer on a connection: what ASGI calls receive, and two faster ways.
+"""A request and its answer on a connection: ASGI's `receive`, and two faster ways.
 
-A server hands a body over in small chunks, each copied on its way from the socket. Here the body may go straight into
-the memory where its tensors are wanted. And an answer leaves in one write.
+ASGI hands a body over in small chunks, and each is copied on its way from the socket. Here a body may go straight into
+the memory of its tensors, and an answer leaves in one write.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from service.api.http.receiver import Receiver
 from service.api.http.sockets import plain_socket, receive_now
 
 EXCHANGE = "gradserve.exchange"
-"""The name, among the scope's extensions, of the request's `Exchange`."""
+"""The key of the request's `Exchange` in the scope's extensions."""
 
-JOINED_BYTES = 1 << 16
-"""Up to this size an answer costs less in one piece."""
+MAX_JOINED_BYTES = 1 << 16
+"""Up to this size an answer is joined: to copy 64 KiB costs less than to write several pieces."""
 
 LARGE_BYTES = 8 << 20
-"""A larger answer is written in parts, and other connections have their turn between them."""
+"""A larger answer is written in parts of `TURN_BYTES`, so that it does not hold up other connections."""
 
 TURN_BYTES = 1 << 19
-"""The size of such a part."""
+"""The size of a part of a large answer: after each, other connections have their turn."""
 
 CLOSES = (b"connection", b"close")
 
@@ -36,86 +36,86 @@ Pieces: TypeAlias = Sequence[bytes | memoryview]
 
 
 class Exchange:
-    """A request and its answer on a connection, which `moved` tells of a body that was taken, or a whole answer."""
+    """A request and its answer. It calls `progressed` when a part of the body was taken, or the answer is complete."""
 
-    def __init__(self, wire: Wire, head: Head, moved: Callable[[], None]) -> None:
-        self._wire, self._moved = wire, moved
+    def __init__(self, wire: Wire, head: Head, progressed: Callable[[], None]) -> None:
+        self._wire, self._progressed = wire, progressed
         self._is_head = head.method == "HEAD"
         self._expects = head.version != "1.0" and head.has(b"expect", b"100-continue")
-        self._came = asyncio.Event()  # a part of the body, or an end
+        self._arrival = asyncio.Event()  # set by a part of the body, and by the end
         self._receiver: Receiver | None = None
         self.body = bytearray()
-        """What came of the request's body and nobody took."""
+        """The part of the body that has come and that the application has not taken."""
         self.more_body = True
-        """Whether more of it is to come."""
+        """Whether more of the body will come."""
         self.keeps_alive = head.keeps_alive
-        """Whether the connection is good for another request."""
+        """Whether the connection serves another request after this one."""
         self.is_refused = False
-        """Whether the client was answered that its body cannot be read, whatever the application says."""
+        """Whether the connection has refused an unreadable body, so that the application cannot answer any more."""
         self.written = 0
-        """Bytes of the answer's body that have gone."""
+        """Bytes of the answer's body that were written."""
         self.is_started = self.is_complete = self.is_lost = False
 
     def add_body(self, body: bytes | memoryview, *, more: bool) -> None:
-        """Take a part of the body; without `more`, the last one."""
+        """Add a part of the body; without `more` it is the last one."""
         self.body += body
         self.more_body = more
-        self._came.set()
+        self._arrival.set()
 
     def lose(self) -> None:
-        """Note that the client has gone."""
+        """Note that the client has left."""
         self.is_lost, self._expects = True, False
-        self._came.set()
+        self._arrival.set()
         if self._receiver is not None:
             self._receiver.settle(False)
 
-    def is_unasked(self) -> bool:
-        """Return whether the client still waits to be asked for the body."""
+    def awaits_continue(self) -> bool:
+        """Return whether the client waits for `100 Continue` before it sends the body."""
         return self._expects and self.more_body
 
-    def is_unheard(self) -> bool:
-        """Return whether the client was gone before it had the whole answer."""
+    def is_abandoned(self) -> bool:
+        """Return whether the client left before it had the whole answer."""
         return self.is_lost and not self.is_complete
 
-    def _ask(self) -> bool:
-        """Ask for the body if the client waits for that; return whether it does."""
-        asks, self._expects = self.is_unasked(), False
-        if asks:
+    def _send_continue(self) -> bool:
+        """Send `100 Continue` if the client waits for it; return whether it did."""
+        waits, self._expects = self.awaits_continue(), False
+        if waits:
             self._wire.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return asks
+        return waits
 
     async def receive(self) -> Message:
-        """Return the next part of the body; or, once the client has gone or has its answer, that it has."""
-        self._ask()
+        """Return the next part of the body, or `http.disconnect` once the client has left or has its answer."""
+        self._send_continue()
         if not (self.is_lost or self.is_complete):
-            await self._came.wait()
+            await self._arrival.wait()
         if self.is_lost or self.is_complete:
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": self._take_body(), "more_body": self.more_body}
 
     def _take_body(self) -> bytearray:
         body, self.body = self.body, bytearray()
-        self._came.clear()
-        self._moved()
+        self._arrival.clear()
+        self._progressed()
         return body
 
     def body_at_hand(self) -> bytearray | None:
-        """Return the whole body, if all of it has come and none was received."""
+        """Return the whole body if all of it has come, else None. Nothing may have been received before."""
         return None if self.more_body else self._take_body()
 
     async def receive_into(self, memory: memoryview, patience: float) -> bool:
-        """Fill `memory`, which must be as long as the body, of which nothing was received. False if the client goes.
+        """Receive the whole body into `memory`, which has its length. Return False if the client leaves.
 
-        Raises TimeoutError after `patience` seconds in which nothing comes, or, over a longer time, less than
-        `LEAST_RATE`.
+        Raises TimeoutError if nothing comes for `patience` seconds, or if, over a longer time, less comes than
+        `MIN_BYTES_PER_SECOND`.
         """
         if self.is_lost:
             return False
-        begun, self.body = self.body, bytearray()
-        self._came.clear()
-        memory[: len(begun)] = begun
-        rest, socket = memory[len(begun) :], plain_socket(self._wire.transport)
-        if not self._ask() and socket is not None:
+        start, self.body = self.body, bytearray()
+        self._arrival.clear()
+        memory[: len(start)] = start
+        rest, socket = memory[len(start) :], plain_socket(self._wire.transport)
+        if not self._send_continue() and socket is not None:
             rest = receive_now(socket, rest)
         if len(rest) and not await self._receive(Receiver(self._wire, rest, len(memory), patience, socket)):
             return False
@@ -137,11 +137,10 @@ class Exchange:
     # ----- the answer -----
 
     async def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], pieces: Pieces) -> None:
-        """Send the whole answer. Its head and the first pieces leave in one write; other connections have their turn
-        during a large answer.
+        """Send the whole answer in one write. During a large answer other connections have their turn.
 
-        `headers` has the Content-Length, with names in lower case. It is the connection's last answer if they say so,
-        or if the request's body has not come: nobody knows whether it will.
+        `headers` have names in lower case, and a Content-Length. The connection ends after the answer if a header says
+        so, or if the request's body is incomplete: its rest may never come.
         """
         await self._wire.drain()
         if self.is_lost:
@@ -149,23 +148,23 @@ class Exchange:
         head = head_of(status, (*self._wire.server_state.default_headers, *headers))
         if self.more_body or CLOSES in headers:
             self.keeps_alive = False
-        end = b"\r\n" if self.keeps_alive or CLOSES in headers else b"connection: close\r\n\r\n"
+        head_end = b"\r\n" if self.keeps_alive or CLOSES in headers else b"connection: close\r\n\r\n"
         self.is_started, self._expects = True, False
         self.written = size = 0 if self._is_head else sum(map(len, pieces))
-        if size <= JOINED_BYTES:
-            self._wire.transport.write(b"".join((head, end, *(pieces if size else ()))))
+        if size <= MAX_JOINED_BYTES:
+            self._wire.transport.write(b"".join((head, head_end, *(pieces if size else ()))))
         elif size <= LARGE_BYTES:
-            self._wire.transport.writelines([head, end, *pieces])
+            self._wire.transport.writelines([head, head_end, *pieces])
         else:
-            self._wire.transport.writelines([head, end])
+            self._wire.transport.writelines([head, head_end])
             await self._write_by_turns(pieces)
         if not self.is_lost:
             self.is_complete = True
-            self._came.set()
-            self._moved()
+            self._arrival.set()
+            self._progressed()
 
     async def _write_by_turns(self, pieces: Pieces) -> None:
-        """Write as fast as the client reads."""
+        """Write the pieces in parts, as fast as the client reads."""
         self.written = 0
         for piece in pieces:
             for start in range(0, len(piece), TURN_BYTES):

@@ -1,7 +1,7 @@
 """The table of routes, read from the endpoints as FastAPI's routers declare them.
 
-Every request, hot or not, takes its way from here to its endpoint; OpenAPI, keys, metrics and tracing read the same
-declarations. FastAPI's own dispatch is not used: to find and call an endpoint it takes longer than a small request.
+The table dispatches every request. OpenAPI, keys, metrics and tracing read the same declarations. FastAPI's dispatch
+is not used: to find and call an endpoint it takes longer than a small request.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ H = TypeVar("H", bound=Handler)
 
 
 class Access(NamedTuple):
-    """Who may use an endpoint, and how metrics count it."""
+    """The access to an endpoint, and its label in metrics."""
 
     scopes: tuple[str, ...]
-    """What an API key needs."""
+    """The scopes that an API key needs."""
     label: str
     """The value of the label `route` in metrics."""
     open: bool
-    """Whether it needs no key, on a server with keys too."""
+    """Whether a caller needs no key, even on a server with keys."""
     operator: str | None = None
     """The operator that the endpoint runs, for its errors."""
 
 
 UNKNOWN = Access((), "other", False)
-"""For a path that no endpoint has."""
+"""The access of a path that no endpoint has."""
 
 
 def access(*scopes: str, label: str = "other", open: bool = False, operator: str | None = None) -> Callable[[H], H]:
-    """Declare the access of an endpoint. It stands below the decorator of FastAPI's router."""
+    """Declare the access of an endpoint. This decorator stands below the decorator of FastAPI's router."""
 
     def declare(handler: H) -> H:
         handler.access = Access(scopes, label, open, operator)  # type: ignore[attr-defined]
@@ -51,17 +51,16 @@ def access(*scopes: str, label: str = "other", open: bool = False, operator: str
 
 
 class Endpoint(NamedTuple):
-    """What answers a method at a path."""
+    """The handler of a method at a path."""
 
     path: str
     handler: Handler
     names: Sequence[str]
-    """The parameters of the path that the handler takes."""
+    """The parameters of the path, which the handler takes."""
     query: type[BaseModel] | None
     access: Access
 
     def answer(self, call: Call) -> Awaitable[Answer]:
-        """Answer the request."""
         arguments: dict[str, Any] = {name: call.parameters[name] for name in self.names}
         if self.query is not None:
             arguments["query"] = parse_query(call, self.query)
@@ -76,7 +75,7 @@ class _Pattern(NamedTuple):
 
 
 def _key(path: str) -> tuple[int, str]:
-    """What sorts paths before they are compared: their depth, and their last part unless it is a parameter."""
+    """Return the key that groups similar paths: the depth, and the last part unless it is a parameter."""
     last = path[path.rfind("/") + 1 :]
     return path.count("/"), "" if last.startswith("{") else last
 
@@ -105,7 +104,7 @@ class Table:
             methods[method] = endpoint
 
     def _pattern(self, path: str) -> _Pattern:
-        """The pattern of a path with parameters, which is added if it is new."""
+        """Return the pattern of a path with parameters; add a new pattern."""
         regex = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
         patterns = self._patterns[_key(path)]
         known = next((pattern for pattern in patterns if pattern.regex == regex), None)
@@ -114,7 +113,7 @@ class Table:
         return known
 
     def find(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]] | None:
-        """The endpoint, and the parameters of the path; None if there is none."""
+        """Return the endpoint and the parameters of the path; None without an endpoint."""
         if (exact := self._exact.get(path)) is not None and method in exact:
             return exact[method], {}
         for pattern, methods in self._similar(path):
@@ -123,15 +122,15 @@ class Table:
         return None
 
     def methods(self, path: str) -> Mapping[str, Endpoint]:
-        """All endpoints of the path, by method."""
-        found = dict(self._exact.get(path, {}))
+        """Return all endpoints of the path, by method."""
+        endpoints = dict(self._exact.get(path, {}))
         for pattern, methods in self._similar(path):
             if pattern.fullmatch(path) is not None:
-                found |= {method: endpoint for method, endpoint in methods.items() if method not in found}
-        return found
+                endpoints |= {method: endpoint for method, endpoint in methods.items() if method not in endpoints}
+        return endpoints
 
     def _similar(self, path: str) -> Iterator[_Pattern]:
-        """The patterns that the path may fit, those with its last part first."""
+        """Yield the patterns that the path may fit; first the patterns with the same last part."""
         depth, last = _key(path)
         yield from self._patterns.get((depth, last), ())
         yield from self._patterns.get((depth, ""), ())

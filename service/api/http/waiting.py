@@ -1,4 +1,4 @@
-"""Waiting for an epoch of a buffer: requests sleep until what they wait for may be there."""
+"""Waiting for an epoch of a buffer: a request sleeps until its next attempt may succeed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from service.buffers.store import Store
 from service.errors import EpochOpen, GradserveError, NotReady, TooFewGradients
 
 POLL_SECONDS = 0.002
-"""How often a process with waiting requests looks whether another process has changed anything."""
+"""Seconds between looks for changes by other processes, while requests wait: a delay that no client notices."""
 
 TURN_BUFFERS = 100
-"""Buffers that are looked at before other tasks have their turn."""
+"""Buffers to look at before other tasks have their turn."""
 
 REST_FACTOR = 4
-"""The poller rests this many times as long as its last look at all buffers took."""
+"""The poller rests four times as long as its last look at all buffers took: it uses a fifth of the time."""
 
 ANY = frozenset({"*"})
-"""Every tag."""
+"""A `match` that every tag fits."""
 
 
 class _Key(NamedTuple):
-    """What requests wait for: the next epoch of a buffer, a count of at least `least`, or a tag that `match` lacks."""
+    """The end of a wait: the next epoch of a buffer, a count of at least `least`, or a tag that `match` lacks."""
 
     namespace: str
     name: str
@@ -35,7 +35,7 @@ class _Key(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a waiting request knows of a buffer. It is `over` if the count is reached, or `match` lacks the tag."""
+    """The state of a buffer. It is `over` if the count is reached, or if `match` lacks the tag."""
 
     id: int
     epoch: int
@@ -43,7 +43,7 @@ class _State(NamedTuple):
 
 
 class _Watched:
-    """A state whose end requests wait for."""
+    """A state that requests wait to see end."""
 
     def __init__(self, state: _State) -> None:
         self.state = state
@@ -54,8 +54,8 @@ class _Watched:
 class Waiting:
     """Wakes requests that wait for a buffer, whichever process changes it.
 
-    After a commit the poller looks at each buffer once, however many requests wait for it. It wakes them only if what
-    they wait for may be there: a thousand workers wait for an epoch, and as many gradients come before it closes.
+    After a commit the poller looks at each buffer once, however many requests wait for it. It wakes them only if their
+    next attempt may succeed. A thousand workers may wait for an epoch that needs a thousand gradients.
     """
 
     def __init__(self, store: Store) -> None:
@@ -64,10 +64,10 @@ class Waiting:
         self._stopping = False
         self._poller: asyncio.Task[None] | None = None
         self._seen = 0
-        """The generation of the store that the poller has looked at."""
+        """The generation of the store at the poller's last look."""
 
     def stop(self) -> None:
-        """Wake every request: the server stops."""
+        """Wake all requests: the server stops."""
         self._stopping = True
         self._wake([*self._watched])
 
@@ -79,11 +79,10 @@ class Waiting:
         attempt: Callable[[], Awaitable[R]],
         match: frozenset[str] = ANY,
     ) -> R:
-        """Return what `attempt` does. While it raises `EpochOpen` or `TooFewGradients`, call it again when that may be
-        over, or when the tag of the buffer is no longer in `match`.
+        """Return the result of `attempt`. While it raises `EpochOpen` or `TooFewGradients`, wait and call it again.
 
-        After `seconds`, call it a last time. The body must have been read. Raises `ClientDisconnect` if the client
-        leaves.
+        A wait ends when the attempt may succeed, or when the buffer's tag is not in `match` any more. After `seconds`
+        the last attempt follows. The body must have been read. Raises `ClientDisconnect` if the client leaves.
         """
         if seconds <= 0:
             return await attempt()
@@ -97,17 +96,17 @@ class Waiting:
             try:
                 return await attempt()
             except (EpochOpen, TooFewGradients) as error:
-                about: dict[str, Any] = error.context
-            key = _Key(namespace, about["buffer"], about.get("min_count"), match)
-            if not await self._change(key, about["epoch"], end):
-                return await attempt()  # it says what is missing; a buffer that expired is gone without a change
+                context: dict[str, Any] = error.context
+            key = _Key(namespace, context["buffer"], context.get("min_count"), match)
+            if not await self._change(key, context["epoch"], end):
+                return await attempt()  # it raises what is missing; a buffer can also expire without a change
 
     async def _change(self, key: _Key, epoch: int, end: float) -> bool:
-        """Wait until the buffer leaves the state that it had in this epoch. False if it does not by `end`."""
+        """Wait until the buffer leaves its state in this epoch. Return False if it has not by `end`."""
         seen = await self._look(self._store.generation)
         state = await self._look(self._state, key)
         if state is None or state.epoch != epoch or state.over:
-            await asyncio.sleep(POLL_SECONDS)  # if this repeats, other tasks have their turn
+            await asyncio.sleep(POLL_SECONDS)  # other tasks have their turn
             return True
         watched = self._watched.get(key)
         if watched is None or watched.state != state:
@@ -115,7 +114,7 @@ class Waiting:
             watched = self._watched[key] = _Watched(state)
         if self._poller is None:
             self._seen, self._poller = seen, asyncio.create_task(self._poll())
-        self._seen = min(self._seen, seen)  # a change that the poller saw during these looks may be after this state
+        self._seen = min(self._seen, seen)  # the poller may have seen a change later than this state
         watched.requests += 1
         try:
             async with asyncio.timeout_at(end):
@@ -132,7 +131,7 @@ class Waiting:
                 del self._watched[key]
 
     def _state(self, key: _Key) -> _State | None:
-        """None if the buffer cannot be read; the next attempt raises the reason."""
+        """Return the state, or None if the buffer cannot be read: the next attempt raises the reason."""
         try:
             record = self._store.within(key.namespace).record(key.name)
         except GradserveError:
@@ -141,7 +140,7 @@ class Waiting:
         return _State(record.id, record.epoch, ready or not key.match & {"*", record.etag})
 
     async def _look(self, work: Callable[..., R], *arguments: Any) -> R:
-        """Call `work`, which looks something up in the store: in a thread if the store blocks."""
+        """Call `work`, which reads the store: in a thread if the store blocks."""
         return await asyncio.to_thread(work, *arguments) if self._store.blocks else work(*arguments)
 
     def _states(self, keys: Iterable[_Key]) -> dict[_Key, _State | None]:
@@ -168,7 +167,7 @@ class Waiting:
             pass  # each waiting request meets the error itself
         finally:
             self._poller = None
-            self._wake([*self._watched])  # if the poller fails, each request looks for itself
+            self._wake([*self._watched])  # if the poller has failed, each request looks for itself
 
     def _wake(self, keys: Iterable[_Key]) -> None:
         for key in keys:

@@ -21,7 +21,7 @@ from service.buffers.lmdb.writer import Writer
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
-from service.buffers.store import KEY_SECONDS, MOST_BUFFERS, Allocate, Committed, Store, uncounted
+from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted
 from service.errors import BufferCorrupt
 
 
@@ -42,7 +42,7 @@ class LmdbStore(Store):
         key_seconds: float = KEY_SECONDS,
         clock: Callable[[], float] = time.time,
         committed: Committed = uncounted,
-        max_buffers: int = MOST_BUFFERS,
+        max_buffers: int = MAX_BUFFERS,
     ) -> None:
         self._env = open_environment(path, max_bytes=max_bytes)
         self._allocate, self._clock = allocate, clock

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api.http.sockets import LEAST_BYTES, LOOKS, MOST_BYTES, receive_now
+from service.api.http.sockets import MAX_POLLS, PROGRESS_BYTES, TURN_BYTES, receive_now
 from service.codecs import safetensors
 from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Make, assert_right, v1
 from tests.serving import in_flight, serving, wait_until
@@ -84,9 +84,12 @@ def test_nonsense_alone_is_refused(url: str) -> None:
 
 
 UNREADABLE = {
-    "a method": (b"FOO /v1/ops HTTP/1.1\r\nHost: x\r\n\r\n", "method"),
+    "a method": (b"FOO /v1/ops HTTP/1.1\r\nHost: x\r\n\r\n", "The request is not valid HTTP/1.1: Invalid method"),
     "a target": (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", "invalid url b'x:80'"),
-    "a query": (b"GET /v1/ops?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 65536), "65536 bytes"),
+    "a query": (
+        b"GET /v1/ops?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 65536),
+        "The head of the request has more than 65536 bytes, the limit",
+    ),
     "lengths": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "Content-Length"),
     "a chunk": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "chunk size"),
 }
@@ -246,7 +249,7 @@ def test_answers_are_right_while_others_do_all_this(strict: str) -> None:
     assert np.isclose(in_flight(strict), 0)
 
 
-@pytest.mark.parametrize(("step", "most"), [(1, 1), (LEAST_BYTES, 1 << 10)])
+@pytest.mark.parametrize(("step", "most"), [(1, 1), (PROGRESS_BYTES, 1 << 10)])
 def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch, step: int, most: int) -> None:
     """All bytes come just before the next look."""
     reads: list[int] = []
@@ -258,8 +261,8 @@ def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.Mon
     monkeypatch.setattr("os.readv", readv)
     rest = receive_now(0, memoryview(bytearray(8 << 20)))
     assert len(rest) == (8 << 20) - sum(reads)
-    assert len(reads) <= LOOKS * most
-    assert sum(reads) == (MOST_BYTES if step > 1 else LOOKS)
+    assert len(reads) <= MAX_POLLS * most
+    assert sum(reads) == (TURN_BYTES if step > 1 else MAX_POLLS)
 
 
 # ----- what is expected -----

@@ -20,7 +20,7 @@ def received(pieces: list[bytes]) -> tuple[list[tuple[bytes, bytes]], bytes]:
     incoming, reader, body, url, requests = Incoming(), HeadReader(), None, b"", list[tuple[bytes, bytes]]()
     for piece in pieces:
         incoming.add(piece)
-        while left := incoming.left:
+        while size := incoming.size:
             if body is None and (head := reader.take(incoming)) is not None:
                 body, url, text = body_of(head), head.url, bytearray()
             elif body is not None:
@@ -28,9 +28,9 @@ def received(pieces: list[bytes]) -> tuple[list[tuple[bytes, bytes]], bytes]:
             if body is not None and body.is_complete:
                 requests.append((url, bytes(text)))
                 reader, body = HeadReader(), None
-            if incoming.left == left:
+            if incoming.size == size:
                 break
-    return requests, bytes(incoming.take(incoming.left))
+    return requests, bytes(incoming.take(incoming.size))
 
 
 @given(st.lists(st.sampled_from([SIZED, CHUNKED]), max_size=4), st.lists(st.integers(1, 40)), st.booleans())

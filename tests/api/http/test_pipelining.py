@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api.http.connection import MOST_WAITING_BYTES
+from service.api.http.connection import MAX_WAITING_BYTES
 from service.api.http.endings import Wire
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.http.test_endings import CHUNKED, KEEP_ALIVE, count
@@ -95,7 +95,7 @@ def test_a_client_that_never_stops_to_send_is_read_no_more(server: Server, sent:
 
 
 def test_what_comes_while_a_request_waits_is_kept(url: str) -> None:
-    before, many = count(url), 2 * MOST_WAITING_BYTES // len(ADD)
+    before, many = count(url), 2 * MAX_WAITING_BYTES // len(ADD)
     with Connection(url) as connection:
         connection.send(WAIT % 1 + ADD * 3, ADD * many + ADD[:20], ADD[20:], pause=0.1)
         assert connection.answer().status == 409
@@ -113,7 +113,7 @@ def test_requests_may_be_cut_anywhere(url: str) -> None:
                 assert json.loads(connection.answer().body)["count"] == before + 2 * place + number
 
 
-@pytest.mark.parametrize("behind", [LIVE, POLL, LIVE * (MOST_WAITING_BYTES // len(LIVE))])
+@pytest.mark.parametrize("behind", [LIVE, POLL, LIVE * (MAX_WAITING_BYTES // len(LIVE))])
 def test_a_client_that_leaves_later_requests_behind_is_missed(url: str, behind: bytes) -> None:
     with Connection(url) as connection:
         connection.send(POLL)
