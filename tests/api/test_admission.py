@@ -75,7 +75,7 @@ def wait_until_held(url: str) -> None:
     raise AssertionError("everything is let in")
 
 
-def test_beyond_the_bytes_in_flight_large_requests_wait_outside(url: str) -> None:
+def test_large_requests_beyond_the_bytes_in_flight_are_refused(url: str) -> None:
     large, small = relu(100_000), relu(1000)
     with half_sent(url, large) as connection:
         wait_until_held(url)
@@ -91,7 +91,7 @@ def test_beyond_the_bytes_in_flight_large_requests_wait_outside(url: str) -> Non
     assert not is_refused(url, large)
 
 
-def test_who_waits_to_be_asked_for_a_body_is_told_and_the_connection_closed(url: str) -> None:
+def test_refusing_an_expected_body_closes_the_connection(url: str) -> None:
     """What it would send next on it, the body or another request, nobody could know."""
     large = relu(100_000)
     with half_sent(url, large) as connection:
@@ -106,7 +106,7 @@ def test_who_waits_to_be_asked_for_a_body_is_told_and_the_connection_closed(url:
                 assert b"100 Continue" not in answer
 
 
-def test_on_v2_it_is_told_in_its_form(url: str) -> None:
+def test_v2_reports_busy_in_its_own_form(url: str) -> None:
     with half_sent(url, relu(100_000)):
         wait_until_held(url)
         answer = httpx.post(f"{url}/v2/models/ReluGrad/infer", content=relu(100_000))
@@ -114,7 +114,7 @@ def test_on_v2_it_is_told_in_its_form(url: str) -> None:
         assert "GRADSERVE_MAX_BYTES_IN_FLIGHT" in answer.json()["error"]
 
 
-def test_a_client_that_leaves_holds_nothing(url: str) -> None:
+def test_a_client_that_left_holds_no_bytes_in_flight(url: str) -> None:
     for _ in range(3):
         with half_sent(url, relu(100_000)):
             wait_until_held(url)
@@ -124,17 +124,17 @@ def test_a_client_that_leaves_holds_nothing(url: str) -> None:
     raise AssertionError("what a client held that has left stays held")
 
 
-def test_a_body_in_chunks_counts_as_it_comes(url: str) -> None:
+def test_a_chunked_body_counts_as_it_arrives(url: str) -> None:
     with half_sent(url, relu(200_000), chunked=True):
         wait_until_held(url)
         assert not is_refused(url, relu(20_000))
 
 
-def test_one_request_alone_may_be_larger(url: str) -> None:
+def test_a_single_request_may_exceed_the_bytes_in_flight(url: str) -> None:
     assert post(url, relu(400_000)).status_code == 200
 
 
-def test_a_refused_request_can_be_sent_again_on_its_connection(url: str) -> None:
+def test_a_refused_request_can_be_retried_on_its_connection(url: str) -> None:
     large = relu(100_000)
     with httpx.Client(base_url=url, timeout=30) as client, half_sent(url, large):
         wait_until_held(url)
@@ -144,7 +144,7 @@ def test_a_refused_request_can_be_sent_again_on_its_connection(url: str) -> None
         assert client.get("/v1/ops").status_code == 200
 
 
-def test_values_that_are_read_count_too(url: str) -> None:
+def test_values_to_read_count_as_bytes_in_flight(url: str) -> None:
     httpx.put(f"{url}/v1/buffers/v", json={"shape": [200_000]})
     with half_sent(url, relu(100_000)):
         wait_until_held(url)
@@ -166,7 +166,7 @@ def gru() -> bytes:
     return safetensors.numpy.save(tensors)
 
 
-def test_what_nobody_waits_for_is_not_begun() -> None:
+def test_a_request_past_its_timeout_is_not_started() -> None:
     body, path = gru(), "/v1/ops/GRUTraining?outputs=HFinal"
     with serving(threads=1) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
 
@@ -188,7 +188,7 @@ def test_what_nobody_waits_for_is_not_begun() -> None:
             assert_problem(listed, 422, "invalid_parameter", "Request-Timeout")
 
 
-def test_what_was_done_is_never_said_not_to_be_begun() -> None:
+def test_a_take_that_was_made_never_answers_expired() -> None:
     """A take whose answer has to wait for a thread: whoever is told to send it again would take the next epoch."""
     size, path = 1 << 20, "/v1/ops/GRUTraining?outputs=HFinal"
     with serving(threads=1) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
@@ -205,7 +205,7 @@ def test_what_was_done_is_never_said_not_to_be_begun() -> None:
         assert [one.result().status_code for one in long] == [200, 200]
 
 
-def test_beyond_the_queue_large_requests_wait_outside() -> None:
+def test_large_requests_beyond_the_queue_are_refused() -> None:
     body = gru()
     refused = threading.Event()
     with serving(threads=1, max_waiting=1) as url, ThreadPoolExecutor(6) as pool:
@@ -232,7 +232,7 @@ def test_beyond_the_queue_large_requests_wait_outside() -> None:
         assert ask(0) == 200
 
 
-def test_limits_are_told_and_kept() -> None:
+def test_limits_are_listed_and_kept() -> None:
     with serving(max_tensors=3, max_inflated_bytes=1000, max_body_bytes=5000) as url:
         limits = httpx.get(f"{url}/v1/limits").json()
         assert (limits["max_tensors"], limits["max_inflated_bytes"], limits["max_body_bytes"]) == (3, 1000, 5000)
@@ -254,7 +254,7 @@ def test_limits_are_told_and_kept() -> None:
         assert httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1], "X": [1]}).status_code == 200
 
 
-def test_values_that_are_taken_count_too(url: str) -> None:
+def test_values_to_take_count_as_bytes_in_flight(url: str) -> None:
     """As those that are read do: a request of a few bytes may be answered many."""
     size = 1 << 18
     with httpx.Client(base_url=url, timeout=30) as client:
@@ -281,7 +281,7 @@ def test_values_that_are_taken_count_too(url: str) -> None:
         assert client.post("/v1/buffers/a/take?min_count=2").json()["count"] == 2
 
 
-def test_values_that_are_computed_from_count_too(url: str) -> None:
+def test_values_of_input_buffers_count_as_bytes_in_flight(url: str) -> None:
     size = 1 << 18
     with httpx.Client(base_url=url, timeout=30) as client:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
@@ -296,7 +296,7 @@ def test_values_that_are_computed_from_count_too(url: str) -> None:
         wait_until(lambda: in_flight(url, "_bytes") == 0)
 
 
-def test_what_a_small_body_becomes_counts_too(url: str) -> None:
+def test_inflated_bodies_and_outputs_count_as_bytes_in_flight(url: str) -> None:
     """Once it is inflated, or its outputs are there."""
     zeros = {"dY": np.zeros(100_000, np.float32), "X": np.zeros(100_000, np.float32)}
     body, headers = gzip.compress(safetensors.numpy.save(zeros)), {"Content-Encoding": "gzip"}
@@ -319,7 +319,7 @@ def test_what_a_small_body_becomes_counts_too(url: str) -> None:
     assert statuses == {"inflated": 200, "outputs": 200, "names": 404}
 
 
-def test_what_is_told_to_come_again_has_added_nothing(url: str) -> None:
+def test_a_request_answered_busy_has_added_nothing(url: str) -> None:
     """Or, if it was made before, has not become anything that does not come again."""
     steps, sequences, hidden = 3000, 4, 16
     rng = np.random.default_rng(0)
@@ -347,7 +347,7 @@ def test_what_is_told_to_come_again_has_added_nothing(url: str) -> None:
         assert client.get(f"{url}/v1/buffers/a").json()["count"] == 2
 
 
-def test_a_request_alone_is_never_told_to_come_again(url: str) -> None:
+def test_a_single_request_is_never_answered_busy(url: str) -> None:
     """Its body and what it asks for may be more together than all that are in flight may hold."""
     size = 1 << 18
     with httpx.Client(base_url=url, timeout=30) as client:
@@ -360,7 +360,7 @@ def test_a_request_alone_is_never_told_to_come_again(url: str) -> None:
         assert safetensors.numpy.load(answer.content)["value"].sum() == size
 
 
-def test_who_waits_for_values_holds_none(url: str) -> None:
+def test_a_waiting_take_holds_no_bytes_in_flight(url: str) -> None:
     with httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor() as pool:
         assert client.put("/v1/buffers/a", json={"shape": [1 << 18]}).status_code == 201
         waiting = pool.submit(httpx.post, f"{url}/v1/buffers/a/take?min_count=1&timeout=30", timeout=60)

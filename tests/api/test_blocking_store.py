@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_no_look_up_is_made_in_the_event_loop(calls: Counter[str]) -> None:
+def test_the_event_loop_makes_no_look_up(calls: Counter[str]) -> None:
     keyed = {"Idempotency-Key": "k"}
     with serving() as url, httpx.Client(base_url=url, timeout=30) as http, ThreadPoolExecutor(2) as pool:
         for name in ("a", "b"):

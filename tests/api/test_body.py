@@ -172,7 +172,7 @@ PIECES: dict[str, Callable[[int, int], Iterable[int]]] = {
 @EITHER_API
 @SIZES
 @pytest.mark.parametrize("pieces", PIECES)
-def test_a_body_in_pieces(connection: Connection, make: Make, size: int, pieces: str) -> None:
+def test_a_body_may_arrive_in_pieces(connection: Connection, make: Make, size: int, pieces: str) -> None:
     message = make(size)
     whole, head = message.whole(), len(message.headers())
     connection.send(*cut(whole, *PIECES[pieces](head, len(whole))))
@@ -183,7 +183,7 @@ def test_a_body_in_pieces(connection: Connection, make: Make, size: int, pieces:
 
 @EITHER_API
 @pytest.mark.parametrize("chunk", [7, 1000, 70_000, 1 << 20])
-def test_a_body_in_chunks(connection: Connection, make: Make, chunk: int) -> None:
+def test_a_body_may_be_chunked(connection: Connection, make: Make, chunk: int) -> None:
     for size in (SMALL, LARGE):
         message = make(size if chunk >= 1000 else SMALL)
         connection.send(*cut(message.chunked(chunk), 150, 151, 300))
@@ -191,7 +191,7 @@ def test_a_body_in_chunks(connection: Connection, make: Make, chunk: int) -> Non
 
 
 @EITHER_API
-def test_any_length_of_the_head_and_of_the_json(connection: Connection, make: Make) -> None:
+def test_heads_and_json_may_have_any_length(connection: Connection, make: Make) -> None:
     """Where tensors begin in memory depends on both."""
     for extra in range(20):
         message = make(LARGE + extra % 3, first=extra)
@@ -201,9 +201,7 @@ def test_any_length_of_the_head_and_of_the_json(connection: Connection, make: Ma
 
 @pytest.mark.parametrize("sizes", [(SMALL, SMALL), (SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE)])
 @pytest.mark.parametrize("makes", [(v1, v1), (v1, v2), (v2, v1), (v2, v2)])
-def test_requests_right_behind_each_other(
-    connection: Connection, makes: tuple[Make, Make], sizes: tuple[int, int]
-) -> None:
+def test_requests_may_be_pipelined(connection: Connection, makes: tuple[Make, Make], sizes: tuple[int, int]) -> None:
     messages = [make(size, first) for first, (make, size) in enumerate(zip(makes * 2, sizes * 2, strict=True))]
     everything = b"".join(message.whole() for message in messages)
     sending = threading.Thread(target=connection.send, args=[everything])  # the server may want to be read meanwhile
@@ -215,7 +213,7 @@ def test_requests_right_behind_each_other(
 
 @EITHER_API
 @pytest.mark.parametrize("overlap", [1, 100, 300, 5000])
-def test_the_beginning_of_the_next_request_comes_with_the_end_of_a_body(
+def test_the_next_request_may_begin_in_the_piece_that_ends_a_body(
     connection: Connection, make: Make, overlap: int
 ) -> None:
     first, second = make(LARGE, 1), make(LARGE, 2)
@@ -224,7 +222,7 @@ def test_the_beginning_of_the_next_request_comes_with_the_end_of_a_body(
     assert_right(connection.answer(), second)
 
 
-def test_one_connection_for_many_requests(connection: Connection) -> None:
+def test_one_connection_serves_many_requests(connection: Connection) -> None:
     for number in range(60):
         message = (v1, v2)[number % 2]((SMALL, LARGE, 0, 20_000)[number // 2 % 4], number)
         connection.send(message.chunked(30_000) if number % 5 == 4 else message.whole())
@@ -233,7 +231,7 @@ def test_one_connection_for_many_requests(connection: Connection) -> None:
 
 @EITHER_API
 @SIZES
-def test_a_client_that_waits_to_be_told_to_go_on(connection: Connection, make: Make, size: int) -> None:
+def test_a_client_that_expects_100_continue_gets_it(connection: Connection, make: Make, size: int) -> None:
     message = make(size)
     for _ in range(2):
         connection.send(message.headers(b"Expect: 100-continue\r\n"))
@@ -244,14 +242,14 @@ def test_a_client_that_waits_to_be_told_to_go_on(connection: Connection, make: M
 
 @EITHER_API
 @SIZES
-def test_a_client_that_wants_the_connection_closed(connection: Connection, make: Make, size: int) -> None:
+def test_connection_close_closes_the_connection(connection: Connection, make: Make, size: int) -> None:
     message = make(size)
     connection.send(message.whole(b"Connection: close\r\n"))
     assert_right(connection.answer(), message)
     assert connection.is_closed()
 
 
-def test_many_clients_at_once(url: str) -> None:
+def test_many_clients_get_their_own_answers(url: str) -> None:
     failures: list[BaseException] = []
 
     def client(number: int) -> None:
@@ -303,7 +301,7 @@ def assert_too_late(answer: Answer, make: Make) -> None:
     assert answer.headers["connection"] == "close"
 
 
-def test_clients_that_stall(impatient: str) -> None:
+def test_a_stalled_request_times_out(impatient: str) -> None:
     cases = [(make, size, stall) for make in (v1, v2) for size in (SMALL, LARGE) for stall in STALLS]
     connections = [Connection(impatient) for _ in cases]  # which all wait at the same time
     for connection, (make, size, stall) in zip(connections, cases, strict=True):
@@ -318,7 +316,7 @@ def test_clients_that_stall(impatient: str) -> None:
             assert_right(connection.answer(), message)
 
 
-def test_connections_on_which_no_request_comes() -> None:
+def test_an_idle_connection_is_closed() -> None:
     message = v1(SMALL)
     refused = message.head + b"Content-Length: %d\r\n\r\n" % (1 << 40)
     starts = {b"": 0, message.head[:20]: 0, message.headers()[:-1]: 0, message.whole(): 200, refused: 413}
@@ -337,7 +335,7 @@ def test_connections_on_which_no_request_comes() -> None:
 
 @SIZES
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_comes_a_byte_at_a_time_is_given_up(impatient: str, size: int, chunked: bool) -> None:
+def test_a_body_that_arrives_byte_by_byte_times_out(impatient: str, size: int, chunked: bool) -> None:
     """The memory of a large one is there, and kept from others, from the beginning."""
     message = v1(size)
     whole = message.chunked(80_000) if chunked else message.whole()
@@ -355,7 +353,7 @@ def test_a_body_that_comes_a_byte_at_a_time_is_given_up(impatient: str, size: in
         assert_too_late(connection.answer(), v1)
 
 
-def test_a_client_that_is_slow_but_goes_on() -> None:
+def test_a_slow_body_within_the_timeout_is_read() -> None:
     messages = [make(size) for make in (v1, v2) for size in (SMALL, LARGE)]
     with serving(request_timeout=0.8) as url:
         connections = [Connection(url) for _ in messages]
@@ -371,7 +369,7 @@ def test_a_client_that_is_slow_but_goes_on() -> None:
 @EITHER_API
 @SIZES
 @pytest.mark.parametrize("stall", STALLS)
-def test_a_client_that_leaves(url: str, make: Make, size: int, stall: str) -> None:
+def test_a_client_that_leaves_in_a_body_harms_nobody(url: str, make: Make, size: int, stall: str) -> None:
     message = make(size)
     for _ in range(3):
         with Connection(url) as connection:
@@ -383,7 +381,7 @@ def test_a_client_that_leaves(url: str, make: Make, size: int, stall: str) -> No
 
 @EITHER_API
 @SIZES
-def test_a_client_that_does_not_wait_for_its_answer(url: str, make: Make, size: int) -> None:
+def test_a_client_that_leaves_before_its_answer_harms_nobody(url: str, make: Make, size: int) -> None:
     message = make(size)
     for _ in range(5):
         with Connection(url) as connection:
@@ -397,7 +395,7 @@ def test_a_client_that_does_not_wait_for_its_answer(url: str, make: Make, size: 
 
 
 @EITHER_API
-def test_an_announced_size_over_the_limit_is_refused_before_it_comes(connection: Connection, make: Make) -> None:
+def test_a_content_length_over_the_limit_is_refused_before_the_body(connection: Connection, make: Make) -> None:
     connection.send(make(SMALL).head + b"Content-Length: %d\r\n\r\n" % (LIMIT + 1))
     answer = connection.answer()
     assert answer.status == 413
@@ -409,7 +407,7 @@ def test_an_announced_size_over_the_limit_is_refused_before_it_comes(connection:
 
 
 @EITHER_API
-def test_chunks_over_the_limit_are_refused_before_they_end(connection: Connection, make: Make) -> None:
+def test_a_chunked_body_over_the_limit_is_refused_before_its_end(connection: Connection, make: Make) -> None:
     chunk = b"%x\r\n%b\r\n" % (1 << 18, bytes(1 << 18))
     connection.send(make(SMALL).head + b"Transfer-Encoding: chunked\r\n\r\n", *([chunk] * 8))
     connection.send(b"1\r\n \r\n")
@@ -433,7 +431,7 @@ def test_a_body_in_another_transfer_coding_is_refused(connection: Connection, ma
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_the_limit_itself(client: httpx.Client, chunked: bool) -> None:
+def test_a_body_of_exactly_the_limit_is_read(client: httpx.Client, chunked: bool) -> None:
     def post(size: int) -> httpx.Response:
         body = b'{"dY": 1, "X": 1}'.ljust(size)
         content: Any = iter(cut(body, 5, 100_000)) if chunked else body
@@ -448,7 +446,7 @@ BOMBS = {"gzip": gzip.compress(bytes(64 << 20)), "deflate": zlib.compress(bytes(
 
 @pytest.mark.parametrize("path", ["/v1/ops/ReluGrad", "/v2/models/ReluGrad/infer"])
 @pytest.mark.parametrize("coding", BOMBS)
-def test_a_bomb_is_not_inflated(client: httpx.Client, path: str, coding: str) -> None:
+def test_a_compression_bomb_is_not_inflated(client: httpx.Client, path: str, coding: str) -> None:
     assert len(BOMBS[coding]) < 1 << 17
     tracemalloc.start()
     try:
@@ -463,7 +461,7 @@ def test_a_bomb_is_not_inflated(client: httpx.Client, path: str, coding: str) ->
 
 @EITHER_API
 @pytest.mark.parametrize("coding", ["gzip", "x-gzip", "deflate"])
-def test_a_compressed_body_in_pieces(connection: Connection, make: Make, coding: str) -> None:
+def test_a_compressed_body_may_arrive_in_pieces(connection: Connection, make: Make, coding: str) -> None:
     plain = make(LARGE)
     squeezed = zlib.compress(plain.body) if coding == "deflate" else gzip.compress(plain.body)
     message = Message(plain.head + f"Content-Encoding: {coding}\r\n".encode(), squeezed, plain.numbers)
@@ -475,7 +473,7 @@ def test_a_compressed_body_in_pieces(connection: Connection, make: Make, coding:
 # ----- under another server -----
 
 
-def test_without_our_protocol_everything_works_too() -> None:
+def test_the_application_works_without_our_protocol() -> None:
     app = create_app(Settings(max_body_bytes=LIMIT, store="memory:"))
 
     async def check() -> None:

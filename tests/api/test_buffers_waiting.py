@@ -45,7 +45,7 @@ def wait_in(pool: ThreadPoolExecutor, call: Callable[..., httpx.Response], *args
 
 
 @pytest.mark.parametrize("close", ["quorum", "take"])
-def test_a_value_is_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, close: str) -> None:
+def test_a_read_waits_for_the_epoch(http: httpx.Client, pool: ThreadPoolExecutor, close: str) -> None:
     name = create(http, quorum=2 if close == "quorum" else None)
     waiting = [wait_in(pool, get, http, name, epoch=0, timeout=60) for _ in range(3)]
     add(http, name, [1, 2])
@@ -59,7 +59,7 @@ def test_a_value_is_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, clo
         assert (answer["epoch"], answer["closed"], answer["value"]["data"][0]) == (0, True, answer["count"])
 
 
-def test_many_values_are_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_read_waits_for_many_buffers(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     a, b = create(http, quorum=1), create(http, quorum=1)
     waiting = wait_in(
         pool,
@@ -77,7 +77,7 @@ def test_many_values_are_waited_for(http: httpx.Client, pool: ThreadPoolExecutor
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {a: [1, 1], b: [2, 2]}
 
 
-def test_the_buffer_that_is_waited_for_may_have_the_longest_name(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_read_waits_for_a_buffer_with_the_longest_name(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http, "n" * 200, quorum=1)
     problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open")
     assert problem["buffer"] == name
@@ -100,7 +100,7 @@ def test_a_take_waits_for_its_count(http: httpx.Client, pool: ThreadPoolExecutor
     assert ok(both.result(PATIENCE))["buffers"][other]["value"]["data"] == [1, 2]
 
 
-def test_each_of_several_who_wait_takes_once(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_each_waiting_take_takes_once(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http)
     waiting = [wait_in(pool, post, http, name, "take", min_count=2, timeout=PATIENCE) for _ in range(4)]
     added = 0
@@ -113,7 +113,7 @@ def test_each_of_several_who_wait_takes_once(http: httpx.Client, pool: ThreadPoo
     assert sum(one["value"]["data"][0] for one in answers) + value(http, name)[0] == added
 
 
-def test_a_wait_ends_in_time(http: httpx.Client) -> None:
+def test_a_wait_ends_at_its_timeout(http: httpx.Client) -> None:
     name = create(http, quorum=2)
     add(http, name, [1, 1])
     problem = assert_problem(get(http, name, epoch=0, timeout=0.05), 409, "epoch_open", "1 of 2")
@@ -124,14 +124,12 @@ def test_a_wait_ends_in_time(http: httpx.Client) -> None:
     assert_problem(post(http, fresh(), "take", min_count=1, timeout=60), 404, "unknown_buffer")
 
 
-def test_a_buffer_that_has_expired_meanwhile_is_gone(http: httpx.Client) -> None:
+def test_a_buffer_that_expires_during_a_wait_is_unknown(http: httpx.Client) -> None:
     name = create(http, quorum=2, ttl_seconds=0.2)
     assert_problem(get(http, name, epoch=0, timeout=1), 404, "unknown_buffer", name)
 
 
-def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
-    http: httpx.Client, pool: ThreadPoolExecutor
-) -> None:
+def test_deleting_buffers_does_not_prolong_a_wait_for_a_prefix(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     disturbed, calm, ended = fresh("pre") + ".", fresh("pre") + ".", list[str]()
     names = [create(http, prefix + letter) for prefix in (disturbed, calm) for letter in "abcdef"]
     waiting = []
@@ -148,7 +146,7 @@ def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
 
 
 @pytest.mark.parametrize("what", ["value", "take"])
-def test_a_buffer_that_expires_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
+def test_a_wait_ends_when_its_buffer_expires(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
     name = create(http, ttl_seconds=0.5)
     if what == "value":
         waiting = pool.submit(get, http, name, epoch=0, timeout=2 * PATIENCE)
@@ -157,7 +155,7 @@ def test_a_buffer_that_expires_is_not_waited_for(http: httpx.Client, pool: Threa
     assert_problem(waiting.result(PATIENCE), 404, "unknown_buffer", name)
 
 
-def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_wait_ends_when_its_buffer_is_deleted(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name, other = create(http), create(http)
     waiting = [
         wait_in(pool, http.post, "/v1/buffers/take?min_count=1&timeout=60", json=naming(name, other)),
@@ -170,7 +168,7 @@ def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: Th
         assert_problem(one.result(PATIENCE), 404, "unknown_buffer", name)
 
 
-def test_an_epoch_that_is_zeroed_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_wait_ends_when_its_epoch_is_zeroed(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http)
     waiting = wait_in(pool, get, http, name, epoch=0, timeout=60)
     post(http, name, "zero")
@@ -184,7 +182,7 @@ def test_a_wait_with_if_match_ends_when_the_tag_changes(http: httpx.Client, pool
     assert_problem(waiting.result(PATIENCE), 412, "precondition_failed")
 
 
-def test_a_wait_for_a_prefix_is_for_those_that_are_there_then(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_wait_for_a_prefix_takes_the_buffers_present_at_its_end(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     prefix = fresh("late.")
     first, second = create(http, f"{prefix}:a"), create(http, f"{prefix}:b")
     params = {"prefix": f"{prefix}:", "min_count": 1, "timeout": 60}
@@ -201,7 +199,7 @@ def test_a_wait_for_a_prefix_is_for_those_that_are_there_then(http: httpx.Client
 
 @pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
 @pytest.mark.parametrize("few", [0, 256])
-def test_many_are_waited_for_in_the_pool_as_in_the_loop(
+def test_a_wait_for_many_buffers_ends_alike_in_pool_and_loop(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str, few: int
 ) -> None:
     monkeypatch.setattr(call, "INLINE_LOOKUPS", few)
@@ -222,7 +220,7 @@ def test_many_are_waited_for_in_the_pool_as_in_the_loop(
 
 
 @pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
-def test_who_waits_for_names_does_not_look_at_all_for_each_change(
+def test_a_wait_for_names_does_not_look_at_ready_buffers_again(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Those that are ready are not looked at again while one is not."""
@@ -249,7 +247,7 @@ def test_who_waits_for_names_does_not_look_at_all_for_each_change(
 
 
 @pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
-def test_who_waits_for_a_prefix_does_not_list_it_for_each_change(
+def test_a_wait_for_a_prefix_does_not_list_it_for_each_change(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     listings, records = [], MemoryStore.records
@@ -280,7 +278,7 @@ def test_a_wait_for_a_prefix_ends_with_the_last_buffer(http: httpx.Client, pool:
 
 
 @pytest.mark.parametrize("path", ["/{name}/take?", "/take?prefix={name}&"])
-def test_nobody_waits_for_more_than_the_quorum(http: httpx.Client, path: str) -> None:
+def test_a_take_of_more_than_the_quorum_is_refused(http: httpx.Client, path: str) -> None:
     """The count goes back to zero when it is reached."""
     name = create(http, quorum=2)
     answer = http.post(f"/v1/buffers{path.format(name=name)}min_count=2&timeout=60")
@@ -290,7 +288,7 @@ def test_nobody_waits_for_more_than_the_quorum(http: httpx.Client, path: str) ->
 
 
 @pytest.mark.parametrize("end", ["/{name}/take?", "/take?prefix={name}&"])
-def test_who_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
+def test_a_client_that_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
     name = create(http)
     path = f"/v1/buffers{end.format(name=name)}min_count=1&timeout=60"
     with socket.create_connection((http.base_url.host, http.base_url.port or 80)) as connection:
@@ -303,7 +301,7 @@ def test_who_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
     assert value(http, name) == [1, 2]
 
 
-def test_a_connection_serves_on_after_a_wait(http: httpx.Client) -> None:
+def test_a_connection_serves_requests_after_a_wait(http: httpx.Client) -> None:
     with httpx.Client(base_url=http.base_url, limits=httpx.Limits(max_connections=1), timeout=30) as client:
         name = create(client)
         for _ in range(3):
@@ -356,7 +354,7 @@ def test_a_wait_ends_with_the_add_in_another_process(
         assert ok(taking.result(PATIENCE))["value"]["data"] == [1, 2]
 
 
-def test_many_wait_and_add_in_two_processes(two_workers: str, pool: ThreadPoolExecutor) -> None:
+def test_workers_all_reduce_through_two_processes(two_workers: str, pool: ThreadPoolExecutor) -> None:
     """An all-reduce by 16 who each have a connection of their own for every request."""
 
     def work(number: int) -> list[Any]:

@@ -150,7 +150,7 @@ def test_every_limit_has_a_case() -> None:
     assert {*CASES, "idempotency_seconds"} == set(SETTINGS)  # of which nothing can be beyond
 
 
-def test_limits_are_told_and_described(http: httpx.Client) -> None:
+def test_limits_are_listed_and_described(http: httpx.Client) -> None:
     limits = http.get("/v1/limits").json()
     assert limits["max_buffers"] == MOST_BUFFERS == Settings().max_buffers
     assert (limits["max_dimensions"], limits["max_name_length"]) == (MAX_RANK, LONGEST_NAME)
@@ -167,7 +167,7 @@ def test_limits_are_told_and_described(http: httpx.Client) -> None:
     ("setting", "values"),
     [("max_dimensions", (0, MAX_RANK + 1)), ("max_name_length", (0, LONGEST_NAME + 1)), ("max_buffers", (0, -1))],
 )
-def test_settings_that_make_no_sense(setting: str, values: tuple[int, ...]) -> None:
+def test_impossible_limits_are_refused(setting: str, values: tuple[int, ...]) -> None:
     for one in values:
         with pytest.raises(ValueError, match=setting):
             Settings.model_validate({setting: one})
@@ -212,7 +212,7 @@ def shallow() -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("case", too_deep())
-def test_dimensions_are_counted_in_every_form(shallow: httpx.Client, case: str) -> None:
+def test_every_form_of_a_tensor_keeps_the_limit_of_dimensions(shallow: httpx.Client, case: str) -> None:
     request: dict[str, Any] = {"method": "POST", **too_deep()[case]}
     answer = shallow.request(**request)
     if request["url"].startswith("/v2"):
@@ -223,13 +223,13 @@ def test_dimensions_are_counted_in_every_form(shallow: httpx.Client, case: str) 
         assert problem["limit"] == 3
 
 
-def test_three_dimensions_are_taken(shallow: httpx.Client) -> None:
+def test_a_tensor_at_the_limit_of_dimensions_is_read(shallow: httpx.Client) -> None:
     assert ok(shallow.post("/v1/ops/ReluGrad", json={"dY": [[[1]]], "X": [[[1]]]}))["dX"]["data"] == [[[1.0]]]
     name = create(shallow, shape=[1, 1, 1])
     assert ok(add(shallow, name, [[[1]]]))["count"] == 1
 
 
-def test_what_was_created_by_higher_limits_stays_of_use(tmp_path: Path) -> None:
+def test_buffers_created_under_higher_limits_stay_usable(tmp_path: Path) -> None:
     long, deep, large = "long" * 10, [1, 2, 1, 2], [1000]
     old = {"deep": deep, long: [2], "large": large}
     with served(store=f"lmdb:{tmp_path}") as client:
@@ -259,7 +259,7 @@ def test_what_was_created_by_higher_limits_stays_of_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 11, "x" * 200, "x" * 201, "x" * 1000])
-def test_long_names(name: str) -> None:
+def test_a_long_name_is_refused(name: str) -> None:
     with served(max_name_length=10) as client:
         answer = put(client, name)
         problem = assert_problem(
@@ -272,7 +272,7 @@ def test_long_names(name: str) -> None:
 # ----- buffers -----
 
 
-def test_places_of_namespaces_and_keys(tmp_path: Path) -> None:
+def test_each_namespace_has_its_own_limit_of_buffers(tmp_path: Path) -> None:
     everything = ["buffers:read", "buffers:write"]
     secrets = {name: add_key(tmp_path / "keys", name, everything, name) for name in ("ann", "bob")}
     with serving(keys=tmp_path / "keys", store=f"lmdb:{tmp_path}/store", max_buffers=2) as url:
@@ -294,7 +294,7 @@ def test_places_of_namespaces_and_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("store", ["memory:", "lmdb:{}"])
-def test_an_expired_buffer_leaves_its_place(store: str, tmp_path: Path) -> None:
+def test_an_expired_buffer_does_not_count_against_the_limit(store: str, tmp_path: Path) -> None:
     with served(store=store.format(tmp_path), max_buffers=1) as client:
         create(client, "a", ttl_seconds=1)
         assert_problem(put(client, "b"), 409, "too_many_buffers")
@@ -305,7 +305,7 @@ def test_an_expired_buffer_leaves_its_place(store: str, tmp_path: Path) -> None:
         assert put(client, "b").status_code == 201
 
 
-def test_workers_share_the_places(tmp_path: Path) -> None:
+def test_workers_share_the_limit_of_buffers(tmp_path: Path) -> None:
     most, names = 40, [fresh() for _ in range(100)]
     anew = httpx.Limits(max_keepalive_connections=0)  # each request is any worker's
     with (

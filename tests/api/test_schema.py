@@ -41,13 +41,13 @@ def schema_of(url: str) -> Any:
     return schema
 
 
-def test_answers_are_as_the_schema_says(tmp_path: Path) -> None:
+def test_answers_conform_to_the_schema(tmp_path: Path) -> None:
     with serving() as url:
         done = run(url, schema_of(url), tmp_path, "--phases=examples,coverage,fuzzing")
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-def test_an_answer_that_is_not_is_found(tmp_path: Path) -> None:
+def test_schemathesis_finds_an_answer_that_does_not_conform(tmp_path: Path) -> None:
     """That the tool looks at all: against a schema that promises another answer."""
     with serving() as url:
         schema = schema_of(url)

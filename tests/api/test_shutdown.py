@@ -64,7 +64,7 @@ def wait_until_nothing_is_taken(server: Server) -> None:
     raise AssertionError("the server goes on")
 
 
-def test_what_is_in_flight_is_finished(server: Server) -> None:
+def test_requests_in_flight_are_finished(server: Server) -> None:
     with half_sent(server) as connection:
         server.process.send_signal(signal.SIGTERM)
         wait_until_nothing_is_taken(server)
@@ -76,7 +76,7 @@ def test_what_is_in_flight_is_finished(server: Server) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server, number: signal.Signals) -> None:
+def test_long_polls_end_when_the_server_stops(server: Server, number: signal.Signals) -> None:
     paths = ["/v1/buffers/a/value?epoch=0&timeout=300", "/v1/buffers/a/value?epoch=5&timeout=300"]
     with ThreadPoolExecutor(4) as pool, httpx.Client(base_url=server.url, timeout=60) as client:
         waiting = [pool.submit(client.get, path) for path in paths]
@@ -92,7 +92,7 @@ def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server, number: sig
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_hang_up_that_is_to_be_ignored_is(tmp_path: Path, workers: int) -> None:
+def test_an_ignored_sighup_stays_ignored(tmp_path: Path, workers: int) -> None:
     """As nohup has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -105,7 +105,7 @@ def test_a_hang_up_that_is_to_be_ignored_is(tmp_path: Path, workers: int) -> Non
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_store_is_there_until_the_last_read_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_stays_open_until_the_last_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is the store's own: to read on after it is closed would end the process."""
     began, ended, read = threading.Event(), list[object](), LmdbStore.read
 
@@ -127,7 +127,7 @@ def test_the_store_is_there_until_the_last_read_has_ended(tmp_path: Path, monkey
     assert ended == [1]
 
 
-def test_what_takes_too_long_is_told_so(tmp_path: Path) -> None:
+def test_a_request_beyond_the_drain_timeout_is_answered_503(tmp_path: Path) -> None:
     with Server(tmp_path / "store", drain_timeout=1) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
         with half_sent(server) as connection:
@@ -143,7 +143,7 @@ def test_what_takes_too_long_is_told_so(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_told_twice_it_stops_at_once_and_loses_nothing(server: Server) -> None:
+def test_a_second_signal_stops_the_server_at_once_without_loss(server: Server) -> None:
     headers = {"Content-Type": SAFETENSORS, "Accept": "application/json"}
     for count in range(1, 4):
         answer = httpx.post(f"{server.url}/v1/buffers/a/accumulate", content=body(), headers=headers)
@@ -159,7 +159,7 @@ def test_told_twice_it_stops_at_once_and_loses_nothing(server: Server) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_told_twice_in_a_moment_it_stops_at_once(tmp_path: Path, workers: int) -> None:
+def test_a_second_signal_soon_after_the_first_stops_the_server(tmp_path: Path, workers: int) -> None:
     with Server(tmp_path / "store", workers=workers) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
         with half_sent(server):
@@ -170,7 +170,7 @@ def test_told_twice_in_a_moment_it_stops_at_once(tmp_path: Path, workers: int) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_comes_twice_as_one_is_one(server: Server, number: signal.Signals) -> None:
+def test_a_signal_sent_to_process_and_group_counts_once(server: Server, number: signal.Signals) -> None:
     """As from coreutils' timeout, which tells the process and then its group, or a terminal, which tells the group."""
     with half_sent(server) as connection:
         for _ in range(2):

@@ -140,7 +140,7 @@ def test_each_request_is_a_span_with_its_phases(tmp_path: Path, collector: Colle
     assert logged == [span.span_id.hex() for span, _, _ in found]
 
 
-def test_workers_say_which_of_them_they_are(tmp_path: Path, collector: Collector) -> None:
+def test_each_span_names_its_worker_process(tmp_path: Path, collector: Collector) -> None:
     with Server(tmp_path / "store", workers=2, tracing=True) as server:
         workers = server.workers()
         with httpx.Client(base_url=server.url, headers={"Connection": "close"}) as client:
@@ -176,9 +176,7 @@ def test_no_secret_and_no_tensor_is_sent(tmp_path: Path, collector: Collector, m
     assert not any(span.events for span, _, _ in spans)
 
 
-def test_a_collector_that_does_not_answer_is_not_waited_for(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_collector_does_not_delay_requests(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
     monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.1)
     collector.answers.clear()
@@ -188,7 +186,7 @@ def test_a_collector_that_does_not_answer_is_not_waited_for(
     collector.answers.set()
 
 
-def test_a_collector_that_is_not_there_stops_nothing(
+def test_a_missing_collector_does_not_stop_the_server(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -199,7 +197,7 @@ def test_a_collector_that_is_not_there_stops_nothing(
         stop(server)
 
 
-def test_without_the_extra_the_start_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_the_server_names_the_package_to_install(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['opentelemetry.exporter'] = None")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "GRADSERVE_TRACING": "true", "GRADSERVE_PORT": "0"}
     command = [sys.executable, "-m", "service", "serve"]
@@ -209,7 +207,7 @@ def test_without_the_extra_the_start_says_what_to_install(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
-def test_without_tracing_nothing_of_it_is_loaded() -> None:
+def test_without_tracing_opentelemetry_is_not_imported() -> None:
     code = (
         "import sys; from service.api.server import create_app; from service.settings import Settings\n"
         "create_app(Settings())\n"

@@ -45,7 +45,7 @@ def test_every_size_and_dtype_has_the_same_answer(client: httpx.Client, size: in
     relu_grad(client, size, DTYPES[dtype])
 
 
-def test_bytes_that_are_answered_as_text(client: httpx.Client) -> None:
+def test_binary_input_may_be_answered_as_json(client: httpx.Client) -> None:
     dY = np.arange(MEGABYTE // 4, dtype=np.float32)
     headers = {**SAFETENSORS, "Accept": "application/json"}
     body = saved({"dY": dY, "X": np.ones_like(dY)})
@@ -64,7 +64,7 @@ def test_large_outputs_go_into_a_buffer(client: httpx.Client) -> None:
     assert (total == 2 * dY).all()
 
 
-def test_large_and_small_ones_beside_each_other(client: httpx.Client) -> None:
+def test_small_requests_are_answered_beside_large_ones(client: httpx.Client) -> None:
     """Several answers that go out in pieces, and small ones between these pieces."""
     sizes = [16 * MEGABYTE, 4 * MEGABYTE, 1024, 9 * MEGABYTE] * 4
     with ThreadPoolExecutor(8) as clients:
@@ -72,7 +72,7 @@ def test_large_and_small_ones_beside_each_other(client: httpx.Client) -> None:
             pass
 
 
-def test_what_takes_long_counts_as_more_text() -> None:
+def test_slow_to_parse_bodies_are_decoded_in_the_pool() -> None:
     """Many lists, and the header of a safetensors file."""
     assert json_cost(memoryview(b"[1, 2, 3]" * 100)) < INLINE_TEXT_BYTES < json_cost(memoryview(b"[1]" * 2000))
     assert json_cost(memoryview(bytes(INLINE_TEXT_BYTES + 1))) > INLINE_TEXT_BYTES

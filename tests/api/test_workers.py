@@ -52,7 +52,7 @@ def first(attempt: Callable[[], R | None]) -> R:
     raise AssertionError("it does not come to that")
 
 
-def test_while_a_worker_is_replaced_the_server_is_not_ready_but_serves(server: Server) -> None:
+def test_a_server_serves_but_is_not_ready_while_a_worker_is_replaced(server: Server) -> None:
     server.process.send_signal(signal.SIGSTOP)  # so that the replacement takes until it goes on
     kill(server.workers()[0])
     answer = until(server, 503)
@@ -86,7 +86,7 @@ def test_the_server_is_not_ready_before_all_workers_serve(server: Server) -> Non
     until(server, 200)
 
 
-def test_signals_that_would_change_the_number_of_workers_do_not(server: Server) -> None:
+def test_signals_do_not_change_the_number_of_workers(server: Server) -> None:
     for number in (signal.SIGTTOU, signal.SIGTTIN, signal.SIGTTIN):
         server.process.send_signal(number)
     time.sleep(1)  # the parent looks for signals twice a second
@@ -94,7 +94,7 @@ def test_signals_that_would_change_the_number_of_workers_do_not(server: Server) 
     until(server, 200)
 
 
-def test_workers_whose_parent_is_killed_finish_what_they_have_and_end(server: Server) -> None:
+def test_workers_finish_their_requests_and_end_when_the_parent_is_killed(server: Server) -> None:
     httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
     workers = server.workers()
     assert len(workers) == 2
@@ -120,7 +120,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_what_workers_share_is_left_alone_by_who_tidies_up(server: Server, directory: Path) -> None:
+def test_the_directory_that_workers_share_is_locked(server: Server, directory: Path) -> None:
     """One directory is locked; those of servers that were killed are not."""
     assert [is_locked(path) for path in directory.glob("gradserve-*")].count(True) == 1
 

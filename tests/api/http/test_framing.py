@@ -34,7 +34,7 @@ def received(pieces: list[bytes]) -> tuple[list[tuple[bytes, bytes]], bytes]:
 
 
 @given(st.lists(st.sampled_from([SIZED, CHUNKED]), max_size=4), st.lists(st.integers(1, 40)), st.booleans())
-def test_requests_are_the_same_however_they_are_cut(messages: list[bytes], sizes: list[int], offers: bool) -> None:
+def test_cutting_the_bytes_does_not_change_the_requests(messages: list[bytes], sizes: list[int], offers: bool) -> None:
     if offers:
         messages = [message.replace(b"\r\n", b"\r\n" + OFFER, 1) for message in messages]
     whole, pieces = b"".join(messages), list[bytes]()
@@ -78,7 +78,7 @@ def assert_ends(told: Head | Told, start: bytes, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("more", [b"", b"Content-Length: 5\r\n"])
-def test_what_lies_behind_a_head_in_the_same_piece_is_refused(more: bytes) -> None:
+def test_bytes_after_a_head_in_the_same_piece_are_refused(more: bytes) -> None:
     """As if a parser took another line break: the rest is no part of this request, nor lost."""
     head = Head()
     parser = httptools.HttpRequestParser(head)
