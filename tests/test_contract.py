@@ -50,7 +50,7 @@ def assert_same(got: dict[str, np.ndarray[Any, Any]], expected: dict[str, np.nda
 
 
 @EVERY
-def test_its_example_gives_the_documented_answer(client: httpx.Client, operator: Operator) -> None:
+def test_each_example_gives_the_documented_answer(client: httpx.Client, operator: Operator) -> None:
     answer = client.post(f"/v1/ops/{operator.name}", json=dict(operator.example))
     assert_same(decode(answer), operator(example(operator), {}))
     described = client.get(f"/v1/ops/{operator.name}").json()
@@ -64,7 +64,7 @@ def test_its_example_gives_the_documented_answer(client: httpx.Client, operator:
 @pytest.mark.parametrize("floats", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("integers", ["int32", "int64"])
 @pytest.mark.parametrize("form", ["list", "base64"])
-def test_every_dtype_travels_in_every_form(
+def test_every_dtype_works_in_every_form(
     client: httpx.Client, operator: Operator, floats: str, integers: str, form: json_codec.Encoding
 ) -> None:
     tensors = example(operator, {"float": floats, "integer": integers})
@@ -76,7 +76,7 @@ def test_every_dtype_travels_in_every_form(
 
 
 @EVERY
-def test_outputs_are_as_declared(operator: Operator) -> None:
+def test_outputs_have_the_declared_names_and_dtypes(operator: Operator) -> None:
     for floats in ("float16", "bfloat16", "float32", "float64"):
         tensors = example(operator, {"float": floats})
         outputs = operator(tensors, {})
@@ -88,7 +88,7 @@ def test_outputs_are_as_declared(operator: Operator) -> None:
 
 
 @EVERY
-def test_inputs_stay_untouched(operator: Operator) -> None:
+def test_a_run_leaves_its_inputs_unchanged(operator: Operator) -> None:
     tensors = example(operator)
     before = {name: tensor.copy() for name, tensor in tensors.items()}
     for tensor in tensors.values():
@@ -100,7 +100,7 @@ def test_inputs_stay_untouched(operator: Operator) -> None:
 
 
 @EVERY
-def test_every_required_input_is_required(client: httpx.Client, operator: Operator) -> None:
+def test_a_missing_required_input_is_refused(client: httpx.Client, operator: Operator) -> None:
     for one in operator.inputs:
         left_out = {name: value for name, value in operator.example.items() if name != one.name}
         answer = client.post(f"/v1/ops/{operator.name}", json=left_out)
@@ -139,7 +139,7 @@ def test_inputs_of_one_type_variable_share_a_dtype(client: httpx.Client, operato
 
 
 @EVERY
-def test_a_subset_of_the_outputs_in_the_asked_order(client: httpx.Client, operator: Operator) -> None:
+def test_a_subset_of_the_outputs_is_answered_in_the_asked_order(client: httpx.Client, operator: Operator) -> None:
     path, names = f"/v1/ops/{operator.name}", [output.name for output in operator.outputs]
     if len(names) == 1:
         assert_problem(client.post(path, json={}, params={"outputs": names[0]}), 422, "unknown_parameter", "'outputs'")
@@ -163,7 +163,7 @@ def test_unknown_names_are_refused(client: httpx.Client, operator: Operator) -> 
 
 
 @EVERY
-def test_attributes_are_typed(client: httpx.Client, operator: Operator) -> None:
+def test_an_attribute_takes_its_type_only(client: httpx.Client, operator: Operator) -> None:
     for attribute in operator.attributes:
         path = f"/v1/ops/{operator.name}"
         given = {} if attribute.default is None else {attribute.name: str(attribute.default)}
@@ -175,7 +175,7 @@ def test_attributes_are_typed(client: httpx.Client, operator: Operator) -> None:
 
 
 @EVERY
-def test_it_is_documented(client: httpx.Client, operator: Operator) -> None:
+def test_every_operator_is_documented(client: httpx.Client, operator: Operator) -> None:
     assert operator.formula.endswith(".")
     assert operator.example.keys() == {one.name for one in operator.inputs}
     listed = {info["name"]: info for info in client.get("/v1/ops").json()["operators"]}
@@ -187,7 +187,7 @@ def test_it_is_documented(client: httpx.Client, operator: Operator) -> None:
 
 
 @EVERY
-def test_the_schema_shows_its_request_and_answer(client: httpx.Client, operator: Operator) -> None:
+def test_the_schema_shows_each_request_and_answer(client: httpx.Client, operator: Operator) -> None:
     schema = client.get("/openapi.json").json()
     components = schema["components"]["schemas"]
     request, answer = (components[f"{operator.name}{part}"] for part in ("Request", "Answer"))
@@ -208,7 +208,7 @@ def test_the_schema_shows_its_request_and_answer(client: httpx.Client, operator:
 
 
 @EVERY
-def test_its_kernel_is_the_function_that_was_declared(operator: Operator) -> None:
+def test_each_operator_runs_its_declared_kernel(operator: Operator) -> None:
     positional = [p for p in inspect.signature(operator.kernel).parameters.values() if p.kind is p.POSITIONAL_ONLY]
     assert [p.name for p in positional] == [one.name for one in operator.inputs]
     tensors = example(operator)

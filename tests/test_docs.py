@@ -67,7 +67,7 @@ def test_every_block_is_an_example_its_output_or_a_transcript() -> None:
                 assert block.language or not block.text, f"{name}: of no language\n{block.text}"
 
 
-def test_no_example_is_overlooked() -> None:
+def test_every_example_is_run() -> None:
     fences = {name: text.count("```") for name, text in TEXTS.items()}
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
     assert Counter(block.language for found in BLOCKS.values() for block in found) == {
@@ -85,7 +85,7 @@ def test_tables_are_fresh() -> None:
         assert rendered(text) == text, f"{name} is stale: run `make docs`"
 
 
-def test_every_table_is_somewhere_once() -> None:
+def test_every_table_is_in_one_document() -> None:
     assert sorted(name for text in TEXTS.values() for name in tables(text)) == sorted(TABLES)
     assert sum(text.count("make docs -->") for text in TEXTS.values()) == len(TABLES)
 
@@ -111,7 +111,7 @@ def links(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
+def test_every_link_has_a_target(path: Path) -> None:
     for link in links(path):
         file, _, anchor = link.partition("#")
         target = path.parent / file if file else path
@@ -127,7 +127,7 @@ def test_every_document_is_linked_from_the_readme() -> None:
 # ----- what the text names -----
 
 
-def test_targets_exist() -> None:
+def test_named_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     command = re.compile(r"(?:`|^(?:\$ )?)make ([a-z-]+)", re.MULTILINE)
     targets = {target for path in LINKED for target in command.findall(path.read_text())}
@@ -136,7 +136,7 @@ def test_targets_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_settings_that_are_named_exist() -> None:
+def test_named_settings_exist() -> None:
     known = {f"GRADSERVE_{name.upper()}" for name in Settings.model_fields}
     known |= {"GRADSERVE_LISTEN", "GRADSERVE_URL", "GRADSERVE_API_KEY"}  # of compose.yaml, and of the client
     for name, text in TEXTS.items():

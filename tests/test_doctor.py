@@ -20,7 +20,7 @@ from tests.serving import serving
 LARGE = 100_003
 
 
-def test_the_doctor(tmp_path: Path) -> None:
+def test_the_doctor_checks_a_store_in_use_and_finds_damage(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
         for name, size in (("small", 50), ("large", LARGE), ("taken", LARGE)):
@@ -44,7 +44,7 @@ def test_the_doctor(tmp_path: Path) -> None:
     assert "problems found: 1" in out
 
 
-def test_the_doctor_says_in_which_namespace_a_buffer_is_damaged(tmp_path: Path) -> None:
+def test_the_doctor_names_the_namespace_of_a_damaged_buffer(tmp_path: Path) -> None:
     store = LmdbStore(tmp_path / "a", max_bytes=1 << 24)
     for namespace in ("", "ann"):
         store.within(namespace).submit(Request([Create(name="w", spec=Spec((2,), FLOAT32))])).result(20)

@@ -84,7 +84,7 @@ def test_no_modules_import_each_other() -> None:
     assert circles(FILES) == []
 
 
-def test_no_module_reaches_for_the_private_names_of_another() -> None:
+def test_no_module_imports_private_names_of_another() -> None:
     def private(path: Path) -> list[str]:
         package = f"service.{'.'.join(path.relative_to(SERVICE).parts[:-1])}".rstrip(".")
         names = [name.split(".") for name in imported(path) if name.startswith("service.")]

@@ -61,7 +61,7 @@ def filled(reopen: Callable[[], LmdbStore]) -> LmdbStore:
 
 
 @pytest.mark.parametrize("elements", [1 << 14, (1 << 14) + 1])
-def test_values_of_up_to_64_kb_are_in_lmdb(reopen: Callable[[], LmdbStore], path: Path, elements: int) -> None:
+def test_values_up_to_64_kb_are_stored_in_lmdb(reopen: Callable[[], LmdbStore], path: Path, elements: int) -> None:
     store = reopen()
     create(store, *NAMES, shape=(elements,))
     do(store, *[Add(name=name, gradient=ones(elements)) for name in NAMES])
@@ -70,7 +70,7 @@ def test_values_of_up_to_64_kb_are_in_lmdb(reopen: Callable[[], LmdbStore], path
     assert bool((path / "values").stat().st_size) == (4 * elements > 1 << 16)
 
 
-def test_many_change_together_again_and_again(filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path) -> None:
+def test_many_small_buffers_change_together(filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path) -> None:
     for turn in range(1, 4):
         do(filled, *adds(turn=turn))
     store = reopen()
@@ -87,7 +87,7 @@ def test_many_change_together_again_and_again(filled: LmdbStore, reopen: Callabl
     assert (path / "data.mdb").stat().st_size < 4 * 40 * 4 * SIZE  # the pages of earlier states are used again
 
 
-def test_the_same_values_again_in_one_transaction(
+def test_one_transaction_may_change_a_value_again(
     filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read, taken, deleted and changed again before they are committed."""
@@ -120,7 +120,7 @@ def test_the_same_values_again_in_one_transaction(
     assert wrong(path) == []
 
 
-def test_a_request_that_fails_changes_nothing(
+def test_a_failed_request_changes_nothing(
     filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, gate = state(filled), Gate(monkeypatch)
@@ -139,7 +139,7 @@ def test_a_request_that_fails_changes_nothing(
 
 
 @pytest.mark.parametrize("cached", [0, 3 * 51_200])
-def test_random_changes(
+def test_random_changes_keep_the_right_values(
     reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch, cached: int
 ) -> None:
     """Some at once, some alone, of small and of large values; the writer remembers few or none."""

@@ -27,14 +27,14 @@ def test_a_server_is_healthy_once_it_is_ready() -> None:
         assert not is_healthy(url, GRADSERVE_TLS_CERTIFICATE="/certificate.pem"), "it does not speak HTTPS"
 
 
-def test_so_is_one_that_speaks_https(certificate: tuple[Path, Path]) -> None:
+def test_a_server_with_https_is_healthy_once_it_is_ready(certificate: tuple[Path, Path]) -> None:
     made, key = certificate
     with serving(tls_certificate=made, tls_key=key) as url:
         assert is_healthy(url, GRADSERVE_TLS_CERTIFICATE=str(made))
         assert not is_healthy(url)
 
 
-def test_where_nobody_listens_nothing_is_healthy() -> None:
+def test_a_port_without_a_server_is_not_healthy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
     assert not is_healthy(f"http://127.0.0.1:{port}")

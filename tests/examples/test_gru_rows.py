@@ -22,7 +22,7 @@ def run(*options: str) -> str:
     return done.stdout
 
 
-def test_it_learns_the_digits_alike_with_any_server() -> None:
+def test_the_example_learns_the_digits_alike_with_any_server() -> None:
     printed = run("--epochs", "7")
     accuracies = [float(one) for one in re.findall(r"accuracy (.*)%", printed)]
     assert len(accuracies) == 7

@@ -55,7 +55,7 @@ def wait_for(worker: Worker, epoch: int, failed: threading.Event) -> None:
         time.sleep(0.001)
 
 
-def test_every_worker_reads_the_same_sums_and_they_are_right(tmp_path: Path) -> None:
+def test_every_worker_reads_the_same_correct_sums(tmp_path: Path) -> None:
     chance = random.Random(6)
     failed = threading.Event()
     with (

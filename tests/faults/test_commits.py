@@ -84,7 +84,7 @@ def rows(client: Client, names: tuple[str, ...]) -> list[int]:
 @pytest.mark.parametrize(
     ("names", "shape", "points"), [(NAMES, SHAPE, ["chunk", *CLOSES]), (MANY, SMALL, CLOSES)], ids=["large", "many"]
 )
-def test_adds_are_there_as_a_whole_or_not_at_all(
+def test_a_kill_leaves_each_add_whole_or_absent(
     server: Server, order: Path, names: tuple[str, ...], shape: tuple[int, int], points: list[str]
 ) -> None:
     with Client(server.url) as client, ThreadPoolExecutor(CLIENTS) as threads:
@@ -115,7 +115,7 @@ def test_adds_are_there_as_a_whole_or_not_at_all(
             assert rows(client, names) == expected, (point, number)
 
 
-def test_a_take_is_there_as_a_whole_or_not_at_all(server: Server, order: Path) -> None:
+def test_a_kill_leaves_a_take_whole_or_absent(server: Server, order: Path) -> None:
     with Client(server.url) as client:
         for name in NAMES:
             client.create(name, SHAPE, keep=2)

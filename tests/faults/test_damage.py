@@ -96,7 +96,7 @@ def test_a_damaged_store_is_refused_at_the_start(damage: str, store: Path, tmp_p
 
 
 @pytest.mark.parametrize("lost", [1, PAGE, 4 * PAGE] if LONG else [PAGE])
-def test_a_store_that_lost_its_end_is_refused_or_whole(lost: int, store: Path) -> None:
+def test_a_truncated_store_is_refused_or_whole(lost: int, store: Path) -> None:
     data = store / "data.mdb"
     cut(data, data.stat().st_size - lost)
     server = Server(store)
@@ -110,7 +110,7 @@ def test_a_store_that_lost_its_end_is_refused_or_whole(lost: int, store: Path) -
                 client.add(name, np.ones(SIZE), key=new_key())
 
 
-def test_a_file_of_values_that_is_cut_short_or_gone_is_reported(sound: Path, tmp_path: Path) -> None:
+def test_a_truncated_or_missing_values_file_is_reported(sound: Path, tmp_path: Path) -> None:
     files = [path.name for path in sound.iterdir() if path.name not in ("data.mdb", "lock.mdb", "format")]
     for number, file in enumerate(2 * files):
         store = shutil.copytree(sound, tmp_path / f"{number}")
@@ -137,7 +137,7 @@ def test_a_file_of_values_that_is_cut_short_or_gone_is_reported(sound: Path, tmp
             assert "Traceback" not in server.log.read_text()
 
 
-def test_a_damaged_value_is_reported_and_the_others_are_served(store: Path) -> None:
+def test_a_damaged_value_is_reported_and_other_buffers_are_served(store: Path) -> None:
     flip(store, numbers(1)[12_345:12_350].tobytes(), 11)
     with Server(store) as server, Client(server.url) as client:
         gradient = tensors(gradient=np.ones(SIZE))
@@ -161,7 +161,7 @@ def test_a_damaged_value_is_reported_and_the_others_are_served(store: Path) -> N
         assert client.add("wounded", np.ones(SIZE))["count"] == 1
 
 
-def test_a_damaged_record_is_reported_and_the_others_are_served(store: Path) -> None:
+def test_a_damaged_record_is_reported_and_other_buffers_are_served(store: Path) -> None:
     flip(store, b"wounded[{", 10)
     with Server(store) as server, Client(server.url) as client:
         gradient = tensors(gradient=np.ones(SIZE))
@@ -184,7 +184,7 @@ def test_a_damaged_record_can_be_deleted(store: Path) -> None:
         client.create("wounded", (SIZE,))
 
 
-def test_a_damaged_record_that_expires_harms_no_other_buffer(tmp_path: Path) -> None:
+def test_an_expired_damaged_record_harms_no_other_buffer(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with Server(path) as server, Client(server.url) as client:
         client.create("sound", (SIZE,))
@@ -196,7 +196,7 @@ def test_a_damaged_record_that_expires_harms_no_other_buffer(tmp_path: Path) -> 
             assert client.add("sound", np.ones(SIZE))["count"] == count
 
 
-def test_workers_never_write_behind_different_locks(tmp_path: Path) -> None:
+def test_workers_never_write_under_different_lock_files(tmp_path: Path) -> None:
     """`lock.mdb` is removed while the server runs, and a worker that starts then makes another."""
     with Server(tmp_path / "store", workers=2) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()

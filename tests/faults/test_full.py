@@ -58,7 +58,7 @@ def add_in_vain(client: Client, name: str, key: str | None = None, *, size: int 
     assert_problem(answer, 507, "store_full", "nothing was changed")
 
 
-def test_a_full_disk_changes_nothing_and_is_left_by_making_room(disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_changes_nothing_until_there_is_room(disk: Path, tmp_path: Path) -> None:
     ballast = disk / "ballast"
     ballast.write_bytes(bytes(ROOM // 4))
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
@@ -78,7 +78,7 @@ def test_a_full_disk_changes_nothing_and_is_left_by_making_room(disk: Path, tmp_
 
 
 @pytest.mark.parametrize("size", [SIZE, 200_000])
-def test_a_full_disk_is_left_by_deleting_a_buffer(disk: Path, tmp_path: Path, size: int) -> None:
+def test_deleting_a_buffer_makes_room_on_a_full_disk(disk: Path, tmp_path: Path, size: int) -> None:
     ones = np.ones(size)
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         last, _ = fill(client, size)
@@ -99,7 +99,7 @@ def test_a_full_disk_is_left_by_deleting_a_buffer(disk: Path, tmp_path: Path, si
             assert (client.value(name) == 1).all()
 
 
-def test_a_disk_that_small_buffers_fill_is_left_by_deleting_a_large_one(disk: Path, tmp_path: Path) -> None:
+def test_deleting_a_large_buffer_makes_room_on_a_disk_full_of_small_ones(disk: Path, tmp_path: Path) -> None:
     """LMDB must have room to change its pages, whatever took the rest."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         last, _ = fill(client)
@@ -113,7 +113,7 @@ def test_a_disk_that_small_buffers_fill_is_left_by_deleting_a_large_one(disk: Pa
         assert client.add(f"b{last}", ONES)["count"] == 1
 
 
-def test_a_disk_that_others_filled_is_room_for_what_lmdb_has(disk: Path, tmp_path: Path) -> None:
+def test_deleting_small_buffers_makes_room_inside_lmdb(disk: Path, tmp_path: Path) -> None:
     """Small buffers are deleted, of which the disk gets nothing back."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         for number in range(40):
@@ -129,7 +129,7 @@ def test_a_disk_that_others_filled_is_room_for_what_lmdb_has(disk: Path, tmp_pat
             assert client.add(f"new.{number}", np.ones(4000))["count"] == 1
 
 
-def test_an_add_in_vain_leaves_the_room_to_others(disk: Path, tmp_path: Path) -> None:
+def test_a_refused_add_gives_back_the_room_that_it_took(disk: Path, tmp_path: Path) -> None:
     """What it wrote before the disk was full is given back, although nothing was committed since."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         client.create("huge", (ROOM // 4,))
@@ -141,7 +141,7 @@ def test_an_add_in_vain_leaves_the_room_to_others(disk: Path, tmp_path: Path) ->
         client.add_many(dict.fromkeys(names, np.ones(16_000, np.float32)), key=new_key())
 
 
-def test_a_full_store_changes_nothing_and_is_left_by_deleting_a_buffer(tmp_path: Path) -> None:
+def test_a_full_store_changes_nothing_until_a_buffer_is_deleted(tmp_path: Path) -> None:
     with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
         last, refused = fill(client)
         before = client.state()
@@ -154,7 +154,7 @@ def test_a_full_store_changes_nothing_and_is_left_by_deleting_a_buffer(tmp_path:
         assert (client.value("b2") == 2).all()
 
 
-def test_a_many_buffer_add_that_finds_no_room_changes_none(tmp_path: Path) -> None:
+def test_an_add_to_many_buffers_without_room_changes_none(tmp_path: Path) -> None:
     with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
         names = [f"b{number}" for number in range(20)]
         for name in names:
@@ -169,7 +169,7 @@ def test_a_many_buffer_add_that_finds_no_room_changes_none(tmp_path: Path) -> No
         assert [client.metadata(name)["count"] for name in names] == [1] * 5 + [0] * 15
 
 
-def test_a_store_that_is_full_to_the_last_page_still_deletes(tmp_path: Path) -> None:
+def test_a_store_full_to_the_last_page_still_deletes(tmp_path: Path) -> None:
     with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
         fill(client)
         for number in range(10_000):

@@ -121,7 +121,7 @@ def check(history: list[Call]) -> None:
         latest = max(latest, call.sent)
 
 
-def test_concurrent_calls_are_as_if_made_one_after_another(tmp_path: Path) -> None:
+def test_concurrent_calls_are_linearizable(tmp_path: Path) -> None:
     chance = random.Random(8)
     stop = threading.Event()
     with (
@@ -187,6 +187,6 @@ def test_the_checker_accepts_a_sound_history() -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_checker_rejects(wrong: str) -> None:
+def test_the_checker_rejects_a_wrong_history(wrong: str) -> None:
     with pytest.raises(AssertionError):
         check(WRONG[wrong]())

@@ -98,7 +98,7 @@ def check(client: Client, adders: list[Adder]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_gradient_counts_once(workers: int, tmp_path: Path) -> None:
+def test_every_gradient_counts_exactly_once(workers: int, tmp_path: Path) -> None:
     chance = random.Random(workers)
     stop = threading.Event()
     with (

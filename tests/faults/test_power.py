@@ -120,7 +120,7 @@ class Adders:
                     self.answered += 1
 
 
-def test_a_power_cut_leaves_every_acknowledged_add_and_no_half_of_one(tmp_path: Path) -> None:
+def test_a_power_cut_leaves_every_acknowledged_add_and_no_partial_one(tmp_path: Path) -> None:
     chance = random.Random(5)
     tears = 0
     with (

@@ -64,7 +64,7 @@ ADD = Add(name="w", gradient=SCALAR)
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", ["epoch", "count", "tag"])
-def test_a_change_in_the_moment_in_which_the_wait_begins(kind: str, before: bool) -> None:
+def test_a_change_as_the_wait_begins_ends_the_wait(kind: str, before: bool) -> None:
     store = Racing()
     change(store, W)
     tries = 0
@@ -86,7 +86,7 @@ def test_a_change_in_the_moment_in_which_the_wait_begins(kind: str, before: bool
     store.close()
 
 
-def test_a_buffer_that_is_deleted_and_created_anew_meanwhile_is_another_one() -> None:
+def test_a_wait_checks_a_recreated_buffer_again() -> None:
     store = Racing()
     change(store, W)
 
@@ -104,7 +104,7 @@ def test_a_buffer_that_is_deleted_and_created_anew_meanwhile_is_another_one() ->
     store.close()
 
 
-def test_only_what_may_be_there_wakes() -> None:
+def test_a_wait_tries_again_only_after_a_relevant_change() -> None:
     store = MemoryStore()
     for name in ("w", "v"):
         change(store, Create(name=name, spec=Spec((), FLOAT32)))
