@@ -1,4 +1,4 @@
-"""A server that has enough to do says so at once, and goes on with what it has and with what is small."""
+"""A busy server refuses large requests at once, and goes on with its work and with small requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def narrow() -> Iterator[str]:
 
 @pytest.fixture
 def url(narrow: str) -> str:
-    """The URL of a server that lets a megabyte in at a time, and holds nothing of other tests."""
+    """Return the URL of a server that admits a megabyte at a time and holds no bytes of other tests."""
     wait_until(lambda: in_flight(narrow, "_bytes") == 0)
     with httpx.Client(base_url=narrow) as client:
         delete_buffers(client)
@@ -47,7 +47,7 @@ def url(narrow: str) -> str:
 
 @contextmanager
 def half_sent(url: str, body: bytes, *, chunked: bool = False) -> Iterator[socket.socket]:
-    """A connection on which half a request was sent."""
+    """Yield a connection after half of a request was sent."""
     host, port = url.removeprefix("http://").split(":")
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
     head = f"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n{length}\r\n\r\n"
@@ -67,19 +67,21 @@ def is_refused(url: str, body: bytes) -> bool:
 
 
 def wait_until_held(url: str) -> None:
-    """Until the server has taken the half-sent request up, which a large one that comes first would keep out."""
+    """Wait until the server has admitted the half-sent request: a large request before it would keep it out."""
     large = relu(40_000)
     for _ in range(1000):
         if in_flight(url, "_bytes") + len(large) > 1 << 20 and is_refused(url, large):
             return
-    raise AssertionError("everything is let in")
+    raise AssertionError("the server admits everything")
 
 
 def test_large_requests_beyond_the_bytes_in_flight_are_refused(url: str) -> None:
     large, small = relu(100_000), relu(1000)
     with half_sent(url, large) as connection:
         wait_until_held(url)
-        with socket.create_connection(connection.getpeername(), timeout=30) as other:  # answered before its body comes
+        with socket.create_connection(
+            connection.getpeername(), timeout=30
+        ) as other:  # answered before its body arrives
             head = f"POST /v1/buffers/a/accumulate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n"
             other.sendall(head.encode())
             assert other.recv(1000).startswith(b"HTTP/1.1 429 ")
@@ -92,7 +94,7 @@ def test_large_requests_beyond_the_bytes_in_flight_are_refused(url: str) -> None
 
 
 def test_refusing_an_expected_body_closes_the_connection(url: str) -> None:
-    """What it would send next on it, the body or another request, nobody could know."""
+    """The server cannot know whether the next bytes are the body or another request."""
     large = relu(100_000)
     with half_sent(url, large) as connection:
         wait_until_held(url)
@@ -121,7 +123,7 @@ def test_a_client_that_left_holds_no_bytes_in_flight(url: str) -> None:
     for _ in range(1000):
         if not is_refused(url, relu(100_000)):
             return
-    raise AssertionError("what a client held that has left stays held")
+    raise AssertionError("the bytes of a client that left stay held")
 
 
 def test_a_chunked_body_counts_as_it_arrives(url: str) -> None:
@@ -156,7 +158,7 @@ def test_values_to_read_count_as_bytes_in_flight(url: str) -> None:
 
 
 def gru() -> bytes:
-    """A request that takes long."""
+    """Return the body of a slow request."""
     steps, hidden = 3000, 96
     tensors: dict[str, np.ndarray[Any, Any]] = {
         "X": np.ones((steps, 8, hidden), np.float32),
@@ -175,7 +177,7 @@ def test_a_request_past_its_timeout_is_not_started() -> None:
 
         long = [pool.submit(ask) for _ in range(3)]
         while "gradserve_waiting 2.0" not in client.get("/metrics").text:
-            assert not all(one.done() for one in long), "they were over before they were seen"
+            assert not all(one.done() for one in long), "the requests ended before the metrics showed them"
         expired = ask(**{"Request-Timeout": "0.001"})
         assert_problem(expired, 503, "expired", "0.001 seconds", "not started")
         assert expired.headers["retry-after"] == "1"
@@ -189,7 +191,7 @@ def test_a_request_past_its_timeout_is_not_started() -> None:
 
 
 def test_a_take_that_was_made_never_answers_expired() -> None:
-    """A take whose answer has to wait for a thread: whoever is told to send it again would take the next epoch."""
+    """The answer waits for a thread. A client that sent the take again would take the next epoch."""
     size, path = 1 << 20, "/v1/ops/GRUTraining?outputs=HFinal"
     with serving(threads=1) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
@@ -197,7 +199,7 @@ def test_a_take_that_was_made_never_answers_expired() -> None:
         given: dict[str, Any] = {"content": gru(), "headers": {"Content-Type": SAFETENSORS}}
         long = [pool.submit(client.post, path, **given) for _ in range(2)]
         while "gradserve_waiting 1.0" not in client.get("/metrics").text:
-            assert not all(one.done() for one in long), "they were over before they were seen"
+            assert not all(one.done() for one in long), "the requests ended before the metrics showed them"
         headers = {"Request-Timeout": "0.001", "Accept": SAFETENSORS}
         taken = client.post("/v1/buffers/a/take", headers=headers)
         assert taken.status_code == 200, taken.text
@@ -255,7 +257,7 @@ def test_limits_are_listed_and_kept() -> None:
 
 
 def test_values_to_take_count_as_bytes_in_flight(url: str) -> None:
-    """As those that are read do: a request of a few bytes may be answered many."""
+    """A take of a few bytes may be answered with many."""
     size = 1 << 18
     with httpx.Client(base_url=url, timeout=30) as client:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
@@ -292,12 +294,12 @@ def test_values_of_input_buffers_count_as_bytes_in_flight(url: str) -> None:
             refused = client.post(path, **request)
             assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT", str(2 * 4 * size))
         wait_until(lambda: in_flight(url, "_bytes") == 0)
-        assert client.post(path, **request).status_code == 200  # by itself it may have as much as it needs
+        assert client.post(path, **request).status_code == 200  # a single request may use as much as it needs
         wait_until(lambda: in_flight(url, "_bytes") == 0)
 
 
 def test_inflated_bodies_and_outputs_count_as_bytes_in_flight(url: str) -> None:
-    """Once it is inflated, or its outputs are there."""
+    """The limit holds again once the body is inflated and once the outputs are computed."""
     zeros = {"dY": np.zeros(100_000, np.float32), "X": np.zeros(100_000, np.float32)}
     body, headers = gzip.compress(safetensors.numpy.save(zeros)), {"Content-Encoding": "gzip"}
     take = gzip.compress(b'{"names": [' + b" " * (1 << 20) + b'"a"]}')
@@ -320,7 +322,7 @@ def test_inflated_bodies_and_outputs_count_as_bytes_in_flight(url: str) -> None:
 
 
 def test_a_request_answered_busy_has_added_nothing(url: str) -> None:
-    """Or, if it was made before, has not become anything that does not come again."""
+    """A repeated request answered busy can be repeated once more."""
     steps, sequences, hidden = 3000, 4, 16
     rng = np.random.default_rng(0)
     shapes = {"X": (steps, sequences, 1), "W": (1, 3 * hidden, 1), "R": (1, 3 * hidden, hidden)}
@@ -348,7 +350,7 @@ def test_a_request_answered_busy_has_added_nothing(url: str) -> None:
 
 
 def test_a_single_request_is_never_answered_busy(url: str) -> None:
-    """Its body and what it asks for may be more together than all that are in flight may hold."""
+    """Its body and its answer may together exceed the bytes in flight."""
     size = 1 << 18
     with httpx.Client(base_url=url, timeout=30) as client:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201

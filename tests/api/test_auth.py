@@ -1,4 +1,4 @@
-"""API keys: who is let in, what each key is good for, and what each namespace sees."""
+"""API keys: which requests are authorized, the scopes of each key, and the buffers of each namespace."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_request_with_two_keys_is_unauthorized(locked: str, secrets: dict[str,
 
 
 def test_a_large_body_without_a_key_is_refused(locked: str) -> None:
-    """And the connection goes on, or ends, but nothing hangs."""
+    """The connection goes on or ends; the client never hangs."""
     with httpx.Client(base_url=locked, timeout=30) as anyone:
         for _ in range(2):
             answer = anyone.post("/v1/buffers/a/accumulate", content=bytes(1 << 20))
@@ -263,7 +263,7 @@ def test_a_receipt_in_an_error_names_the_buffer_without_its_namespace(people: di
 
 
 def test_errors_repeat_the_clients_text(people: dict[str, httpx.Client]) -> None:
-    """Even where it looks like a name inside the store."""
+    """The text looks like a full name inside the store."""
     ann = people["ann"]
     ann.put("/v1/buffers/w", json={"shape": [2]})
     key = {"Idempotency-Key": "step~ann/7"}
@@ -376,7 +376,7 @@ def test_each_new_fault_of_the_key_file_is_logged(tmp_path: Path, caplog: pytest
 
 
 def test_changing_keys_keeps_owner_and_mode_of_the_file(tmp_path: Path) -> None:
-    """The service may run as another user than the one who changes its keys."""
+    """The service may run as another user than the operator who changes its keys."""
     file, link = tmp_path / "keys.json", tmp_path / "link.json"
     add(file, "one", ["ops"])
     link.symlink_to(file)
@@ -502,7 +502,7 @@ def test_without_keys_pages_of_other_sites_are_refused(
     assert answer.status_code == 403
     assert "page of another website" in answer.text
     assert headers.get("Origin", "") in answer.text
-    assert client.get("/v1/buffers", headers=headers).status_code == 200  # which the browser keeps to itself
+    assert client.get("/v1/buffers", headers=headers).status_code == 200  # the browser hides this answer from the page
 
 
 @pytest.mark.parametrize("site", ["same-origin", "none", None])

@@ -1,4 +1,4 @@
-"""A store that is reached over a network may block: then the event loop calls none of its look-ups."""
+"""A store behind a network may block: the event loop calls none of its look-ups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK_UPS = ("record", "records", "read", "recall", "generation", "size")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each look-up was called; a call in an event loop is counted as `in the loop`."""
+    """Count the calls of each look-up. A call in an event loop counts as `in the loop`."""
     counts: Counter[str] = Counter()
 
     def watched(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Bodies over a real socket: in pieces, stalled, cut off, too large, compressed; and under another server."""
+"""Bodies over a real socket: in pieces, stalled, cut off, too large, compressed, and without our protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.settings import Settings
 from tests.serving import assert_problem, serving
 
 LIMIT = 2 << 20
-"""The server's max_body_bytes, see conftest.py."""
+"""The max_body_bytes of the server in conftest.py."""
 
 SMALL, LARGE = 10, 100_000
 assert 2 * 4 * SMALL + 1000 < DIRECT_BYTES < 2 * 4 * LARGE < LIMIT
@@ -35,7 +35,7 @@ assert 2 * 4 * SMALL + 1000 < DIRECT_BYTES < 2 * 4 * LARGE < LIMIT
 
 @pytest.fixture(autouse=True)
 def _nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Whatever clients do, the server has no error of its own to log."""
+    """Fail if the server logs an error: no client may cause one."""
     logger = logging.getLogger("uvicorn.error")
     logger.addHandler(caplog.handler)
     yield
@@ -44,7 +44,7 @@ def _nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 class Message(NamedTuple):
-    """A request for ReluGrad: its head, but for what says how long the body is, its body, and the numbers to come."""
+    """A request for ReluGrad: its head without the body's length, its body, and the expected numbers."""
 
     head: bytes
     body: bytes
@@ -90,7 +90,7 @@ class Answer(NamedTuple):
 
 
 class Connection:
-    """A socket, to which bytes are sent as they are, and from which answers are read one by one."""
+    """A socket that sends raw bytes and reads answers one by one."""
 
     def __init__(self, url: str) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -106,7 +106,7 @@ class Connection:
         self.socket.close()
 
     def send(self, *pieces: bytes, pause: float = 0.001) -> None:
-        """Send the pieces, so slowly that the server reads each by itself."""
+        """Send the pieces with pauses: the server reads each alone."""
         for number, piece in enumerate(pieces):
             if number:
                 time.sleep(pause)
@@ -124,7 +124,7 @@ class Connection:
         return Answer(status, headers, self._stream.read(int(headers["content-length"])))
 
     def is_closed(self) -> bool:
-        """Whether the server has closed it, for which this waits."""
+        """Wait for the server to close the connection; return whether it did."""
         try:
             return self._stream.read(1) == b""
         except ConnectionResetError:
@@ -158,7 +158,7 @@ PIECES: dict[str, Callable[[int, int], Iterable[int]]] = {
     "at once": lambda head, end: [],
     "the head first": lambda head, end: [head],
     "the head and the first byte": lambda head, end: [head + 1],
-    "the head but for its last byte": lambda head, end: [head - 1],
+    "the head without its last byte": lambda head, end: [head - 1],
     "single bytes around the head's end": lambda head, end: range(head - 5, head + 40),
     "single bytes at the end": lambda head, end: range(end - 20, end),
     "the last byte late": lambda head, end: [end - 1],
@@ -192,7 +192,7 @@ def test_a_body_may_be_chunked(connection: Connection, make: Make, chunk: int) -
 
 @EITHER_API
 def test_heads_and_json_may_have_any_length(connection: Connection, make: Make) -> None:
-    """Where tensors begin in memory depends on both."""
+    """The lengths of head and JSON decide the alignment of the tensors."""
     for extra in range(20):
         message = make(LARGE + extra % 3, first=extra)
         connection.send(*cut(message.whole(b"X-Padding: %b\r\n" % (b"x" * extra)), 200 + extra))
@@ -204,7 +204,9 @@ def test_heads_and_json_may_have_any_length(connection: Connection, make: Make) 
 def test_requests_may_be_pipelined(connection: Connection, makes: tuple[Make, Make], sizes: tuple[int, int]) -> None:
     messages = [make(size, first) for first, (make, size) in enumerate(zip(makes * 2, sizes * 2, strict=True))]
     everything = b"".join(message.whole() for message in messages)
-    sending = threading.Thread(target=connection.send, args=[everything])  # the server may want to be read meanwhile
+    sending = threading.Thread(
+        target=connection.send, args=[everything]
+    )  # the server may need its answers read meanwhile
     sending.start()
     for message in messages:
         assert_right(connection.answer(), message)
@@ -303,7 +305,7 @@ def assert_too_late(answer: Answer, make: Make) -> None:
 
 def test_a_stalled_request_times_out(impatient: str) -> None:
     cases = [(make, size, stall) for make in (v1, v2) for size in (SMALL, LARGE) for stall in STALLS]
-    connections = [Connection(impatient) for _ in cases]  # which all wait at the same time
+    connections = [Connection(impatient) for _ in cases]  # all wait at the same time
     for connection, (make, size, stall) in zip(connections, cases, strict=True):
         connection.send(STALLS[stall](make(size)))
     for connection, (make, _, _) in zip(connections, cases, strict=True):
@@ -336,7 +338,7 @@ def test_an_idle_connection_is_closed() -> None:
 @SIZES
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_arrives_byte_by_byte_times_out(impatient: str, size: int, chunked: bool) -> None:
-    """The memory of a large one is there, and kept from others, from the beginning."""
+    """A large body holds its memory from the beginning, and other requests cannot use it."""
     message = v1(size)
     whole = message.chunked(80_000) if chunked else message.whole()
     begun = len(message.head) + (81_000 if size == LARGE else 40)
@@ -349,7 +351,7 @@ def test_a_body_that_arrives_byte_by_byte_times_out(impatient: str, size: int, c
             start = begun + number
             connection.send(whole[start : start + 1])
         else:
-            raise AssertionError("it goes on and on")
+            raise AssertionError("the server never gives up")
         assert_too_late(connection.answer(), v1)
 
 
@@ -401,7 +403,7 @@ def test_a_content_length_over_the_limit_is_refused_before_the_body(connection: 
     assert answer.status == 413
     assert b"2097153 bytes" in answer.body
     assert b"GRADSERVE_MAX_BODY_BYTES" in answer.body
-    connection.send(bytes(LIMIT + 1))  # which is read nevertheless, and discarded
+    connection.send(bytes(LIMIT + 1))  # the server discards these bytes
     assert answer.headers["connection"] == "close"
     assert connection.is_closed()
 
@@ -470,7 +472,7 @@ def test_a_compressed_body_may_arrive_in_pieces(connection: Connection, make: Ma
         assert_right(connection.answer(), plain)
 
 
-# ----- under another server -----
+# ----- without our protocol -----
 
 
 def test_the_application_works_without_our_protocol() -> None:

@@ -1,4 +1,4 @@
-"""`/v1/buffers` over real HTTP, with each store: to create buffers, to list, to tell their state, to forget them."""
+"""`/v1/buffers` over real HTTP, with each store: create, list, describe and delete buffers."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_bad_member_is_named(http: httpx.Client, case: str) -> None:
         assert_problem(http.get(f"/v1/buffers/{name}"), 404, "unknown_buffer", name)
         assert http.get("/v1/buffers").status_code == 200
     finally:
-        httpx.delete(f"{http.base_url}/v1/buffers/{name}")  # by a connection of its own: a bug closes the other
+        httpx.delete(f"{http.base_url}/v1/buffers/{name}")  # on its own connection: a bug would close the other
 
 
 def test_a_list_of_too_many_elements_is_refused_before_it_is_parsed(http: httpx.Client) -> None:
@@ -139,7 +139,7 @@ def test_a_list_of_too_many_elements_is_refused_before_it_is_parsed(http: httpx.
 def test_an_unknown_member_is_named(http: httpx.Client) -> None:
     answer = http.put(f"/v1/buffers/{fresh()}", json={"shape": [], "qourum": 3})
     assert assert_problem(answer, 422, "unknown_parameter", "member", "'qourum'")["parameter"] == "qourum"
-    answer = http.put(f"/v1/buffers/{fresh()}", json={"shpe": [2]})  # rather than that there is no shape
+    answer = http.put(f"/v1/buffers/{fresh()}", json={"shpe": [2]})  # the unknown member, not the missing shape
     assert_problem(answer, 422, "unknown_parameter", "'shpe'", "one of shape, dtype")
 
 

@@ -77,7 +77,7 @@ def test_take_answers_the_value_and_closes_the_epoch(http: httpx.Client) -> None
 
 @pytest.mark.parametrize("sent", ["application/x-www-form-urlencoded", "text/plain"])
 def test_a_request_without_a_body_may_have_any_content_type(http: httpx.Client, sent: str) -> None:
-    """As of `curl -d ''`."""
+    """`curl -d ''` sends a form's content type."""
     name, headers = create(http), {"Content-Type": sent}
     for what in ("zero", "take"):
         answer = http.post(f"/v1/buffers/{name}/{what}", content=b"", headers=headers)
@@ -276,7 +276,7 @@ def test_one_add_completes_several_quorums(http: httpx.Client) -> None:
 
 
 def test_a_buffer_named_metadata_does_not_break_safetensors(http: httpx.Client) -> None:
-    """Either it cannot be made, or it can be taken with the others."""
+    """The name is refused, or a take with other buffers works."""
     name = "__metadata__"
     answer = http.put(f"/v1/buffers/{name}", json={"shape": [2]})
     if answer.status_code == 201:
@@ -289,7 +289,7 @@ def test_a_buffer_named_metadata_does_not_break_safetensors(http: httpx.Client) 
 
 @pytest.mark.parametrize("what", ["zero", "take", "value"])
 def test_a_prefix_request_survives_concurrent_deletes(http: httpx.Client, what: str) -> None:
-    """Though others delete and create buffers meanwhile."""
+    """Another client deletes and creates buffers meanwhile."""
     prefix, stop = fresh("pre") + ".", threading.Event()
     stays = create(http, f"{prefix}stays")
 

@@ -45,7 +45,7 @@ def run(http: httpx.Client, op: str, body: Any, headers: Any = None, **params: A
 
 
 def stored(http: httpx.Client, array: Any, dtype: str = "float32") -> str:
-    """A buffer with these numbers."""
+    """Create a buffer with these numbers and return its name."""
     array = np.asarray(array, DTYPES[dtype])
     name = create(http, shape=array.shape, dtype=dtype)
     answer = http.post(f"/v1/buffers/{name}/accumulate", content=saved({"gradient": array}), headers=SAFE)

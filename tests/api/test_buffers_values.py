@@ -1,4 +1,4 @@
-"""`/v1/buffers` over real HTTP, with each store: to add gradients and to read values, in JSON and in safetensors."""
+"""`/v1/buffers` over real HTTP, with each store: add gradients and read values, in JSON and in safetensors."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_scalar_and_empty_buffers_take_gradients(http: httpx.Client, shape: tupl
 
 
 def test_a_large_value_is_exact(http: httpx.Client) -> None:
-    """A value of many chunks, which is worked on in the pool."""
+    """The value has many chunks, and the pool computes it."""
     shape = (1021, 1021)
     name = create(http, shape=shape, keep=2)
     gradient = np.random.default_rng(5).standard_normal(shape, np.float32)
@@ -343,7 +343,7 @@ def test_missing_and_unknown_tensors_are_named(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("request_line", ["GET {name}/value", "POST {name}/zero", "POST {name}/take", "DELETE {name}"])
 def test_a_request_without_a_body_ignores_its_content_type(http: httpx.Client, request_line: str) -> None:
-    """Some clients send the same headers with all requests, and no Content-Length where there is no body."""
+    """Some clients send the same headers with all requests, and no Content-Length without a body."""
     name = create(http)
     method, path = request_line.format(name=name).split()
     request = http.build_request(method, f"/v1/buffers/{path}", headers={"Content-Type": "text/plain"})

@@ -1,4 +1,4 @@
-"""Long polls of `/v1/buffers` over real HTTP, with each store, and over several processes."""
+"""Long polls of `/v1/buffers` over real HTTP, with each store and with several processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.serving import assert_problem, in_flight, serving, wait_until
 
 
 def wait_in(pool: ThreadPoolExecutor, call: Callable[..., httpx.Response], *args: Any, **more: Any) -> Any:
-    """The future answer of a call that has most likely begun to wait."""
+    """Return the future answer of a call that has most likely begun to wait."""
     future: Future[httpx.Response] = pool.submit(call, *args, **more)
     time.sleep(0.05)
     assert not future.done()
@@ -119,7 +119,7 @@ def test_a_wait_ends_at_its_timeout(http: httpx.Client) -> None:
     problem = assert_problem(get(http, name, epoch=0, timeout=0.05), 409, "epoch_open", "1 of 2")
     assert problem["count"] == 1
     assert_problem(get(http, name, epoch=3, timeout=0.05), 409, "epoch_open")
-    assert ok(get(http, name, timeout=60))["count"] == 1  # there is nothing to wait for
+    assert ok(get(http, name, timeout=60))["count"] == 1  # nothing to wait for
     assert_problem(get(http, fresh(), epoch=0, timeout=60), 404, "unknown_buffer")
     assert_problem(post(http, fresh(), "take", min_count=1, timeout=60), 404, "unknown_buffer")
 
@@ -137,7 +137,7 @@ def test_deleting_buffers_does_not_prolong_a_wait_for_a_prefix(http: httpx.Clien
         params: dict[str, Any] = {"prefix": prefix, "min_count": 1, "timeout": timeout}
         waiting.append(pool.submit(http.post, "/v1/buffers/take", params=params))
         waiting[-1].add_done_callback(partial(lambda prefix, _: ended.append(prefix), prefix))
-    for name in names[:5]:  # were it to begin anew each time, it would wait for 2.5 seconds
+    for name in names[:5]:  # a wait restarted by each delete would take 2.5 seconds
         time.sleep(0.3)
         http.delete(f"/v1/buffers/{name}").raise_for_status()
     for one in waiting:
@@ -223,7 +223,7 @@ def test_a_wait_for_many_buffers_ends_alike_in_pool_and_loop(
 def test_a_wait_for_names_does_not_look_at_ready_buffers_again(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Those that are ready are not looked at again while one is not."""
+    """One buffer is not ready: the wait looks at that buffer only."""
     looks, record = Counter[str](), MemoryStore.record
 
     def counted(store: MemoryStore, name: str) -> Any:
@@ -279,7 +279,7 @@ def test_a_wait_for_a_prefix_ends_with_the_last_buffer(http: httpx.Client, pool:
 
 @pytest.mark.parametrize("path", ["/{name}/take?", "/take?prefix={name}&"])
 def test_a_take_of_more_than_the_quorum_is_refused(http: httpx.Client, path: str) -> None:
-    """The count goes back to zero when it is reached."""
+    """The count returns to zero at the quorum, so a larger count never comes."""
     name = create(http, quorum=2)
     answer = http.post(f"/v1/buffers{path.format(name=name)}min_count=2&timeout=60")
     problem = assert_problem(answer, 422, "invalid_parameter", "min_count is 2", "quorum of 2", f"'{name}'")
@@ -321,7 +321,7 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def pair(two_workers: str) -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """Two clients, each with a connection to a worker of its own."""
+    """Yield two clients, each connected to a different worker."""
     with ExitStack() as stack:
         clients: dict[int, httpx.Client] = {}
         deadline = time.monotonic() + PATIENCE
@@ -355,7 +355,7 @@ def test_a_wait_ends_with_the_add_in_another_process(
 
 
 def test_workers_all_reduce_through_two_processes(two_workers: str, pool: ThreadPoolExecutor) -> None:
-    """An all-reduce by 16 who each have a connection of their own for every request."""
+    """Sixteen clients all-reduce, each request on a new connection."""
 
     def work(number: int) -> list[Any]:
         read = []

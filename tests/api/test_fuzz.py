@@ -1,4 +1,4 @@
-"""Malformed requests over real HTTP: whatever is sent, the answer is the gradient or a problem of ours, never a 5xx."""
+"""Malformed requests over real HTTP: each answer is the gradient or a problem of ours, never a 5xx."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ def test_a_bug_is_answered_without_its_traceback(monkeypatch: pytest.MonkeyPatch
 
 
 GATHER = b'{"shape": [1], "indices": [0], "grad": [1.0]}'
-"""The body of a request that the thread pool computes."""
+"""A body whose request runs in the thread pool."""
 
 
 class Gate:
-    """A kernel that reports its start and then waits until it is let go."""
+    """A kernel that reports its start and then waits until the gate opens."""
 
     def __init__(self) -> None:
         self.started = threading.Semaphore(0)
@@ -94,8 +94,8 @@ def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.Mon
         for _ in range(5):
             send(url).close()
         kept = send(url)
-        time.sleep(0.5)  # for the server to see them all, and those that left
-        assert httpx.get(f"{url}/v2/health/live").status_code == 200  # though the pool is full
+        time.sleep(0.5)  # until the server has seen all requests and all departures
+        assert httpx.get(f"{url}/v2/health/live").status_code == 200  # although the pool is full
         gate.let_go.set()
         for connection in (running, kept):
             assert connection.recv(100).startswith(b"HTTP/1.1 200")

@@ -1,4 +1,4 @@
-"""`Idempotency-Key` on every request that changes something: it is made once, however often it comes."""
+"""`Idempotency-Key` on every request that changes a buffer: repeated requests count once."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_a_failed_request_stores_no_key(http: httpx.Client) -> None:
 
 
 def test_a_replay_ignores_the_current_state(http: httpx.Client, key: dict[str, str]) -> None:
-    """What would be refused now was done then."""
+    """The same request without the key would be refused now."""
     name = create(http)
     path = f"/v1/buffers/{name}/accumulate?epoch=0"
     first = http.post(path, json=ONES, headers={**key, "If-Match": '"0-0"'})
@@ -266,7 +266,7 @@ def test_a_repeated_take_answers_the_same_value(http: httpx.Client, key: dict[st
     add(http, name, [7, 7])
     assert post(http, name, "take", own).content == first.content
     ok(post(http, name, "take"))
-    assert post(http, name, "take", own).content == first.content  # it is kept still
+    assert post(http, name, "take", own).content == first.content  # the store still keeps the epoch
     ok(post(http, name, "take"))
     assert_problem(post(http, name, "take", own), 410, "epoch_gone", name)
     assert metadata(http, name)["epoch"] == 3
@@ -344,7 +344,7 @@ def test_a_repeated_into_does_not_need_its_input_buffers(http: httpx.Client, key
     assert state(http, name) == before
 
 
-@pytest.mark.parametrize("then", ["deleted", "created anew", "changed"])
+@pytest.mark.parametrize("then", ["deleted", "created again", "changed"])
 def test_a_repeated_into_with_a_lost_input_says_that_it_counted(
     http: httpx.Client, key: dict[str, str], then: str
 ) -> None:
@@ -363,7 +363,7 @@ def test_a_repeated_into_with_a_lost_input_says_that_it_counted(
         ok(http.post(f"/v1/buffers/{source}/zero"))
     else:
         assert http.delete(f"/v1/buffers/{source}").status_code == 204
-    if then == "created anew":
+    if then == "created again":
         create(http, source, shape=grad.shape, dtype=str(grad.dtype))
     problem = assert_problem(ask(), 410, "epoch_gone", "counted once", source)
     assert problem["receipts"] == {name: first["dW"]}
@@ -386,7 +386,7 @@ def test_a_repeated_add_to_a_recreated_buffer_says_that_it_counted(
         ),
     }
     path, body, params = ways[how]
-    if how == "many":  # of which one is gone, and the other is another
+    if how == "many":  # the third buffer is deleted, too
         third = create(http, shape=[2])
         body = {third: [1, 2], **body}
     first = ok(http.post(path, json=body, headers=key, params=params))
@@ -462,7 +462,7 @@ def test_one_of_several_concurrent_requests_with_one_key_wins(http: httpx.Client
 
 
 def test_a_take_that_waits_twice_takes_once(http: httpx.Client, pool: ThreadPoolExecutor, key: dict[str, str]) -> None:
-    """As after a retry, while the server has not seen yet that the first connection is gone."""
+    """A client retries before the server notices that the first connection is gone."""
     name = create(http)
     waiting = [pool.submit(post, http, name, "take", key, min_count=1, timeout=5) for _ in range(2)]
     wait_until(lambda: in_flight(http.base_url) == 2)

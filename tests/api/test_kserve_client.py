@@ -1,4 +1,4 @@
-"""KServe's own client, unmodified: every operator is a model of a server that it takes for one of KServe's."""
+"""KServe's own client, unmodified: it takes the service for a KServe server and each operator for a model."""
 
 from __future__ import annotations
 

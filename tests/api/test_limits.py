@@ -1,4 +1,4 @@
-"""Every limit is told, kept, and named by the error of whoever goes beyond it."""
+"""Every limit is listed and kept, and the error of a request beyond a limit names the setting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Case(NamedTuple):
-    """A setting's value, a request beyond it, and the error; `more` are settings that it needs."""
+    """A setting's value, a request beyond this limit, and the error. `more` are other settings that the case needs."""
 
     value: int | float
     beyond: Callable[[httpx.Client], httpx.Response]
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 @contextmanager
 def served(**settings: Any) -> Iterator[httpx.Client]:
-    """A client of a server with these settings."""
+    """Yield a client of a server with these settings."""
     with serving(**settings) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
@@ -98,7 +98,7 @@ def send(client: httpx.Client, content: bytes, length: int) -> socket.socket:
 
 
 def waiting(client: httpx.Client) -> httpx.Response:
-    """One of three requests for the one thread."""
+    """Return the refusal of one among three requests for one thread."""
     content, gate = GATHER + b" " * 100_000, Gate()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(Engine, "run", gate)
@@ -147,7 +147,7 @@ def test_the_error_names_the_setting(setting: str, tmp_path: Path) -> None:
 
 
 def test_every_limit_has_a_case() -> None:
-    assert {*CASES, "idempotency_seconds"} == set(SETTINGS)  # of which nothing can be beyond
+    assert {*CASES, "idempotency_seconds"} == set(SETTINGS)  # no request can exceed idempotency_seconds
 
 
 def test_limits_are_listed_and_described(http: httpx.Client) -> None:
@@ -179,7 +179,7 @@ DEEP = {"dtype": "float32", "shape": [1] * 4, "data": [[[[1]]]]}
 
 
 def too_deep() -> dict[str, dict[str, Any]]:
-    """Requests with a tensor of four dimensions, in every form."""
+    """Return requests with a tensor of four dimensions in every form, and with shapes of many more."""
     inputs = [{"name": name, "shape": [1] * 4, "datatype": "FP32", "data": [1]} for name in ("dY", "X")]
     gather = {"shape": [1] * 4, "indices": [0], "grad": [[[[1]]]]}
     ops = "/v1/ops/ReluGrad"
@@ -205,7 +205,7 @@ def too_deep() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def shallow() -> Iterator[httpx.Client]:
-    """A client of a server that takes three dimensions."""
+    """Yield a client of a server that allows three dimensions."""
     with served(max_dimensions=3) as client:
         create(client, "a")
         yield client
@@ -307,10 +307,10 @@ def test_an_expired_buffer_does_not_count_against_the_limit(store: str, tmp_path
 
 def test_workers_share_the_limit_of_buffers(tmp_path: Path) -> None:
     most, names = 40, [fresh() for _ in range(100)]
-    anew = httpx.Limits(max_keepalive_connections=0)  # each request is any worker's
+    reconnect = httpx.Limits(max_keepalive_connections=0)  # any worker may get each request
     with (
         serving_workers(2, tmp_path / "store", max_buffers=most) as url,
-        httpx.Client(base_url=url, timeout=30, limits=anew) as client,
+        httpx.Client(base_url=url, timeout=30, limits=reconnect) as client,
         ThreadPoolExecutor(8) as pool,
     ):
 

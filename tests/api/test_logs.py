@@ -1,4 +1,4 @@
-"""The log: a line for each request, with its id, for people or machines, and nothing in it that must not be."""
+"""The log: one line for each request with its id, as text or JSON, and without secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def lines(server: Server) -> list[dict[str, Any]]:
-    """The requests in the log of a server that has ended; every line must be JSON."""
+    """Return the requests in the log of an ended server. Every line must be JSON."""
     server.process.terminate()
     assert server.process.wait(30) == 0
     records = [json.loads(line) for line in server.log.read_text().splitlines()]

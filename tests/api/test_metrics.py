@@ -1,4 +1,4 @@
-"""Metrics: what was done is counted, in one process or several, by few labels, and told to whom it may be told."""
+"""Metrics: counts over one process or several, few labels, and a rule for the clients that may read them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_requests_are_counted_by_route_and_status(url: str) -> None:
         assert of(samples, "gradserve_request_seconds_sum", route=route) > 0
     assert of(samples, "gradserve_commit_requests_count") == 6
     assert of(samples, "gradserve_commit_requests_sum") == 6
-    assert of(samples, "gradserve_in_flight") == 1  # the one that asks
+    assert of(samples, "gradserve_in_flight") == 1  # the scrape itself
     assert of(samples, "gradserve_buffers") == 1
     assert 0 < of(samples, "gradserve_store_bytes") < of(samples, "gradserve_store_limit_bytes")
     assert of(samples, "gradserve_workers") == 1
@@ -153,7 +153,7 @@ def test_time_is_counted_in_its_phase(url: str, phase: str) -> None:
     computing = ("queue", "decode", "kernel", "encode")
 
     def longest() -> str:
-        """Return the phase with the most seconds after another request: on a busy machine, one may long be queued."""
+        """Return the phase with the most seconds after another request. A busy machine may queue one for long."""
         httpx.post(f"{url}/v1/ops/{path}", **request).raise_for_status()
         samples = scraped(url)
         return max(computing, key=lambda one: of(samples, "gradserve_phase_seconds_sum", phase=one))
@@ -183,7 +183,7 @@ def test_unknown_paths_add_few_labels(url: str) -> None:
 
 
 def test_a_full_disk_does_not_end_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map without room behind it is a SIGBUS."""
+    """Writing to a memory map without room behind the map raises SIGBUS."""
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -197,7 +197,7 @@ def test_a_full_disk_does_not_end_the_process(tmp_path: Path, monkeypatch: pytes
 def test_workers_count_together(tmp_path: Path) -> None:
     with Server(tmp_path / "store", workers=2) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [2]})
-        for _ in range(40):  # each on a connection of its own, which either process may take
+        for _ in range(40):  # each on a new connection, which either process may accept
             httpx.post(f"{server.url}/v1/buffers/a/accumulate", json={"gradient": [1, 2]})
         for _ in range(3):
             samples = scraped(server.url)

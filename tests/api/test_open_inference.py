@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over plain HTTP: the forms of its answers and errors, and what clients may ask for."""
+"""The Open Inference Protocol over plain HTTP: its answers, its errors and the forms that clients may ask for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def parts(answer: httpx.Response) -> tuple[dict[str, Any], bytes]:
 
 
 def with_bytes(tensors: Mapping[str, Any], **more: Any) -> tuple[bytes, dict[str, str]]:
-    """A body with tensors of float32 in bytes, and the header that it needs."""
+    """Return a body with float32 tensors in binary form, and the header that such a body needs."""
     arrays = {name: np.array(data, np.float32) for name, data in tensors.items()}
     form: dict[str, Any] = {"datatype": "FP32"}
     inputs = [
@@ -95,7 +95,7 @@ def test_the_index_lists_every_model(client: httpx.Client) -> None:
         assert index[0] == {"name": next(iter(OPERATORS)), "version": "1", "state": "READY", "reason": ""}
 
 
-# ----- what may be asked for -----
+# ----- forms of requests and answers -----
 
 
 def test_an_answer_is_json_by_default(client: httpx.Client) -> None:
@@ -195,13 +195,13 @@ def test_an_answer_is_compressed_if_the_client_accepts_one_coding(
     assert int(answer.headers["content-length"]) == len(raw)
     plain = raw if coding is None else zlib.decompress(raw) if coding == "deflate" else gzip.decompress(raw)
     if binary:
-        length = int(answer.headers[LENGTH])  # of the JSON as it is once inflated
+        length = int(answer.headers[LENGTH])  # of the inflated JSON
         assert plain[length:] == b"\1" + np.array([11, 22], np.float32).tobytes()
         plain = plain[:length]
     assert [one["name"] for one in json.loads(plain)["outputs"]] == ["updated", "accumulated_gradient"]
 
 
-# ----- bodies of nothing but bytes -----
+# ----- raw bodies -----
 
 
 @pytest.mark.parametrize(("op", "names"), [("ReluGrad", "dY, X"), ("GatherGrad", "shape, indices, grad")])

@@ -1,4 +1,4 @@
-"""The OpenAPI document is valid, and what the service takes and gives is what it shows."""
+"""The OpenAPI document is valid, and requests and answers conform to its schemas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def schema(client: httpx.Client) -> Any:
 
 
 def conforms(schema: Any, name: str, value: Any) -> bool:
-    """Whether `value` is of the component `name`."""
+    """Return whether `value` conforms to the component `name`."""
     component = {"$ref": f"#/components/schemas/{name}", "components": schema["components"]}
     return bool(jsonschema.Draft202012Validator(component).is_valid(value))
 
@@ -44,7 +44,7 @@ def test_requests_and_answers_conform_to_their_schemas(
 
 
 def test_no_component_refers_to_itself(schema: Any) -> None:
-    """Most programs that make clients of OpenAPI cannot read one that does."""
+    """Most client generators cannot read a recursive component."""
     components = schema["components"]["schemas"]
 
     def refs(value: Any) -> set[str]:
@@ -133,7 +133,7 @@ def test_each_endpoint_lists_its_headers(schema: Any) -> None:
 
 
 def test_requests_and_answers_with_buffers_conform_to_their_schemas(client: httpx.Client, schema: Any) -> None:
-    """What a buffer gives is not in the body, what goes into one is answered by a receipt, and not all is asked for."""
+    """The body lacks the input that a buffer gives, and the answer has a receipt for the output that a buffer takes."""
     example = dict(OPERATORS["GRUGrad"].example)
     for name, shape in (("schema.X", [2, 1, 1]), ("schema.W", [1, 3, 1])):
         assert client.put(f"/v1/buffers/{name}", json={"shape": shape}).status_code == 201

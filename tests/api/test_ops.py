@@ -1,4 +1,4 @@
-"""The operators' endpoints over real HTTP: the forms of tensors, attributes, and the form of the answer."""
+"""The operators' endpoints over real HTTP: the forms of tensors, attributes and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error over real HTTP: its code, and that its sentence names what was wrong, what was expected and what came."""
+"""Every error over real HTTP: its code, and a detail that names the fault, the expected and the given value."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ LATE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("namespace", ["", "team"])
 @pytest.mark.parametrize("what", LATE)
 def test_an_error_holds_nothing_in_a_cycle(tmp_path: Path, what: str, namespace: str) -> None:
-    """What only the collector of reference cycles frees, the request's body for one, may stay for long."""
+    """A reference cycle would hold the request's body until the garbage collector runs."""
     settings: dict[str, Any] = {"store": f"lmdb:{tmp_path / 'store'}", "store_bytes": 1 << 26}
     headers = {}
     if namespace:

@@ -1,4 +1,4 @@
-"""safetensors over /v1: which types are read and answered, and mistakes as problems."""
+"""safetensors over /v1: the media types read and answered, and the problems of mistakes."""
 
 from __future__ import annotations
 

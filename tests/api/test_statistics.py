@@ -1,4 +1,4 @@
-"""What is counted, and when: over both APIs, whatever is asked of an operator."""
+"""The statistics of operators count the requests of both APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: a span for each request, sent to a collector, with its parent, its route, its phases and its errors."""
+"""Traces: a collector gets a span for each request, with parent, route, phases and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Takes what is exported, as a collector would."""
+    """A stand-in for a collector: it keeps the exported spans."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -53,7 +53,7 @@ class Collector:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def spans(self) -> list[tuple[Span, dict[str, Any], dict[str, Any]]]:
-        """Each with its own attributes and those of its process, in the order in which they began."""
+        """Return each span with its attributes and those of its process, in the order of their starts."""
         found = [
             (span, attributes(span), attributes(part.resource))
             for body in self.bodies
@@ -74,7 +74,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     thread = threading.Thread(target=collector.server.serve_forever)
     thread.start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # what arrives, arrives because the server stops
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # only the stop of the server sends spans
     yield collector
     collector.server.shutdown()
     thread.join()
@@ -144,7 +144,7 @@ def test_each_span_names_its_worker_process(tmp_path: Path, collector: Collector
     with Server(tmp_path / "store", workers=2, tracing=True) as server:
         workers = server.workers()
         with httpx.Client(base_url=server.url, headers={"Connection": "close"}) as client:
-            for _ in range(100):  # each on a connection of its own, which either process may take
+            for _ in range(100):  # each on a new connection, which either process may accept
                 client.get("/v2/health/live")
         stop(server)
     found = [process["process.pid"] for _, own, process in collector.spans() if own["url.path"].endswith("live")]

@@ -1,4 +1,4 @@
-"""NVIDIA's own client, unmodified, sync and aio: every operator is a model of a server that it takes for Triton."""
+"""NVIDIA's own client, unmodified, sync and aio: it takes the service for Triton and each operator for a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def outputs(names: Iterable[str], binary: bool = True) -> list[Any]:
 
 
 def arrays(result: Any) -> dict[str, Array]:
-    """The answer's tensors in its order, each checked to be of the dtype that it says."""
+    """Return the answer's tensors in order, after a check of each stated dtype."""
     listed = result.get_response()["outputs"]
     tensors = {one["name"]: result.as_numpy(one["name"]) for one in listed}
     assert [one["datatype"] for one in listed] == [OPEN_INFERENCE[tensor.dtype] for tensor in tensors.values()]
@@ -71,13 +71,13 @@ def assert_in_bytes(result: Any, binary: bool) -> None:
 
 
 def refused(call: Call, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """The status and message of a call that must fail."""
+    """Return status and message of a call that must fail."""
     with pytest.raises(InferenceServerException) as raised:
         call(*args, **kwargs)
     return raised.value.status(), raised.value.message()
 
 
-SIZE_ALLOWED = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp's, beyond 1 MiB
+SIZE_ALLOWED = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp warns beyond 1 MiB
 
 # ----- the server and its models -----
 

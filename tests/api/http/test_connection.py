@@ -1,4 +1,4 @@
-"""Connections of clients that are clumsy, or mean no good: each is answered in turn or closed, and holds nothing."""
+"""Clumsy and hostile clients: the server answers their requests in turn or closes the connection, and keeps nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def strict() -> Iterator[str]:
         yield url
 
 
-# ----- what is no head, or a very long one -----
+# ----- unreadable and very long heads -----
 
 ENDLESS = {
     "a path": (b"GET /", b"a" * 10_000),
@@ -44,7 +44,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("start", ENDLESS)
 def test_an_endless_head_or_trailer_is_refused(url: str, start: str) -> None:
-    """`url`'s server would wait for longer than this test takes."""
+    """The server refuses at 64 KB: its timeout is longer than this test."""
     first, more = ENDLESS[start]
     with Connection(url) as connection:
         connection.send(first, *[more] * 100, pause=0)
@@ -114,19 +114,19 @@ HEADED = ["/v1/ops", "/v2/health/live", "/v2/health/ready", "/v2", "/v1/buffers"
 def test_head_answers_as_get_without_the_body(url: str, path: str) -> None:
     httpx.put(f"{url}/v1/buffers/open", json={"shape": [100_000]}).raise_for_status()
     with httpx.Client(base_url=url) as client:
-        for _ in range(2):  # the connection is good for more
+        for _ in range(2):  # the connection serves a second request
             head, whole = client.head(path), client.get(path)
             assert (head.status_code, head.content) == (200, b"")
             for name in ("content-type", "etag"):
                 assert head.headers.get(name) == whole.headers.get(name)
-            if path != "/metrics":  # which counts
+            if path != "/metrics":  # its body changes with each request
                 assert head.headers["content-length"] == str(len(whole.content))
     answer = httpx.head(f"{url}/v1/buffers/open/zero")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
 def test_a_trailing_slash_is_not_found(url: str) -> None:
-    """Behind a proxy that speaks HTTPS, a redirection would lead to plain HTTP."""
+    """Behind a proxy that speaks HTTPS, a redirect would lead to plain HTTP."""
     assert httpx.get(f"{url}/v1/ops/").status_code == 404
 
 
@@ -137,7 +137,7 @@ def test_a_trailing_slash_is_not_found(url: str) -> None:
 @SIZES
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_request_that_offers_an_upgrade_keeps_its_body(url: str, make: Make, size: int, chunked: bool) -> None:
-    """As Java's client offers HTTP/2 with every first request."""
+    """Java's client offers HTTP/2 with the first request of a connection."""
     message = make(size)
     whole = message.chunked(30_000) if chunked else message.whole()
     end_of_line = whole.index(b"\r\n") + 2
@@ -183,7 +183,7 @@ def test_an_answer_before_the_expected_body_closes_the_connection(strict: str) -
         assert connection.is_closed()
 
 
-# ----- clients that leave, or do not read -----
+# ----- clients that leave or do not read -----
 
 
 @pytest.mark.parametrize("behind", [b"", LIVE, POLL, POLL * 3])
@@ -216,7 +216,7 @@ def test_a_slow_reader_gets_the_whole_answer(strict: str) -> None:
     with socket.socket() as slow:
         ask_for_the_large(strict, slow)
         stream, got = slow.makefile("rb"), 0
-        for _ in range(60):  # three seconds, in which the server looks three times
+        for _ in range(60):  # three seconds: the server checks the connection three times
             time.sleep(0.05)
             got += len(stream.read(4 * HALF // 64))
         got += len(stream.read(4 * HALF - got))
@@ -224,7 +224,7 @@ def test_a_slow_reader_gets_the_whole_answer(strict: str) -> None:
 
 
 def test_a_slow_reader_that_keeps_sending_gets_the_whole_answer(strict: str) -> None:
-    """Longer than a connection that ends is lingered on."""
+    """The reading takes longer than the server lingers on a closing connection."""
     with socket.socket() as slow:
         ask_for_the_large(strict, slow, b"Connection: close\r\n")
         stream, end = slow.makefile("rb"), 1 << 20
@@ -236,7 +236,7 @@ def test_a_slow_reader_that_keeps_sending_gets_the_whole_answer(strict: str) -> 
 
 
 def test_other_connections_get_correct_answers(strict: str) -> None:
-    """What was closed or refused above has left nothing on any connection of others."""
+    """The requests above, refused or closed, left nothing on other connections."""
     with Connection(strict) as connection:
         for number in range(20):
             message = v1(LARGE if number % 5 == 0 else SMALL, number)
@@ -250,7 +250,7 @@ def test_other_connections_get_correct_answers(strict: str) -> None:
 def test_a_client_that_sends_byte_by_byte_does_not_block_others(
     monkeypatch: pytest.MonkeyPatch, step: int, most: int
 ) -> None:
-    """All bytes come just before the next look."""
+    """Every byte arrives just before the server looks again."""
     reads: list[int] = []
 
     def readv(socket: int, buffers: list[memoryview]) -> int:
@@ -264,7 +264,7 @@ def test_a_client_that_sends_byte_by_byte_does_not_block_others(
     assert sum(reads) == (MOST_BYTES if step > 1 else LOOKS)
 
 
-# ----- what is expected -----
+# ----- Expect: 100-continue, and paths -----
 
 
 def test_a_body_sent_before_100_continue_keeps_the_connection(url: str) -> None:

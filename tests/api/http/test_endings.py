@@ -1,4 +1,4 @@
-"""How connections end: who sends what is not wanted has the answer all the same, and nothing is left behind."""
+"""How connections end: a client that sends an unwanted body still reads the answer, and the server keeps nothing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.faults.servers import Server
 from tests.serving import in_flight, serving, wait_until
 
 KEEP_ALIVE = 1
-"""Seconds of the server here."""
+"""Seconds that this server keeps an idle connection."""
 
 MOST = 1 << 20
-"""Its max_body_bytes."""
+"""The max_body_bytes of this server."""
 
 MORE = 12 << 20
-"""Bytes of a body that no system takes before the server reads it."""
+"""Bytes of a body larger than the socket buffers: the server must read."""
 
 CHUNKED = b"POST /v1/buffers/sum/accumulate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%b"
 CHUNKED += b'Transfer-Encoding: chunked\r\n\r\n17\r\n{"gradient": [1, 1]}   \r\n'
-"""An add but for its end, with a place for more headers."""
+"""An add without its last chunk, with a place for more headers."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the server logs, which has set up its own handlers."""
+    """Capture the server's log, although the server sets up its own handlers."""
     loggers = [logging.getLogger(name) for name in ("", "uvicorn.error", "gradserve.access")]
     for logger in loggers:
         logger.addHandler(caplog.handler)
@@ -63,13 +63,13 @@ def count(url: str, name: str = "sum") -> int:
 
 
 def counted(url: str, status: int) -> float:
-    """The requests that were answered so, by the metrics."""
+    """Return how many requests the metrics count under this status."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     wanted = [one for one in lines if one.startswith("gradserve_requests_total") and f'status="{status}"' in one]
     return sum(float(one.split()[-1]) for one in wanted)
 
 
-# ----- a body that nobody wants -----
+# ----- unwanted bodies -----
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
@@ -78,7 +78,7 @@ def test_a_client_that_sends_an_unwanted_body_reads_the_answer(url: str, path: s
     with Connection(url) as connection:
         head = f"POST {path} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Length: {MORE}\r\n\r\n"
         connection.send(head.encode())
-        time.sleep(0.2)  # in which it is answered
+        time.sleep(0.2)  # the server answers meanwhile
         connection.send(bytes(MORE), b"and what", b"is no body", pause=0.1)
         answer = connection.answer()
         assert (answer.status, answer.headers["connection"]) == (status, "close")
@@ -154,7 +154,7 @@ def test_a_trailer_is_not_taken_for_a_header(url: str, trailer: bytes, pieces: i
 
 def test_requests_after_connection_close_are_not_run(url: str) -> None:
     before = count(url)
-    body = json.dumps({"dY": [1] * 100_000, "X": [1] * 100_000}).encode()  # takes its time to read
+    body = json.dumps({"dY": [1] * 100_000, "X": [1] * 100_000}).encode()  # takes a while to decode
     head = b"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
     sent = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with Connection(url) as connection:
@@ -182,7 +182,7 @@ def test_a_request_gets_one_answer(url: str, sent: list[bytes], status: int, log
     assert errors(logged) == []
 
 
-# ----- what is expected -----
+# ----- Expect: 100-continue -----
 
 
 def test_a_head_request_with_an_unread_body_closes_the_connection(url: str) -> None:
@@ -193,7 +193,7 @@ def test_a_head_request_with_an_unread_body_closes_the_connection(url: str) -> N
         assert connection.is_closed()
 
 
-# ----- what is told of it -----
+# ----- metrics and log -----
 
 
 def broken_off(url: str, sent: bytes) -> Answer:
@@ -218,7 +218,7 @@ def test_an_unreadable_request_is_logged(url: str, logged: pytest.LogCaptureFixt
 
 
 def test_a_client_that_left_before_its_answer_is_counted_as_499(url: str) -> None:
-    """Some of those that leave at once: the others had theirs in time, or were gone before they were looked at."""
+    """Some of the clients that leave at once count: others got their answer in time."""
     before, answered = counted(url, 499), 0
     for _ in range(50):
         with Connection(url) as connection:
@@ -368,7 +368,7 @@ def test_a_slow_https_client_gets_the_whole_answer(certificate: tuple[Path, Path
         with secure(url, made) as slow:
             accept = b"Accept: application/vnd.safetensors\r\nConnection: close\r\n\r\n"
             slow.sendall(b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\n" + accept)
-            time.sleep(3)  # longer than a goodbye is waited for
+            time.sleep(3)  # longer than the server waits for a TLS close
             stream = slow.makefile("rb")
             lines = [*iter(stream.readline, b"\r\n")]
             length = next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length"))

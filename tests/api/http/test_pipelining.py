@@ -1,4 +1,4 @@
-"""Requests that are sent before the one in front is answered: each has its turn, and little of them is read."""
+"""Pipelined requests: the server answers each in turn and reads only a few ahead."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def url() -> Iterator[str]:
 SHORT = b"GET /v2/health/live HTTP/1.1\r\n\r\n"
 WAIT = b"GET /v1/buffers/open/value?epoch=0&timeout=%d HTTP/1.1\r\n\r\n"
 MORE = 10 << 20
-"""Bytes that the process may take."""
+"""Bytes that the process may grow by."""
 
 
 def resident_bytes(server: Server) -> int:
-    """What the process has of the memory."""
+    """Return the bytes of memory that the process holds."""
     lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A server whose memory is measured: what it keeps for good is there."""
+    """Yield a server that already holds the memory that it keeps for good."""
     with Server(tmp_path / "store") as server:
         for name in ("open", "sum"):
             httpx.put(f"{server.url}/v1/buffers/{name}", json={"shape": [2]}).raise_for_status()
@@ -63,7 +63,7 @@ LONG = b"GET /v2/health/live HTTP/1.1\r\nX-Long: %b\r\n\r\n" % (b"x" * 3000)
 
 @pytest.mark.parametrize(("more", "times"), [(SHORT * 60, 100), (LONG * 9, 400)])
 def test_pipelined_requests_take_little_memory(server: Server, more: bytes, times: int) -> None:
-    """All of the long requests, which come at once, are twelve megabytes."""
+    """The long requests, sent at once, make twelve megabytes."""
     before, after = resident_bytes(server), 0
     with Connection(server.url) as connection:
         sender = threading.Thread(target=connection.send, args=[(more + ADD) * 20] * (times // 20), kwargs={"pause": 0})
@@ -157,7 +157,7 @@ def test_nonsense_in_a_pipeline_does_not_lose_the_earlier_answer(url: str) -> No
 
 @pytest.mark.parametrize("sent", [POLL * 3, LIVE + CHUNKED % b"" + b"zz\r\n", b"nonsense\r\n\r\n"])
 def test_a_lost_connection_is_freed_without_the_garbage_collector(url: str, sent: bytes) -> None:
-    """Not even until the collector of cycles comes."""
+    """The garbage collector is off: no reference cycle holds the connection."""
 
     def alive() -> int:
         return sum(issubclass(type(one), Wire) for one in gc.get_objects())

@@ -1,4 +1,4 @@
-"""What the service uses of uvicorn, whose releases it takes as they come: each test says what has changed."""
+"""The parts of uvicorn that the service uses: a failing test says which part a new release changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHANGED = "uvicorn has changed: service/api/{} relies on {}"
 
 
 class Recorded(asyncio.Protocol):
-    """What uvicorn's `http=` takes."""
+    """A protocol that uvicorn's `http=` accepts."""
 
     made: list[Recorded] = []
 
@@ -79,7 +79,7 @@ USED = [
 @pytest.mark.parametrize("name", USED)
 def test_uvicorn_has_the_members_that_the_supervisor_uses(name: str) -> None:
     source = "\n".join(map(str, (*vars(Multiprocess), *Multiprocess.__init__.__code__.co_names)))
-    if name != "handle_quit":  # which ours adds
+    if name != "handle_quit":  # our class adds handle_quit
         assert name in source, CHANGED.format("server.py", f"Multiprocess.{name}")
 
 
