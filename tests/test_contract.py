@@ -1,4 +1,4 @@
-"""What holds for every operator, read from its declaration: a new operator is tested here without a new line."""
+"""Rules for every operator, read from its declaration: a new operator needs no new test here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 
 def example(operator: Operator, dtypes: dict[str, str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """The operator's example as arrays, of the default dtypes or those given for an input's kind."""
+    """Return the operator's example as arrays, with the default dtypes or `dtypes` by kind of input."""
     dtypes = dtypes or {}
     return {
         one.name: np.array(operator.example[one.name], DTYPES[dtypes.get(one.kind.name, one.kind.default)])
@@ -122,7 +122,7 @@ def test_a_dtype_outside_its_kind_is_refused(client: httpx.Client, operator: Ope
 
 
 def sharing(operator: Operator) -> list[Tensor]:
-    """The inputs whose dtype an input before them settles."""
+    """Return the inputs whose dtype an earlier input decides."""
     variables = [one.variable for one in operator.inputs]
     return [one for k, one in enumerate(operator.inputs) if one.variable and one.variable in variables[:k]]
 
@@ -192,7 +192,7 @@ def test_the_schema_shows_each_request_and_answer(client: httpx.Client, operator
     components = schema["components"]["schemas"]
     request, answer = (components[f"{operator.name}{part}"] for part in ("Request", "Answer"))
     assert request["properties"].keys() == {one.name for one in operator.inputs}
-    for one in operator.inputs:  # none is required in the body: `from` takes it from a buffer
+    for one in operator.inputs:  # the body requires no input: `from` may give any
         assert request["properties"][one.name]["description"].startswith("Optional" if one.optional else "Required")
     assert "required" not in request
     assert "required" not in answer

@@ -1,4 +1,4 @@
-"""`gradserve doctor`, beside a server that runs, and on a store that is damaged."""
+"""`gradserve doctor` beside a running server and on a damaged store."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
         add(client, "x", 1)
     assert "no problems found" in called("doctor", "--store", store)[1]
     change(COUNT, TIME.pack(1))
-    change(WRITER, bytes(16))  # as a version leaves it that does not count
+    change(WRITER, bytes(16))  # a version without counts leaves this
     assert "no problems found" in called("doctor", "--store", store)[1]

@@ -1,4 +1,4 @@
-"""Which module may import which: the layers of the design, read from the source."""
+"""The imports that each module may make: the layers of the design, read from the source."""
 
 from __future__ import annotations
 
@@ -111,5 +111,5 @@ CLIENT = ROOT / "clients" / "python"
 def test_the_client_imports_nothing_of_the_server() -> None:
     server = {"service", "clients", "fastapi", "starlette", "pydantic", "uvicorn"}
     for path in CLIENT.rglob("*.py"):
-        if path.name != "generate.py":  # it writes the client from the server's registry
+        if path.name != "generate.py":  # generate.py writes the client from the server's registry
             assert not server & {name.split(".")[0] for name in imported(path)}, path

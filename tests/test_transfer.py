@@ -1,4 +1,4 @@
-"""`gradserve export` and `import`, on the store of a server that runs, and what damage is to them and `doctor`."""
+"""`gradserve export` and `import` beside a running server, and both commands and `doctor` on damaged stores."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_stdout_and_stdin_carry_an_export(tmp_path: Path) -> None:
     assert subprocess.run(importing, input=piped.stdout, capture_output=True, check=True).stdout == b"1 buffers\n"
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "redirected"}
 
-    ours, theirs = socket.socketpair()  # which cannot be opened anew
+    ours, theirs = socket.socketpair()  # a socket has no path to open again
     with ours, theirs:
 
         def send() -> None:
@@ -247,7 +247,7 @@ def test_an_interrupted_export_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_store_is_readable_by_its_user_only(tmp_path: Path) -> None:
-    """What comes in over HTTP by API keys must not go out past them."""
+    """API keys guard buffers over HTTP; other users must not read the files instead."""
     with serving(store=f"lmdb:{tmp_path}/a") as url, httpx.Client(base_url=url) as client:
         put(client, "large", shape=[LARGE])
         add(client, "large", 1)
@@ -288,7 +288,7 @@ def test_a_failed_export_leaves_no_file(tmp_path: Path) -> None:
 
 
 def damage(path: Path, database: bytes, key: bytes | None = None) -> None:
-    """Flip a bit in the middle of an entry; without a key, of the first one."""
+    """Flip a bit in the middle of the entry of `key`, or of the first entry."""
     with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
         db = env.open_db(database, txn=txn)
         cursor = txn.cursor(db=db)
@@ -300,7 +300,7 @@ def damage(path: Path, database: bytes, key: bytes | None = None) -> None:
 
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
-    """A store with the buffers a, b and c; to b was added with a key."""
+    """Return a store with the buffers a, b and c. The add to b had a key."""
     path = tmp_path / "three"
     with serving(store=f"lmdb:{path}") as url, httpx.Client(base_url=url) as client:
         for name in "abc":
@@ -362,12 +362,12 @@ def test_an_import_keeps_the_limits(
         assert main(["doctor", "--store", other]) == 0
         assert "0 buffers" in capsys.readouterr().out
     monkeypatch.setenv("GRADSERVE_MAX_BUFFERS", "3")
-    monkeypatch.setenv("GRADSERVE_MAX_TENSORS", "1")  # of a request, which this is not
+    monkeypatch.setenv("GRADSERVE_MAX_TENSORS", "1")  # the limit of a request does not hold for an import
     assert main(["import", str(file), "--store", other]) == 0
 
 
 def test_a_file_may_have_more_buffers_than_a_request(tmp_path: Path) -> None:
-    """The header of the file has more values than that of a request may have, too."""
+    """The header of the file exceeds a request's limit of values, too."""
     file, names = tmp_path / "saved.safetensors", [f"layer.{number}.weight" for number in range(17_000)]
     store = LmdbStore(tmp_path / "a", max_bytes=1 << 28)
     store.submit(Request([Create(name=name, spec=Spec((1,), FLOAT32)) for name in names])).result(60)

@@ -1,4 +1,4 @@
-"""What every store promises: of buffers, and of what callers share with it."""
+"""The contract of every store: buffers, listings, and memory that callers share with the store."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_listing_has_the_names_in_order(listed: Store) -> None:
 
 @pytest.fixture(scope="module", params=itertools.product(["memory", "lmdb"], ["", "ann"]), ids="-".join)
 def listed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A namespace with buffers of these names, and with some that have expired; other namespaces have others."""
+    """A namespace with buffers of these names and some expired buffers. Other namespaces have other buffers."""
     clock, (kind, namespace) = Clock(), request.param
     store: Store = open_memory(clock) if kind == "memory" else open_lmdb(tmp_path_factory.mktemp("listed"), clock)
     for other in {"", "an", "ann", "anna", "z"} - {namespace}:
@@ -334,7 +334,7 @@ def test_names_may_have_two_hundred_characters(store: Store) -> None:
     assert [record.name for record in store.records("n" * 199)] == [name]
 
 
-# ----- nothing is shared -----
+# ----- no shared memory -----
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -431,7 +431,7 @@ def test_the_generation_stays_while_nothing_changes(store: Store) -> None:
 
 
 def test_concurrent_adds_sum_exactly(store: Store) -> None:
-    """8 threads add integers, to a buffer of all and to those of some, with keys that are sent twice."""
+    """Eight threads add integers to shared buffers, and send each key twice."""
     names = ["all", "even", "odd", *(f"own{number}" for number in range(8))]
     create(store, *names, shape=(1000,))
     failed: list[BaseException] = []

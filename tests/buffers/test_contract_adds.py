@@ -1,4 +1,4 @@
-"""What every store promises of adds: sums, sparse gradients, and numbers that are not finite."""
+"""The contract of every store for adds: sums, sparse gradients and nonfinite numbers."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_buffers_may_have_several_chunks(store: Store, size: int, dtype: Any) ->
 
 
 def rows_for(shape: tuple[int, ...], axis: int, count: int, dtype: Any, seed: int) -> tuple[Array, Array, Array]:
-    """`count` rows, about half of them duplicates, of few indices."""
+    """Return shape, indices and gradients of `count` rows, about half of them duplicates."""
     random = np.random.default_rng(seed)
     few = random.integers(-shape[axis], shape[axis], max(1, count // 2))
     grad = random.normal(size=(*shape[:axis], count, *shape[axis + 1 :]))
@@ -239,7 +239,7 @@ def test_a_sparse_gradient_adds_as_its_dense_form(
 
 
 def test_a_sparse_gradient_may_leave_negative_zeros(store: Store) -> None:
-    """Where no index leads, a store may leave -0 as it is."""
+    """A store may leave -0 in rows without an index, where the dense form adds 0."""
     inputs = np.array([LARGE, 2]), np.array([3]), ones(1, 2)
     create(store, "sparse", "dense", shape=(LARGE, 2))
     for name, gradient in [("sparse", GatheredRows(*inputs)), ("dense", gather_grad(*inputs))]:

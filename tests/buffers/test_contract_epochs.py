@@ -1,4 +1,4 @@
-"""What every store promises of epochs."""
+"""The contract of every store for epochs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_zero_keeps_the_closed_epochs(store: Store) -> None:
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_reading_an_open_epoch_is_refused(store: Store, epoch: int) -> None:
-    """The error tells how far the buffer is, also to who asks for a later epoch."""
+    """The error names the buffer's epoch and count, also for a later epoch."""
     create(store, "a", quorum=5)
     do(store, Take(name="a"))
     add(store, "a", [1, 2])

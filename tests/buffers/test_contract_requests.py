@@ -1,4 +1,4 @@
-"""What every store promises of requests for many buffers, and of those that are repeated with a key."""
+"""The contract of every store for requests for many buffers and requests repeated with a key."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_repeated_take_never_answers_the_value_of_a_recreated_buffer(store: St
 
 
 def test_a_repeated_prefix_request_answers_for_the_same_buffers(store: Store) -> None:
-    """The buffers that a prefix means may have become more between the look and the transaction."""
+    """The prefix may match more buffers at the transaction than at the look-up."""
     create(store, "p.a", "p.b")
     add(store, "p.a", [1, 2])
     first = do(store, Take(name="p.a"), key=key())

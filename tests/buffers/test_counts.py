@@ -1,4 +1,4 @@
-"""No namespace has more buffers than it may, whoever creates them, and however."""
+"""The limit of buffers in a namespace holds for every way to create buffers."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def reopen(reopen: Callable[..., LmdbStore]) -> Callable[[], LmdbStore]:
-    """The same, of a store in which a namespace may have three buffers."""
+    """Return `reopen` with a limit of three buffers in a namespace."""
     return partial(reopen, max_buffers=MOST)
 
 
 @pytest.fixture(params=["memory", "lmdb"])
 def store(request: pytest.FixtureRequest, clock: Clock, reopen: Callable[[], LmdbStore]) -> Iterator[Store]:
-    """A store in which a namespace may have three buffers."""
+    """Return a store with a limit of three buffers in a namespace."""
     store: Store = open_memory(clock, max_buffers=MOST) if request.param == "memory" else reopen()
     yield store
     store.close()
 
 
 def refused(store: Store, *names: str) -> TooManyBuffers:
-    """The error of creating these, which changes nothing."""
+    """Return the error of creating these buffers, after a check that nothing changed."""
     before = state(store)
     with pytest.raises(TooManyBuffers) as caught:
         create(store, *names)
@@ -297,7 +297,7 @@ with env.begin(write=True) as txn:
 
 
 def older_version(path: Path, *, create: list[str], delete: list[str]) -> None:
-    """Do what a version does that does not count, in a process of its own, beside one that has the store open."""
+    """Change buffers as a version without counts would, in another process while the store is open."""
     record = Record(BufferName("", "a"), spec(), 1 << 40, 1.0, 1.0)
     names = {name.encode(): pack_record(record, name.encode()) for name in create}
     arguments = [str(path), repr(names), repr([name.encode() for name in delete])]
@@ -323,7 +323,7 @@ def test_buffers_of_a_version_without_counts_are_counted(
     refused(store.within("bob"), "d")
     generation = store.generation()
     refused(store, "e")
-    assert store.generation() == generation  # it was counted once
+    assert store.generation() == generation  # the store counted once
 
 
 def meta(path: Path) -> dict[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""What only a store on a disk promises: to be there again, whole, and to be shared by processes."""
+"""The promises of a store on a disk: buffers survive a restart whole, and processes share the store."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_closed_store_raises_store_failed(reopen: Callable[[], LmdbStore]) -> 
 def test_a_store_opens_after_a_batch_that_creates_and_deletes(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that a transaction took and gave back are counted, but perhaps never written."""
+    """LMDB counts pages that a transaction took and gave back, but may never write them."""
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "stays", shape=(LARGE,))
     for size in (10, 20_000, LARGE, 5 * LARGE):
@@ -129,7 +129,7 @@ def test_a_store_opens_after_a_batch_that_creates_and_deletes(
 
 
 def test_a_harmlessly_short_file_is_left_unchanged(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
-    """Another process may be writing to it."""
+    """Another process may be writing to the file."""
     path = tmp_path / "store"
     store = reopen()
     create(store, "a", shape=(LARGE,))
@@ -177,7 +177,7 @@ store.close()
 
 
 def adding(path: Path, number: int, times: int) -> subprocess.Popen[str]:
-    """A process that adds `number` to the buffers a and b, once it reads a line."""
+    """Start a process that adds `number` to the buffers a and b, once the process reads a line."""
     process = subprocess.Popen(
         [sys.executable, "-c", ADDER, str(path), str(number), str(times)],
         stdin=subprocess.PIPE,
@@ -220,7 +220,7 @@ def test_processes_share_a_store(reopen: Callable[[], LmdbStore], tmp_path: Path
 def test_copies_at_every_step_of_the_writer_are_whole(
     reopen: Callable[[], LmdbStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is what a crash at that moment would leave."""
+    """Each copy is the store that a crash at this step would leave."""
     store = reopen()
     create(store, "a", shape=(LARGE,))
     futures: list[Future[Outcome]] = []
@@ -266,7 +266,7 @@ def test_copies_while_another_process_adds_are_whole(
         for number in range(10):
             directory = tmp_path / f"copy{number}"
             directory.mkdir()
-            with env.begin():  # a reader keeps the pages of its moment, and of later ones, from being used again
+            with env.begin():  # a reader keeps LMDB from reusing pages of its snapshot and later ones
                 for file in ("data.mdb", "values"):
                     shutil.copy(path / file, directory)
     process.communicate(timeout=PATIENCE)
@@ -291,7 +291,7 @@ def test_copies_while_another_process_adds_are_whole(
 def test_mixed_changes_keep_the_right_value(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
-    """Some are remembered, others are not, some wait, and more are to be remembered than may be."""
+    """Some values are cached, others are not, some gradients wait, and the cache is too small."""
     monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", 3 * (elements * 4 + 2 * caches.ARRAY_BYTES))
     store, names, draw = reopen(), ["a", "b", "c", "d", "e"], random.Random(3)
     shape = (elements // 3, 3) if elements % 3 == 0 else (elements, 1)
@@ -334,7 +334,7 @@ def test_short_writes_are_completed(reopen: Callable[[], LmdbStore], monkeypatch
 
 
 def test_only_a_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
-    """Each that waits makes every read, and every add after it, longer."""
+    """Each waiting gradient slows every read and every later add."""
     store, most = reopen(), value_writer.MOST_WAITING_GRADIENTS
     create(store, "a", shape=(LARGE, 1))
     for number in range(2 * most + 2):
@@ -381,7 +381,7 @@ def test_ids_of_values_are_never_reused(reopen: Callable[[], LmdbStore]) -> None
             do(store, Delete(name="z"))
 
 
-# ----- what has expired -----
+# ----- expiry -----
 
 
 COUNTER = """
@@ -399,7 +399,7 @@ sys.exit(f"not {expected}: {entries}")
 
 
 def wait_for_entries(path: Path, expected: int, *databases: str) -> None:
-    """Wait, in another process, until the databases of a store that is open have as many entries as expected."""
+    """Wait in another process until the databases of an open store have the expected number of entries."""
     command = [sys.executable, "-c", COUNTER, str(path), str(expected), *databases]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Group commit: requests that wait share a transaction, and one that fails fails alone."""
+"""Group commit: waiting requests share a transaction, and a failed request fails alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_failed_request_fails_alone_in_its_batch(
 def test_a_failure_leaves_the_sum_unchanged(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int, failing: str
 ) -> None:
-    """The writer remembers values, and a request that fails has changed them already."""
+    """A failed request has already changed values that the writer caches."""
     store = reopen()
     create(store, "a", "b", shape=(elements,), nonfinite="reject")
     add(store, "a", ones(1))

@@ -1,4 +1,4 @@
-"""What is damaged on the disk: the store says so, and harms no other buffer."""
+"""Damage on the disk: the store reports the damage, and other buffers stay whole."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_truncated_store_is_refused_or_whole(reopen: Callable[[], LmdbStore], 
             reopen()
         assert data.read_bytes() == whole[:left]
         data.write_bytes(whole)
-    with suppress(StoreFailed):  # unless only pages were lost that nothing needs
+    with suppress(StoreFailed):  # raised unless only unused pages were lost
         assert value(reopen(), "a").tolist() == [1] * LARGE
     data.write_bytes(whole)
     store = reopen()
@@ -108,7 +108,7 @@ def test_a_file_in_place_of_the_directory_is_refused(reopen: Callable[[], LmdbSt
 
 
 def flip(directory: Path, pattern: bytes) -> None:
-    """Change a bit of the byte in the middle of each place in the store where `pattern` is."""
+    """Flip a bit in the middle of each occurrence of `pattern` in the store's files."""
     flipped = 0
     for path in (directory / "data.mdb", directory / "values"):
         data = bytearray(path.read_bytes())
@@ -167,7 +167,7 @@ def test_a_damaged_value_can_be_replaced(
 
 
 def test_an_unreadable_value_harms_one_buffer(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a sector of the disk is bad."""
+    """A bad sector of the disk raises EIO."""
     store = reopen()
     create(store, "hurt", shape=(LARGE,))
     create(store, "well")
@@ -206,7 +206,7 @@ def test_the_writer_survives_a_failing_disk(reopen: Callable[[], LmdbStore], mon
 
 @pytest.fixture
 def hurt(reopen: Callable[[], LmdbStore], tmp_path: Path) -> LmdbStore:
-    """A store in which the record of the buffer "hurt", which expires, is damaged, and "well" is not."""
+    """Return a store with the buffers "hurt", whose record is damaged and expires, and "well"."""
     store = reopen()
     create(store, "hurt", ttl_seconds=12345.678)
     create(store, "well")
@@ -275,7 +275,7 @@ def test_a_repeated_delete_of_a_damaged_record_counts_once(hurt: LmdbStore) -> N
 def test_an_expired_damaged_record_does_not_stop_the_writer(hurt: LmdbStore, clock: Clock) -> None:
     clock.advance(20_000)
     time.sleep(0.2)
-    for _ in range(2):  # the first may still come into the transaction that looks at what is due
+    for _ in range(2):  # the transaction that removes expired buffers may include the first add
         future = hurt.submit(request(Add(name="well", gradient=ones(2))))
         future.exception(5)
     assert future.result().receipts["well"]["updated"]

@@ -1,4 +1,4 @@
-"""A store or a disk that is full: nothing changes until there is room."""
+"""A full store or disk: nothing changes until there is room."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.buffers.calls import (
 
 
 def fills(store: LmdbStore, elements: int) -> list[str]:
-    """Names of buffers, full of their number each, that were created and added to until the store was full."""
+    """Create buffers and add each buffer's number to it until the store is full. Return their names."""
     names: list[str] = []
     for number in range(10_000):
         name, gradient = f"fill{number:04}", np.full(elements, number, np.float32)
@@ -98,7 +98,7 @@ def test_a_request_too_large_for_the_store_fails_alone(
 
 
 def test_requests_that_change_nothing_need_no_room(tmp_path: Path, clock: Clock) -> None:
-    """The limit is lower than it was. A client that is told 507 for an add that was made would make it twice."""
+    """The limit was lowered. Answering 507 to a repeated add would make the client add twice."""
     first = open_lmdb(tmp_path, clock, max_bytes=1 << 26)
     creating, adding = Create(name="a", spec=spec((400_000,))), Add(name="a", gradient=ones(400_000))
     created, added = do(first, creating, key=key("create")), do(first, adding, key=key("add"))
@@ -117,7 +117,7 @@ def test_requests_that_change_nothing_need_no_room(tmp_path: Path, clock: Clock)
 
 
 def test_expired_keys_make_room_in_a_full_store(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To forget one takes a little room, to forget many at once more than there is."""
+    """Removing one key takes little room. Removing many at once takes more than the store has."""
     monkeypatch.setattr(environment, "MAP_MARGIN_BYTES", 1 << 20)
     store = open_lmdb(tmp_path, clock, max_bytes=1 << 18)
     names = [f"{number}{'x' * 150}" for number in range(100)]
@@ -146,7 +146,7 @@ CHUNK_FLOATS = CHUNK_BYTES // 4
 
 @pytest.fixture
 def roomy(tmp_path: Path, clock: Clock) -> Iterator[LmdbStore]:
-    """A store of sixteen slots, some of which LMDB itself takes."""
+    """Yield a store of sixteen slots; LMDB itself takes some of them."""
     store = open_lmdb(tmp_path, clock, max_bytes=16 * CHUNK_BYTES)
     yield store
     store.close()
@@ -193,7 +193,7 @@ def test_a_request_without_room_is_tried_twice_only(roomy: LmdbStore, monkeypatc
     create(roomy, "large", shape=(20 * CHUNK_FLOATS,))
     tries = Counter[str]()
     monkeypatch.setattr(failpoints, "action", lambda point: tries.update([point]))
-    for expected in (2, 3, 4):  # there is nothing to make room of the second time
+    for expected in (2, 3, 4):  # the second time, no slots can be freed
         with pytest.raises(StoreFull):
             add(roomy, "large", ones(1))
         assert tries["chunk"] == 16 * expected
@@ -213,7 +213,7 @@ def test_a_request_without_room_commits_nothing_beside_readers(roomy: LmdbStore)
 
 
 def test_slots_held_by_a_reader_are_free_once_it_ends(roomy: LmdbStore, tmp_path: Path) -> None:
-    """Even if it was killed, and although nothing was committed since."""
+    """The reader is killed, and no commit follows."""
     size = 6 * CHUNK_FLOATS
     create(roomy, "a", shape=(size,))
     add(roomy, "a", ones(size))
@@ -268,7 +268,7 @@ def test_small_expired_buffers_make_room(tmp_path: Path, clock: Clock) -> None:
     clock.advance(9.5)
     with pytest.raises(StoreFull):
         add(store, "new", ones(400))
-    clock.advance(0.5)  # too soon for another look at what has expired, were there room
+    clock.advance(0.5)  # too soon for another look at expired buffers if there were room
     assert add(store, "new", ones(400))["count"] == 1
     assert set(value(store, "stays")) == {1.0}
     store.close()
@@ -282,7 +282,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
     yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)  # a store that a test left open may use it
+    subprocess.run(["umount", "--lazy", disk], check=True)  # a failed test may have left its store open
 
 
 def test_a_full_disk_changes_nothing_until_there_is_room(small_disk: Path, clock: Clock) -> None:
@@ -310,10 +310,10 @@ def test_a_full_disk_changes_nothing_until_there_is_room(small_disk: Path, clock
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_an_exceeded_quota_counts_as_a_full_disk(number: int) -> None:
     for failed in (lmdb.Error(f"mdb_txn_commit: {os.strerror(number)}"), OSError(number, os.strerror(number))):
-        told = environment.as_client_error(failed, Path(), 1)
-        assert isinstance(told, StoreFull)
-        assert os.strerror(number) in told.detail
-        assert "nothing was changed" in told.detail
+        error = environment.as_client_error(failed, Path(), 1)
+        assert isinstance(error, StoreFull)
+        assert os.strerror(number) in error.detail
+        assert "nothing was changed" in error.detail
 
 
 def test_freed_slots_are_reused(tmp_path: Path, clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""What `transfer.restore` makes of a file whose metadata are not what an export writes."""
+"""The metadata of imported files: valid metadata is restored, other metadata is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image's health check, against servers as the image may run them."""
+"""The image's health check against servers with the settings of the image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "deploy" / "healthcheck.py"
 
 
 def is_healthy(url: str, **environment: str) -> bool:
-    """Whether the script says so of the server at the URL."""
+    """Return whether the script reports the server at `url` as healthy."""
     environment = {**os.environ, "GRADSERVE_PORT": str(httpx.URL(url).port), **environment}
     return subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True).returncode == 0
 

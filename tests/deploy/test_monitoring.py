@@ -1,4 +1,4 @@
-"""The alerts and the dashboard ask for metrics that there are."""
+"""The alerts and the dashboard use metrics that the service has."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*options: str) -> str:
-    """What the example prints."""
+    """Run the example and return its output."""
     command = [sys.executable, "-W", "error", "examples/gru_rows.py", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

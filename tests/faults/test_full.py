@@ -1,4 +1,4 @@
-"""A full disk, a full store, a read-only one: said clearly, nothing is changed, and it goes on once there is room."""
+"""A full disk, a full store and a read-only store: a clear error, no change, and service again once there is room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.servers import Client, Server, new_key, tensors
 from tests.serving import assert_problem
 
 SIZE = 30_000
-"""Elements of a buffer, of which the stores here hold a dozen."""
+"""Elements of a buffer: a store in these tests holds a dozen."""
 
 ONES = np.ones(SIZE)
 ROOM = 4 << 20
@@ -24,8 +24,8 @@ ROOM = 4 << 20
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
-    """A file system of its own with little room."""
-    with tempfile.TemporaryDirectory() as path:  # not tmp_path: pytest fails later where a mount is left in one
+    """Yield a small file system."""
+    with tempfile.TemporaryDirectory() as path:  # not tmp_path: a mount left there makes pytest fail later
         mounted = _mount("-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", path)
         if mounted.returncode:
             pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
@@ -43,7 +43,7 @@ def _mount(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def fill(client: Client, size: int = SIZE) -> tuple[int, httpx.Response]:
-    """Create buffers and add to each until that is refused: the number of the last one, and the refusal."""
+    """Create buffers and add to each until the server refuses; return the last number and the refusal."""
     for number in range(1, 100):
         client.create(f"b{number}", (size,))
         body = tensors(gradient=np.ones(size))
@@ -88,7 +88,7 @@ def test_deleting_a_buffer_makes_room_on_a_full_disk(disk: Path, tmp_path: Path,
                 file.write(bytes(4096))
         add_in_vain(client, f"b{last}", size=size)
         client.done("DELETE", "/v1/buffers/b1")
-        for number in range(50):  # what these take must come from the disk
+        for number in range(50):  # these buffers need room from the disk
             client.create(f"new.{number}", (10,))
             assert client.add(f"new.{number}", np.ones(10))["count"] == 1
         server.kill()
@@ -100,7 +100,7 @@ def test_deleting_a_buffer_makes_room_on_a_full_disk(disk: Path, tmp_path: Path,
 
 
 def test_deleting_a_large_buffer_makes_room_on_a_disk_full_of_small_ones(disk: Path, tmp_path: Path) -> None:
-    """LMDB must have room to change its pages, whatever took the rest."""
+    """LMDB needs room to change its pages, even on a full disk."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         last, _ = fill(client)
         for number in range(10_000):
@@ -114,7 +114,7 @@ def test_deleting_a_large_buffer_makes_room_on_a_disk_full_of_small_ones(disk: P
 
 
 def test_deleting_small_buffers_makes_room_inside_lmdb(disk: Path, tmp_path: Path) -> None:
-    """Small buffers are deleted, of which the disk gets nothing back."""
+    """Deleting small buffers frees pages inside LMDB, and no room on the disk."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         for number in range(40):
             client.create(f"small.{number}", (4000,))
@@ -130,7 +130,7 @@ def test_deleting_small_buffers_makes_room_inside_lmdb(disk: Path, tmp_path: Pat
 
 
 def test_a_refused_add_gives_back_the_room_that_it_took(disk: Path, tmp_path: Path) -> None:
-    """What it wrote before the disk was full is given back, although nothing was committed since."""
+    """The refused add had written some bytes; the store frees them without a commit."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         client.create("huge", (ROOM // 4,))
         names = [f"small.{number}" for number in range(30)]

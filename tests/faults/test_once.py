@@ -1,4 +1,4 @@
-"""What is sent twice counts once: at once, or after the answer was lost; and what comes late does not count."""
+"""A request sent twice counts once, at the same time or after a lost answer. A late request does not count."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def at_once(server: Server, path: str, times: int = 2, **request: Any) -> list[httpx.Response]:
-    """The answers to a request that is sent several times at the same moment, on connections of their own."""
+    """Send a request several times at once, each on its own connection; return the answers."""
     ready = Barrier(times)
 
     def send(_: int) -> httpx.Response:
@@ -51,7 +51,7 @@ def with_key(key: str, **request: Any) -> dict[str, Any]:
 
 
 def one_was_first(answers: list[httpx.Response]) -> None:
-    """All answers are the same, and all but one say that they are repetitions."""
+    """Check that all answers are equal, and all except one are marked as replays."""
     assert {answer.status_code for answer in answers} == {200}, [answer.text for answer in answers]
     assert len({answer.content for answer in answers}) == 1
     assert sum("Idempotency-Replayed" not in answer.headers for answer in answers) == 1

@@ -1,4 +1,4 @@
-"""A change that comes in the very moment in which a request begins to wait wakes it, too."""
+"""A change at the very moment when a request begins to wait wakes the request, too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALAR = np.ones((), np.float32)
 
 
 class Racing(MemoryStore):
-    """A store that another process changes just after, or just before, it was looked at."""
+    """A store that another process changes just after or just before a look-up."""
 
     race: Callable[[], object] | None = None
     before = False
@@ -46,7 +46,7 @@ async def stay() -> dict[str, Any]:
 
 
 def waited(store: MemoryStore, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY) -> R:
-    """What comes of a wait that would last for ten minutes."""
+    """Return the result of a wait with a timeout of ten minutes."""
 
     async def wait() -> R:
         return await asyncio.wait_for(Waiting(store).until("", stay, 600, attempt, match), PATIENCE)
@@ -119,7 +119,7 @@ def test_a_wait_tries_again_only_after_a_relevant_change() -> None:
     async def add() -> int:
         waiting = asyncio.create_task(Waiting(store).until("", stay, 600, attempt))
         for name in ("v", "v", "w", "w", "w", "w", "w"):
-            await asyncio.sleep(0.02)  # many polls; were there none, the test would only see less
+            await asyncio.sleep(0.02)  # time for many polls
             change(store, Add(name=name, gradient=SCALAR))
         return await asyncio.wait_for(waiting, PATIENCE)
 

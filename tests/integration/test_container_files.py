@@ -1,4 +1,4 @@
-"""What the files of the containers say twice, they say alike, and as the service has it."""
+"""Limits, errors and timeouts in the files of the containers agree with each other and with the service."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_nginx_uses_codes_and_titles_of_the_service() -> None:
 
 
 def by_status(name: str) -> dict[str, str]:
-    """A map of nginx.conf from an answer's status."""
+    """Return a map of nginx.conf from an answer's status."""
     (found,) = re.findall(rf"map \$status \${name} {{\n(.*?\n)    }}", NGINX, re.DOTALL)
     return dict(re.findall(r'(\w+) "?(.*?)"?;\n', found))
 

@@ -1,4 +1,4 @@
-"""What an operator of the containers relies on: how they are shut in, stop, come back, and what is left then."""
+"""The containers as an operator sees them: privileges, keys, stops, restarts, HTTPS, metrics and logs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ with socket.create_server(("0.0.0.0", 8000)) as listener:
         read_request(connection)
         connection.close()
 """
-"""A server that answers the first request on each connection, and to the second one closes it."""
+"""A server that answers the first request on each connection and closes the connection at the second."""
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_sums_stay_exact_across_restarts_and_kills_under_load(stack: Stack) -> N
 
 
 def reached(buffer: Buffer, count: int) -> int:
-    """The count of a buffer, once it is this or more."""
+    """Wait until a buffer's count reaches `count`; return the buffer's count."""
     for _ in range(600):
         if (now := buffer.info().count) >= count:
             return now
@@ -197,14 +197,14 @@ def asked(prometheus: httpx.Client, path: str, **query: str) -> Any:
 
 
 def scraped(prometheus: httpx.Client) -> Any:
-    """What Prometheus says of its target, once it has asked it."""
+    """Return Prometheus's view of its target after the first scrape."""
     for _ in range(600):
         try:
             targets = asked(prometheus, "/targets")["activeTargets"]
             if targets and targets[0]["health"] != "unknown":
                 return targets[0]
         except httpx.HTTPError:
-            pass  # it is starting
+            pass  # Prometheus is starting
         time.sleep(0.1)
     raise AssertionError("Prometheus does not ask")
 
@@ -237,7 +237,7 @@ def test_stopping_the_service_finishes_requests_in_flight(stack: Stack) -> None:
             upload.putheader(header[0], str(header[1]))
         upload.putheader("Authorization", f"Bearer {stack.secret}")
         upload.endheaders(body[:5])
-        time.sleep(0.5)  # until it has come
+        time.sleep(0.5)  # until the service has the request
         stop = pool.submit(stack.engine, "stop", "--time", "40", stack.container("gradserve"))
         polled = poll.result(timeout=40)
         # The service answers, not nginx.
@@ -331,4 +331,4 @@ def test_nginx_forwards_a_body_before_its_end(stack: Stack) -> None:
     with socket.create_connection(("127.0.0.1", httpx.URL(stack.url).port or 80), timeout=30) as connection:
         head = "POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n{"
         connection.sendall(head.encode())
-        assert connection.recv(12) == b"HTTP/1.1 401"  # said by the service, which has not seen the rest
+        assert connection.recv(12) == b"HTTP/1.1 401"  # the service answers without the rest of the body

@@ -1,4 +1,4 @@
-"""What a client sees: the same through nginx and, by GRADSERVE_URL, without it."""
+"""The service as a client sees it, through nginx or, with GRADSERVE_URL, directly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGE = (25, 1_000_000)
 
 @pytest.fixture
 def name(server: httpx.Client) -> Iterator[str]:
-    """The name of a buffer, which is deleted at the end."""
+    """Yield the name of a buffer, and delete the buffer at the end."""
     name = f"integration.{uuid4().hex}"
     yield name
     server.delete(f"/v1/buffers/{name}")
@@ -120,7 +120,7 @@ def test_a_poll_waits_for_the_quorum(server: httpx.Client, name: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         value = pool.submit(server.get, f"/v1/buffers/{name}/value", params=wanted)
         for _ in range(2):
-            assert not threading.Event().wait(1.5)  # the poll is under way, and silent
+            assert not threading.Event().wait(1.5)  # the poll waits
             assert not value.done()
             server.post(f"/v1/buffers/{name}/accumulate", json={"gradient": [3]}).raise_for_status()
         assert value.result(timeout=30).raise_for_status().json()["value"]["data"] == [6.0]
