@@ -42,7 +42,7 @@ class TritonPythonModel:
 
 
 def command(port: int) -> tuple[list[str], dict[str, str]]:
-    """What starts the server on `port` of the loopback interface, and its environment."""
+    """Return the command that starts the server on `port` of the loopback interface, and its environment."""
     if not (HOME / "tritonserver").exists():
         _install()
     arguments = [
