@@ -1,4 +1,4 @@
-"""`gradserve doctor`, beside a server that runs, and on a store that is damaged."""
+"""`gradserve doctor` beside a running server and on a damaged store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.serving import serving
 LARGE = 100_003
 
 
-def test_the_doctor(tmp_path: Path) -> None:
+def test_the_doctor_checks_a_store_in_use_and_finds_damage(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
         for name, size in (("small", 50), ("large", LARGE), ("taken", LARGE)):
@@ -44,7 +44,7 @@ def test_the_doctor(tmp_path: Path) -> None:
     assert "problems found: 1" in out
 
 
-def test_the_doctor_says_in_which_namespace_a_buffer_is_damaged(tmp_path: Path) -> None:
+def test_the_doctor_names_the_namespace_of_a_damaged_buffer(tmp_path: Path) -> None:
     store = LmdbStore(tmp_path / "a", max_bytes=1 << 24)
     for namespace in ("", "ann"):
         store.within(namespace).submit(Request([Create(name="w", spec=Spec((2,), FLOAT32))])).result(20)
@@ -110,5 +110,5 @@ def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
         add(client, "x", 1)
     assert "no problems found" in called("doctor", "--store", store)[1]
     change(COUNT, TIME.pack(1))
-    change(WRITER, bytes(16))  # as a version leaves it that does not count
+    change(WRITER, bytes(16))  # a version without counts leaves this
     assert "no problems found" in called("doctor", "--store", store)[1]

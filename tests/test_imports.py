@@ -1,4 +1,4 @@
-"""Which module may import which: the layers of the design, read from the source."""
+"""The imports that each module may make: the layers of the design, read from the source."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_no_modules_import_each_other() -> None:
     assert circles(FILES) == []
 
 
-def test_no_module_reaches_for_the_private_names_of_another() -> None:
+def test_no_module_imports_private_names_of_another() -> None:
     def private(path: Path) -> list[str]:
         package = f"service.{'.'.join(path.relative_to(SERVICE).parts[:-1])}".rstrip(".")
         names = [name.split(".") for name in imported(path) if name.startswith("service.")]
@@ -111,5 +111,5 @@ CLIENT = ROOT / "clients" / "python"
 def test_the_client_imports_nothing_of_the_server() -> None:
     server = {"service", "clients", "fastapi", "starlette", "pydantic", "uvicorn"}
     for path in CLIENT.rglob("*.py"):
-        if path.name != "generate.py":  # it writes the client from the server's registry
+        if path.name != "generate.py":  # generate.py writes the client from the server's registry
             assert not server & {name.split(".")[0] for name in imported(path)}, path

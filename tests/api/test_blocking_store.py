@@ -1,4 +1,4 @@
-"""A store that is reached over a network may block: then the event loop calls none of its look-ups."""
+"""A store behind a network may block: the event loop calls none of its look-ups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK_UPS = ("record", "records", "read", "recall", "generation", "size")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each look-up was called; a call in an event loop is counted as `in the loop`."""
+    """Count the calls of each look-up. A call in an event loop counts as `in the loop`."""
     counts: Counter[str] = Counter()
 
     def watched(name: str) -> Any:
@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_no_look_up_is_made_in_the_event_loop(calls: Counter[str]) -> None:
+def test_the_event_loop_makes_no_look_up(calls: Counter[str]) -> None:
     keyed = {"Idempotency-Key": "k"}
     with serving() as url, httpx.Client(base_url=url, timeout=30) as http, ThreadPoolExecutor(2) as pool:
         for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""Heads and bodies end where the parser says, however what comes is cut."""
+"""Heads and bodies end where the parser says, wherever the received bytes are cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OFFER = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
 
 
 def received(pieces: list[bytes]) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return target and body of each request, and what is left."""
+    """Return target and body of each request, and the bytes left over."""
     incoming, reader, body, url, requests = Incoming(), HeadReader(), None, b"", list[tuple[bytes, bytes]]()
     for piece in pieces:
         incoming.add(piece)
@@ -34,7 +34,7 @@ def received(pieces: list[bytes]) -> tuple[list[tuple[bytes, bytes]], bytes]:
 
 
 @given(st.lists(st.sampled_from([SIZED, CHUNKED]), max_size=4), st.lists(st.integers(1, 40)), st.booleans())
-def test_requests_are_the_same_however_they_are_cut(messages: list[bytes], sizes: list[int], offers: bool) -> None:
+def test_cutting_the_bytes_does_not_change_the_requests(messages: list[bytes], sizes: list[int], offers: bool) -> None:
     if offers:
         messages = [message.replace(b"\r\n", b"\r\n" + OFFER, 1) for message in messages]
     whole, pieces = b"".join(messages), list[bytes]()
@@ -52,7 +52,7 @@ def test_the_parser_ends_a_head_at_a_blank_line_only(start: bytes, parts: list[b
     assert_ends(Head(), start, b"".join(parts))
 
 
-class Told:
+class Seen:
     is_complete = False
 
     def on_message_complete(self) -> None:
@@ -61,25 +61,25 @@ class Told:
 
 @given(st.lists(st.sampled_from(PARTS), max_size=10))
 def test_the_parser_ends_a_chunked_body_at_a_blank_line_only(parts: list[bytes]) -> None:
-    assert_ends(Told(), b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"".join(parts))
+    assert_ends(Seen(), b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"".join(parts))
 
 
-def assert_ends(told: Head | Told, start: bytes, text: bytes) -> None:
-    parser = httptools.HttpRequestParser(told)
+def assert_ends(seen: Head | Seen, start: bytes, text: bytes) -> None:
+    parser = httptools.HttpRequestParser(seen)
     parser.feed_data(start)
     for count in range(len(text)):
         try:
             parser.feed_data(text[count : count + 1])
         except httptools.HttpParserError:
             return
-        if told.is_complete:
+        if seen.is_complete:
             assert (start + text[: count + 1]).endswith(BLANK_LINE)
             return
 
 
 @pytest.mark.parametrize("more", [b"", b"Content-Length: 5\r\n"])
-def test_what_lies_behind_a_head_in_the_same_piece_is_refused(more: bytes) -> None:
-    """As if a parser took another line break: the rest is no part of this request, nor lost."""
+def test_bytes_after_a_head_in_the_same_piece_are_refused(more: bytes) -> None:
+    """A parser might accept another line break: the rest is neither part of this request nor lost."""
     head = Head()
     parser = httptools.HttpRequestParser(head)
     with pytest.raises(httptools.HttpParserError) as raised:
