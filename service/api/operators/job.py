@@ -60,7 +60,7 @@ def buffers_of(
         raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
     if not (sources or into):
         return NO_BUFFERS
-    taken = _pairs("from", sources, operator.input_names)
+    taken = _pairs("from", sources, [one.name for one in operator.inputs])
     added = _pairs("into", into, operator.output_names)
     for output in operator.outputs:
         if output.name in added and output.kind.dtypes != FLOATS.dtypes:
