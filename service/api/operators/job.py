@@ -60,7 +60,7 @@ def buffers_of(
         raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
     if not (sources or into):
         return NO_BUFFERS
-    sources_by_input = _pairs("from", sources, operator.input_names)
+    sources_by_input = _pairs("from", sources, [tensor.name for tensor in operator.inputs])
     targets = _pairs("into", into, operator.output_names)
     for output in operator.outputs:
         if output.name in targets and output.kind.dtypes != FLOATS.dtypes:
