@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter
@@ -74,10 +75,8 @@ class _Pattern(NamedTuple):
     methods: dict[str, Endpoint]
 
 
-def _key(path: str) -> tuple[int, str]:
-    """Return the key that groups similar paths: the depth, and the last part unless it is a parameter."""
-    last = path[path.rfind("/") + 1 :]
-    return path.count("/"), "" if last.startswith("{") else last
+MAX_CACHED_CHARACTERS = 300
+"""A longer path is not cached: no buffer has a longer name, and 4,096 paths take a few megabytes at most."""
 
 
 class Table:
@@ -85,7 +84,8 @@ class Table:
 
     def __init__(self, routers: Iterable[APIRouter]) -> None:
         self._exact: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)
-        self._patterns: defaultdict[tuple[int, str], list[_Pattern]] = defaultdict(list)
+        self._patterns: dict[str, _Pattern] = {}
+        self._cached = lru_cache(4096)(self._search)
         for router in routers:
             for route in router.routes:
                 assert isinstance(route, APIRoute)
@@ -98,25 +98,20 @@ class Table:
         if "{" not in route.path:
             methods = self._exact[route.path]
         else:
-            methods = self._pattern(route.path).methods
+            regex = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.path))
+            methods = self._patterns.setdefault(route.path, _Pattern(regex, {})).methods
         for method in route.methods or ():
             assert method not in methods, f"two endpoints answer {method} {route.path}"
             methods[method] = endpoint
 
-    def _pattern(self, path: str) -> _Pattern:
-        """Return the pattern of a path with parameters; add a new pattern."""
-        regex = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
-        patterns = self._patterns[_key(path)]
-        known = next((pattern for pattern in patterns if pattern.regex == regex), None)
-        if known is None:
-            patterns.append(known := _Pattern(regex, {}))
-        return known
-
     def find(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]] | None:
         """Return the endpoint and the parameters of the path; None without an endpoint."""
+        return (self._cached if len(path) <= MAX_CACHED_CHARACTERS else self._search)(method, path)
+
+    def _search(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]] | None:
         if (exact := self._exact.get(path)) is not None and method in exact:
             return exact[method], {}
-        for pattern, methods in self._similar(path):
+        for pattern, methods in self._patterns.values():
             if method in methods and (fits := pattern.fullmatch(path)) is not None:
                 return methods[method], fits.groupdict()
         return None
@@ -124,13 +119,7 @@ class Table:
     def methods(self, path: str) -> Mapping[str, Endpoint]:
         """Return all endpoints of the path, by method."""
         endpoints = dict(self._exact.get(path, {}))
-        for pattern, methods in self._similar(path):
+        for pattern, methods in self._patterns.values():
             if pattern.fullmatch(path) is not None:
                 endpoints |= {method: endpoint for method, endpoint in methods.items() if method not in endpoints}
         return endpoints
-
-    def _similar(self, path: str) -> Iterator[_Pattern]:
-        """Yield the patterns that the path may fit; first the patterns with the same last part."""
-        depth, last = _key(path)
-        yield from self._patterns.get((depth, last), ())
-        yield from self._patterns.get((depth, ""), ())
