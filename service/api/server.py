@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
@@ -103,7 +105,10 @@ def run(settings: Settings) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
     if settings.workers == 1:
-        _Server(config).run()
+        server = _Server(config)
+        server.run()
+        if not server.started:  # up to uvicorn 0.49; later releases exit so themselves
+            sys.exit(3)
     else:
         sockets = [config.bind_socket()]
         with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
@@ -142,7 +147,9 @@ class _Workers(Multiprocess):
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         ignored = [number for number in ALSO_STOPPING if signal.getsignal(number) is signal.SIG_IGN]
-        super().__init__(config, sockets=sockets)
+        parameters = signature(Multiprocess).parameters
+        target = {"target": uvicorn.Server(config).run} if "target" in parameters else {}  # up to uvicorn 0.50
+        super().__init__(config, sockets=sockets, **target)
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN if number in ignored else self._stop_gracefully)
 
