@@ -6,7 +6,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY service service
 ARG EXTRAS=
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-# The environment gets neither pip nor setuptools; the packages' own tests stay behind too.
+# The environment gets neither pip nor setuptools, nor the packages' own tests.
 RUN --mount=type=cache,target=/root/.cache/pip \
     python -m venv --without-pip /venv && \
     pip --python /venv/bin/python install --quiet ".$EXTRAS" && \

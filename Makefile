@@ -1,4 +1,4 @@
-# make run, make test and make lint set up what they need; a second run starts at once. make help lists everything.
+# make run, make test and make lint install what they need on the first run. make help lists every target.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,8 +8,9 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 EDITABLE := --editable
 PIP := -m pip install --quiet $(EDITABLE)
-TWICE := -n 2 --dist loadfile
-QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(wildcard tests/test_*.py)
+IN_TWO := -n 2 --dist loadfile
+SERVING := $(addprefix tests/test_,doctor.py end_to_end.py main.py transfer.py)
+QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-out $(SERVING),$(wildcard tests/test_*.py))
 WHAT ?=
 SECONDS ?= 60
 
@@ -21,16 +22,16 @@ help:  ## list the targets
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
 
-check: lint  ## lint, and every test that needs no server of its own: what to run while working
-	$(BIN)/python -m pytest $(TWICE) $(QUICK)
+check: lint  ## lint and the tests that start no server, for every edit
+	$(BIN)/python -m pytest $(IN_TWO) $(QUICK)
 
 test: $(VENV)/.dev  ## run every test in two processes, or WHAT="tests/codecs/test_json.py -k name" in one
-	$(BIN)/python -m pytest $(or $(WHAT),$(TWICE))
+	$(BIN)/python -m pytest $(or $(WHAT),$(IN_TWO))
 
-test-faults: $(VENV)/.dev  ## the long form of the tests that kill servers, fill disks and cut power
+test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
 
-fuzz: $(VENV)/.dev  ## damaged frames for the decoders, for SECONDS=60, requests made from the schema, and changes of buffers in any order
+fuzz: $(VENV)/.dev  ## decode damaged frames for SECONDS=60, then send random requests and random changes of buffers
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
 	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py tests/buffers/test_state_machine.py
 
@@ -45,7 +46,7 @@ up:  ## build and start the containers: gradserve behind nginx on 127.0.0.1:8080
 down:  ## stop the containers; the buffers are kept
 	@deploy/containers/engine compose down
 
-test-compose: $(VENV)/.dev  ## test containers of their own, or the server at GRADSERVE_URL with GRADSERVE_API_KEY
+test-compose: $(VENV)/.dev  ## test new containers, or the server at GRADSERVE_URL with GRADSERVE_API_KEY
 	@test -n "$$GRADSERVE_URL" || deploy/containers/prepare metrics
 	GRADSERVE_INTEGRATION=1 $(BIN)/python -m pytest tests/integration $(WHAT)
 
@@ -54,7 +55,7 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.dev  ## let ruff write what it can
+format: $(VENV)/.dev  ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -72,26 +73,26 @@ bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against sta
 bench-client: $(BENCH)/.bench  ## speed and memory of the Python client's calls, against http.client
 	$(BENCH)/bin/python -m benchmarks.client
 
-soak: $(BENCH)/.bench  ## more than the server can take, for three minutes, and clients that give up or are slow
+soak: $(BENCH)/.bench  ## overload the server for three minutes, then abandon requests and send slowly
 	$(BENCH)/bin/python -m benchmarks.soak --seconds 180
 
 golden: $(BENCH)/.bench  ## ask ONNX Runtime's kernels and PyTorch again for the answers in tests/golden
 	$(BENCH)/bin/python -m tests.golden.make
 
-docs: $(VENV)/.dev  ## write the generated tables of the documents, and the generated modules of the client
+docs: $(VENV)/.dev  ## generate the tables of the documents and the modules of the client
 	$(BIN)/python -m tests.documentation
 	$(BIN)/python -m clients.python.generate
 
-site: $(VENV)/.site  ## build the documentation to site/, which works offline; a link that leads nowhere fails
+site: $(VENV)/.site  ## build the documentation into site/, which works offline; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-lock:  ## renew constraints.txt: the newest versions that fit, of everything
+lock:  ## update constraints.txt to the newest versions that fit
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
 	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench,site]' './clients/python[cli]'
 	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock
 
-clean:  ## remove what the other targets made
+clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) $(BENCH) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.run: pyproject.toml constraints.txt

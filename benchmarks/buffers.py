@@ -2,8 +2,8 @@
 
 The server keeps its buffers in LMDB, in a temporary directory (TMPDIR chooses the disk), and every add has an
 Idempotency-Key of its own. Redis 7 writes its log to the same disk and syncs it before it answers (`appendfsync
-always`). Contenders run by turns in one run. At the end every sum is compared with what was added; the exit status is 1
-only where one is wrong.
+always`). Contenders run by turns in one run. At the end every sum is compared with the adds; the exit status is 1 if a
+sum is wrong.
 """
 
 from __future__ import annotations
@@ -35,29 +35,36 @@ from service.buffers.record import Key, Spec
 from service.codecs import safetensors
 from service.dtypes import FLOAT32, Array
 
-SMALL, LARGE = 1 << 10, 1 << 20
-"""Elements: 4 KB and 4 MB of float32."""
-CONNECTIONS, RATE_SECONDS, RATE_TURNS = 16, 3, 5
+SMALL = 1 << 10
+"""Elements of 4 KB of float32."""
+
+LARGE = 1 << 20
+"""Elements of 4 MB of float32."""
+
+CONNECTIONS = 16
+RATE_SECONDS = 3
+RATE_TURNS = 5
 THREADS = 16
-ROWS, TABLE = 8192, (30000, 256)
+ROWS = 8192
+TABLE = (30000, 256)
 MANY = 200
 KEYED = 1000
 """Buffers of a request whose key is weighed."""
 VALUE = 16 << 20
 SIZES = [1 << 18, 1 << 22, 1 << 25, 1 << 27]
-"""Elements: 1, 16, 128 and 512 MB."""
+"""Elements of 1, 16, 128 and 512 MB of float32."""
 
 SAFETENSORS = {"Content-Type": safetensors.MEDIA_TYPE}
 _keys = itertools.count()
 
 
 def numbers(*shape: int) -> Array:
-    """Integers, so that sums are exact in any order."""
+    """Return integers, whose float32 sums are exact in any order."""
     return np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
 
 
 def file(**tensors: Array) -> bytes:
-    """A safetensors file."""
+    """Return a safetensors file."""
     return b"".join(safetensors.encode(tensors))
 
 
@@ -68,7 +75,7 @@ class Client:
         self._connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=600)
 
     def ask(self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
-        """The answer's body, of a request without a key."""
+        """Send a request without a key and return the answer's body."""
         self._connection.request(method, path, body, headers or {})
         response = self._connection.getresponse()
         answer = response.read()
@@ -77,37 +84,37 @@ class Client:
         return answer
 
     def create(self, name: str, *shape: int) -> None:
-        """A buffer."""
+        """Create a buffer."""
         self.ask(
             "PUT", f"/v1/buffers/{name}", json.dumps({"shape": shape}).encode(), {"Content-Type": "application/json"}
         )
 
     def add(self, path: str, body: bytes) -> dict[str, Any]:
-        """The receipts of a request with a key of its own."""
+        """Send an add with a new key and return its receipts."""
         head = {**SAFETENSORS, "Accept": "application/json", "Idempotency-Key": f"bench-{next(_keys)}"}
         receipts: dict[str, Any] = json.loads(self.ask("POST", path, body, head))
         return receipts
 
     def value(self, name: str) -> Array:
-        """A buffer's value."""
+        """Return a buffer's value."""
         body = self.ask("GET", f"/v1/buffers/{name}/value", headers={"Accept": safetensors.MEDIA_TYPE})
         length = int.from_bytes(body[:8], "little")
         return np.frombuffer(body, np.float32, offset=8 + length)
 
     def count(self, name: str) -> int:
-        """The adds in a buffer."""
+        """Return the number of adds in a buffer."""
         number: int = json.loads(self.ask("GET", f"/v1/buffers/{name}"))["count"]
         return number
 
 
 class Table:
-    """Rows of a case, two figures, their ratio, and whether it is as good as it should be."""
+    """Rows of a case, two figures, their ratio, and whether the ratio meets its target."""
 
     def __init__(self) -> None:
         self.rows: list[list[str]] = []
 
     def add(self, case: str, against: str, ours: float, theirs: float, sense: str, target: float | None) -> None:
-        """A row, printed at once in short."""
+        """Add a row, and print it in short."""
         ratio = ours / theirs
         wanted = ["-", "-"]
         if target is not None:
@@ -140,7 +147,7 @@ def large_add(rows: Table, server: Server) -> None:
 
 
 def wrk(server: Server, work: Path, path: str, body: bytes, *, keys: bool, connections: int = CONNECTIONS) -> float:
-    """Requests per second over so many connections; with `keys`, each request has one of its own."""
+    """Return wrk's requests per second over `connections`. With `keys`, each request has a new key."""
     (work / "body").write_bytes(body)
     key = f'wrk.headers["Idempotency-Key"] = "{next(_keys)}-" .. count' if keys else ""
     (work / "post.lua").write_text(
@@ -165,7 +172,7 @@ end
 
 @contextmanager
 def redis(work: Path) -> Iterator[Callable[[], float]]:
-    """What measures pushes per second of 4 KB to a Redis that syncs each before it answers."""
+    """Yield a function that measures pushes of 4 KB per second to a Redis that syncs before it answers."""
     port = 16379
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(work), "--save", ""]
     process = subprocess.Popen([*command, "--appendonly", "yes", "--appendfsync", "always"], stdout=subprocess.DEVNULL)
@@ -189,7 +196,7 @@ def redis(work: Path) -> Iterator[Callable[[], float]]:
 
 
 def store_rate(store: LmdbStore, g: Array, *, keys: bool, adds: int = 300) -> tuple[float, float]:
-    """Adds per second by sixteen threads in this process, each to a buffer of its own, and adds per commit."""
+    """Return adds per second and adds per commit of sixteen threads in this process, each with its own buffer."""
 
     def work(number: int) -> None:
         for _ in range(adds):
@@ -207,7 +214,7 @@ def store_rate(store: LmdbStore, g: Array, *, keys: bool, adds: int = 300) -> tu
 
 
 def small_adds(rows: Table, server: Server, work: Path) -> None:
-    """Durable adds of 4 KB, by sixteen at once, against Redis and against stateless requests."""
+    """Durable adds of 4 KB over sixteen connections, against Redis and against stateless requests."""
     client, g = Client(server), numbers(SMALL)
     for number in range(CONNECTIONS):
         client.create(f"small.{number}", SMALL)
@@ -291,7 +298,7 @@ def keyed(rows: Table, work: Path) -> None:
 
 
 def reading(rows: Table, server: Server, work: Path) -> None:
-    """Adds per second by eight connections while curl reads 64 MB, twice a second and without a pause, and without."""
+    """Adds per second over eight connections: without a reader, and beside curl reading 64 MB at two paces."""
     client, g = Client(server), numbers(SMALL)
     client.create("read", VALUE)
     client.add("/v1/buffers/read/accumulate", file(gradient=numbers(VALUE)))
@@ -352,13 +359,13 @@ def sparse(rows: Table, server: Server, work: Path) -> None:
 
 
 def memory(pid: int, what: str) -> int:
-    """Bytes of a process."""
+    """Return a memory figure of a process in bytes."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(what))
     return int(line.split()[1]) * 1024
 
 
 def growth(rows: Table, server: Server) -> None:
-    """The time of an add per byte, judged from 16 MB on: an add of 1 MB mostly waits three times for the disk."""
+    """The time of an add per byte, judged from 16 MB on: an add of 1 MB mostly waits for the disk, three times."""
     client, per_byte = Client(server), {}
     for size in SIZES:
         g = numbers(size)

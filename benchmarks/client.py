@@ -1,7 +1,7 @@
 """Calls of the Python client against the bare exchange of the same bytes by http.client: `python -m benchmarks.client`.
 
-Both speak to one server on loopback, by turns. The bare side sends bytes that were made before and reads the answer as
-bytes; the client makes the safetensors file, mints a key for what changes, and gives arrays.
+Both call one server on loopback by turns. The bare side sends prepared bytes and reads the answer as bytes. The client
+encodes the safetensors file, makes a key for each change, and decodes arrays.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _keys = itertools.count()
 
 
 def numbers(*shape: int) -> Array:
-    """Integers as float32."""
+    """Return integers as float32."""
     return np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
 
 
 class Bare:
-    """A connection, and nothing more."""
+    """A bare connection to the server."""
 
     def __init__(self, server: Server) -> None:
         self._connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=600)
@@ -135,7 +135,7 @@ with Client(sys.argv[1]) as server:
 
 
 def measured(url: str) -> str:
-    """The bytes of an add, and by how much they made the memory of the process grow, which holds the gradient."""
+    """Return the bytes of an add, and the growth in bytes of the client's process, which already holds the gradient."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEASURE, url]
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout

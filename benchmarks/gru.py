@@ -1,8 +1,8 @@
 """GRUGrad against ONNX Runtime's, PyTorch's and the bare matrix products: `python -m benchmarks.gru`.
 
-All in this process with two threads each, by turns but for the bare products, float32, B and H0 given. PyTorch's time
-is that of the backward pass of `torch.nn.GRU`, which is GRUGrad with linear_before_reset = 1. The exit status is 1 only
-where ONNX Runtime's answer is another.
+All run in this process with two threads each, in float32, with B and H0. All run by turns, except the bare products.
+PyTorch's time is the backward pass of `torch.nn.GRU`, which is GRUGrad with linear_before_reset = 1. The exit status is
+1 if ONNX Runtime's answer differs.
 """
 
 from __future__ import annotations
@@ -32,16 +32,23 @@ THREADS = 2
 SECONDS = 4.0
 MEMORY = 256 << 20
 CALLS = 10
-"""In a row, at each turn: what counts is the pace of a kernel that is called again and again."""
+"""Calls in a row at each turn: the figure is the pace of repeated calls."""
 Sizes = tuple[int, int, int, int, int]
 
-LARGE, SMALL, BOTH_WAYS = (64, 32, 256, 256, 1), (32, 16, 64, 64, 1), (64, 32, 256, 256, 2)
-"""S, N, I, H, D."""
+LARGE = (64, 32, 256, 256, 1)
+"""S, N, I, H and D of the large case."""
+
+SMALL = (32, 16, 64, 64, 1)
+"""S, N, I, H and D of the small case."""
+
+BOTH_WAYS = (64, 32, 256, 256, 2)
+"""S, N, I, H and D of the bidirectional case."""
+
 TARGETS: dict[Sizes, dict[str, float]] = {
     LARGE: {"ort": 6.0, "torch": 1.0, "bare": 0.5},
     SMALL: {"ort": 4.0, "torch": 2.0},
 }
-"""How many times the speed of each peer is asked of GRUGrad with linear_before_reset = 1."""
+"""The target ratios of GRUGrad's speed to each peer's, with linear_before_reset = 1."""
 GROWTH: list[Sizes] = [(S, 32, 128, 128, 1) for S in (32, 64, 128, 256)] + [
     (32, N, 128, 128, 1) for N in (64, 128, 256)
 ]
@@ -51,7 +58,7 @@ GRADIENTS = ("dX", "dW", "dR", "dB", "dH0")
 def sample(
     engine: Engine, sizes: Sizes, attributes: dict[str, Any], lengths: Array | None = None
 ) -> dict[str, Array | None]:
-    """GRUGrad's inputs, with HAll and ZRH of a real forward pass, for sequences of these lengths, S if None."""
+    """Return GRUGrad's inputs, with HAll and ZRH of a real forward pass. `lengths` of None means S steps for all."""
     S, N, I, H, D = sizes  # noqa: E741
     rng = np.random.default_rng(0)
 
@@ -72,7 +79,7 @@ def sample(
 
 
 def run(engine: Engine, op: str, given: Mapping[str, Any], attributes: dict[str, Any]) -> dict[str, Array]:
-    """The operator's outputs."""
+    """Run the operator and return its outputs."""
     tensors = {name: array for name, array in given.items() if array is not None}
     return engine.run(OPERATORS[op], tensors, attributes)
 
@@ -80,18 +87,18 @@ def run(engine: Engine, op: str, given: Mapping[str, Any], attributes: dict[str,
 def gru_grad(
     engine: Engine, sizes: Sizes, linear_before_reset: int = 1, lengths: Array | None = None
 ) -> Callable[[], object]:
-    """GRUGrad, ready to run."""
+    """Return a call of GRUGrad."""
     attributes = {"linear_before_reset": linear_before_reset, "direction": direction(sizes)}
     return partial(run, engine, "GRUGrad", sample(engine, sizes, attributes, lengths), attributes)
 
 
 def direction(sizes: Sizes) -> str:
-    """The attribute that makes D directions."""
+    """Return the `direction` attribute for D directions."""
     return "forward" if sizes[-1] == 1 else "bidirectional"
 
 
 def bare_products(sizes: Sizes, linear_before_reset: int) -> Callable[[], object]:
-    """Nothing but the matrix products of GRUGrad, by NumPy."""
+    """Return a call of the matrix products of GRUGrad alone, by NumPy."""
     S, N, I, H, D = sizes  # noqa: E741
     rng = np.random.default_rng(0)
     gates, x, state, R, step = (
@@ -118,8 +125,8 @@ def bare_products(sizes: Sizes, linear_before_reset: int) -> Callable[[], object
 
 
 def torch_backward(sizes: Sizes) -> Callable[[], object]:
-    """The backward pass of torch.nn.GRU."""
-    import torch  # here: it reads OMP_WAIT_POLICY when it is imported
+    """Return a call of the backward pass of torch.nn.GRU."""
+    import torch  # here: torch reads OMP_WAIT_POLICY at import
 
     S, N, I, H, D = sizes  # noqa: E741
     torch.set_num_threads(THREADS)
@@ -134,7 +141,7 @@ def torch_backward(sizes: Sizes) -> Callable[[], object]:
 def ort_kernel(
     engine: Engine, sizes: Sizes, given: dict[str, Array | None], linear_before_reset: int
 ) -> Callable[[], object]:
-    """ONNX Runtime's kernel, ready to run. Exits where its answer is another than ours."""
+    """Return a call of ONNX Runtime's kernel. Exit if its answer differs from ours."""
     ours = run(engine, "GRUGrad", given, {"linear_before_reset": linear_before_reset})
     theirs = {name: np.empty_like(ours[name]) for name in GRADIENTS}
     attributes = {"hidden_size": sizes[3], "linear_before_reset": linear_before_reset}
@@ -147,12 +154,12 @@ def ort_kernel(
 
 
 def title(sizes: Sizes) -> str:
-    """Sizes as the tables show them."""
+    """Return sizes as the tables show them."""
     return " ".join(f"{name} {size}" for name, size in zip("SNIHD", sizes, strict=True))
 
 
 def speeds(engine: Engine, bare: Mapping[tuple[Sizes, int], float]) -> str:
-    """The table of speeds against the peers."""
+    """Return the table of speeds against the peers."""
     rows = []
     for sizes, lbr in bare:
         attributes = {"linear_before_reset": lbr, "direction": direction(sizes)}
@@ -174,9 +181,9 @@ def speeds(engine: Engine, bare: Mapping[tuple[Sizes, int], float]) -> str:
 
 
 def ways(engine: Engine) -> str:
-    """The table of our own times against each other."""
+    """Return the table that compares our own times."""
     rows = []
-    lengths = np.random.default_rng(0).permutation(np.arange(LARGE[0], 0, -2))  # of which half the steps are run
+    lengths = np.random.default_rng(0).permutation(np.arange(LARGE[0], 0, -2))  # half of the steps are run
     pairs: list[tuple[str, tuple[Any, ...], tuple[Any, ...], float]] = [
         ("bidirectional / forward", (BOTH_WAYS, 1), (LARGE, 1), 2.0),
         ("bidirectional / forward, lbr 0", (BOTH_WAYS, 0), (LARGE, 0), 2.0),
@@ -196,7 +203,7 @@ def ways(engine: Engine) -> str:
 
 
 def growth(engine: Engine) -> str:
-    """The table of times as S and N grow."""
+    """Return the table of times as S and N grow."""
     medians = alternate({title(sizes): gru_grad(engine, sizes) for sizes in GROWTH}, seconds=SECONDS, calls=CALLS)
     rows = [
         [
@@ -211,7 +218,7 @@ def growth(engine: Engine) -> str:
 
 
 def blas() -> str:
-    """The library that multiplies matrices, and what of the environment it was not told."""
+    """Return the BLAS library, and the environment variables that were removed for it."""
     (found,) = (one for one in threadpool_info() if one["user_api"] == "blas")
     left_out = "".join(f", without {name}={value}" for name, value in LEFT_OUT.items())
     return f"{found['internal_api']} {found['version']}, {found['architecture']} kernels{left_out}"
@@ -223,14 +230,14 @@ def main() -> None:
     print(f"GRUGrad, float32, {THREADS} threads each, medians of runs by turns; lbr: linear_before_reset", flush=True)
     print(f"Products by {blas()}", flush=True)
     with watched():
-        # First and by themselves: BLAS's own threads, which the engine does without, spin after each product.
+        # First and alone: BLAS's own threads, which the engine does not use, spin after each product.
         with threadpool_limits(THREADS, user_api="blas"):
             cases = itertools.product((LARGE, SMALL, BOTH_WAYS), (1, 0))
             products = {case: bare_products(*case) for case in cases}
             bare = {case: alternate({"bare": run}, seconds=1.0)["bare"] for case, run in products.items()}
         engine = Engine(threads=THREADS, limits=Limits(1 << 30), reuse_bytes=MEMORY)
         for report in (partial(speeds, engine, bare), partial(ways, engine), partial(growth, engine)):
-            # In a thread of the pool, as the service calls kernels: the pool's other thread joins in.
+            # In a thread of the pool, as the service calls kernels: the pool's other thread helps.
             print(f"\n{engine.submit(report).result()}", flush=True)
         engine.close()
 

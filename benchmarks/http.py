@@ -1,8 +1,8 @@
 """The service against a plain FastAPI endpoint, over HTTP: `python -m benchmarks.http`.
 
-Each server is a process of uvicorn's own on a free port of the loopback interface, with the same options; each is asked
-over one kept-alive connection, by turns. A measured time is from sending the prepared request to having read the whole
-answer. Every answer is compared with NumPy's. The exit status is 1 only where one is wrong.
+Each server is a process of uvicorn on a free port of the loopback interface, with the same options. Requests go by
+turns over one keep-alive connection to each. A time runs from sending the prepared request to having read the whole
+answer. Every answer is compared with NumPy's. The exit status is 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from service.dtypes import Array
 
 SECONDS = 20.0
 ROUNDS = 25
-LARGE, SMALL = 1 << 20, 256
+LARGE = 1 << 20
+SMALL = 256
 PLAIN = uvicorn("benchmarks.plain:app", "--timeout-graceful-shutdown", "30", "--no-access-log")
-LISTS_TARGET, BASE64_TARGET = 0.25, 0.4
+LISTS_TARGET = 0.25
+BASE64_TARGET = 0.4
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of request: its body for us and for the plain endpoint, and how the answers' dX is read."""
+    """One kind of request: its bodies for our server and for the plain endpoint, and the readers of dX."""
 
     title: str
     plain_path: str
@@ -44,9 +46,9 @@ class Case:
     target: float | None
 
     def run(self, ours: Connection, plain: Connection) -> list[str]:
-        """The row of the table. Exits where an answer is wrong."""
+        """Return the row of the table. Exit if an answer is wrong."""
         for connection in (ours, plain):
-            connection.close()  # idle while the bodies were made, perhaps for too long; the next request opens it anew
+            connection.close()  # possibly idle for too long; the next request opens it again
         contenders = {
             "ours": partial(post, ours, "/v1/ops/ReluGrad", self.our_body),
             "plain": partial(post, plain, self.plain_path, self.plain_body),
@@ -64,7 +66,7 @@ class Case:
 
 
 def post(connection: Connection, path: str, body: bytes) -> bytes:
-    """The answer to `body`."""
+    """Return the answer to `body`."""
     connection.request("POST", path, body, {"Content-Type": "application/json"})
     response = connection.getresponse()
     answer = response.read()
@@ -74,7 +76,7 @@ def post(connection: Connection, path: str, body: bytes) -> bytes:
 
 
 def lists(title: str, tensors: Mapping[str, Array], encode: Callable[[Any], bytes], target: float | None) -> Case:
-    """Tensors as JSON lists that `encode` writes; both sides take the same body."""
+    """Return the case of JSON lists that `encode` writes; both sides take the same body."""
     body = encode(tensors)
     return Case(
         title=title,
@@ -89,7 +91,7 @@ def lists(title: str, tensors: Mapping[str, Array], encode: Callable[[Any], byte
 
 
 def in_base64(tensors: Mapping[str, Array], target: float | None) -> Case:
-    """Tensors as base64; ours says their dtype and shape as well."""
+    """Return the case of base64 tensors; our body also has dtype and shape."""
     texts = {name: base64.b64encode(tensor.tobytes()).decode() for name, tensor in tensors.items()}
     described = {
         name: {"dtype": tensor.dtype.name, "shape": tensor.shape, "base64": texts[name]}
@@ -112,17 +114,17 @@ def relu_grad(dY: Array, X: Array) -> Array:
 
 
 def from_lists(tensors: Mapping[str, Array]) -> bytes:
-    """What most clients write: each float32 with all the digits of the float64 that Python makes of it."""
+    """Encode as most clients do: each float32 with all digits of Python's float64."""
     return json.dumps({name: tensor.tolist() for name, tensor in tensors.items()}).encode()
 
 
 def from_arrays(tensors: Mapping[str, Array]) -> bytes:
-    """The fewest digits that still tell each float32 from every other."""
+    """Encode each float32 with the fewest digits that identify it."""
     return orjson.dumps(tensors, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def cases() -> Iterator[Case]:
-    """The rows of the table, one at a time: the bodies are large."""
+    """Yield the cases one at a time, because the bodies are large."""
     for size, judged in ((LARGE, True), (SMALL, False)):
         dY, X = np.random.default_rng(0).standard_normal((2, size), dtype=np.float32)
         tensors = {"dY": dY, "X": X}

@@ -1,7 +1,7 @@
 """Speed and memory of our kernels against ONNX Runtime's: `python -m benchmarks.kernels`.
 
-Both sides run in this process by turns, with two threads each, on the same inputs, and write to memory that is already
-in place. The exit status is 1 only where their answers disagree: that a target is missed says the table.
+Both sides run in this process by turns, with two threads each, on the same inputs, and write to allocated memory. The
+exit status is 1 if their answers disagree; the table shows missed targets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORWARD: dict[str, Callable[[Array], Array]] = {
     "SoftmaxGrad_13": lambda X: softmax(X, axis=-1),
     "LogSoftmaxGrad_13": lambda X: log_softmax(X, axis=-1),
 }
-"""What a trainer would hand the operator next to dY, for standard normal forward inputs X."""
+"""The second input of each operator, computed from standard normal forward inputs X."""
 
 SPEED_TARGETS = {
     "ReluGrad": 6.0,
@@ -48,19 +48,19 @@ SPEED_TARGETS = {
     "LogSoftmaxGrad_13": 6.0,
     "GatherGrad": 5.0,
 }
-"""Of the ratio at the larger shape."""
+"""The target ratios at the larger shape."""
 MEAN_TARGET = 2.5
 MEMORY_LIMIT = 4_000_000
 
 
 def sample(op: str, shape: tuple[int, ...]) -> dict[str, Array]:
-    """Inputs as they occur in training."""
+    """Return inputs as in training."""
     dY, X = np.random.default_rng(0).standard_normal((2, *shape), dtype=np.float32)
     return {"dY": dY, OPERATORS[op].inputs[1].name: FORWARD[op](X)}
 
 
 def gather_sample() -> dict[str, Array]:
-    """A gradient of 8192 rows of an embedding of 30,000; a quarter of the rows are of one token, as padding is."""
+    """Return a gradient of 8192 rows of an embedding of 30,000. A quarter of the rows has one token, like padding."""
     rng = np.random.default_rng(0)
     indices = rng.integers(0, 30_000, 8192)
     indices[rng.permutation(8192)[:2048]] = 7
@@ -69,7 +69,7 @@ def gather_sample() -> dict[str, Array]:
 
 
 def as_the_engine(work: Callable[[], R]) -> R:
-    """What `work` returns, called as the engine calls a kernel: in a thread of a new pool, whose other threads join."""
+    """Run `work` as the engine runs a kernel: in a thread of a new pool, whose other threads help."""
     with ThreadPoolExecutor(THREADS) as pool:
 
         def run() -> R:
@@ -87,10 +87,10 @@ def race(
     ort_threads: tuple[int, ...],
     atol: float = 1e-5,
 ) -> list[float]:
-    """Median seconds of our kernel, and of ONNX Runtime's with each number of threads; exits where they disagree."""
+    """Return the median seconds of our kernel and of ONNX Runtime's by number of threads. Exit if answers differ."""
     kernel = OPERATORS[op].kernel
     attributes = {attribute.name: attribute.default for attribute in OPERATORS[op].attributes}
-    ours = np.full(out_shape, np.nan, np.float32)  # written to, so that its pages are in place
+    ours = np.full(out_shape, np.nan, np.float32)  # written, so that its pages exist
     contenders: dict[str, Callable[[], object]] = {"ours": lambda: kernel(*inputs.values(), out=ours, **attributes)}
     theirs = {}
     for threads in ort_threads:
@@ -105,14 +105,14 @@ def race(
 
 
 def speed_row(op: str, elements: int, ours: float, theirs: float, target: float | None) -> list[str]:
-    """A row of the table of speeds."""
+    """Return a row of the table of speeds."""
     ratio = theirs / ours
     judged = ["-", "-"] if target is None else [f">= {target}", verdict(ratio >= target)]
     return [op, f"{elements:,}", f"{ours * 1e3:.3f}", f"{theirs * 1e3:.3f}", f"{ratio:.2f}", *judged]
 
 
 def speeds() -> str:
-    """The table of speeds."""
+    """Return the table of speeds."""
     rows, means, all_ratios = [], [], []
     for shape in SHAPES:
         ratios, elements = [], shape[0] * shape[1]
@@ -122,8 +122,8 @@ def speeds() -> str:
             ratios.append(theirs / ours)
         means.append(["geometric mean", f"{elements:,}", "", "", f"{geometric_mean(ratios):.2f}", "-", "-"])
         all_ratios += ratios
-    # Of one token come 2048 gradients, whose magnitudes add up to 1,700. With two threads ONNX Runtime adds them in an
-    # order that changes from run to run, and float32 rounds by up to 2e-4; a gradient left out would make 1.
+    # One token has 2048 gradients, whose magnitudes add up to 1,700. With two threads ONNX Runtime adds them in an
+    # order that changes from run to run, and float32 rounds by up to 2e-4. A lost gradient would make about 1.
     counts = (1, 2)
     ours, *each = race("GatherGrad", gather_sample(), (30_000, 256), ort_threads=counts, atol=1e-3)
     theirs, count = min(zip(each, counts, strict=True))
@@ -138,7 +138,7 @@ def speeds() -> str:
 
 
 def peak_bytes(op: str, inputs: Mapping[str, Array]) -> int:
-    """The most memory, over inputs and output, that our kernel has at any time. New threads: scratch is theirs."""
+    """Return the peak bytes of our kernel beyond inputs and output, in new threads, which own the scratch memory."""
     out = np.empty_like(inputs["dY"])
 
     def run() -> int:
@@ -155,7 +155,7 @@ def peak_bytes(op: str, inputs: Mapping[str, Array]) -> int:
 
 
 def memory() -> str:
-    """The table of peak memory."""
+    """Return the table of peak memory."""
     shape = SHAPES[-1]
     peaks = {op: peak_bytes(op, sample(op, shape)) for op in FORWARD}
     header = ["operator", "elements", "peak MB over inputs and output", "limit MB", "met"]

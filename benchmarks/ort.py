@@ -1,4 +1,4 @@
-"""One of ONNX Runtime's training kernels by itself: a model of one node, its inputs and outputs bound beforehand.
+"""One of ONNX Runtime's training kernels alone: a model of one node, with inputs and outputs bound in advance.
 
 The last release, onnxruntime-training 1.19.2, has wheels for CPython up to 3.11.
 """
@@ -21,14 +21,14 @@ except ImportError as missing:
     )
 
 
-onnxruntime.set_default_logger_severity(3)  # errors only: each session would warn of operators without a schema
+onnxruntime.set_default_logger_severity(3)  # errors only: each session warns of operators without a schema
 
 
 class Kernel:
     """The operator `op` of the domain com.microsoft with `threads` threads, ready to run on `inputs` into `outputs`.
 
     Both are name -> array, in the operator's order, None for an input left out; the names are free. ONNX Runtime works
-    in the arrays' own memory, and trusts their shapes: where these do not fit, it reads and writes out of bounds.
+    in the arrays' own memory and trusts their shapes: with wrong shapes it reads and writes out of bounds.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Kernel:
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         self._binding = self._session.io_binding()
-        self._memory = [*inputs.values(), *outputs.values()]  # alive for as long as it works in it
+        self._memory = [*inputs.values(), *outputs.values()]  # keeps the memory of inputs and outputs alive
         values = {
             name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in {**inputs, **outputs}.items()
         }
@@ -58,7 +58,7 @@ class Kernel:
             self._binding.bind_ortvalue_output(name, values[name])
 
     def run(self) -> None:
-        """Run the kernel, and nothing else."""
+        """Run the kernel alone."""
         self._session.run_with_iobinding(self._binding)
 
 

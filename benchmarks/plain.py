@@ -1,6 +1,6 @@
-"""What anyone would write instead of this service: a plain FastAPI application with ReluGrad in NumPy.
+"""The obvious alternative to this service: a plain FastAPI application with ReluGrad in NumPy.
 
-The endpoints are `def`: their work would hold up the event loop, and in FastAPI's thread pool it is no slower.
+The endpoints are `def`: `async def` would block the event loop, and FastAPI's thread pool is no slower.
 """
 
 from __future__ import annotations

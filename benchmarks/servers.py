@@ -1,4 +1,4 @@
-"""Servers to measure: processes on free ports of the loopback interface, started and stopped by their handles."""
+"""Servers to measure: processes on free ports of the loopback interface."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ STOP_SECONDS = 60.0
 
 
 Start: TypeAlias = Callable[[int], tuple[list[str], dict[str, str]]]
-"""Given a port: the command of a server that listens there, and its environment."""
+"""A function that returns command and environment of a server for a port."""
 
 
 def gradserve(**settings: object) -> Start:
-    """Our server, with these settings; its buffers are in memory unless they say where."""
+    """Return the start of our server with these settings. The default store is in memory."""
     given = {f"GRADSERVE_{name.upper()}": str(value) for name, value in {"store": "memory:", **settings}.items()}
     return lambda port: (
         [sys.executable, "-m", "service", "serve"],
@@ -35,12 +35,12 @@ def gradserve(**settings: object) -> Start:
 
 
 def uvicorn(*arguments: str) -> Start:
-    """An application under uvicorn."""
+    """Return the start of an application under uvicorn."""
     return lambda port: ([sys.executable, "-m", "uvicorn", *arguments], {**os.environ, "UVICORN_PORT": str(port)})
 
 
 class Server(NamedTuple):
-    """A server that runs, and a connection to it."""
+    """A running server and a connection to that server."""
 
     connection: Connection
     url: str
@@ -49,9 +49,9 @@ class Server(NamedTuple):
 
 @contextmanager
 def serving(start: Start, ready: str) -> Iterator[Server]:
-    """A server, from when its path `ready` answers 200. At the end it is stopped.
+    """Yield a server once its path `ready` answers 200, and stop the server at the end.
 
-    Where it does not get ready, this exits with what it logged.
+    Exit with the server's log if the server does not get ready.
     """
     port = _free_port()
     command, environment = start(port)
@@ -60,7 +60,7 @@ def serving(start: Start, ready: str) -> Iterator[Server]:
             command,
             cwd=ROOT,
             env=environment,
-            stdout=subprocess.DEVNULL,  # a line per request
+            stdout=subprocess.DEVNULL,  # one line per request
             stderr=log,
         )
         connection = Connection("127.0.0.1", port, timeout=60)

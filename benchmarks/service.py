@@ -1,9 +1,9 @@
 """The service against NVIDIA's Triton Inference Server, over HTTP: `python -m benchmarks.service`.
 
-Both are processes on the loopback interface and run ReluGrad on float32, asked by turns over one kept-alive connection
-each, or by wrk over eight. A time is from sending the prepared request to having read the whole answer. The floor,
-which has its turns as well, is the same bytes over a bare socket. Every answer is compared with NumPy's; the exit
-status is 1 only where one is wrong.
+Both are processes on the loopback interface and run ReluGrad on float32. Requests go by turns over one keep-alive
+connection each, or from wrk over eight. A time runs from sending the prepared request to having read the whole answer.
+The floor is the same bytes over a bare socket, by turns with the others. Every answer is compared with NumPy's; the
+exit status is 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ from service.dtypes import Array
 
 INFER = "/v2/models/ReluGrad/infer"
 HEADER_LENGTH = "Inference-Header-Content-Length"
-SMALL, LARGE, HUGE = 256, 1 << 20, 1 << 24
+SMALL = 256
+LARGE = 1 << 20
+HUGE = 1 << 24
 CALLS = 10
-"""In a row, at each turn: what counts is the pace of a connection that is used again and again."""
-CONNECTIONS, RATE_SECONDS, RATE_TURNS = 8, 3, 5
+"""Calls in a row at each turn: the figure is the pace of a busy connection."""
+CONNECTIONS = 8
+RATE_SECONDS = 3
+RATE_TURNS = 5
 MEMORY_LIMIT = 1.3
-"""Times the bytes that come in and go out."""
+"""The limit of memory, as a multiple of the bytes in and out."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A prepared request, and how its answer is read."""
+    """A prepared request and the reader of its answer."""
 
     path: str
     body: bytes
@@ -53,7 +57,7 @@ class Call:
     headers: dict[str, str] = field(default_factory=dict)
 
     def ask(self, connection: Connection) -> tuple[Mapping[str, str], bytes]:
-        """The answer's headers and body."""
+        """Send the request; return the answer's headers and body."""
         connection.request("POST", self.path, self.body, self.headers)
         response = connection.getresponse()
         body = response.read()
@@ -63,7 +67,7 @@ class Call:
 
 
 def binary(dY: Array, X: Array) -> Call:
-    """The Open Inference Protocol with the binary tensor data extension."""
+    """Return a call of the Open Inference Protocol with binary tensor data."""
     inputs = [
         {"name": name, "shape": [one.size], "datatype": "FP32", "parameters": {"binary_data_size": one.nbytes}}
         for name, one in (("dY", dY), ("X", X))
@@ -78,7 +82,7 @@ def binary(dY: Array, X: Array) -> Call:
 
 
 def lists(dY: Array, X: Array) -> Call:
-    """The Open Inference Protocol with JSON lists."""
+    """Return a call of the Open Inference Protocol with JSON lists."""
     inputs = [
         {"name": name, "shape": [one.size], "datatype": "FP32", "data": one.tolist()}
         for name, one in (("dY", dY), ("X", X))
@@ -91,7 +95,7 @@ def lists(dY: Array, X: Array) -> Call:
 
 
 def safetensors(dY: Array, X: Array) -> Call:
-    """A safetensors file to our own API."""
+    """Return a call of our own API with a safetensors file."""
     ends = {"dY": [0, dY.nbytes], "X": [dY.nbytes, 2 * dY.nbytes]}
     head = json.dumps({name: {"dtype": "F32", "shape": [dY.size], "data_offsets": at} for name, at in ends.items()})
     head += " " * (-len(head) % 8)
@@ -104,7 +108,7 @@ def safetensors(dY: Array, X: Array) -> Call:
 
 
 def in_base64(dY: Array, X: Array) -> Call:
-    """base64 to our own API."""
+    """Return a call of our own API with base64."""
     tensors = {
         name: {"dtype": "float32", "shape": [one.size], "base64": base64.b64encode(one.tobytes()).decode()}
         for name, one in (("dY", dY), ("X", X))
@@ -118,7 +122,7 @@ def in_base64(dY: Array, X: Array) -> Call:
 
 @contextmanager
 def bare_socket(bytes_in: int, bytes_out: int) -> Iterator[Callable[[], object]]:
-    """A call that sends and receives as many bytes, to a process that only counts them."""
+    """Yield a call that exchanges these numbers of bytes with a process that only counts bytes."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.Process(target=_count, args=(bytes_in, bytes_out, there))
     process.start()
@@ -170,12 +174,12 @@ class Race:
         target: float,
         floor: Mapping[str, Callable[[], object]] = {},
     ) -> dict[str, float]:
-        """Race one call of ours against one of Triton's, and a `floor` if one is given. The medians, in seconds."""
+        """Race a call of ours against a call of Triton's and, if given, a `floor`. Return the medians in seconds."""
         dY, X = np.random.default_rng(0).standard_normal((2, size), dtype=np.float32)
         calls = {"ours": (self.ours, ours(dY, X)), "triton": (self.theirs, theirs(dY, X))}
         expected = np.where(X > 0, dY, np.float32(0))
         for name, (server, call) in calls.items():
-            server.connection.close()  # idle for too long, perhaps; the next request opens it anew
+            server.connection.close()  # possibly idle for too long; the next request opens it again
             if not np.array_equal(call.read(*call.ask(server.connection)), expected):
                 sys.exit(f"{title}: the answer of {name} is wrong")
         runs: dict[str, Callable[[], object]] = {
@@ -186,7 +190,7 @@ class Race:
         return medians
 
     def add(self, title: str, size: str, ours: float, theirs: float, sense: str, target: float) -> None:
-        """A row: a figure of ours, a peer's, and what their ratio must be."""
+        """Add a row: our figure, the peer's figure, and the target of their ratio."""
         ratio = ours / theirs
         met = ratio <= target if sense == "<=" else ratio >= target
         self.rows.append(
@@ -195,7 +199,7 @@ class Race:
 
 
 def rate(server: Server, work: Path) -> float:
-    """wrk's requests per second of a small binary call."""
+    """Return wrk's requests per second of a small binary call."""
     call = binary(*np.random.default_rng(0).standard_normal((2, SMALL), dtype=np.float32))
     (work / "body").write_bytes(call.body)
     headers = "".join(f'wrk.headers["{name}"] = "{value}"\n' for name, value in call.headers.items())
@@ -210,7 +214,7 @@ def rate(server: Server, work: Path) -> float:
 
 
 def rates(race: Race, ours: Server, target: float, title: str) -> None:
-    """Requests per second of both, by turns."""
+    """Add a row of the requests per second of both servers, measured by turns."""
     with tempfile.TemporaryDirectory() as work:
         turns = [(rate(ours, Path(work)), rate(race.theirs, Path(work))) for _ in range(RATE_TURNS)]
     mine, theirs = (statistics.median(one) for one in zip(*turns, strict=True))
@@ -218,7 +222,7 @@ def rates(race: Race, ours: Server, target: float, title: str) -> None:
 
 
 def memory_row(title: str) -> list[str]:
-    """The peak memory, above what it has when idle, of a new server that answers one huge request."""
+    """Return a row: the peak memory of a new server during one huge request, above its idle memory."""
     dY, X = np.random.default_rng(0).standard_normal((2, HUGE), dtype=np.float32)
     call = binary(dY, X)
     with serving(gradserve(), "/v2/health/ready") as server:

@@ -1,8 +1,8 @@
-"""The server under more than it can take, for minutes: `python -m benchmarks.soak [--seconds 180]`.
+"""The server under more load than it can take, for minutes: `python -m benchmarks.soak [--seconds 180]`.
 
-Two hundred connections ask for as much as they can get, from 1 KB to 16 MB, and come again when they are told to. Then
-ten thousand requests are given up in the middle, and five hundred connections send a byte now and then. Prints what
-became of it; the exit status is 1 where something is wrong: an answer of 5xx, a sum that is not exact, a leak.
+Two hundred connections send requests of 1 KB to 16 MB without a pause, and retry after 429. Then clients abandon ten
+thousand requests halfway, and five hundred connections send a byte now and then. The table has the results. The exit
+status is 1 after a fault: an answer of 5xx, a sum that is not exact, or a leak.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from benchmarks.servers import Server, gradserve, serving
 from benchmarks.timing import table, verdict
 
 SIZES = {256: 0.6, 1 << 14: 0.25, 1 << 18: 0.12, 1 << 22: 0.03}
-"""Elements of float32, 1 KB to 16 MB, and how often each comes."""
+"""Float32 elements of 1 KB to 16 MB, and the share of each size in the requests."""
 
-AT_CAPACITY, OVERLOADED = 8, 200
-"""Connections."""
+AT_CAPACITY = 8
+"""Connections at the server's capacity."""
+
+OVERLOADED = 200
+"""Connections that overload the server."""
 
 EXPECTED = 1 << 16
-"""A body beyond this size is sent once the server wants it: one that it refuses would have been sent in vain."""
+"""A body of more bytes waits for 100 Continue, because the server may refuse the request."""
 
-ABANDONED, SLOW = 10_000, 500
+ABANDONED = 10_000
+SLOW = 500
 _keys = itertools.count()
 
 
 @dataclass
 class Load:
-    """What a run of many connections met."""
+    """The results of a run of many connections."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     bytes: int = 0
@@ -56,7 +60,7 @@ class Load:
 
 
 class Bodies:
-    """Requests' bodies, made once."""
+    """The bodies of all requests, encoded once."""
 
     def __init__(self) -> None:
         self.gradients = {size: np.random.default_rng(size).integers(-8, 8, size).astype("f4") for size in SIZES}
@@ -65,7 +69,7 @@ class Bodies:
 
 
 def head(path: str, body: bytes, key: str | None = None, *, expect: bool = False) -> bytes:
-    """The head of a POST; with `expect`, the body waits until the server wants it."""
+    """Return the head of a POST; with `expect`, the head asks for 100 Continue."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Type: {MEDIA_TYPE}", f"Content-Length: {len(body)}"]
     if expect:
         lines.append("Expect: 100-continue")
@@ -75,7 +79,7 @@ def head(path: str, body: bytes, key: str | None = None, *, expect: bool = False
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, int]:
-    """An answer's status and size."""
+    """Read an answer; return its status and size in bytes."""
     lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
     length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), 0)
     left = length
@@ -85,7 +89,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, int]:
 
 
 async def worker(port: int, bodies: Bodies, load: Load, end: float, seed: int) -> None:
-    """One connection that asks again and again; what is told to come again does."""
+    """Send requests over one connection until `end`, and retry after 429."""
     rng = random.Random(seed)
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     while time.monotonic() < end:
@@ -104,7 +108,7 @@ async def worker(port: int, bodies: Bodies, load: Load, end: float, seed: int) -
             load.statuses[status] += 1
             if status != 429:
                 break
-            if expect:  # then the connection ends with the answer
+            if expect:  # the server closes the connection after the refusal
                 writer.close()
                 reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
             await asyncio.sleep(rng.uniform(1, 1.5))
@@ -116,7 +120,7 @@ async def worker(port: int, bodies: Bodies, load: Load, end: float, seed: int) -
 
 
 def probe(port: int, pid: int, seconds: float, results: Connection) -> None:
-    """Ask whether the server lives, ten times a second, and how much memory it has, once. A process of its own."""
+    """Time a health request ten times a second, and read the server's memory once a second. Runs in its own process."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     times, held, end = [], [], time.monotonic() + seconds
     for number in itertools.count():
@@ -133,18 +137,18 @@ def probe(port: int, pid: int, seconds: float, results: Connection) -> None:
 
 
 def memory(pid: int) -> int:
-    """Bytes of a process that are its own: those of mapped files are the system's to take back."""
+    """Return the private bytes of a process: the system can take back those of mapped files."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
 def state(pid: int) -> tuple[int, int]:
-    """The threads and open files of a process."""
+    """Return the numbers of threads and open files of a process."""
     return len(list(Path(f"/proc/{pid}/task").iterdir())), len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 async def run(port: int, pid: int, bodies: Bodies, connections: int, seconds: float) -> Load:
-    """Load of so many connections."""
+    """Run the load of `connections` connections for `seconds`."""
     load, end = Load(), time.monotonic() + seconds
     results, theirs = multiprocessing.Pipe()
     other = multiprocessing.get_context("spawn").Process(target=probe, args=(port, pid, seconds, theirs))
@@ -156,7 +160,7 @@ async def run(port: int, pid: int, bodies: Bodies, connections: int, seconds: fl
 
 
 async def abandon(port: int, bodies: Bodies) -> None:
-    """Requests that are given up: half in the middle of the body, half in the middle of the answer."""
+    """Abandon requests: half within the body, half within the answer."""
     size = 1 << 18
 
     async def one(number: int) -> None:
@@ -175,7 +179,7 @@ async def abandon(port: int, bodies: Bodies) -> None:
 
 
 async def slowly(port: int, bodies: Bodies) -> list[float]:
-    """The time of requests while five hundred connections send a byte of theirs a second."""
+    """Return the times of requests while five hundred connections each send a byte a second."""
     slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(SLOW)]
     times = []
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -196,7 +200,7 @@ async def slowly(port: int, bodies: Bodies) -> list[float]:
 
 
 def starts(work: Path) -> Iterator[tuple[str, float]]:
-    """Seconds until a server is ready, on an empty store and on one of 2 GB."""
+    """Yield the seconds until a server is ready, with an empty store and with a store of 2 GB."""
     for name in ("an empty store", "the same with 2 GB"):
         begun = time.perf_counter()
         with serving(gradserve(store=f"lmdb:{work}/started", max_body_bytes=1 << 29), "/v2/health/ready") as server:
@@ -233,7 +237,7 @@ def main() -> None:
 
 
 def measure(server: Server, client: Client, bodies: Bodies, seconds: float, row: Any) -> None:
-    """Everything that one server goes through."""
+    """Run every part of the soak that shares one server."""
     port, added = int(server.url.rpartition(":")[2]), Counter[int]()
     for size in SIZES:
         client.buffers[f"soak.{size}"].create(size)
@@ -255,7 +259,7 @@ def measure(server: Server, client: Client, bodies: Bodies, seconds: float, row:
     ratio = throughput / capacity
     row("throughput against that of 8 connections", f"{ratio:.2f}", ">= 0.8", ratio >= 0.8)
     minute = max(len(load.memory) // 3, 1)
-    # Means: memory goes up and down by a whole request of 33 MB, and a median would jump by as much.
+    # Means: memory changes by whole requests of 33 MB, and a median would jump by as much.
     first, last = statistics.fmean(load.memory[:minute]), statistics.fmean(load.memory[-minute:])
     row("memory, last third against first", f"{last / first:.3f}, {last / 1e6:.0f} MB", "<= 1.05", last <= 1.05 * first)
     idle = memory(server.pid)

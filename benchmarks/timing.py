@@ -1,7 +1,7 @@
 """Fair timing, and its tables.
 
-A figure by itself says little of a machine that others share. So contenders run by turns, in one process and in one
-run, and what counts is the ratio of their medians.
+A single figure says little on a shared machine. So contenders run by turns, in one process and in one run, and the
+result is the ratio of their medians.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ def alternate(
     calls: int = 1,
     check: Callable[[str, R], object] | None = None,
 ) -> dict[str, float]:
-    """The median time of a call of each contender, in seconds.
+    """Return the median time in seconds of a call of each contender.
 
-    They are called by turns, `calls` times in a row, in as many rounds as fit in `seconds`, but at least `least`, after
-    a few rounds that do not count. `check`, given the contender's name and what it returned, runs outside the measured
-    time.
+    Contenders run by turns, `calls` times in a row, in as many rounds as fit in `seconds`, but at least `least`. A few
+    rounds before do not count. `check` gets the contender's name and result, outside the measured time.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     collected = gc.isenabled()
@@ -57,9 +56,9 @@ def alternate(
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Say at the end how busy other processes were: where that is more than a few percent, the figures are worth less.
+    """Print at the end how busy other processes were: beyond a few percent, the figures are worth less.
 
-    Counts this process and its children that have ended by then. Says nothing where the system is not Linux.
+    This process and its ended children do not count as other. Print nothing on systems other than Linux.
     """
     if not _CPU_TIMES.exists():
         yield
@@ -71,18 +70,18 @@ def watched() -> Iterator[None]:
 
 
 def _busy() -> float:
-    """The seconds that all processors together have worked."""
+    """Return the busy seconds of all processors together."""
     user, nice, system, _idle, _waiting, *rest = map(int, _CPU_TIMES.read_text().split("\n", 1)[0].split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def verdict(met: bool) -> str:
-    """What a table says of a target."""
+    """Return the word for a target in a table."""
     return "yes" if met else "no"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """An aligned Markdown table, its first two columns to the left and the others, of numbers, to the right."""
+    """Return an aligned Markdown table: the first two columns to the left, the others to the right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = ["-" * width if k < 2 else "-" * (width - 1) + ":" for k, width in enumerate(widths)]

@@ -1,7 +1,7 @@
-"""NVIDIA's Triton Inference Server, the real one, with ReluGrad as a Python model: its C++ front end is what we race.
+"""NVIDIA's real Triton Inference Server with ReluGrad as a Python model: the race is against its C++ front end.
 
-The wheel of nvidia-pytriton carries the server. It is taken apart into `PEERS_HOME` (~/.cache/gradserve-peers), once;
-the model runs in the system's own python3, which the server's Python back end links against, with Debian's NumPy.
+The server comes from the wheel of nvidia-pytriton, unpacked once into `PEERS_HOME` (~/.cache/gradserve-peers). The
+model runs in the system's python3 with Debian's NumPy, because the server's Python back end links against this python3.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TritonPythonModel:
 
 
 def command(port: int) -> tuple[list[str], dict[str, str]]:
-    """What starts the server on `port` of the loopback interface, and its environment."""
+    """Return the command that starts the server on `port` of the loopback interface, and its environment."""
     if not (HOME / "tritonserver").exists():
         _install()
     arguments = [

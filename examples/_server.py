@@ -1,4 +1,4 @@
-"""The server that an example talks to: the one that is named, or one of its own."""
+"""The server of an example: the server at `--url`, or a new server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOP_SECONDS = 60.0
 
 @contextmanager
 def server(url: str | None) -> Iterator[str]:
-    """`url`, or, without one, that of a server that runs on loopback until the end and keeps nothing beyond it."""
+    """Yield `url` or, without one, the URL of a new server on loopback, which keeps nothing after the end."""
     if url is not None:
         yield url
         return

@@ -1,8 +1,8 @@
 """Four processes train one network on handwritten digits, and share their gradients through the service.
 
-Each step they split a batch, unevenly. Each computes the gradients of its rows, every backward operator by a call, adds
-them to the server's buffers, waits until all four are in, and takes the same step with the mean. In the end the losses
-are compared with those of a single process in plain NumPy.
+In each step the processes split a batch unevenly. Each process computes the gradients of its rows by calls of backward
+operators, adds them to the server's buffers, waits for all four, and takes the same step with the mean. In the end the
+losses are compared with those of a single process in plain NumPy.
 
     python examples/digits_data_parallel.py [--url http://127.0.0.1:8000] [--epochs 10]
 """
@@ -34,7 +34,7 @@ RATE, MOMENTUM = 0.1, 0.9
 
 @dataclass
 class Digits:
-    """Images of 64 pixels from 0 to 1, and which digit each shows; some are held out from training."""
+    """Images of 64 pixels from 0 to 1, and the digit on each. Some images are held out from training."""
 
     images: Array
     labels: Array
@@ -42,13 +42,13 @@ class Digits:
     held_out_labels: Array
 
     def batches(self, epoch: int) -> Iterator[Array]:
-        """The rows of each batch: another order in every epoch, the same in every process."""
+        """Yield the rows of each batch. The order differs between epochs and is the same in every process."""
         order = np.random.default_rng(epoch).permutation(len(self.images))
         return (order[start : start + BATCH] for start in range(0, len(order), BATCH))
 
 
 def load() -> Digits:
-    from sklearn.datasets import load_digits  # here, because the workers start faster without it
+    from sklearn.datasets import load_digits  # here, because workers start faster without scikit-learn
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
@@ -68,7 +68,7 @@ def initial() -> Arrays:
 
 
 def forward(params: Arrays, X: Array) -> tuple[Array, Array, Array]:
-    """What goes into the ReLU, what comes out, and the logarithms of the digits' probabilities."""
+    """Return the input and output of the ReLU, and the logarithms of the digits' probabilities."""
     Z = X @ params["W1"] + params["b1"]
     H = np.maximum(Z, 0)
     logits = H @ params["W2"] + params["b2"]
@@ -77,13 +77,13 @@ def forward(params: Arrays, X: Array) -> tuple[Array, Array, Array]:
 
 
 def accuracy(params: Arrays, digits: Digits) -> float:
-    """The share of held-out digits that are told right."""
+    """Return the share of held-out digits that are recognized."""
     _, _, Y = forward(params, digits.held_out_images)
     return float(np.mean(Y.argmax(axis=1) == digits.held_out_labels))
 
 
 def descend(params: Arrays, velocity: Arrays, gradients: Arrays) -> None:
-    """A step of gradient descent with momentum, in place."""
+    """Take a step of gradient descent with momentum, in place."""
     for name, gradient in gradients.items():
         velocity[name] = MOMENTUM * velocity[name] + gradient
         params[name] -= RATE * velocity[name]
@@ -93,7 +93,7 @@ def descend(params: Arrays, velocity: Arrays, gradients: Arrays) -> None:
 
 
 def backward(server: Client, params: Arrays, X: Array, labels: Array) -> Arrays:
-    """The mean loss of these rows, and its gradients by the parameters."""
+    """Return the mean loss of these rows and its gradients with respect to the parameters."""
     Z, H, Y = forward(params, X)
     rows = np.arange(len(X))
     dY = np.zeros_like(Y)
@@ -110,14 +110,14 @@ def backward(server: Client, params: Arrays, X: Array, labels: Array) -> Arrays:
 
 
 def bias_gradient(server: Client, gradient: Array, bias: Array) -> Array:
-    """`gradient`, summed over the axes along which the bias was broadcast."""
+    """Return `gradient`, summed over the axes along which the bias was broadcast."""
     axes = server.ops.broadcast_gradient_args(gradient.shape, bias.shape).B_axes
     summed: Array = gradient.sum(axis=tuple(axes))
     return summed
 
 
 def all_reduce(server: Client, run: str, gradients: Arrays, rows: int, step: int) -> Arrays:
-    """The mean of what the workers send in this step, each weighted by its rows."""
+    """Return the mean of the workers' gradients in this step, each weighted by its rows."""
     named = {f"{run}.{name}": gradient for name, gradient in gradients.items()}
     server.buffers.accumulate(named, weight=rows, epoch=step)
     means = server.buffers.value(named, epoch=step, reduce="mean", timeout=60)
@@ -125,7 +125,7 @@ def all_reduce(server: Client, run: str, gradients: Arrays, rows: int, step: int
 
 
 def work(worker: int, url: str, run: str, digits: Digits, epochs: int) -> tuple[list[float], Arrays]:
-    """What each of the processes does: the loss of every step, and the parameters in the end."""
+    """Train as one of the processes; return the loss of every step and the final parameters."""
     params = initial()
     velocity = {name: np.zeros_like(array) for name, array in params.items()}
     losses: list[float] = []
@@ -145,7 +145,7 @@ def work(worker: int, url: str, run: str, digits: Digits, epochs: int) -> tuple[
 
 
 def train_together(url: str, digits: Digits, epochs: int) -> tuple[list[float], Arrays]:
-    """The same of all processes, whose parameters must end with the same bits."""
+    """Train in all processes; return losses and parameters, after a check that all parameters have the same bits."""
     run = f"digits-{uuid.uuid4().hex[:8]}"
     with Client(url) as server:
         for name, array in {"loss": np.zeros(()), **initial()}.items():
@@ -159,11 +159,11 @@ def train_together(url: str, digits: Digits, epochs: int) -> tuple[list[float], 
     return losses, params
 
 
-# ----- the same without it -----
+# ----- without the service -----
 
 
 def train_alone(digits: Digits, epochs: int) -> list[float]:
-    """The loss of each step in one process, with gradients in plain NumPy."""
+    """Train in one process with gradients in plain NumPy; return the loss of each step."""
     params = initial()
     velocity = {name: np.zeros_like(array) for name, array in params.items()}
     losses = []

@@ -22,7 +22,7 @@ HELD_OUT = 360
 
 
 def load() -> tuple[Array, Array]:
-    """The rows of all images, [8, images, 8 pixels], shuffled, and which digits they show."""
+    """Return the rows of all images, [8, images, 8 pixels], shuffled, and the digit on each image."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     rows = (digits.images[order] / 16).astype(np.float32).swapaxes(0, 1)
@@ -30,7 +30,7 @@ def load() -> tuple[Array, Array]:
 
 
 def initial(random: np.random.Generator) -> Arrays:
-    """The GRU's parameters for one direction, as ONNX has them, and those of the classifier on top of it, V and c."""
+    """Return the GRU's parameters for one direction in ONNX's layout, and the classifier's parameters V and c."""
     shapes = {
         "W": (1, 3 * HIDDEN, 8),
         "R": (1, 3 * HIDDEN, HIDDEN),
@@ -49,7 +49,7 @@ def log_softmax(logits: Array) -> Array:
 
 
 def backward(server: Client, params: Arrays, X: Array, labels: Array) -> tuple[float, Arrays]:
-    """The mean loss of these sequences, and its gradients."""
+    """Return the mean loss of these sequences and its gradients."""
     W, R, B, V, c = params.values()
     HAll, HFinal, ZRH = server.ops.gru_training(X, W, R, B)
     H = HFinal[0]
@@ -69,14 +69,14 @@ def backward(server: Client, params: Arrays, X: Array, labels: Array) -> tuple[f
 
 
 def accuracy(server: Client, params: Arrays, X: Array, labels: Array) -> float:
-    """The share of digits that are told right."""
+    """Return the share of digits that are recognized."""
     W, R, B, V, c = params.values()
     logits = server.ops.gru_training(X, W, R, B).HFinal[0] @ V + c
     return float(np.mean(logits.argmax(axis=-1) == labels))
 
 
 class Adam:
-    """Adam with its usual constants, in place."""
+    """Adam with its usual constants; updates parameters in place."""
 
     def __init__(self, params: Arrays, rate: float) -> None:
         self.params, self.rate, self.step = params, rate, 0

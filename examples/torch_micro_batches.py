@@ -1,8 +1,7 @@
 """A PyTorch model accumulates its gradients on the server, over a network that loses, delays and repeats requests.
 
-Each step has four micro-batches of different sizes. Between the client and the server stands a proxy that does harm to
-one request in five. The same model, trained beside it with PyTorch's own accumulation, has the same gradients
-nevertheless: every push counts once.
+Each step has four micro-batches of different sizes. A proxy between the client and the server harms one request in
+five. The same model, trained with PyTorch's own accumulation, still gets the same gradients: every push counts once.
 
     python examples/torch_micro_batches.py [--url http://127.0.0.1:8000] [--short]
 """
@@ -38,7 +37,7 @@ MICRO_BATCHES = 4
 LARGEST_DIFFERENCE = 1e-6
 
 ATTEMPT_SECONDS = 0.3
-"""After which the client sends a request again. Some that are delayed come later than that, after their successors."""
+"""Seconds after which the client retries. Some delayed requests arrive later, after their successors."""
 
 HARM = {
     "cut off on its way": "connection reset in the middle of the request",
@@ -50,7 +49,7 @@ HARM = {
 
 
 class Proxy(socketserver.ThreadingTCPServer):
-    """A proxy on loopback, before the server at `url`, that does harm to one request in five."""
+    """A proxy on loopback before the server at `url` that harms one request in five."""
 
     def __init__(self, url: str) -> None:
         super().__init__(("127.0.0.1", 0), Connection)
@@ -67,7 +66,7 @@ class Proxy(socketserver.ThreadingTCPServer):
         self._lock = threading.Lock()
 
     def fate(self) -> str | None:
-        """The harm that the next request comes to: of each five in a row, one is chosen by chance."""
+        """Return the harm of the next request, or None: one random request of each five in a row is harmed."""
         with self._lock:
             place = self.requests % 5
             self.requests += 1
@@ -80,14 +79,14 @@ class Proxy(socketserver.ThreadingTCPServer):
             return harm
 
     def ask(self, request: bytes) -> bytes:
-        """The server's answer."""
+        """Return the server's answer."""
         with socket.create_connection(self.upstream, 60) as connection, connection.makefile("rb") as stream:
             connection.sendall(request)
             return read_message(stream)
 
 
 class Connection(socketserver.StreamRequestHandler):
-    """A connection from the client, for one request after the other."""
+    """A connection from the client that carries one request after another."""
 
     server: Proxy
 
@@ -103,7 +102,7 @@ class Connection(socketserver.StreamRequestHandler):
             pass  # the client has given up
 
     def answer(self, request: bytes, harm: str | None) -> bytes | None:
-        """What to send back before the next request; None: nothing, and no next request."""
+        """Return the bytes to send back, or None to end the connection."""
         if harm == "cut off on its way":
             with socket.create_connection(self.server.upstream, 60) as connection:
                 connection.sendall(request[: len(request) // 2])
@@ -120,7 +119,7 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def read_message(stream: BufferedIOBase) -> bytes:
-    """The next request or answer, head and body; empty at the end of the stream."""
+    """Return the next request or answer with head and body, or no bytes at the end of the stream."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         line = stream.readline()
@@ -134,15 +133,15 @@ def read_message(stream: BufferedIOBase) -> bytes:
 
 
 def reset(connection: socket.socket) -> None:
-    """End the connection at once, as one that breaks does."""
+    """End the connection with a reset, as a broken network does."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 @contextmanager
 def proxy_to(url: str) -> Iterator[Proxy]:
-    """A proxy that runs in threads of this process."""
-    with Proxy(url) as proxy:  # which waits for them at the end
+    """Yield a proxy that runs in threads of this process."""
+    with Proxy(url) as proxy:  # the exit waits for the threads
         thread = threading.Thread(target=proxy.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -153,7 +152,7 @@ def proxy_to(url: str) -> Iterator[Proxy]:
 
 
 def micro_batch() -> tuple[Any, Any]:
-    """Points in the plane, of which one must be told from the others by its quadrant."""
+    """Return points in the plane and the class of each, which depends on its quadrant."""
     samples = torch.randn(int(torch.randint(1, 33, ())), 2)
     return samples, (samples > 0).long() @ torch.tensor([1, 2])
 
@@ -163,7 +162,7 @@ def largest(differences: Iterator[Any]) -> float:
 
 
 def train(server: Client, prefix: str, steps: int) -> float:
-    """Train two models alike, one through the server. Returns the largest difference of gradients or parameters."""
+    """Train two models alike, one through the server. Return the largest difference of gradients or parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     own = copy.deepcopy(model)

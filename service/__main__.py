@@ -1,4 +1,4 @@
-"""The `gradserve` command. A signal stops it from the first moment, though its imports take a second."""
+"""The `gradserve` command. A signal stops it at any time, even during its imports, which take a second."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop_at_once)
     try:
-        from service import cli  # takes the second
+        from service import cli  # the import that takes a second
 
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, interrupted)
@@ -30,12 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
     finally:
-        if signal.getsignal(signal.SIGTERM) is _stop:  # a server that has ended ignores SIGTERM, and must go on so
+        if signal.getsignal(signal.SIGTERM) is _stop:  # a server that has ended must keep ignoring SIGTERM
             signal.signal(signal.SIGTERM, terminated)
 
 
 def _stop_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(SIGNALLED + number)  # an import may swallow an exception, or break; and no work has begun
+    os._exit(SIGNALLED + number)  # an exception could be swallowed by an import, and no work has begun
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -54,7 +54,7 @@ class KeyInvalid(ValueError):
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key: what it allows, in which namespace, and until when; times are seconds since 1970."""
+    """A key: its scopes, its namespace and its lifetime; times are seconds since 1970."""
 
     id: str
     name: str

@@ -75,8 +75,8 @@ class Settings(BaseSettings):
     )
     keep_alive: PositiveInt = Field(
         75,
-        description="Seconds that a connection may be silent: between requests, in a request's head or a discarded"
-        " body, or while its client reads nothing of an answer.",
+        description="Seconds that a connection may be silent: between requests, in a request's head, or while its"
+        " client reads nothing of an answer.",
     )
     reuse_bytes: int = Field(
         256 << 20, ge=0, description="Bytes of freed memory that each process keeps for later requests."

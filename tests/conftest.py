@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import certifi
 import httpx
 import pytest
 
@@ -14,15 +18,29 @@ from tests.serving import serving
 
 @pytest.fixture(scope="session", autouse=True)
 def signals() -> None:
-    """What runs the tests may ignore some, as a shell does for what is in the background; servers are not to."""
+    """Restore default signal handlers: a shell ignores some signals for background jobs, and servers must not."""
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def authorities() -> Iterator[None]:
+    """Load the certificates of authorities once: httpx takes 20 ms to load them for every client and `httpx.get`."""
+    create, usual = ssl.create_default_context, os.environ.get("SSL_CERT_FILE") or certifi.where()
+    context = create(cafile=usual)
+
+    def create_once(*args: Any, **named: Any) -> ssl.SSLContext:
+        return context if (args, named) == ((), {"cafile": usual}) else create(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", create_once)
+        yield
+
+
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """The URL of a server with small limits, so that they can be reached."""
+    """Yield the URL of a server whose limits are small enough to reach."""
     with serving(max_body_bytes=2 << 20, max_inflated_bytes=2 << 20, max_tensor_bytes=1 << 20, threads=2) as url:
         yield url
 
@@ -35,7 +53,7 @@ def client(url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate of localhost and 127.0.0.1, signed by itself, and its key."""
+    """Make a self-signed certificate of localhost and 127.0.0.1, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl")
     place = tmp_path_factory.mktemp("tls")

@@ -1,4 +1,4 @@
-"""A real uvicorn with the service in it, and what its answers are checked with."""
+"""A real uvicorn that runs the service, and checks of its answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.settings import Settings
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[str]:
-    """The URL of a server on a free port, in a thread of this process, with these settings."""
+    """Yield the URL of a server with these settings, on a free port and in a thread of this process."""
     server = uvicorn.Server(server_config(Settings(**{"port": 0, "store": "memory:", **settings})))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -33,7 +33,7 @@ def serving(**settings: Any) -> Iterator[str]:
 
 
 def assert_problem(answer: httpx.Response, status: int, code: str, *words: str) -> dict[str, Any]:
-    """`answer` is the problem `code` in the form that every error has, and its detail holds `words`."""
+    """Check that `answer` is a problem with this code and that its detail contains `words`. Return the problem."""
     assert answer.headers["content-type"] == "application/problem+json", answer.text
     problem: dict[str, Any] = answer.json()
     assert (answer.status_code, problem["status"], problem["code"]) == (status, status, code), problem
@@ -53,14 +53,14 @@ def delete_buffers(client: httpx.Client) -> None:
 
 
 def in_flight(url: object, what: str = "") -> float:
-    """The requests that have no answer yet but the one that asks, or with `_bytes` what they hold."""
+    """Return the number of other requests in flight or, with `_bytes`, the bytes in flight."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     (value,) = (line.split()[1] for line in lines if line.startswith(f"gradserve_in_flight{what} "))
     return float(value) - (not what)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Return once it holds; fail after 20 seconds."""
+    """Return once `holds` returns true; fail after 20 seconds."""
     end = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < end

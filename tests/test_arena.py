@@ -18,7 +18,7 @@ def address(array: np.ndarray[Any, Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def test_memory_is_used_again() -> None:
+def test_freed_memory_is_reused() -> None:
     arena = Arena(8 * MIN_REUSED_BYTES)
     first = arena.allocate((ELEMENTS,), FLOAT32)
     place = address(first)
@@ -32,7 +32,7 @@ def test_memory_is_used_again() -> None:
     assert arena.free_bytes == 0
 
 
-def test_a_view_keeps_its_memory() -> None:
+def test_memory_with_a_view_is_not_reused() -> None:
     arena = Arena(8 * MIN_REUSED_BYTES)
     array = arena.allocate((ELEMENTS,), FLOAT32)
     array[...] = 7
@@ -54,7 +54,7 @@ def test_free_memory_has_a_limit() -> None:
     assert arena.free_bytes == 3 * MIN_REUSED_BYTES
 
 
-def test_far_larger_memory_is_not_reused() -> None:
+def test_memory_far_larger_than_needed_is_not_reused() -> None:
     arena = Arena(100 * MIN_REUSED_BYTES)
     large = arena.allocate((10 * ELEMENTS,), FLOAT32)
     del large

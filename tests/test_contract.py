@@ -1,4 +1,4 @@
-"""What holds for every operator, read from its declaration: a new operator is tested here without a new line."""
+"""Rules for every operator, read from its declaration: a new operator needs no new test here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 
 def example(operator: Operator, dtypes: dict[str, str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """The operator's example as arrays, of the default dtypes or those given for an input's kind."""
+    """Return the operator's example as arrays, with the default dtypes or `dtypes` by kind of input."""
     dtypes = dtypes or {}
     return {
         one.name: np.array(operator.example[one.name], DTYPES[dtypes.get(one.kind.name, one.kind.default)])
@@ -50,7 +50,7 @@ def assert_same(got: dict[str, np.ndarray[Any, Any]], expected: dict[str, np.nda
 
 
 @EVERY
-def test_its_example_gives_the_documented_answer(client: httpx.Client, operator: Operator) -> None:
+def test_each_example_gives_the_documented_answer(client: httpx.Client, operator: Operator) -> None:
     answer = client.post(f"/v1/ops/{operator.name}", json=dict(operator.example))
     assert_same(decode(answer), operator(example(operator), {}))
     described = client.get(f"/v1/ops/{operator.name}").json()
@@ -64,7 +64,7 @@ def test_its_example_gives_the_documented_answer(client: httpx.Client, operator:
 @pytest.mark.parametrize("floats", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("integers", ["int32", "int64"])
 @pytest.mark.parametrize("form", ["list", "base64"])
-def test_every_dtype_travels_in_every_form(
+def test_every_dtype_works_in_every_form(
     client: httpx.Client, operator: Operator, floats: str, integers: str, form: json_codec.Encoding
 ) -> None:
     tensors = example(operator, {"float": floats, "integer": integers})
@@ -76,7 +76,7 @@ def test_every_dtype_travels_in_every_form(
 
 
 @EVERY
-def test_outputs_are_as_declared(operator: Operator) -> None:
+def test_outputs_have_the_declared_names_and_dtypes(operator: Operator) -> None:
     for floats in ("float16", "bfloat16", "float32", "float64"):
         tensors = example(operator, {"float": floats})
         outputs = operator(tensors, {})
@@ -88,7 +88,7 @@ def test_outputs_are_as_declared(operator: Operator) -> None:
 
 
 @EVERY
-def test_inputs_stay_untouched(operator: Operator) -> None:
+def test_a_run_leaves_its_inputs_unchanged(operator: Operator) -> None:
     tensors = example(operator)
     before = {name: tensor.copy() for name, tensor in tensors.items()}
     for tensor in tensors.values():
@@ -100,7 +100,7 @@ def test_inputs_stay_untouched(operator: Operator) -> None:
 
 
 @EVERY
-def test_every_required_input_is_required(client: httpx.Client, operator: Operator) -> None:
+def test_a_missing_required_input_is_refused(client: httpx.Client, operator: Operator) -> None:
     for one in operator.inputs:
         left_out = {name: value for name, value in operator.example.items() if name != one.name}
         answer = client.post(f"/v1/ops/{operator.name}", json=left_out)
@@ -122,7 +122,7 @@ def test_a_dtype_outside_its_kind_is_refused(client: httpx.Client, operator: Ope
 
 
 def sharing(operator: Operator) -> list[Tensor]:
-    """The inputs whose dtype an input before them settles."""
+    """Return the inputs whose dtype an earlier input decides."""
     variables = [one.variable for one in operator.inputs]
     return [one for k, one in enumerate(operator.inputs) if one.variable and one.variable in variables[:k]]
 
@@ -139,7 +139,7 @@ def test_inputs_of_one_type_variable_share_a_dtype(client: httpx.Client, operato
 
 
 @EVERY
-def test_a_subset_of_the_outputs_in_the_asked_order(client: httpx.Client, operator: Operator) -> None:
+def test_a_subset_of_the_outputs_is_answered_in_the_asked_order(client: httpx.Client, operator: Operator) -> None:
     path, names = f"/v1/ops/{operator.name}", [output.name for output in operator.outputs]
     if len(names) == 1:
         assert_problem(client.post(path, json={}, params={"outputs": names[0]}), 422, "unknown_parameter", "'outputs'")
@@ -163,7 +163,7 @@ def test_unknown_names_are_refused(client: httpx.Client, operator: Operator) -> 
 
 
 @EVERY
-def test_attributes_are_typed(client: httpx.Client, operator: Operator) -> None:
+def test_an_attribute_takes_its_type_only(client: httpx.Client, operator: Operator) -> None:
     for attribute in operator.attributes:
         path = f"/v1/ops/{operator.name}"
         given = {} if attribute.default is None else {attribute.name: str(attribute.default)}
@@ -175,7 +175,7 @@ def test_attributes_are_typed(client: httpx.Client, operator: Operator) -> None:
 
 
 @EVERY
-def test_it_is_documented(client: httpx.Client, operator: Operator) -> None:
+def test_every_operator_is_documented(client: httpx.Client, operator: Operator) -> None:
     assert operator.formula.endswith(".")
     assert operator.example.keys() == {one.name for one in operator.inputs}
     listed = {info["name"]: info for info in client.get("/v1/ops").json()["operators"]}
@@ -187,13 +187,13 @@ def test_it_is_documented(client: httpx.Client, operator: Operator) -> None:
 
 
 @EVERY
-def test_the_schema_shows_its_request_and_answer(client: httpx.Client, operator: Operator) -> None:
+def test_the_schema_shows_each_request_and_answer(client: httpx.Client, operator: Operator) -> None:
     schema = client.get("/openapi.json").json()
     components = schema["components"]["schemas"]
     request, answer = (components[f"{operator.name}{part}"] for part in ("Request", "Answer"))
     assert request["properties"].keys() == {one.name for one in operator.inputs}
-    for one in operator.inputs:  # none is required in the body: `from` takes it from a buffer
-        assert request["properties"][one.name]["description"].startswith("Optional" if one.optional else "Needed")
+    for one in operator.inputs:  # the body requires no input: `from` may give any
+        assert request["properties"][one.name]["description"].startswith("Optional" if one.optional else "Required")
     assert "required" not in request
     assert "required" not in answer
     assert request["additionalProperties"] is False
@@ -208,7 +208,7 @@ def test_the_schema_shows_its_request_and_answer(client: httpx.Client, operator:
 
 
 @EVERY
-def test_its_kernel_is_the_function_that_was_declared(operator: Operator) -> None:
+def test_each_operator_runs_its_declared_kernel(operator: Operator) -> None:
     positional = [p for p in inspect.signature(operator.kernel).parameters.values() if p.kind is p.POSITIONAL_ONLY]
     assert [p.name for p in positional] == [one.name for one in operator.inputs]
     tensors = example(operator)

@@ -1,5 +1,4 @@
-"""The documentation says what is so: its tables are those of the code, its examples answer as printed, its links lead
-somewhere."""
+"""The documentation is true: its tables match the code, its examples answer as printed, and its links have targets."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, 
 from tests.serving import serving
 
 MAX_README_BYTES = 8192
-"""What a newcomer reads in five minutes."""
+"""The README's limit of bytes: a newcomer reads it in five minutes."""
 
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
 BLOCKS = {name: blocks(text) for name, text in TEXTS.items()}
 RUN = {"bash": ("json", "text"), "python": ("text",)}
-"""The languages of examples, and those of the output that follows each."""
+"""The languages of examples, and the languages of the output after each."""
 
 OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "clients/python/README.md", "examples/README.md")
 LINKED = [*DOCUMENTS, *(ROOT / name for name in OTHERS)]
@@ -30,7 +29,7 @@ LINKED = [*DOCUMENTS, *(ROOT / name for name in OTHERS)]
 
 
 def examples() -> list[tuple[str, int, Block, str]]:
-    """The document, the number, the code and the printed output of every example."""
+    """Return document, number, code and printed output of every example."""
     return [
         (name, number, block, found[number + 1].text)
         for name, found in BLOCKS.items()
@@ -63,11 +62,11 @@ def test_every_block_is_an_example_its_output_or_a_transcript() -> None:
         for before, block in zip([Block("", "", False), *found], [*found, Block("", "", False)], strict=True):
             if block.language not in RUN.get(before.language, ()) or not block.follows:
                 assert before.language not in RUN, f"{name}: no output follows\n{before.text}"
-                assert block.language in (*RUN, "console", ""), f"{name}: nothing prints\n{block.text}"
+                assert block.language in (*RUN, "console", "drawing", ""), f"{name}: nothing prints\n{block.text}"
                 assert block.language or not block.text, f"{name}: of no language\n{block.text}"
 
 
-def test_no_example_is_overlooked() -> None:
+def test_every_example_is_run() -> None:
     fences = {name: text.count("```") for name, text in TEXTS.items()}
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
     assert Counter(block.language for found in BLOCKS.values() for block in found) == {
@@ -76,6 +75,7 @@ def test_no_example_is_overlooked() -> None:
         "json": 8,
         "text": 7,
         "console": 3,
+        "drawing": 2,
     }
 
 
@@ -84,7 +84,7 @@ def test_tables_are_fresh() -> None:
         assert rendered(text) == text, f"{name} is stale: run `make docs`"
 
 
-def test_every_table_is_somewhere_once() -> None:
+def test_every_table_is_in_one_document() -> None:
     assert sorted(name for text in TEXTS.values() for name in tables(text)) == sorted(TABLES)
     assert sum(text.count("make docs -->") for text in TEXTS.values()) == len(TABLES)
 
@@ -97,20 +97,20 @@ def test_the_readme_is_short() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a document's headings, as code hosts make them."""
+    """Return the anchors of a document's headings, as code hosts make them."""
     prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links(path: Path) -> list[str]:
-    """The targets of a document's links that lead to no other host."""
+    """Return the local targets of a document's links."""
     found = re.findall(r"\[[^\]]+\]\(([^)\s]+)\)", path.read_text())
     return [link for link in found if not re.match(r"https?://", link)]
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
+def test_every_link_has_a_target(path: Path) -> None:
     for link in links(path):
         file, _, anchor = link.partition("#")
         target = path.parent / file if file else path
@@ -123,10 +123,10 @@ def test_every_document_is_linked_from_the_readme() -> None:
     assert linked >= {path.resolve() for path in LINKED} - {README}
 
 
-# ----- what the text names -----
+# ----- names in the text -----
 
 
-def test_targets_exist() -> None:
+def test_named_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     command = re.compile(r"(?:`|^(?:\$ )?)make ([a-z-]+)", re.MULTILINE)
     targets = {target for path in LINKED for target in command.findall(path.read_text())}
@@ -135,9 +135,9 @@ def test_targets_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_settings_that_are_named_exist() -> None:
+def test_named_settings_exist() -> None:
     known = {f"GRADSERVE_{name.upper()}" for name in Settings.model_fields}
-    known |= {"GRADSERVE_LISTEN", "GRADSERVE_URL", "GRADSERVE_API_KEY"}  # of compose.yaml, and of the client
+    known |= {"GRADSERVE_LISTEN", "GRADSERVE_URL", "GRADSERVE_API_KEY"}  # these belong to compose.yaml and the client
     for name, text in TEXTS.items():
         assert set(re.findall(r"\bGRADSERVE_[A-Z_]+\b", text)) <= known, name
 

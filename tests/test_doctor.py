@@ -1,4 +1,4 @@
-"""`gradserve doctor`, beside a server that runs, and on a store that is damaged."""
+"""`gradserve doctor` beside a running server and on a damaged store."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import httpx
 import lmdb
 import numpy as np
 
+from service.buffers.changes import Create
+from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb.format import COUNT, TIME, WRITER
+from service.buffers.perform import Request
+from service.buffers.record import Spec
+from service.dtypes import FLOAT32
 from tests.commands import add, called, put, run
 from tests.serving import serving
 
 LARGE = 100_003
 
 
-def test_the_doctor(tmp_path: Path) -> None:
+def test_the_doctor_checks_a_store_in_use_and_finds_damage(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
         for name, size in (("small", 50), ("large", LARGE), ("taken", LARGE)):
@@ -37,6 +42,23 @@ def test_the_doctor(tmp_path: Path) -> None:
     assert status == 1
     assert len([line for line in out.splitlines() if line.startswith("WRONG: ")]) == 1
     assert "problems found: 1" in out
+
+
+def test_the_doctor_names_the_namespace_of_a_damaged_buffer(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path / "a", max_bytes=1 << 24)
+    for namespace in ("", "ann"):
+        store.within(namespace).submit(Request([Create(name="w", spec=Spec((2,), FLOAT32))])).result(20)
+    store.close()
+    with lmdb.open(str(tmp_path / "a"), max_dbs=8) as env, env.begin(write=True) as txn:
+        buffers = env.open_db(b"buffers", txn=txn)
+        for key in (b"w", b"~ann/w"):
+            txn.put(key, b"damaged by a test", db=buffers)
+    status, out, _ = called("doctor", "--store", f"lmdb:{tmp_path}/a")
+    assert status == 1
+    assert [line for line in out.splitlines() if line.startswith("WRONG: ")] == [
+        "WRONG: the buffer 'w' is damaged",
+        "WRONG: the buffer 'w' of the namespace 'ann' is damaged",
+    ]
 
 
 def test_the_doctor_checks_the_free_slots(tmp_path: Path) -> None:
@@ -88,5 +110,5 @@ def test_the_doctor_checks_the_counts(tmp_path: Path) -> None:
         add(client, "x", 1)
     assert "no problems found" in called("doctor", "--store", store)[1]
     change(COUNT, TIME.pack(1))
-    change(WRITER, bytes(16))  # as a version leaves it that does not count
+    change(WRITER, bytes(16))  # a version without counts leaves this
     assert "no problems found" in called("doctor", "--store", store)[1]

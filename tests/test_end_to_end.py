@@ -1,4 +1,4 @@
-"""Real training through the service on scikit-learn's digits, every gradient by HTTP: softmax regression and a GRU."""
+"""Train softmax regression and a GRU on scikit-learn's digits, with every gradient over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from service.dtypes import Array
 from tests.kernels.gru_reference import gru, gru_gradient
 
-forward: Any = gru  # called with dictionaries, which the type checker cannot follow
+forward: Any = gru  # the type checker cannot follow dictionary arguments
 backward: Any = gru_gradient
 
 STEPS = 20
@@ -23,13 +23,13 @@ HIDDEN = 8
 
 
 class Call(Protocol):
-    """What computes an operator: its outputs, name -> array."""
+    """A function that runs an operator and returns its outputs, name -> array."""
 
     def __call__(self, operator: str, tensors: Mapping[str, Array], /, **attributes: Any) -> dict[str, Array]: ...
 
 
 def over_http(client: httpx.Client) -> Call:
-    """The service, in float32."""
+    """Return a call that runs operators on the service in float32."""
 
     def tensor(array: Array) -> dict[str, Any]:
         data = base64.b64encode(array.astype("<f4").tobytes()).decode()
@@ -48,7 +48,7 @@ def over_http(client: httpx.Client) -> Call:
 
 
 def in_process(operator: str, tensors: Mapping[str, Array], /, **attributes: Any) -> dict[str, Array]:
-    """The same by NumPy."""
+    """Run the operator in this process."""
     if operator == "GRUTraining":
         return dict(zip(("HAll", "HFinal", "ZRH"), forward(**tensors, **attributes), strict=True))
     if operator == "GRUGrad":
@@ -60,7 +60,7 @@ def in_process(operator: str, tensors: Mapping[str, Array], /, **attributes: Any
 
 
 def head(call: Call, logits: Array, labels: Array) -> tuple[float, Array]:
-    """The mean cross-entropy, and its gradient by the logits."""
+    """Return the mean cross-entropy and its gradient with respect to the logits."""
     shifted = logits - logits.max(-1, keepdims=True)
     Y = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     rows, dY = np.arange(len(labels)), np.zeros_like(Y)
@@ -69,7 +69,7 @@ def head(call: Call, logits: Array, labels: Array) -> tuple[float, Array]:
 
 
 def train(call: Call) -> list[float]:
-    """The cross-entropy before each step of gradient descent."""
+    """Return the cross-entropy before each step of gradient descent."""
     digits = load_digits()
     images = (digits.data / 16).astype(np.float32)
     weights, losses = np.zeros((images.shape[1], 10), np.float32), []
@@ -81,7 +81,10 @@ def train(call: Call) -> list[float]:
 
 
 def train_gru(call: Call, dtype: type[np.floating[Any]]) -> list[float]:
-    """The same of a bidirectional GRU, which sees an image row by row; its last and its mean state are classified."""
+    """Return the cross-entropy before each step for a bidirectional GRU that reads an image row by row.
+
+    The classifier reads the GRU's last and mean states.
+    """
     digits, random = load_digits(), np.random.default_rng(0)
     X = (digits.images[:IMAGES] / 16).swapaxes(0, 1).astype(dtype)
     shapes = {"W": (2, 3 * HIDDEN, 8), "R": (2, 3 * HIDDEN, HIDDEN), "B": (2, 6 * HIDDEN)}

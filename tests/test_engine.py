@@ -1,4 +1,4 @@
-"""The engine by itself: its checks, the memory of outputs, and cancelled tasks."""
+"""The engine without a server: its checks, the memory of outputs, and cancelled tasks."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_inputs_and_outputs_have_a_limit(engine: Engine) -> None:
     assert engine.run(GATHER, {**tensors, "shape": np.array([over - 1, 1])}, {})["output"].shape == (over - 1, 1)
 
 
-def test_outputs_reuse_the_memory_of_released_ones() -> None:
-    # One thread: a helper could hold the output for a moment longer.
+def test_outputs_reuse_the_memory_of_released_outputs() -> None:
+    # One thread: a second thread could hold the output for a moment longer.
     engine = Engine(threads=1, limits=Limits(4 * MIN_REUSED_BYTES), reuse_bytes=4 * MIN_REUSED_BYTES)
     tensors = {"dY": ones(MIN_REUSED_BYTES), "X": ones(MIN_REUSED_BYTES)}
     addresses = set()

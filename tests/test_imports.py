@@ -1,9 +1,11 @@
-"""Which module may import which: the layers of the design, read from the source."""
+"""The imports that each module may make: the layers of the design, read from the source."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+
+from tests.imports import circles
 
 ROOT = Path(__file__).parent.parent
 SERVICE = ROOT / "service"
@@ -21,10 +23,19 @@ ALLOWED: dict[str, set[str]] = {
     "buffers": {"codecs", "kernels", *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
     "preflight": {"keys", "settings", "errors"},
-    "api": {"arena", "buffers", "engine", "codecs", "kernels", "settings", "keys", *BOTTOM},
+    "api.http": {"buffers", "engine", "codecs", "settings", "keys", *BOTTOM},
+    "api.telemetry": {"api.http", "settings", "errors"},
+    "api.buffers": {"api.http", "buffers", "codecs", "kernels", *BOTTOM},
+    "api.operators": {"api.http", "api.buffers", "api.telemetry", "buffers", "engine", "codecs", "kernels", *BOTTOM},
+    "api": {
+        *("api.http", "api.telemetry", "api.buffers", "api.operators"),
+        *("arena", "buffers", "engine", "codecs", "kernels", "settings", "keys"),
+        *BOTTOM,
+    },
     "cli": {"keys", "api", "arena", "buffers", "kernels", "preflight", "settings", *BOTTOM},
     "__main__": {"cli"},
 }
+"""The rooms that the modules of a room may import."""
 
 
 def imported(path: Path) -> set[str]:
@@ -42,21 +53,50 @@ def imported(path: Path) -> set[str]:
 FILES = sorted(path for path in SERVICE.rglob("*.py") if path.parent != SERVICE or path.stem != "__init__")
 
 
+def room_of(module: str) -> str:
+    """Return the room of `service.module`: the longest rule that its name begins with."""
+    rooms = [room for room in ALLOWED if f"{module}.".startswith(f"{room}.")]
+    return max(rooms, key=len, default=module)
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SERVICE).with_suffix("").parts)
+
+
 def forbidden(path: Path) -> set[str]:
     """Return the modules that `path` imports against the rules."""
-    layer = path.relative_to(SERVICE).with_suffix("").parts[0]
-    ours = {name.split(".")[1] for name in imported(path) if name.startswith("service.")}
-    web = set() if layer == "api" else {"fastapi", "starlette"}
-    web |= set() if layer in {"api", "settings", "cli"} else {"pydantic", "uvicorn", "httpx"}
-    return (ours - {layer} - ALLOWED[layer]) | (web & {name.split(".")[0] for name in imported(path)})
+    room, names = room_of(module_of(path)), imported(path)
+    ours = {room_of(name.partition(".")[2]) for name in names if name.startswith("service.")}
+    web = set() if room.startswith("api") else {"fastapi", "starlette"}
+    web |= set() if room.startswith("api") or room in {"settings", "cli"} else {"pydantic", "uvicorn", "httpx"}
+    return (ours - {room} - ALLOWED[room]) | (web & {name.split(".")[0] for name in names})
 
 
-def test_each_layer_imports_only_those_below() -> None:
+def test_each_room_imports_only_the_rooms_below() -> None:
     assert {str(path.relative_to(ROOT)): wrong for path in FILES if (wrong := forbidden(path))} == {}
 
 
-def test_every_layer_has_a_rule() -> None:
-    assert {path.relative_to(SERVICE).with_suffix("").parts[0] for path in FILES} == set(ALLOWED)
+def test_every_room_has_a_rule() -> None:
+    assert {room_of(module_of(path)) for path in FILES} == set(ALLOWED)
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(FILES) == []
+
+
+def test_no_module_imports_private_names_of_another() -> None:
+    def private(path: Path) -> list[str]:
+        package = f"service.{'.'.join(path.relative_to(SERVICE).parts[:-1])}".rstrip(".")
+        names = [name.split(".") for name in imported(path) if name.startswith("service.")]
+        hidden = [parts for parts in names if any(part.startswith("_") and part[1:2] != "_" for part in parts)]
+        # A module whose own name is private is shared within its package.
+        return [
+            ".".join(parts)
+            for parts in hidden
+            if parts[-1].startswith("_") or not f"{'.'.join(parts)}.".startswith(f"{package}.")
+        ]
+
+    assert {str(path.relative_to(ROOT)): wrong for path in FILES if (wrong := private(path))} == {}
 
 
 def test_packages_only_re_export() -> None:
@@ -71,5 +111,5 @@ CLIENT = ROOT / "clients" / "python"
 def test_the_client_imports_nothing_of_the_server() -> None:
     server = {"service", "clients", "fastapi", "starlette", "pydantic", "uvicorn"}
     for path in CLIENT.rglob("*.py"):
-        if path.name != "generate.py":  # it writes the client from the server's registry
+        if path.name != "generate.py":  # generate.py writes the client from the server's registry
             assert not server & {name.split(".")[0] for name in imported(path)}, path

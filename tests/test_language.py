@@ -1,10 +1,12 @@
-"""The language that users read: the two rules of CONTRIBUTING.md that a program can judge."""
+"""The language of texts and code: the two rules of CONTRIBUTING.md that a program can judge."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
+import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ BANNED = (
     "anew",
     "is told",
     "be told",
+    "are told",
     "none that",
     "but for",
 )
@@ -92,6 +95,25 @@ def documentation() -> Texts:
     yield from ((str(file.relative_to(ROOT)), file.read_text()) for file in sorted(files))
 
 
+def code() -> Texts:
+    """The comments and docstrings of the service and of the client, generated files too."""
+    files = [*ROOT.glob("service/**/*.py"), *ROOT.glob("clients/python/gradserve_client/**/*.py")]
+    yield from ((str(file.relative_to(ROOT)), comments_and_docstrings(file.read_text())) for file in sorted(files))
+
+
+def comments_and_docstrings(source: str) -> str:
+    """The source with blanks in place of code, so that the lines keep their numbers."""
+    lines = source.splitlines()
+    prose = [""] * len(lines)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            prose[token.start[0] - 1] = token.string.lstrip("# ")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            prose[node.lineno - 1 : node.end_lineno] = lines[node.lineno - 1 : node.end_lineno]
+    return "\n".join(prose)
+
+
 SOURCES: dict[str, Callable[[], Texts]] = {
     "errors": errors,
     "settings": settings,
@@ -99,6 +121,7 @@ SOURCES: dict[str, Callable[[], Texts]] = {
     "OpenAPI": openapi,
     "metrics": metrics,
     "documentation": documentation,
+    "code": code,
 }
 
 
@@ -136,6 +159,19 @@ def test_the_checker_finds_long_titles() -> None:
     long = type("Long", (GradserveError,), {"__doc__": "The client sent far too many of them."})
     short = type("Short", (GradserveError,), {"__doc__": "The client sent too many tensors.\n\nMore text."})
     assert [has_short_title(long), has_short_title(short)] == [False, True]
+
+
+def test_the_checker_reads_comments_and_docstrings_only() -> None:
+    source = '''"""A rule of which
+nobody knows."""
+NAME = "of which"  # anew
+# a block of
+# which two lines are a text
+def function() -> None:
+    """Whoever calls this."""
+'''
+    faults = [(1, "of which"), (3, "anew"), (4, "of which"), (7, "Whoever")]
+    assert list(banned(comments_and_docstrings(source))) == faults
 
 
 def test_every_command_is_found() -> None:

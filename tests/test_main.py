@@ -59,7 +59,7 @@ def test_a_bad_setting_is_named(
     assert message.count("\n") == 1
 
 
-def test_an_option_comes_before_the_environment(
+def test_an_option_overrides_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADSERVE_PORT", "8000")
@@ -108,7 +108,7 @@ def test_variables_without_effect_are_named(tmp_path: Path) -> None:
     assert "without effect: GRADSERVE_API_KEYS, GRADSERVE_TLS_CERT\n" in log.read_text()
 
 
-def test_a_closed_stdout_is_no_error() -> None:
+def test_a_closed_stdout_causes_no_error() -> None:
     process = subprocess.run(["sh", "-c", '"$0" -m service ops >&-', sys.executable], capture_output=True, text=True)
     assert (process.returncode, process.stderr) == (0, "")
 
@@ -155,7 +155,7 @@ def test_a_closed_pipe_ends_the_command_quietly() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["serve", "--nonsense"]])
-def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_exits_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2

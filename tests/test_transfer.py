@@ -1,4 +1,4 @@
-"""`gradserve export` and `import`, on the store of a server that runs, and what damage is to them and `doctor`."""
+"""`gradserve export` and `import` beside a running server, and both commands and `doctor` on damaged stores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def metadata(client: httpx.Client, name: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in ("updated_at", "closed_epochs")}
 
 
-def test_out_of_one_server_and_into_another(tmp_path: Path) -> None:
+def test_an_export_restores_every_buffer_in_another_store(tmp_path: Path) -> None:
     file, other = tmp_path / "saved.safetensors", f"lmdb:{tmp_path}/b"
     with serving(store=f"lmdb:{tmp_path}/a") as url, httpx.Client(base_url=url) as client:
         put(client, "net.w", shape=[2, 3], dtype="float64", quorum=9, keep=3, nonfinite="reject")
@@ -73,7 +73,7 @@ def test_out_of_one_server_and_into_another(tmp_path: Path) -> None:
         assert client.get("/v1/buffers/net.w/value").json()["value"]["data"] == [[1.5, 2, 2.5]] * 2
 
 
-def test_an_export_is_of_one_moment(tmp_path: Path) -> None:
+def test_an_export_is_a_snapshot_of_one_moment(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
         for name in ("a", "b"):
@@ -107,7 +107,7 @@ def test_an_export_is_of_one_moment(tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_files_that_cannot_be_imported(tmp_path: Path, content: Any, words: str) -> None:
+def test_an_invalid_file_is_not_imported(tmp_path: Path, content: Any, words: str) -> None:
     file, store = tmp_path / "x", f"lmdb:{tmp_path}/a"
     if isinstance(content, bytes):
         file.write_bytes(content)
@@ -120,7 +120,7 @@ def test_files_that_cannot_be_imported(tmp_path: Path, content: Any, words: str)
     assert not (tmp_path / "a").exists()
 
 
-def test_an_export_goes_where_a_link_leads_and_into_what_is_no_file(tmp_path: Path) -> None:
+def test_an_export_follows_links_and_writes_into_pipes(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
         put(client, "a", shape=[3])
@@ -161,7 +161,7 @@ def test_an_export_goes_where_a_link_leads_and_into_what_is_no_file(tmp_path: Pa
     }
 
 
-def test_an_export_may_go_through_pipes(tmp_path: Path) -> None:
+def test_stdout_and_stdin_carry_an_export(tmp_path: Path) -> None:
     with serving(store=f"lmdb:{tmp_path}/a") as url, httpx.Client(base_url=url) as client:
         put(client, "a", shape=[LARGE])
         add(client, "a", 2)
@@ -177,7 +177,7 @@ def test_an_export_may_go_through_pipes(tmp_path: Path) -> None:
     assert subprocess.run(importing, input=piped.stdout, capture_output=True, check=True).stdout == b"1 buffers\n"
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "redirected"}
 
-    ours, theirs = socket.socketpair()  # which cannot be opened anew
+    ours, theirs = socket.socketpair()  # a socket has no path to open again
     with ours, theirs:
 
         def send() -> None:
@@ -198,7 +198,7 @@ def test_an_export_may_go_through_pipes(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr[:43]) == (1, b"gradserve: stdin is not a safetensors file:")
 
 
-def test_a_file_may_be_called_as_stdout_is(tmp_path: Path) -> None:
+def test_a_file_may_be_named_like_stdout(tmp_path: Path) -> None:
     store = _empty(tmp_path)
     for command in ("export", "import"):
         done = subprocess.run(
@@ -212,7 +212,7 @@ def test_a_file_may_be_called_as_stdout_is(tmp_path: Path) -> None:
     assert load_file(tmp_path / "-") == {}
 
 
-def test_what_can_be_no_stdin_or_stdout(tmp_path: Path) -> None:
+def test_a_closed_stream_or_a_terminal_is_refused(tmp_path: Path) -> None:
     command, store = f"{sys.executable} -m service", f"--store lmdb:{_empty(tmp_path)}"
     for line, words in (
         (f"{command} export - {store} >&-", "stdout is closed"),
@@ -230,7 +230,7 @@ def test_what_can_be_no_stdin_or_stdout(tmp_path: Path) -> None:
         os.close(terminal)
 
 
-def test_an_export_that_is_ended_leaves_no_file(tmp_path: Path) -> None:
+def test_an_interrupted_export_leaves_no_file(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:
         for number in range(60):
@@ -246,8 +246,8 @@ def test_an_export_that_is_ended_leaves_no_file(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_store_is_its_users_alone(tmp_path: Path) -> None:
-    """What comes in over HTTP by API keys must not go out past them."""
+def test_a_store_is_readable_by_its_user_only(tmp_path: Path) -> None:
+    """API keys guard buffers over HTTP; other users must not read the files instead."""
     with serving(store=f"lmdb:{tmp_path}/a") as url, httpx.Client(base_url=url) as client:
         put(client, "large", shape=[LARGE])
         add(client, "large", 1)
@@ -256,7 +256,7 @@ def test_a_store_is_its_users_alone(tmp_path: Path) -> None:
     assert {name: mode for name, mode in modes.items() if mode and name != "format"} == {}
 
 
-def test_an_export_of_nothing_replaces_no_file(tmp_path: Path) -> None:
+def test_an_export_without_buffers_replaces_no_file(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_bytes(b"dear")
     status, out, complaint = called("export", str(file), "--prefix", "typo.", "--store", f"lmdb:{_empty(tmp_path)}")
@@ -268,7 +268,7 @@ def test_an_export_of_nothing_replaces_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["\udcff", "ä"])
-def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
+def test_a_prefix_that_is_not_ascii_is_refused(tmp_path: Path, prefix: str) -> None:
     status, _, complaint = run("export", str(tmp_path / "x"), "--prefix", prefix, "--store", f"lmdb:{_empty(tmp_path)}")
     assert (status, complaint) == (
         2,
@@ -276,7 +276,7 @@ def test_a_prefix_that_no_name_has(tmp_path: Path, prefix: str) -> None:
     )
 
 
-def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_file(tmp_path: Path) -> None:
     with serving(store=f"lmdb:{tmp_path}/a"):
         pass
     status, _, complaint = called("export", str(tmp_path / "no" / "x"), "--store", f"lmdb:{tmp_path}/a")
@@ -288,7 +288,7 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
 
 def damage(path: Path, database: bytes, key: bytes | None = None) -> None:
-    """Flip a bit in the middle of an entry; without a key, of the first one."""
+    """Flip a bit in the middle of the entry of `key`, or of the first entry."""
     with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
         db = env.open_db(database, txn=txn)
         cursor = txn.cursor(db=db)
@@ -300,7 +300,7 @@ def damage(path: Path, database: bytes, key: bytes | None = None) -> None:
 
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
-    """A store with the buffers a, b and c; to b was added with a key."""
+    """Return a store with the buffers a, b and c. The add to b had a key."""
     path = tmp_path / "three"
     with serving(store=f"lmdb:{path}") as url, httpx.Client(base_url=url) as client:
         for name in "abc":
@@ -317,7 +317,7 @@ def three(tmp_path: Path) -> Path:
         (b"keys", None, ["1 idempotency keys are damaged: a retry with one of them fails"]),
     ],
 )
-def test_what_is_damaged_is_told_once_and_not_exported(
+def test_damage_is_reported_once_and_not_exported(
     three: Path, tmp_path: Path, database: bytes, key: bytes | None, wrong: list[str]
 ) -> None:
     damage(three, database, key)
@@ -332,7 +332,7 @@ def test_what_is_damaged_is_told_once_and_not_exported(
         assert called("export", str(tmp_path / "x"), "--store", f"lmdb:{three}", "--prefix", "c")[0] == 0
 
 
-def test_what_is_in_memory_is_no_store_for_commands(tmp_path: Path) -> None:
+def test_commands_refuse_the_memory_store(tmp_path: Path) -> None:
     file = str(tmp_path / "saved")
     assert called("export", file, "--store", f"lmdb:{_empty(tmp_path)}")[0] == 0
     for command in (["doctor"], ["export", "x"], ["import", file]):
@@ -345,7 +345,7 @@ def _empty(path: Path) -> Path:
     return path / "empty"
 
 
-def test_limits_hold_for_an_import(
+def test_an_import_keeps_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, other = tmp_path / "saved.safetensors", f"lmdb:{tmp_path}/b"
@@ -362,12 +362,12 @@ def test_limits_hold_for_an_import(
         assert main(["doctor", "--store", other]) == 0
         assert "0 buffers" in capsys.readouterr().out
     monkeypatch.setenv("GRADSERVE_MAX_BUFFERS", "3")
-    monkeypatch.setenv("GRADSERVE_MAX_TENSORS", "1")  # of a request, which this is not
+    monkeypatch.setenv("GRADSERVE_MAX_TENSORS", "1")  # the limit of a request does not hold for an import
     assert main(["import", str(file), "--store", other]) == 0
 
 
-def test_more_buffers_than_a_request_may_have_tensors(tmp_path: Path) -> None:
-    """The header of the file has more values than that of a request may have, too."""
+def test_a_file_may_have_more_buffers_than_a_request(tmp_path: Path) -> None:
+    """The header of the file exceeds a request's limit of values, too."""
     file, names = tmp_path / "saved.safetensors", [f"layer.{number}.weight" for number in range(17_000)]
     store = LmdbStore(tmp_path / "a", max_bytes=1 << 28)
     store.submit(Request([Create(name=name, spec=Spec((1,), FLOAT32)) for name in names])).result(60)

@@ -1,4 +1,4 @@
-"""The application: it admits a request, finds its endpoint in the table, and sends the answer or the error."""
+"""The application: it finds the endpoint of a request, admits the request, and sends the answer or the error."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from service.limits import Limits
 from service.settings import Settings
 
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
-"""What `Allow` may list, in this order."""
+"""The methods in the order of `Allow`."""
 
 
 class Application(FastAPI):
-    """Serves the endpoints of the routers. FastAPI declares them and describes them; the table dispatches."""
+    """Serves the endpoints of the routers. FastAPI declares and describes the endpoints; the table dispatches."""
 
     def __init__(
         self,
@@ -91,42 +91,46 @@ class Application(FastAPI):
             bug = None  # its traceback has this frame
 
     def _find(self, call: Call) -> Endpoint | None:
-        """The endpoint of the request; None if there is none."""
-        method = "GET" if call.method == "HEAD" else call.method
-        for match in self.table.matches(call.path):
-            endpoint = match.methods.get(method)
-            if endpoint is not None:
-                call.route, call.label, call.parameters = endpoint.path, endpoint.access.label, match.parameters
-                return endpoint
-            call.route = call.route or next(iter(match.methods.values())).path
-        return None
+        match = self.table.find("GET" if call.method == "HEAD" else call.method, call.path)
+        if match is None:
+            call.route = next((endpoint.path for endpoint in self.table.methods(call.path).values()), None)
+            return None
+        endpoint, call.parameters = match
+        call.route, call.label = endpoint.path, endpoint.access.label
+        return endpoint
 
     async def _answer(self, call: Call, endpoint: Endpoint | None) -> Answer:
-        """The answer of the endpoint, or the error that it, or the way to it, raises."""
+        """Return the answer of the endpoint, or the answer of an error on the way."""
+        operator = None
         try:
             self._admit(call, endpoint)
-            return self._nothing(call) if endpoint is None else await endpoint.answer(call)
+            if endpoint is None:
+                return self._nothing(call)
+            operator = endpoint.access.operator
+            return await endpoint.answer(call)
         except GradserveError as error:
+            if (operator := call.operator or operator) is not None:
+                error.context["op"] = operator
             return answer_error(call.path, error)
 
     def _admit(self, call: Call, endpoint: Endpoint | None) -> None:
-        """Check the head of the request, before its body is read. Raises the error to answer."""
+        """Check the head of the request before its body is read. Raises the error to answer."""
         settings, services = call.settings, self.services
         if settings.access_log or b"x-request-id" in call.headers:
             call.identify()
         if b"request-timeout" in call.headers:
-            call.patience_seconds  # noqa: B018 - it raises for an invalid value, whether anything waits or not
+            call.patience_seconds  # noqa: B018 - raises for an invalid value, even if nothing waits
         access = UNKNOWN if endpoint is None else endpoint.access
         call.caller = authorize(call, access, self._keys, settings.metrics_open)
         if call.method not in ("GET", "HEAD") and b"content-length" in call.headers:  # nobody reads the body of a GET
-            size = int(call.headers[b"content-length"])  # the HTTP parser accepts nothing but a number
+            size = int(call.headers[b"content-length"])  # the HTTP parser accepts only a number
             services.admission.admit(call.reservation, size, services.engine)
         if call.reservation.bytes:
             self.metrics.set("gradserve_in_flight_bytes", services.admission.bytes)
 
     def _nothing(self, call: Call) -> Answer:
-        """The answer where the table has no endpoint: 405 for a path that takes other methods, else 404."""
-        methods = {method for match in self.table.matches(call.path) for method in match.methods}
+        """Return the answer without an endpoint: 405 if the path has other methods, else 404."""
+        methods = {*self.table.methods(call.path)}
         if not methods:
             detail = f"There is nothing at {shown(call.path)}; /docs lists all paths"
             if call.path.startswith("/v1/buffers/"):
@@ -139,26 +143,26 @@ class Application(FastAPI):
         return answer_error(call.path, error, {"Allow": allowed})
 
     def _end(self, call: Call, bug: Exception | None) -> None:
-        """Release what the request held, and tell the observers."""
+        """Release the request's bytes, and call the observers."""
         exchange = call.exchange
         admission = self.services.admission
         admission.release(call.reservation)
         self.metrics.set("gradserve_in_flight_bytes", admission.bytes)
         if exchange is not None and exchange.is_refused:
             call.status = MalformedBody.status
-        elif exchange is not None and exchange.is_unheard():
+        elif exchange is not None and exchange.is_abandoned():
             call.status = CLIENT_GONE
         spent = time.perf_counter_ns() - call.started
         for observer in self.observers:
             observer.ended(call, spent, None if bug is None else type(bug).__qualname__)
 
     def unreadable(self, message: str) -> Answer:
-        """The answer to bytes that are no request: in the form of `/v1`, because they name no path."""
+        """Return the answer to an unreadable request. It has the form of `/v1`, because the path is not known."""
         fields = {"Connection": "close", "X-Request-ID": uuid.uuid4().hex}
         return answer_error("", MalformedBody(message), fields)
 
     def stop_waiting(self) -> None:
-        """Answer requests that wait for an epoch: the server stops."""
+        """Answer the requests that wait for an epoch: the server stops."""
         if self.services.waiting is not None:
             self.services.waiting.stop()
 
@@ -189,7 +193,7 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
 
 
 def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Committed = uncounted) -> Store:
-    """The store of the settings. Raises `StoreFailed`."""
+    """Open the store of the settings. Raises `StoreFailed`."""
     if settings.workers > 1 and settings.store == "memory:":
         raise StoreFailed(
             f"GRADSERVE_STORE is memory:, which one process holds, but GRADSERVE_WORKERS is {settings.workers}; use"

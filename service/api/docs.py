@@ -1,4 +1,4 @@
-"""`/docs`: the interactive documentation. It loads nothing from other hosts, and may not."""
+"""`/docs`: the interactive documentation. Its page loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _HEADERS = {
     " style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
 }
-"""The page's script and styles stand in the page; an API key typed into it goes to this server only."""
+"""The page may run its inline script, but an API key in it goes only to this server."""
 
 
 def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
-    """The page, its files, the schema, and at `/` the way to the page."""
+    """Return the endpoints of the page, its files and the schema, and the redirect at `/`."""
     router = APIRouter(include_in_schema=False)
     page = get_swagger_ui_html(
-        openapi_url="openapi.json",  # relative paths hold behind a proxy with a prefix, too
+        openapi_url="openapi.json",  # relative paths work behind a proxy with a prefix
         title="gradserve",
         swagger_js_url="docs/swagger-ui-bundle.js",
         swagger_css_url="docs/swagger-ui.css",
         swagger_favicon_url="docs/favicon-32x32.png",
-        swagger_ui_parameters={"validatorUrl": None},  # or the page would send the schema to another host
+        swagger_ui_parameters={"validatorUrl": None},  # else the page would send the schema to another host
     )
 
     @router.get("/")
@@ -71,7 +71,6 @@ def _resources() -> Iterator[Traversable]:
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """The files of the page, each with its tag."""
     contents = {path.name: path.read_bytes() for path in _resources() if path.is_file()}
     return {name: (content, f'"{xxhash.xxh3_64_hexdigest(content)}"') for name, content in contents.items()}
 

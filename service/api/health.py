@@ -1,4 +1,4 @@
-"""Liveness and readiness, as the Open Inference Protocol names them, the limits of requests, and metrics."""
+"""Liveness and readiness of the Open Inference Protocol, the limits of requests, and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field, create_model
 from starlette.responses import PlainTextResponse
 
-from service.api.buffers.models import LONGEST_WAIT, MOST_LISTED, MOST_NAMES
+from service.api.buffers.models import MAX_LISTED_BUFFERS, MAX_NAMED_BUFFERS, MAX_WAIT_SECONDS
 from service.api.http.answer import Answer, json_answer
 from service.api.http.call import CurrentCall
 from service.api.http.openapi import MAX_KEY_CHARACTERS
@@ -37,16 +37,16 @@ SETTINGS = (
 
 CONSTANTS: dict[str, tuple[int | float, str]] = {
     "max_idempotency_key_length": (MAX_KEY_CHARACTERS, "Characters in an Idempotency-Key, at most."),
-    "max_wait_seconds": (LONGEST_WAIT, "Seconds that a request may wait for an epoch, at most."),
-    "max_listed": (MOST_LISTED, "Buffers on one page of a list, at most."),
-    "max_names": (MOST_NAMES, "Buffers that one request may name, at most."),
+    "max_wait_seconds": (MAX_WAIT_SECONDS, "Seconds that a request may wait for an epoch, at most."),
+    "max_listed": (MAX_LISTED_BUFFERS, "Buffers on one page of a list, at most."),
+    "max_names": (MAX_NAMED_BUFFERS, "Buffers that one request may name, at most."),
     "max_json_elements": (
         MAX_ELEMENTS,
         "Elements in the lists of a JSON body, at most; send more as base64 or safetensors.",
     ),
     "max_json_members": (MAX_MEMBERS, "Members of a JSON object, at most; each may be a tensor."),
 }
-"""The limits that no setting changes."""
+"""The limits without a setting."""
 
 
 def _described() -> type[BaseModel]:
@@ -61,7 +61,7 @@ def _described() -> type[BaseModel]:
 
 
 def routes(metrics: Metrics, workers: Workers) -> APIRouter:
-    """The endpoints; they tell what these count."""
+    """Return the endpoints, which report these metrics and workers."""
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", summary="Whether the process is alive", response_model=dict[str, bool])
@@ -86,7 +86,12 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
         constants = {name: value for name, (value, _) in CONSTANTS.items()}
         return json_answer({name: getattr(call.settings, name) for name in SETTINGS} | constants)
 
-    @router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
+    @router.get(
+        "/metrics",
+        summary="Metrics in Prometheus' format",
+        operation_id="metrics_metrics_get",
+        response_class=PlainTextResponse,
+    )
     @access("admin", label="metrics")
     async def prometheus(call: CurrentCall) -> Answer:
         """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""

@@ -1,4 +1,4 @@
-"""OpenAPI: the real shape of every operator's request and answer, with examples that run."""
+"""The OpenAPI schema: FastAPI's, with the models of every operator and the errors of every endpoint."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _RETRY = answer_header("Retry-After", "Seconds to wait before a retry; sent with
 _KEY = {"type": "http", "scheme": "bearer", "description": "An API key, if the server has any (GRADSERVE_KEYS)."}
 
 
-def _tell_errors(made: dict[str, Any]) -> None:
-    """Every operation may be refused, in the form of its API, which is not FastAPI's own."""
+def _add_errors(document: dict[str, Any]) -> None:
+    """Add the errors of every operation, in the form of its API, in place of FastAPI's own."""
     plain = {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}}
-    for path, operations in made["paths"].items():
+    for path, operations in document["paths"].items():
         content = plain if path.startswith("/v2") else PROBLEM["content"]
         for operation in operations.values():
             responses = operation["responses"]
@@ -43,24 +43,24 @@ def _tell_errors(made: dict[str, Any]) -> None:
                 elif parameter["in"] == "path":
                     parameter["example"] = "ReluGrad"
     for unused in ("HTTPValidationError", "ValidationError"):
-        made["components"]["schemas"].pop(unused, None)
+        document["components"]["schemas"].pop(unused, None)
 
 
 def install(app: FastAPI) -> None:
-    """Serve a schema whose components hold the operators' models."""
+    """Let the application build this schema."""
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             models: list[type[BaseModel]] = [Problem, Receipts, NewBuffer, Metadata, Names]
             for operator in OPERATORS.values():
                 models += [request_model(operator), answer_model(operator)]
             _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
-            made.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-            made["components"]["securitySchemes"] = {"key": _KEY}
-            made["security"] = [{}, {"key": []}]
-            _tell_errors(made)
-            app.openapi_schema = made
+            document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            document["components"]["securitySchemes"] = {"key": _KEY}
+            document["security"] = [{}, {"key": []}]
+            _add_errors(document)
+            app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = schema  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The server: uvicorn with one process or several, which stop when they are told to, and at once when told again."""
+"""The server: uvicorn with one process or several. A signal stops it gracefully, and a second signal at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from service.settings import Settings
 
 
 def create_app(settings: Settings) -> Application:
-    """The service as an ASGI application. Its engine and its store live from the startup to the shutdown."""
+    """Return the service as an ASGI application. Its engine and its store live from startup to shutdown."""
     directory = os.environ.get(METRICS_DIRECTORY) if settings.workers > 1 else None
     shared = None if directory is None else Path(directory)
     metrics, statistics, workers = Metrics(shared), Statistics(), Workers(settings.workers, shared)
@@ -56,13 +56,9 @@ def create_app(settings: Settings) -> Application:
 
 
 def in_worker() -> Application:
-    """The application of a worker process, with the settings of the environment."""
+    """Return the application of a worker process, with the settings of the environment."""
     stop_without_parent()
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-    ):  # a terminal signals all; the parent stops the workers
+    for number in (signal.SIGINT, *ALSO_STOPPING):  # a terminal signals every process; the parent stops the workers
         signal.signal(number, signal.SIG_IGN)
     settings = Settings()
     keep_freed_memory(settings.reuse_bytes)
@@ -70,7 +66,7 @@ def in_worker() -> Application:
 
 
 def server_config(settings: Settings) -> uvicorn.Config:
-    """The application and the server that it runs under."""
+    """Return uvicorn's configuration of the server and its application."""
     return uvicorn.Config(
         create_app(settings) if settings.workers == 1 else "service.api.server:in_worker",
         factory=settings.workers > 1,
@@ -81,7 +77,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         timeout_keep_alive=settings.keep_alive,
         http=Connection,
         ws="none",
-        access_log=False,  # `logs` writes one
+        access_log=False,  # `logs` writes the access log
         log_config=logs.config(settings),
         proxy_headers=False,
         server_header=False,
@@ -90,20 +86,20 @@ def server_config(settings: Settings) -> uvicorn.Config:
     )
 
 
-TOO = (signal.SIGHUP, signal.SIGQUIT)
-"""What stops the server besides SIGTERM and SIGINT, unless it was told to ignore them, as by nohup."""
+ALSO_STOPPING = (signal.SIGHUP, signal.SIGQUIT)
+"""Signals that stop the server besides SIGTERM and SIGINT, unless the process ignores them, as under nohup."""
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, *TOO)
-"""All that stops it."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, *ALSO_STOPPING)
+"""All signals that stop the server."""
 
 SAME_SECONDS = 0.25
-"""A signal that comes so soon after the first is the same one: `timeout`, say, tells a process and then its group."""
+"""Seconds until a repeated signal counts as a second one: `timeout`, say, signals a process and then its group."""
 
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT."""
     config = server_config(settings)
-    for number in TOO:
+    for number in ALSO_STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
     if settings.workers == 1:
@@ -113,13 +109,13 @@ def run(settings: Settings) -> None:
         with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
             os.environ[METRICS_DIRECTORY] = directory
             _Workers(config, sockets).run()
-    for number in STOPPING:  # the same signal may come once more, as above
+    for number in STOPPING:  # the same signal may come again, as SAME_SECONDS says
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """The directory is locked meanwhile: so systemd-tmpfiles leaves it alone, however old what is in it."""
+    """Lock the directory meanwhile, so that systemd-tmpfiles does not remove old files from it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -129,49 +125,49 @@ def _locked(directory: str) -> Iterator[None]:
 
 
 class _Server(uvicorn.Server):
-    _told_at = 0.0
+    _signalled_at = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            self.should_exit = True  # and no more: uvicorn would raise the signal again at the end
-            self._told_at = time.monotonic()
-        elif time.monotonic() > self._told_at + SAME_SECONDS:
-            os._exit(1)  # what was acknowledged is on the disk, and nothing else is worth waiting for
+            self.should_exit = True  # not uvicorn's own handler, which would raise the signal again at the end
+            self._signalled_at = time.monotonic()
+        elif time.monotonic() > self._signalled_at + SAME_SECONDS:
+            os._exit(1)  # all that was acknowledged is on the disk
 
 
 class _Workers(Multiprocess):
-    """Those that die are replaced."""
+    """The parent of the worker processes. It replaces a worker that dies."""
 
-    _told_at = 0.0
+    _signalled_at = 0.0
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
-        ignored = [number for number in TOO if signal.getsignal(number) is signal.SIG_IGN]
+        ignored = [number for number in ALSO_STOPPING if signal.getsignal(number) is signal.SIG_IGN]
         super().__init__(config, sockets=sockets)
         for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN if number in ignored else self._told)
+            signal.signal(number, signal.SIG_IGN if number in ignored else self._stop_gracefully)
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
-        self.signal_queue.append(number)  # which is looked at twice a second
-        self._told_at = time.monotonic()
-        for one in STOPPING:
-            if signal.getsignal(one) is not signal.SIG_IGN:
-                signal.signal(one, self._stop_at_once)
+    def _stop_gracefully(self, number: int, frame: FrameType | None) -> None:
+        self.signal_queue.append(number)  # which uvicorn reads twice a second
+        self._signalled_at = time.monotonic()
+        for stopping in STOPPING:
+            if signal.getsignal(stopping) is not signal.SIG_IGN:
+                signal.signal(stopping, self._stop_at_once)
 
     def handle_ttin(self) -> None:
-        """Nothing: there are as many as GRADSERVE_WORKERS says, or the server is not ready."""
+        """Ignore SIGTTIN: the number of workers is fixed, or the server would never be ready."""
 
     def handle_ttou(self) -> None:
-        """Nothing, for the same reason."""
+        """Ignore SIGTTOU, for the same reason."""
 
     def _stop(self) -> None:
         self.should_exit.set()
-        for one in self.sockets:
-            one.close()  # or else connections would queue up that no worker accepts any more
+        for listener in self.sockets:
+            listener.close()  # else connections would queue up that no worker accepts
 
     handle_hup = handle_int = handle_quit = handle_term = _stop
 
     def _stop_at_once(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() <= self._told_at + SAME_SECONDS:
+        if time.monotonic() <= self._signalled_at + SAME_SECONDS:
             return
         for process in self.processes:
             process.kill()

@@ -1,4 +1,4 @@
-"""What a request does to buffers: its changes, each written once, in terms of a store's `Transaction`."""
+"""The changes that a request makes to buffers, written in terms of a store's `Transaction`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from service.buffers.gradients import Dense, Gradient
+from service.buffers.names import BufferName
 from service.buffers.record import Closed, Receipt, Record, Spec, unknown
 from service.buffers.transaction import Transaction
 from service.dtypes import Array, DType, compute_dtype
@@ -30,13 +31,13 @@ from service.errors import (
 
 @dataclass(kw_only=True)
 class Change:
-    """What a request does to one buffer, if its tag is among those that `match` names."""
+    """A change of one buffer; with `match`, only if the buffer has one of these tags."""
 
     name: str
     match: frozenset[str] | None = None
 
     def admit(self, record: Record | None) -> None:
-        """Raise if the change cannot be made, before anything is."""
+        """Raise if the change cannot be made. Called for all changes of a request before the first is made."""
         if record is None:
             raise unknown(self.name)
         if self.match is not None and not self.match & {"*", record.etag}:
@@ -44,23 +45,23 @@ class Change:
                 f"If-Match is {', '.join(sorted(self.match))}, but {self.name!r} is at {record.etag}", buffer=self.name
             )
 
-    def apply(self, txn: Transaction, record: Any, now: float) -> tuple[Receipt, Array | None]:
-        """Make the change, of which `record` was admitted: the receipt, and the value if it was asked for."""
+    def apply(self, txn: Transaction, name: BufferName, record: Any, now: float) -> tuple[Receipt, Array | None]:
+        """Make the change of the admitted `record`. Return the receipt, and the value if the request wants it."""
         raise NotImplementedError
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
-        """The value that goes with the receipt of a request that is repeated; None for `record`: the buffer is gone."""
+        """Return the value for the receipt of a repeated request. `record` is None if the buffer is gone."""
         return None
 
 
 @dataclass(kw_only=True)
 class Create(Change):
-    """Create the buffer, if there is none like it, nor one whose tag is among those that `unless` names."""
+    """Create the buffer, or find one with the same spec. `unless` has tags that an existing buffer must not have."""
 
     spec: Spec
     unless: frozenset[str] = frozenset()
     refusal: GradserveError | None = None
-    """Why a new one must not be like this."""
+    """Why no new buffer may be like this, if so."""
 
     def admit(self, record: Record | None) -> None:
         if record is None:
@@ -75,18 +76,20 @@ class Create(Change):
                 f"If-None-Match is {', '.join(sorted(self.unless))}, but {self.name!r} exists, at {record.etag}",
                 buffer=self.name,
             )
-        asked, there = self.spec.as_json(), record.spec.as_json()
-        if asked != there:
+        new, old = self.spec.as_json(), record.spec.as_json()
+        if new != old:
             differing = ", ".join(
-                f"{what} {shown(there[what])}, not {shown(asked[what])}" for what in asked if asked[what] != there[what]
+                f"{rule} {shown(old[rule])}, not {shown(new[rule])}" for rule in new if new[rule] != old[rule]
             )
             raise BufferExists(f"There is a buffer {self.name!r} with {differing}", buffer=self.name)
 
-    def apply(self, txn: Transaction, record: Record | None, now: float) -> tuple[Receipt, Array | None]:
+    def apply(
+        self, txn: Transaction, name: BufferName, record: Record | None, now: float
+    ) -> tuple[Receipt, Array | None]:
         created = record is None
         if record is None:
-            txn.count_new(self.name, now)
-            record = Record(self.name, self.spec, txn.new_id(), now, now)
+            txn.count_new(name, now)
+            record = Record(name, self.spec, txn.new_id(), now, now)
             txn.put(record)
         return {**record.as_json(), "created": created}, None
 
@@ -95,13 +98,13 @@ class Create(Change):
 class Add(Change):
     """InPlaceAccumulator and InPlaceAccumulatorV2: add `weight` times the gradient, or replace the sum by it.
 
-    With `epoch`, only while the buffer is in it. The gradient must broadcast into the buffer's shape, and must not
-    change before the request is done.
+    With `epoch`, only while the buffer is in this epoch. The gradient must broadcast to the buffer's shape. The caller
+    must not change the gradient before the request is done.
     """
 
     gradient: Array | Gradient
     tensor: str = "gradient"
-    """What the request calls the gradient."""
+    """The name of the gradient in the request."""
     weight: float = 1.0
     do_update: bool = True
     overwrite: bool = False
@@ -128,7 +131,7 @@ class Add(Change):
         if self.gradient.shape == spec.shape:
             return self.gradient
         size = math.prod(self.gradient.shape)
-        if size > spec.size:  # before it is made as large
+        if size > spec.size:  # before memory is allocated for it
             raise ShapeMismatch(
                 f"{self.tensor} has shape {list(self.gradient.shape)}, but {self.name!r} has {list(spec.shape)}",
                 buffer=self.name,
@@ -138,7 +141,7 @@ class Add(Change):
         flat = np.zeros(size, self.gradient.dtype) if whole is None else whole
         return Dense(flat.reshape(self.gradient.shape), spec.shape, self.tensor)
 
-    def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         if not self.do_update:
             return record.receipt(updated=False), txn.load(record.spec, record.value) if self.want_value else None
         try:
@@ -163,7 +166,7 @@ class Add(Change):
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
         if not self.want_value:
             return None
-        with suppress(EpochGone):  # the add was made; that its receipt comes again is worth more than the value
+        with suppress(EpochGone):  # the receipt alone is worth an answer
             return _load(txn, self.name, record, receipt)
         return None
 
@@ -172,7 +175,7 @@ class Add(Change):
 class Zero(Change):
     """ZeroGradient: discard the sum, and begin the next epoch."""
 
-    def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         txn.free(record.value)
         record = _next_epoch(record).changed(updated=now, version=record.version + 1)
         txn.put(record)
@@ -181,12 +184,12 @@ class Zero(Change):
 
 @dataclass(kw_only=True)
 class Take(Change):
-    """Close the epoch and answer its value, once at least `min_count` gradients are in; with `epoch`, only this one."""
+    """Close the epoch and return its value, once it has `min_count` gradients; with `epoch`, only this epoch."""
 
     min_count: int = 0
     epoch: int | None = None
     mean: bool = False
-    """Whether it is of use only if the weights do not sum to zero."""
+    """Whether the client wants the mean, for which the weights must not sum to zero."""
 
     def admit(self, record: Record | None) -> None:
         super().admit(record)
@@ -210,7 +213,7 @@ class Take(Change):
         if self.mean and not record.weight:
             raise NothingToAverage(f"The weights in {self.name!r} sum to zero: there is no mean", buffer=self.name)
 
-    def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         loaded = txn.load(record.spec, record.value)
         record, closed = close(txn, record.changed(updated=now, version=record.version + 1))
         return record.receipt(updated=True, of=closed), loaded
@@ -221,16 +224,16 @@ class Take(Change):
 
 @dataclass(kw_only=True)
 class Delete(Change):
-    """Forget the buffer."""
+    """Delete the buffer and its values."""
 
-    def apply(self, txn: Transaction, record: Record, now: float) -> tuple[Receipt, Array | None]:
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         txn.remove(record)
         return record.receipt(updated=True), None
 
 
 @dataclass(kw_only=True)
 class Restore(Change):
-    """Create the buffer in a state that it had elsewhere: as `record`, which knows no closed epochs, with its value."""
+    """Create the buffer with the state and the value that it had in another store, without closed epochs."""
 
     record: Record
     value: Array
@@ -239,16 +242,16 @@ class Restore(Change):
         if record is not None:
             raise BufferExists(f"There is a buffer {self.name!r} already", buffer=self.name)
 
-    def apply(self, txn: Transaction, record: None, now: float) -> tuple[Receipt, Array | None]:
-        txn.count_new(self.name, now)
-        made = self.record.changed(name=self.name, id=txn.new_id(), value=None, closed=(), updated=now)
-        made = made.changed(value=txn.accumulate(made, Dense(self.value, made.spec.shape), 1.0, True))
-        txn.put(made)
-        return made.receipt(updated=True), None
+    def apply(self, txn: Transaction, name: BufferName, record: None, now: float) -> tuple[Receipt, Array | None]:
+        txn.count_new(name, now)
+        new = self.record.changed(full_name=name, id=txn.new_id(), value=None, closed=(), updated=now)
+        new = new.changed(value=txn.accumulate(new, Dense(self.value, new.spec.shape), 1.0, True))
+        txn.put(new)
+        return new.receipt(updated=True), None
 
 
 def close(txn: Transaction, record: Record) -> tuple[Record, Closed]:
-    """Set the value aside and begin the next epoch."""
+    """Close the epoch: keep its value as a closed epoch, and begin the next epoch."""
     closed = Closed(record.epoch, record.version, record.count, record.weight, record.value)
     epochs = (*record.closed, closed)
     for old in epochs[: -record.spec.keep]:
@@ -263,7 +266,6 @@ def _next_epoch(record: Record) -> Record:
 
 
 def _check_epoch(record: Record, epoch: int | None) -> None:
-    """Raise `StaleEpoch` unless the buffer is in this epoch, if it is to be in one."""
     if epoch is not None and epoch != record.epoch:
         late = "has passed" if epoch < record.epoch else "has not begun"
         raise StaleEpoch(
@@ -278,7 +280,7 @@ def _is_in_range(weight: float, dtype: DType) -> bool:
 
 
 def _load(txn: Transaction, name: str, record: Record | None, receipt: Receipt) -> Array:
-    """The value of the epoch that the receipt closed, or else the buffer's."""
+    """Return the value of the epoch that the receipt closed, or the buffer's value if the receipt closed none."""
     if record is None:
         raise EpochGone(f"The buffer {name!r} of this receipt is gone, and its value with it", buffer=name)
     if receipt["closed"]:

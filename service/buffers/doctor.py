@@ -1,4 +1,4 @@
-"""`gradserve doctor`: read a whole store and report what is wrong with it."""
+"""`gradserve doctor`: read a whole store and report its damage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from service.buffers.lmdb import opened_readonly
 from service.buffers.lmdb.format import FORMAT
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES
+from service.buffers.names import BufferName
 from service.buffers.record import Record
 from service.errors import BufferCorrupt
 
@@ -21,16 +22,16 @@ WRONG = "WRONG: "
 
 
 def examine(store: Path, max_bytes: int) -> Iterator[str]:
-    """Yield lines about the store, which is only read; a server may use it. Lines about damage begin with `WRONG`.
+    """Yield lines about the store. Lines about damage begin with `WRONG`. A server may use the store meanwhile.
 
-    Raises `StoreFailed` if the store cannot be opened at all.
+    Raises `StoreFailed` if the store cannot be opened.
     """
     with opened_readonly(store, max_bytes) as opened:
         sizes = opened.sizes()
         yield f"store {store}, format {FORMAT}"
         yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
         with opened.reading() as reader, np.errstate(all="ignore"):
-            lines = [*_examined(reader)]  # all before the first is printed: a slow terminal must not hold the reader
+            lines = [*_examined(reader)]  # all at once: a slow terminal must not hold the reader
         yield from lines
 
 
@@ -39,9 +40,9 @@ def _examined(reader: Reader) -> Iterator[str]:
     for name, record in reader.sound_records():
         records += 1
         if record is None:
-            yield f"{WRONG}the buffer {name!r} is damaged"
+            yield f"{WRONG}{_shown(name)} is damaged"
             continue
-        for what, value in _values(record):
+        for place, value in _values(record):
             if value is None:
                 continue
             slots.setdefault(value, [])
@@ -50,7 +51,7 @@ def _examined(reader: Reader) -> Iterator[str]:
                 for _ in reader.values.streamed(record.spec, value):
                     pass  # reading checks the checksums
             except BufferCorrupt:
-                yield f"{WRONG}{what} of the buffer {name!r} is damaged"
+                yield f"{WRONG}{place} of {_shown(name)} is damaged"
     used, free, total = Counter(itertools.chain(*slots.values())), reader.free_slots(), reader.slot_count()
     yield f"{records} buffers, {len(slots)} values, {len(used)} slots in use, {len(free)} free"
     if lost := set(range(total)) - used.keys() - set(free):
@@ -68,6 +69,10 @@ def _examined(reader: Reader) -> Iterator[str]:
         yield f"{WRONG}slot {slot} is said to be free, but there are {total}"
 
 
+def _shown(name: BufferName) -> str:
+    return f"the buffer {name.name!r}" + (f" of the namespace {name.namespace!r}" if name.namespace else "")
+
+
 def _values(record: Record) -> list[tuple[str, int | None]]:
     return [("the running value", record.value), *((f"epoch {closed.epoch}", closed.value) for closed in record.closed)]
 
@@ -78,9 +83,9 @@ def _miscounted(reader: Reader) -> Iterator[str]:
         return
     counts, counted = reader.counts(), reader.count_all()
     for namespace in sorted(counts | counted):
-        said, found = counts.get(namespace, 0), counted.get(namespace, 0)
-        if said != found:
+        stored, actual = counts.get(namespace, 0), counted.get(namespace, 0)
+        if stored != actual:
             yield (
-                f"{WRONG}the namespace {namespace!r} has {found} buffers, not {said}, as counted for"
+                f"{WRONG}the namespace {namespace!r} has {actual} buffers, not {stored}, as counted for"
                 " GRADSERVE_MAX_BUFFERS; restart the server, which then counts again"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 action: Callable[[str], None] | None = None
-"""What a test does at each point; no server ever sets it."""
+"""The function that a test runs at each point. No server sets it."""
 
 
 def hit(point: str) -> None:

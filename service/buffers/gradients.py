@@ -1,4 +1,4 @@
-"""What is added to a buffer: gradients of which any piece can be had, and the add of one piece."""
+"""Gradients that are added to a buffer piece by piece, and the add of a piece."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from service.kernels import accumulate
 
 
 class Gradient(Protocol):
-    """A gradient of which any piece can be had by itself."""
+    """A gradient that yields any piece of itself."""
 
     shape: tuple[int, ...]
     dtype: DType
 
     def piece(self, start: int, stop: int) -> Array | None:
-        """The elements from `start` to `stop` of the flat gradient; None where there is nothing to add at all."""
+        """Return the elements from `start` to `stop` of the flat gradient; None if all of them are zeros."""
 
 
 class Dense:
-    """An array, broadcast into `shape`, as a gradient. Raises `ShapeMismatch`, which tells its `name`."""
+    """An array, broadcast to `shape`, as a gradient. Raises `ShapeMismatch`, with the array's `name`."""
 
     def __init__(self, array: Array, shape: tuple[int, ...], name: str = "gradient") -> None:
         if array.shape != shape:
@@ -38,23 +38,25 @@ class Dense:
         self._flat = _flat(array)
 
     def piece(self, start: int, stop: int) -> Array:
-        """The elements from `start` to `stop`, of the flat array."""
         return self._flat[start:stop]
 
 
 def _flat(array: Array) -> Array | np.flatiter[Array]:
-    """The array as what flat slices can be taken of, without a copy."""
+    """Return a view of the array that takes flat slices, without a copy."""
     if array.flags.c_contiguous or not array.size:
         return array.reshape(-1)
-    return array.squeeze().flat  # it goes through 32 dimensions; more, none of them 1, would be 2**33 elements
+    return array.squeeze().flat  # flat has at most 32 dimensions; 33 without a 1 would be 2**33 elements
 
 
-def add_piece(spec: Spec, result: Array, total: Array | int, piece: Array | None, weight: float, anew: bool) -> None:
-    """One piece of an add, all arrays flat. Raises `NonfiniteGradient` where the buffer refuses the result.
+def add_piece(
+    spec: Spec, result: Array, total: Array | int, piece: Array | None, weight: float, overwrite: bool
+) -> None:
+    """Add a piece of a gradient to `total`, or with `overwrite` replace it, and write the result into `result`.
 
-    NumPy's floating-point warnings are the caller's to silence.
+    All arrays are flat. The caller silences NumPy's floating-point warnings. Raises `NonfiniteGradient` if the buffer
+    refuses the result.
     """
-    if anew:
+    if overwrite:
         accumulate.replace(result, total, np.zeros(1, spec.dtype) if piece is None else piece, weight)
     else:
         assert piece is not None

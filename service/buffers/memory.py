@@ -1,4 +1,4 @@
-"""A store in this process's memory, for tests and throw-away runs: gone when the process ends."""
+"""A store in this process's memory, for tests and short runs. It ends with the process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from service.buffers.gradients import Gradient, add_piece
-from service.buffers.names import namespace_of
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many, unknown
-from service.buffers.store import KEY_SECONDS, MOST_BUFFERS, Allocate, Committed, told, uncounted
+from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted, without_traceback
 from service.dtypes import Array
 from service.errors import StoreFailed
 
@@ -25,8 +25,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class MemoryStore:
-    """A dict and a lock. Requests are made one after the other, in the thread that submits them."""
+class MemoryStore(Store):
+    """A dict and a lock. Each request is made in the thread that submits it, one request at a time."""
 
     blocks = False
 
@@ -37,30 +37,28 @@ class MemoryStore:
         key_seconds: float = KEY_SECONDS,
         clock: Callable[[], float] = time.time,
         committed: Committed = uncounted,
-        max_buffers: int = MOST_BUFFERS,
+        max_buffers: int = MAX_BUFFERS,
     ) -> None:
         self._committed, self._max_buffers = committed, max_buffers
         self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
         self._lock = threading.Lock()
         self._state = _State()
-        self._generation = 0
-        self._closed = False
 
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
         with self._lock, np.errstate(all="ignore"):
             start = time.perf_counter()
             try:
-                if self._closed:
+                if self._state.closed:
                     raise StoreFailed("The store is closed")
                 now = self._clock()
                 self._expire(now)
                 txn = self._transaction()
-                outcome = perform(txn, request, now)
+                outcome = perform(txn, request, self.namespace, now)
                 txn.commit()
-                self._generation += 1
+                self._state.generation += 1
             except Exception as error:
-                done.set_exception(told(error))
+                done.set_exception(without_traceback(error))
             else:
                 self._committed(1, time.perf_counter() - start)
                 done.set_result(outcome)
@@ -69,27 +67,27 @@ class MemoryStore:
     def size(self) -> tuple[int, int]:
         with self._lock:
             records = self._state.records.values()
-            return len(records), sum(one.spec.nbytes * len(one.values) for one in records)
+            return len(records), sum(record.spec.nbytes * len(record.values) for record in records)
 
     def record(self, name: str) -> Record:
         with self._lock:
-            return self._alive(name)
+            return self._alive(BufferName(self.namespace, name))
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
     ) -> list[Record]:
         with self._lock:
             now = self._clock()
-            names = sorted(name for name in self._state.records if name.startswith(prefix) and name > after)
-            living = [record for name in names if (record := self._state.records[name]).lives(now)]
-            return living[:limit]
+            own = (each for each in self._state.records.values() if each.full_name.namespace == self.namespace)
+            listed = [each for each in own if each.name.startswith(prefix) and each.name > after and each.lives(now)]
+            return sorted(listed, key=lambda record: record.name)[:limit]
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         with self._lock:
             txn = self._transaction()
             snapshots = []
             for name in names:
-                record = self._alive(name)
+                record = self._alive(BufferName(self.namespace, name))
                 closed = None if epoch is None else record.closed_epoch(epoch)
                 value = record.value if closed is None else closed.value
                 snapshots.append(Snapshot(record, txn.load(record.spec, value), closed))
@@ -103,11 +101,11 @@ class MemoryStore:
     def generation(self) -> int:
         with self._lock:
             self._expire(self._clock())
-            return self._generation
+            return self._state.generation
 
     def close(self) -> None:
         with self._lock:
-            self._closed, self._state = True, _State()
+            self._state.close()
 
     def _transaction(self) -> _Transaction:
         return _Transaction(self._state, self._allocate, self._max_buffers)
@@ -127,38 +125,46 @@ class MemoryStore:
                 txn = self._transaction()
                 txn.remove(record)
                 txn.commit()
-                self._generation += 1
+                self._state.generation += 1
 
-    def _alive(self, name: str) -> Record:
+    def _alive(self, name: BufferName) -> Record:
         record = self._state.records.get(name)
         if record is None or not record.lives(self._clock()):
-            raise unknown(name)
+            raise unknown(str(name))
         return record
 
 
 class _State:
     def __init__(self) -> None:
-        self.records: dict[str, Record] = {}
+        self.records: dict[BufferName, Record] = {}
         self.values: dict[int, Array] = {}
-        self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # oldest first
-        self.counts: Counter[str] = Counter()  # of buffers, by namespace
-        self.deadlines: list[tuple[float, int, str]] = []  # a heap: when a buffer, by id and name, may have expired
+        self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # the oldest first
+        self.counts: Counter[str] = Counter()  # buffers by namespace
+        self.deadlines: list[tuple[float, int, BufferName]] = []  # a heap: when a buffer may expire, and its id
         self.last_id = 0
+        self.generation = 0
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.records, self.values, self.keys = {}, {}, {}
+        self.counts.clear()
+        self.deadlines.clear()
 
     def drop_deadlines(self) -> None:
-        """Keep none of buffers that are gone, which would otherwise stay until they have passed."""
+        """Rebuild the heap without the deadlines of deleted buffers."""
         records = self.records.values()
-        self.deadlines[:] = [(one.expires, one.id, one.name) for one in records if one.expires is not None]
+        self.deadlines[:] = [(each.expires, each.id, each.full_name) for each in records if each.expires is not None]
         heapq.heapify(self.deadlines)
 
 
 class _Transaction:
-    """What a request changes of `state`, apart from it until `commit`."""
+    """The changes of a request, which `commit` merges into `state`."""
 
     def __init__(self, state: _State, allocate: Allocate, max_buffers: int) -> None:
         self._state, self._allocate, self._max_buffers = state, allocate, max_buffers
         self._counted: Counter[str] = Counter()
-        self._records: dict[str, Record | None] = {}
+        self._records: dict[BufferName, Record | None] = {}
         self._values: dict[int, Array | None] = {}
         self._keys: dict[tuple[str, str], Any] = {}
         self._last_id = state.last_id
@@ -181,26 +187,25 @@ class _Transaction:
             if record is not None and record.expires is not None and (old is None or old.id != record.id):
                 heapq.heappush(self._state.deadlines, (record.expires, record.id, name))
 
-    def get(self, name: str) -> Record | None:
+    def get(self, name: BufferName) -> Record | None:
         return self._records[name] if name in self._records else self._state.records.get(name)
 
-    def count_new(self, name: str, now: float) -> None:
-        namespace = namespace_of(name)
-        count = self._state.counts[namespace] + self._counted[namespace]
+    def count_new(self, name: BufferName, now: float) -> None:
+        count = self._state.counts[name.namespace] + self._counted[name.namespace]
         if count >= self._max_buffers:
             raise too_many(count, self._max_buffers)
-        self._counted[namespace] += 1
+        self._counted[name.namespace] += 1
 
     def put(self, record: Record) -> None:
-        self._records[record.name] = record
+        self._records[record.full_name] = record
 
     def remove(self, record: Record) -> None:
-        self._counted[namespace_of(record.name)] -= 1
-        self._records[record.name] = None
+        self._counted[record.full_name.namespace] -= 1
+        self._records[record.full_name] = None
         for value in record.values:
             self.free(value)
 
-    def remove_damaged(self, name: str) -> None:
+    def remove_damaged(self, name: BufferName) -> None:
         raise AssertionError("memory is not damaged")
 
     def new_id(self) -> int:
@@ -242,9 +247,9 @@ class _Transaction:
         self._keys[key.caller, key.text] = (now, copy.deepcopy(known))
 
 
-def _merge(kept: dict[K, V], changes: Mapping[K, V | None]) -> None:
+def _merge(stored: dict[K, V], changes: Mapping[K, V | None]) -> None:
     for name, changed in changes.items():
         if changed is None:
-            kept.pop(name, None)
+            stored.pop(name, None)
         else:
-            kept[name] = changed
+            stored[name] = changed

@@ -1,21 +1,24 @@
-"""Names of buffers: as clients know them, and as a store does, where namespaces keep them apart."""
+"""Names of buffers: as clients know them, and with their namespace inside a store."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from service.errors import InvalidParameter, shown
 
-LONGEST_NAME = 200
-NAME = re.compile(rf"[A-Za-z0-9._:-]{{1,{LONGEST_NAME}}}")
-"""Names of buffers: PyTorch's parameter names are, as they stand."""
+MAX_NAME_CHARACTERS = 200
+"""Characters of a name: with its namespace it must fit into a key of LMDB, which has at most 511 bytes."""
+
+NAME = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_NAME_CHARACTERS}}}")
+"""The names of buffers. PyTorch's names of parameters are among them."""
 
 _RESERVED = (".", "..", "__metadata__")
-"""What a path or a safetensors file means something else by."""
+"""Names that have another meaning in a path or in a safetensors file."""
 
 
 def check_name(name: str) -> str:
-    """`name`, which must be one that a buffer can have. Raises `InvalidParameter`."""
+    """Return `name` if a buffer can have it. Raises `InvalidParameter`."""
     if not NAME.fullmatch(name) or name in _RESERVED:
         raise InvalidParameter(
             f"{shown(name)} is not a buffer name: 1 to 200 characters of A-Z a-z 0-9 . _ : -, but not"
@@ -26,7 +29,7 @@ def check_name(name: str) -> str:
 
 
 def check_length(name: str, longest: int) -> None:
-    """Raise `InvalidParameter` for a name that is too long for a new buffer."""
+    """Raise `InvalidParameter` if the name is too long for a new buffer."""
     if len(name) > longest:
         raise InvalidParameter(
             f"{shown(name)} has {len(name)} characters; the longest buffer name has {longest}"
@@ -36,19 +39,36 @@ def check_length(name: str, longest: int) -> None:
         )
 
 
-def namespace_of(name: str) -> str:
-    """The namespace of a buffer by its name inside the store, as `namespaced.py` makes it.
+class BufferName(NamedTuple):
+    """The full name of a buffer: its namespace, "" by default, and the name that its clients know.
 
-    >>> namespace_of("layer.weight"), namespace_of("~ann/layer.weight")
-    ('', 'ann')
-    """
-    return name[1:].partition("/")[0] if name.startswith("~") else ""
-
-
-def bare_name(name: str) -> str:
-    """The name that its namespace knows of a buffer by its name inside the store.
-
-    >>> bare_name("~ann/layer.weight")
+    >>> str(BufferName("ann", "layer.weight"))
     'layer.weight'
     """
-    return name.partition("/")[2] if name.startswith("~") else name
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def joined(self) -> str:
+        """The full name as one text, as LMDB and files have it. The default namespace sorts first: no name has a `~`.
+
+        >>> BufferName("", "layer.weight").joined, BufferName("ann", "layer.weight").joined
+        ('layer.weight', '~ann/layer.weight')
+        """
+        return f"~{self.namespace}/{self.name}" if self.namespace else self.name
+
+    @classmethod
+    def split(cls, joined: str) -> BufferName:
+        """Return the name whose `joined` is this text.
+
+        >>> BufferName.split("~ann/layer.weight")
+        BufferName(namespace='ann', name='layer.weight')
+        """
+        if not joined.startswith("~"):
+            return cls("", joined)
+        namespace, _, name = joined[1:].partition("/")
+        return cls(namespace, name)

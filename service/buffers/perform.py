@@ -1,4 +1,4 @@
-"""A request to a store: changes that are made together, once for their idempotency key."""
+"""A request to a store: changes that are made together, once for each idempotency key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.buffers.changes import Add, Change, Delete
+from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
@@ -14,9 +15,9 @@ from service.errors import BufferCorrupt, EpochGone, GradserveError, Invalid, Ke
 
 @dataclass(frozen=True)
 class Request:
-    """Changes of different buffers, to be made together, under a key if they must not be made twice.
+    """Changes of different buffers, all made together or none. A request with a key is made once.
 
-    `sources` are the states of the buffers that they were computed from; they are stored with the key.
+    `sources` are the states of the buffers that the changes were computed from. They are stored with the key.
     """
 
     changes: Sequence[Change]
@@ -26,9 +27,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """By buffer the receipts and the values asked for: of a request made now, or, if `replayed`, when its key came.
+    """The receipts of a request, and the values that it wants, both by buffer.
 
-    `sources` are, if it is replayed, the states of the buffers that it was computed from then.
+    If `replayed`, they are those of the original request, and so are its `sources`.
     """
 
     receipts: dict[str, Receipt]
@@ -37,20 +38,20 @@ class Outcome:
     sources: Sequence[str] = ()
 
 
-def perform(txn: Transaction, request: Request, now: float) -> Outcome:
-    """Make the request's changes, unless its key is known; then `EpochGone` says that what it answers is no more.
+def perform(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
+    """Make the request's changes in the namespace, or return the original outcome if its key is known.
 
-    Raises what `Change.admit` raises, `KeyReused`, and, when changes were made that the store must then undo,
-    `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull`.
+    Raises what `Change.admit` raises, `KeyReused`, and `EpochGone` if a value of the original outcome is gone. After
+    `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull` the store must undo changes.
     """
-    key = request.key
+    key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
     if key is not None and (known := txn.recall(key)) is not None:
         check_same(key, known)
         outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
-        for change in request.changes:
+        for name, change in zip(names, request.changes, strict=True):
             if change.name not in known.receipts:
-                continue  # of all with a prefix, one that was not there then
-            record = _alive(txn, change.name, now)
+                continue  # a buffer with the prefix of the request that did not exist then
+            record = _alive(txn, name, now)
             if record is not None and isinstance(change, Add):
                 check_same_buffer(record, known)
             if record is not None and record.id != known.ids[change.name]:
@@ -62,18 +63,18 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             if value is not None:
                 outcome.values[change.name] = value
         return outcome
-    if len({change.name for change in request.changes}) < len(request.changes):
+    if len(set(names)) < len(names):
         raise Invalid("A request may change each buffer once")
-    many = len(request.changes) > 1
+    many = len(names) > 1
     records = []
-    for change in request.changes:
+    for name, change in zip(names, request.changes, strict=True):
         try:
-            record = _alive(txn, change.name, now)
+            record = _alive(txn, name, now)
             change.admit(record)
         except BufferCorrupt:
             if not isinstance(change, Delete) or many:
                 raise
-            txn.remove_damaged(change.name)
+            txn.remove_damaged(name)
             outcome = Outcome({change.name: {"name": change.name, "updated": True}})
             if key is not None:
                 txn.remember(key, Known(key.fingerprint, outcome.receipts, {change.name: 0}), now)
@@ -83,24 +84,24 @@ def perform(txn: Transaction, request: Request, now: float) -> Outcome:
             raise
         records.append(record)
     outcome, ids = Outcome({}), {}
-    for change, record in zip(request.changes, records, strict=True):
+    for name, change, record in zip(names, request.changes, records, strict=True):
         try:
-            outcome.receipts[change.name], value = change.apply(txn, record, now)
+            outcome.receipts[change.name], value = change.apply(txn, name, record, now)
         except GradserveError as error:
             name_buffer(error, change.name, one_of_many=many)
             raise
         if value is not None:
             outcome.values[change.name] = value
         if key is not None:
-            left = record or txn.get(change.name)
-            ids[change.name] = 0 if left is None else left.id
+            record = record or txn.get(name)
+            ids[change.name] = 0 if record is None else record.id
     if key is not None:
         txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
     return outcome
 
 
 def check_same(key: Key, known: Known) -> None:
-    """Raise `KeyReused` unless the request is the one that came with its key before."""
+    """Raise `KeyReused` if another request came with this key before."""
     if known.fingerprint != key.fingerprint:
         raise KeyReused(
             f"The Idempotency-Key {shown(key.text)} was used for another request: the path, query, Content-Type or body"
@@ -109,11 +110,11 @@ def check_same(key: Key, known: Known) -> None:
 
 
 def check_same_buffer(record: Record, known: Known) -> None:
-    """Raise `EpochGone` unless it is this buffer that the request with a known key has added to."""
+    """Raise `EpochGone` unless the request with the known key has changed this buffer, not one deleted since."""
     if record.id != known.ids[record.name]:
-        made = "counted once" if known.receipts[record.name]["updated"] else "made"
+        deed = "counted once" if known.receipts[record.name]["updated"] else "made"
         raise EpochGone(
-            f"This request was {made} before, in a buffer {record.name!r} that no longer exists. A request for"
+            f"This request was {deed} before, in a buffer {record.name!r} that no longer exists. A request for"
             " the new buffer of that name needs a new key",
             buffer=record.name,
             receipts={name: dict(receipt) for name, receipt in known.receipts.items()},
@@ -121,15 +122,15 @@ def check_same_buffer(record: Record, known: Known) -> None:
 
 
 def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
-    """What a request is told that was made before, where what it answers besides the receipts cannot be had again."""
+    """Return the error of a repeated request that cannot have the rest of its original answer, only the receipts."""
     return EpochGone(
         f"This request was made before and counted once, but the rest of its answer is no longer kept: {why}",
         receipts={name: dict(receipt) for name, receipt in receipts.items()},
     )
 
 
-def _alive(txn: Transaction, name: str, now: float) -> Record | None:
-    """The buffer; None if there is none, or none any more, and then it is removed."""
+def _alive(txn: Transaction, name: BufferName, now: float) -> Record | None:
+    """Return the buffer; None if there is none. Remove a buffer that has expired."""
     record = txn.get(name)
     if record is not None and not record.lives(now):
         txn.remove(record)

@@ -1,4 +1,4 @@
-"""What a buffer is: its rules, its state, its closed epochs, and what is stored with an idempotency key."""
+"""The data of a buffer: its rules, its state and its closed epochs. And the data of an idempotency key."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import orjson
 
+from service.buffers.names import BufferName
 from service.dtypes import DTYPES, NAMES, Array, DType
 from service.errors import EpochGone, EpochOpen, GradserveError, TooManyBuffers, UnknownBuffer, shown
 
 Receipt: TypeAlias = dict[str, Any]
-"""What a change did: name, updated, closed, epoch, version, count and weight; of a new buffer, all its metadata."""
+"""The result of a change: name, updated, closed, epoch, version, count and weight; of a new buffer its metadata."""
 
 
 def too_many(count: int, limit: int) -> TooManyBuffers:
-    """The error of one buffer more than a namespace may have."""
+    """Return the error of a namespace that has as many buffers as it may."""
     return TooManyBuffers(
         f"The namespace has {count} buffers; the limit is {limit} (GRADSERVE_MAX_BUFFERS): delete some first",
         limit=limit,
@@ -28,11 +29,11 @@ def too_many(count: int, limit: int) -> TooManyBuffers:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a buffer is created with: its sum's shape and dtype, and its rules.
+    """The specification of a buffer: the shape and the dtype of its sum, and its rules.
 
-    With `nonfinite="reject"` an add that would make the sum infinite or NaN is refused. With a `quorum` the add that
-    makes the count reach it closes the epoch. Of the closed epochs the last `keep` can be read. `ttl_seconds` after its
-    last change the buffer is gone.
+    `nonfinite="reject"` refuses an add that would make the sum infinite or NaN. The add that makes the count reach the
+    `quorum` closes the epoch. The last `keep` closed epochs stay readable. The buffer expires `ttl_seconds` after its
+    last change.
     """
 
     shape: tuple[int, ...]
@@ -44,16 +45,13 @@ class Spec:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the sum."""
         return math.prod(self.shape)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the sum."""
         return self.size * self.dtype.itemsize
 
     def as_json(self) -> dict[str, Any]:
-        """As a client writes it."""
         return {
             "shape": list(self.shape),
             "dtype": NAMES[self.dtype],
@@ -65,17 +63,23 @@ class Spec:
 
     @cached_property
     def text(self) -> bytes:
-        """`as_json` as it is stored."""
+        """The specification as the store writes it."""
         return orjson.dumps(self.as_json())
 
 
-MOST_QUORUM, MOST_KEEP, LONGEST_TTL = 10**9, 1000, 10**9
-"""Bounds of the rules in a `Spec`."""
+MAX_QUORUM = 10**9
+"""Gradients of a quorum: more than any epoch can gather."""
+
+MAX_KEEP = 1000
+"""Closed epochs that a buffer keeps: every record holds their list, and every change writes it."""
+
+MAX_TTL_SECONDS = 10**9
+"""The longest time to live: 31 years, in effect for ever."""
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A closed epoch, its sum under the id `value`, or None if nothing was ever added."""
+    """A closed epoch. Its sum has the id `value`, or None if nothing was added."""
 
     epoch: int
     version: int
@@ -85,18 +89,18 @@ class Closed:
 
     @property
     def etag(self) -> str:
-        """The tag of its last state, in quotation marks."""
+        """The tag of the epoch's last state, in quotation marks."""
         return f'"{self.epoch}-{self.version}"'
 
 
 @dataclass(frozen=True)
 class Record:
-    """A buffer but for its numbers, which the store keeps under the id `value`; None: zeros that were never written.
+    """A buffer without its numbers. The store keeps them under the id `value`; None means zeros, which are not stored.
 
-    Its own `id` tells it from others that had its name before.
+    `id` tells the buffer from earlier buffers of the same name.
     """
 
-    name: str
+    full_name: BufferName
     spec: Spec
     id: int
     created: float
@@ -109,32 +113,36 @@ class Record:
     closed: tuple[Closed, ...] = ()
 
     def changed(self, **changes: Any) -> Record:
-        """A copy with other values in some fields: what `dataclasses.replace` gives, in a fifth of the time."""
-        made = object.__new__(Record)
-        made.__dict__.update(self.__dict__, **changes)
-        return made
+        """Return a copy with other values in some fields, in a fifth of the time of `dataclasses.replace`."""
+        copy = object.__new__(Record)
+        copy.__dict__.update(self.__dict__, **changes)
+        return copy
+
+    @property
+    def name(self) -> str:
+        """The name that clients know."""
+        return self.full_name.name
 
     @property
     def etag(self) -> str:
-        """The tag of its state, in quotation marks."""
+        """The tag of the buffer's state, in quotation marks."""
         return f'"{self.epoch}-{self.version}"'
 
     @property
     def expires(self) -> float | None:
-        """When it is gone unless it changes before, in seconds since 1970."""
+        """When the buffer expires unless it changes, in seconds since 1970."""
         return None if self.spec.ttl_seconds is None else self.updated + self.spec.ttl_seconds
 
     @property
     def values(self) -> list[int]:
-        """The ids of its values, those of closed epochs included."""
-        return [value for value in (self.value, *(one.value for one in self.closed)) if value is not None]
+        """The ids of the buffer's values, including those of its closed epochs."""
+        return [value for value in (self.value, *(epoch.value for epoch in self.closed)) if value is not None]
 
     def lives(self, now: float) -> bool:
-        """Whether it has not expired."""
         return self.expires is None or now < self.expires
 
     def closed_epoch(self, epoch: int) -> Closed:
-        """The closed epoch. Raises `EpochOpen` if it is yet to close, and `EpochGone` if it is not kept any more."""
+        """Return the closed epoch. Raises `EpochOpen` if it has not closed, and `EpochGone` if it is no longer kept."""
         if epoch >= self.epoch:
             raise EpochOpen(
                 f"Epoch {epoch} of {self.name!r} has not closed: the buffer is in epoch {self.epoch},"
@@ -143,9 +151,9 @@ class Record:
                 epoch=self.epoch,
                 count=self.count,
             )
-        for one in self.closed:
-            if one.epoch == epoch:
-                return one
+        for closed in self.closed:
+            if closed.epoch == epoch:
+                return closed
         raise EpochGone(
             f"Epoch {epoch} of {self.name!r} is no longer kept: it was zeroed, or is older than the last"
             f" {self.spec.keep} closed epochs (see keep)",
@@ -154,7 +162,6 @@ class Record:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Its metadata as a client reads it."""
         return {
             "name": self.name,
             **self.spec.as_json(),
@@ -163,14 +170,14 @@ class Record:
             "count": self.count,
             "weight": self.weight,
             "bytes": self.spec.nbytes,
-            "closed_epochs": [one.epoch for one in self.closed],
+            "closed_epochs": [closed.epoch for closed in self.closed],
             "created_at": self.created,
             "updated_at": self.updated,
             "expires_at": self.expires,
         }
 
     def receipt(self, *, updated: bool, of: Closed | None = None) -> Receipt:
-        """What a change left, or, with `of`, what it closed."""
+        """Return the receipt of a change; with `of`, of the epoch that the change closed."""
         state = self if of is None else of
         return {
             "name": self.name,
@@ -184,7 +191,7 @@ class Record:
 
 
 class Key(NamedTuple):
-    """An idempotency key: the caller that it belongs to, its text, and the fingerprint of the request it came with."""
+    """An idempotency key: its caller, its text, and the fingerprint of the request that has it."""
 
     caller: str
     text: str
@@ -192,9 +199,9 @@ class Key(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is stored with a key: the fingerprint of its request, the receipts, and the ids of the buffers.
+    """The data that is stored with a key: the fingerprint of its request, the receipts, and the ids of the buffers.
 
-    `sources` are the states of the buffers that the request was computed from, in the order in which it names them.
+    `sources` are the states of the buffers that the request was computed from, in the request's order.
     """
 
     fingerprint: bytes
@@ -204,12 +211,12 @@ class Known(NamedTuple):
 
 
 def unknown(name: str) -> UnknownBuffer:
-    """The error of a buffer that is not there."""
+    """Return the error of a buffer that does not exist."""
     return UnknownBuffer(f"There is no buffer {shown(name)}; PUT /v1/buffers/{{name}} creates one", buffer=name)
 
 
 def name_buffer(error: GradserveError, name: str, *, one_of_many: bool) -> None:
-    """Let the error say which buffer it is about; in words, too, where the request does not tell."""
+    """Add the buffer to the error's context; if the request has many buffers, add it to the text, too."""
     if "buffer" not in error.context:
         if one_of_many:
             error.detail += f" (the buffer is {name!r})"
@@ -218,7 +225,7 @@ def name_buffer(error: GradserveError, name: str, *, one_of_many: bool) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A buffer as it is, or as it was when its epoch `of` closed, and its value, which is nobody else's."""
+    """A buffer with its value, now or when its epoch `of` closed. Nothing else refers to the value."""
 
     record: Record
     value: Array
@@ -231,7 +238,7 @@ class Snapshot:
 
     @property
     def state(self) -> str:
-        """What is another one for every other value, of whatever buffer."""
+        """A text that differs for every value of every buffer."""
         return f"{self.record.id}-{self.record.epoch}-{self.record.version}"
 
     @property
@@ -240,10 +247,9 @@ class Snapshot:
         return (self.of or self.record).weight
 
     def receipt(self) -> Receipt:
-        """What it is, as a receipt."""
         return self.record.receipt(updated=False, of=self.of)
 
 
-def spec_of(given: Mapping[str, Any]) -> Spec:
-    """The way back from `Spec.as_json`."""
-    return Spec(**{**given, "shape": tuple(given["shape"]), "dtype": DTYPES[given["dtype"]]})
+def spec_of(members: Mapping[str, Any]) -> Spec:
+    """Return the specification whose `as_json` has these members."""
+    return Spec(**{**members, "shape": tuple(members["shape"]), "dtype": DTYPES[members["dtype"]]})

@@ -1,19 +1,19 @@
-"""Named accumulation buffers: what a buffer is, how it changes, and what every store promises.
+"""The protocol of a store of named accumulation buffers.
 
-A buffer is a sum with a memory: an add does `value += weight * gradient`, `weight_total += weight`, `count += 1` and
-`version += 1`. Its life is cut into epochs: `zero` discards the sum and begins the next one; `take`, or the add that
-completes the quorum, closes the epoch, whose value is then set aside for everyone to read.
+A buffer is a sum. An add does `value += weight * gradient`, `weight_total += weight`, `count += 1` and `version += 1`.
+Epochs divide the life of a buffer. `zero` discards the sum and begins the next epoch. `take`, or the add that completes
+the quorum, closes the epoch, and then every client can read its value.
 
 A request changes one or many buffers, all or none, and stores its idempotency key in the same transaction
-(`perform.py`). What it does is written once, in `changes.py`, in terms of a `Transaction`; a store is what gives
-transactions.
+(`perform.py`). The changes are in `changes.py`, written for a `Transaction`, which every store implements.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Known, Record, Snapshot
@@ -25,66 +25,81 @@ E = TypeVar("E", bound=BaseException)
 Allocate: TypeAlias = Callable[[tuple[int, ...], DType], Array]
 
 Committed: TypeAlias = Callable[[int, float], None]
-"""Told after each commit how many requests it made, and how many seconds it took."""
+"""The function that a store calls after each commit, with the count of its requests and its seconds."""
 
 
 def uncounted(requests: int, seconds: float) -> None:
-    """Nobody wants to know of commits."""
+    """Ignore a commit."""
 
 
 KEY_SECONDS = 24 * 3600.0
-"""How long an idempotency key is remembered unless a store is told otherwise."""
+"""Seconds that a store remembers an idempotency key by default: a day, longer than most outages of a client."""
 
-MOST_BUFFERS = 100_000
-"""How many buffers a namespace may have unless a store is told otherwise."""
+MAX_BUFFERS = 100_000
+"""Buffers that a namespace may have by default: more than most models have named parameters."""
 
 
-def told(error: E) -> E:
-    """`error` as a future takes it: an error of ours without its traceback and context, whose frames have the future,
-    and the request, which only the collector of reference cycles could free then."""
+def without_traceback(error: E) -> E:
+    """Strip the traceback and the context of our own error before a future gets it.
+
+    Their frames hold the future and the request: a cycle that only the garbage collector would free.
+    """
     if isinstance(error, GradserveError):
         error.__traceback__ = error.__context__ = None
     return error
 
 
 class Store(Protocol):
-    """Keeps buffers. Thread-safe; what it returns is the caller's own, and shared with nobody.
+    """A store of the buffers of one namespace; `within` returns the store of another namespace.
+
+    Thread-safe. The caller owns what the store returns.
 
     `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `recall` and
     `generation` block only in a store that `blocks`: then the event loop must not call them.
     """
 
     blocks: bool
-    """Whether a look-up may wait, for a network say; else it is as quick as a look into memory."""
+    """Whether a look-up may wait, as for a network; else it is as quick as a read of memory."""
+
+    namespace: str = ""
+    """The namespace whose buffers the store has; "" is the default namespace."""
+
+    def within(self, namespace: str) -> Self:
+        """Return the store of another namespace. Both share everything else."""
+        if namespace == self.namespace:
+            return self
+        store = copy.copy(self)
+        store.namespace = namespace
+        return store
 
     def submit(self, request: Request) -> Future[Outcome]:
-        """Make the request's changes: all, durably, before the future has its result, or none if it has an error."""
+        """Make all changes of the request, durably, before the future has a result; if it has an error, make none."""
 
     def record(self, name: str) -> Record:
-        """The buffer as it is. Raises `UnknownBuffer`."""
+        """Return the buffer. Raises `UnknownBuffer`."""
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
     ) -> list[Record]:
-        """Buffers in the order of their names, as they are at one moment: those behind `after`.
+        """Return the buffers behind the name `after` in the order of their names, as of one moment.
 
-        Those that are damaged are left out, or, if `strict`, raise `BufferCorrupt`.
+        Leave out damaged buffers, or, if `strict`, raise `BufferCorrupt`.
         """
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        """Buffers with their values at one moment, or when they closed `epoch`.
+        """Return the buffers with their values, as of one moment, or as of the end of `epoch`.
 
         Raises `UnknownBuffer`, `EpochOpen`, `EpochGone` and `BufferCorrupt`.
         """
 
     def recall(self, key: Key) -> Known | None:
-        """What is stored with the key."""
+        """Return the data that is stored with the key."""
 
     def generation(self) -> int:
-        """A number that is another one after every change, whoever made it. Raises `StoreFailed`."""
+        """Return a number that changes with every change of the store by any process. Raises `StoreFailed`."""
 
     def size(self) -> tuple[int, int]:
-        """How many buffers there are, and the bytes that everything takes."""
+        """Return the count of buffers in all namespaces, and the bytes in use."""
 
     def close(self) -> None:
-        """Finish what was submitted, and let go of everything."""
+        """Finish the submitted requests, then release all resources."""

@@ -1,10 +1,11 @@
-"""The protocol of a transaction: what a change can do to buffers."""
+"""The protocol of a transaction: the steps of a change."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from service.buffers.gradients import Gradient
+from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Record, Spec
 from service.dtypes import Array
 
@@ -12,35 +13,35 @@ from service.dtypes import Array
 class Transaction(Protocol):
     """Changes that take effect together when the store commits them, or never."""
 
-    def get(self, name: str) -> Record | None:
-        """The buffer, expired or not."""
+    def get(self, name: BufferName) -> Record | None:
+        """Return the buffer, even if it has expired."""
 
-    def count_new(self, name: str, now: float) -> None:
-        """Count a buffer that is about to be `put` where there is none. Raises `TooManyBuffers`."""
+    def count_new(self, name: BufferName, now: float) -> None:
+        """Count a new buffer before it is `put`. Raises `TooManyBuffers`."""
 
     def put(self, record: Record) -> None:
-        """Store the buffer in place of what was there."""
+        """Store the buffer in place of its earlier state."""
 
     def remove(self, record: Record) -> None:
-        """Forget the buffer and all its values."""
+        """Remove the buffer and all its values."""
 
-    def remove_damaged(self, name: str) -> None:
-        """Forget the buffer, of which nothing can be read."""
+    def remove_damaged(self, name: BufferName) -> None:
+        """Remove a buffer whose record cannot be read."""
 
     def new_id(self) -> int:
-        """A number that no buffer and no value has or had."""
+        """Return a number that no buffer and no value has or had."""
 
     def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
-        """Add to the buffer's value. Returns the id of the result, under which the old value is no more."""
+        """Add to the buffer's value, or replace it. Return the id of the result. The old value is freed."""
 
     def free(self, value: int | None) -> None:
-        """Forget a value."""
+        """Free a value."""
 
     def load(self, spec: Spec, value: int | None) -> Array:
-        """A value, in memory of its own."""
+        """Return a value in memory of its own."""
 
     def recall(self, key: Key) -> Known | None:
-        """What was stored with the key, whatever the fingerprint."""
+        """Return the data that is stored with the key, for any fingerprint."""
 
     def remember(self, key: Key, known: Known, now: float) -> None:
-        """Store the key."""
+        """Store the key with its data."""

@@ -1,7 +1,7 @@
-"""Buffers on their way out of a store and back, as safetensors files.
+"""Export of buffers to a safetensors file, and import from such a file.
 
-A file holds the running value of each buffer under its name, and under `__metadata__["buffers"]`, as JSON, what is
-needed to create the buffers again. Closed epochs and idempotency keys stay behind.
+The file holds the current value of each buffer under its name. `__metadata__["buffers"]` holds, as JSON, the data that
+creates the buffers again. Closed epochs and idempotency keys are not exported.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import orjson
 
 from service.buffers.changes import Delete, Restore
 from service.buffers.lmdb import opened_readonly
-from service.buffers.names import bare_name, check_length, check_name
+from service.buffers.names import BufferName, check_length, check_name
 from service.buffers.perform import Request
-from service.buffers.record import LONGEST_TTL, MOST_KEEP, MOST_QUORUM, Record, name_buffer, spec_of
+from service.buffers.record import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS, Record, name_buffer, spec_of
 from service.buffers.store import Store
 from service.codecs import safetensors
 from service.dtypes import FLOATS
@@ -35,22 +35,21 @@ from service.limits import Limits
 
 
 def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> tuple[int, int]:
-    """Write the buffers with this prefix, as they are at one moment, to `path`, or, if it is None, to stdout.
+    """Write the buffers with this prefix, as of one moment, to `path`; None means stdout.
 
-    Returns how many there are, and the bytes of the file.
-
-    The store may be in use. Raises `UnknownBuffer`, `StoreFailed` and `BufferCorrupt`, and OSError for the file, which
-    then is as it was.
+    Return the count of the buffers, and the bytes of the file. The store may be in use. Raises `UnknownBuffer`,
+    `StoreFailed` and `BufferCorrupt`, and OSError for the file; after an error the file is unchanged.
     """
     with opened_readonly(store, max_bytes) as opened, _replacing(path) as file:
         with opened.reading() as reader, np.errstate(all="ignore"):
             now = time.time()
-            records = {one.name: one for one in reader.records(prefix, strict=True) if one.lives(now)}
-            if prefix and not records:  # rather than replace a good file by one of nothing
+            listing = reader.records(prefix.encode(), prefix.encode() + b"\xff", strict=True)
+            records = {record.full_name.joined: record for record in listing if record.lives(now)}
+            if prefix and not records:  # a file without buffers must not replace a good file
                 raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
-            ordered = safetensors.in_order({name: (one.spec.dtype, one.spec.shape) for name, one in records.items()})
-            about = {name: _described(one) for name, one in records.items()}
-            size: int = file.write(safetensors.head(ordered, {"buffers": orjson.dumps(about).decode()}))
+            ordered = safetensors.in_order({name: (each.spec.dtype, each.spec.shape) for name, each in records.items()})
+            metadata = {name: _described(record) for name, record in records.items()}
+            size: int = file.write(safetensors.head(ordered, {"buffers": orjson.dumps(metadata).decode()}))
             for name in ordered:
                 try:
                     for piece in reader.values.streamed(records[name].spec, records[name].value):
@@ -64,9 +63,9 @@ def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> 
 
 @contextmanager
 def _replacing(path: Path | None) -> Iterator[Any]:
-    """A file that takes the place of the one at `path`, or of the one that a link there leads to, once it is whole.
+    """Yield a file that replaces the file at `path`, through a link too, once it is complete.
 
-    If it does not come to that, all is as before. A device or a pipe is written to as it is, and so is stdout: None.
+    After an error the old file is unchanged. A device, a pipe and stdout (None) are written directly.
     """
     if path is None:
         if sys.stdout is None:
@@ -81,7 +80,7 @@ def _replacing(path: Path | None) -> Iterator[Any]:
     target = path.resolve()
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
-        file = open(unfinished, "xb", opener=partial(os.open, mode=0o600))  # its user's alone, as the store is
+        file = open(unfinished, "xb", opener=partial(os.open, mode=0o600))  # only its user may read it, like the store
     except OSError as error:
         error.filename = str(path)
         raise
@@ -109,9 +108,9 @@ def _described(record: Record) -> dict[str, Any]:
 
 
 def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
-    """The buffers of a file that `export` wrote, at `path`, or, if it is None, in stdin.
+    """Return the buffers of a file that `export` wrote at `path`; None means stdin.
 
-    Raises `MalformedBody`, what else `limits` and names raise, and OSError for the file.
+    Raises `MalformedBody`, the errors of `limits` and of names, and OSError for the file.
     """
     what = "stdin" if path is None else str(path)
     with _on_disk(path) as file:
@@ -122,48 +121,51 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
         tensors = safetensors.decode(body, limits)
     except MalformedBody as error:
         raise MalformedBody(f"{what} is not a safetensors file: {error}") from None
-    about = safetensors.metadata_of(body, limits).get("buffers")
-    if about is None:
+    metadata = safetensors.metadata_of(body, limits).get("buffers")
+    if metadata is None:
         raise MalformedBody(f"{what} was not written by gradserve export: its metadata lacks buffers")
-    records = {name: _record(name, one, longest_name) for name, one in _checked(what, about).items()}
+    states = _checked(what, metadata)
+    records = {name: _record(name, state, longest_name) for name, state in states.items()}
     for name, record in records.items():
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
             raise MalformedBody(f"{what} has no tensor {name!r} as its metadata describes it")
-    return [Restore(name=name, record=record, value=tensors[name]) for name, record in records.items()]
+    return [Restore(name=record.name, record=record, value=tensors[name]) for name, record in records.items()]
 
 
 @contextmanager
 def _on_disk(path: Path | None) -> Iterator[BinaryIO]:
-    """What is at `path`, or, if it is None, in stdin, as a file that can be mapped: a copy of a pipe, say."""
+    """Yield the file at `path`, or stdin (None), as a file that can be mapped: a copy, of a pipe for example."""
     if path is not None and path.is_file():
         with path.open("rb") as file:
             yield file
         return
     if path is None and sys.stdin is None:
         raise OSError("stdin is closed")
-    with TemporaryFile() as copy, nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as given:
-        shutil.copyfileobj(given, copy)
+    with TemporaryFile() as copy, nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as source:
+        shutil.copyfileobj(source, copy)
         copy.flush()
         yield copy
 
 
 def restore(store: Store, buffers: Collection[Restore]) -> None:
-    """Create the buffers: all of them, or, on an error, none.
+    """Create all buffers, or, on an error, none.
 
     Raises `BufferExists`, `StoreFull` and `TooManyBuffers`.
     """
-    there = {one.name for one in store.records()} & {one.name for one in buffers}
-    if there:
-        raise BufferExists(f"Buffers of these names already exist: {', '.join(sorted(there)[:5])}")
-    asked = {one.name: store.submit(Request([one])) for one in buffers}
+    changes = {change.record.full_name: change for change in buffers}
+    stores = {namespace: store.within(namespace) for namespace, _ in changes}
+    names = (record.full_name for own in stores.values() for record in own.records())
+    if existing := sorted(name.joined for name in names if name in changes):
+        raise BufferExists(f"Buffers of these names already exist: {', '.join(existing[:5])}")
+    futures = {name: stores[name.namespace].submit(Request([change])) for name, change in changes.items()}
     try:
-        for one in asked.values():
-            one.result()
+        for future in futures.values():
+            future.result()
     except BaseException:
-        made = [name for name, one in asked.items() if one.exception() is None]
-        for removed in [store.submit(Request([Delete(name=name)])) for name in made]:
-            removed.result()
+        created = [name for name, future in futures.items() if future.exception() is None]
+        for deletion in [stores[namespace].submit(Request([Delete(name=name)])) for namespace, name in created]:
+            deletion.result()
         raise
 
 
@@ -176,7 +178,7 @@ def _is_number(value: Any) -> bool:
 
 
 _Members: TypeAlias = dict[str, tuple[str, Callable[[Any], bool]]]
-"""What each member must be, in words and as a check."""
+"""The rule of each member, in words and as a check."""
 
 _WHOLE = ("an integer, 0 or more", _is_whole)
 _NUMBER = ("a number", _is_number)
@@ -195,48 +197,50 @@ _RULES: _Members = {
     "dtype": (f"one of {', '.join(FLOATS.dtypes)}", lambda value: value in FLOATS.dtypes),
     "nonfinite": ("allow or reject", lambda value: value in ("allow", "reject")),
     "quorum": (
-        f"null or an integer from 1 to {MOST_QUORUM}",
-        lambda value: value is None or _is_whole(value, 1, MOST_QUORUM),
+        f"null or an integer from 1 to {MAX_QUORUM}",
+        lambda value: value is None or _is_whole(value, 1, MAX_QUORUM),
     ),
-    "keep": (f"an integer from 1 to {MOST_KEEP}", lambda value: _is_whole(value, 1, MOST_KEEP)),
+    "keep": (f"an integer from 1 to {MAX_KEEP}", lambda value: _is_whole(value, 1, MAX_KEEP)),
     "ttl_seconds": (
-        f"null or a number above 0, up to {LONGEST_TTL}",
-        lambda value: value is None or (_is_number(value) and 0 < value <= LONGEST_TTL),
+        f"null or a number above 0, up to {MAX_TTL_SECONDS}",
+        lambda value: value is None or (_is_number(value) and 0 < value <= MAX_TTL_SECONDS),
     ),
 }
 
 
-def _checked(what: str, about: str) -> dict[str, dict[str, Any]]:
-    """What the file says of each buffer. Raises `MalformedBody` if `export` would not say it."""
+def _checked(what: str, metadata: str) -> dict[str, dict[str, Any]]:
+    """Return the state of each buffer in the file. Raises `MalformedBody` for a state that `export` cannot write."""
     try:
-        found = orjson.loads(about)
+        states = orjson.loads(metadata)
     except orjson.JSONDecodeError as error:
         raise MalformedBody(f"The metadata of the buffers in {what} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise MalformedBody(f"The metadata of the buffers in {what} is {shown(found)}, but must be an object")
-    for name, one in found.items():
-        whose = f"The metadata of the buffer {shown(name)} in {what}"
-        _check(whose, "", one, _STATE, _STATE.keys())
-        _check(whose, "spec.", one["spec"], _RULES, {"shape", "dtype"})
-    return found
+    if not isinstance(states, dict):
+        raise MalformedBody(f"The metadata of the buffers in {what} is {shown(states)}, but must be an object")
+    for name, state in states.items():
+        subject = f"The metadata of the buffer {shown(name)} in {what}"
+        _check(subject, "", state, _STATE, _STATE.keys())
+        _check(subject, "spec.", state["spec"], _RULES, {"shape", "dtype"})
+    return states
 
 
-def _check(whose: str, where: str, given: Any, members: _Members, needed: Set[str]) -> None:
+def _check(subject: str, prefix: str, value: Any, rules: _Members, required: Set[str]) -> None:
     """Raise `MalformedBody` if a member is missing, unknown or wrong."""
-    if not isinstance(given, dict):
-        raise MalformedBody(f"{whose} is {shown(given)}, but must be an object")
-    for missing in sorted(needed - given.keys()):
-        raise MalformedBody(f"{whose} lacks {where}{missing}")
-    for member, value in given.items():
-        if member not in members:
-            raise MalformedBody(f"{whose} has {shown(where + member)}, which is unknown")
-        wanted, is_good = members[member]
-        if not is_good(value):
-            raise MalformedBody(f"{whose} has {where}{member} {shown(value)}, but it must be {wanted}")
+    if not isinstance(value, dict):
+        raise MalformedBody(f"{subject} is {shown(value)}, but must be an object")
+    for name in sorted(required - value.keys()):
+        raise MalformedBody(f"{subject} lacks {prefix}{name}")
+    for name, member in value.items():
+        if name not in rules:
+            raise MalformedBody(f"{subject} has {shown(prefix + name)}, which is unknown")
+        rule, is_valid = rules[name]
+        if not is_valid(member):
+            raise MalformedBody(f"{subject} has {prefix}{name} {shown(member)}, but it must be {rule}")
 
 
-def _record(name: str, about: dict[str, Any], longest_name: int) -> Record:
-    bare = check_name(bare_name(name))
-    check_length(bare, longest_name)
-    spec, created = spec_of(about["spec"]), about["created"]
-    return Record(name, spec, 0, created, created, about["epoch"], about["version"], about["count"], about["weight"])
+def _record(name: str, state: dict[str, Any], longest_name: int) -> Record:
+    full_name = BufferName.split(name)
+    check_length(check_name(full_name.name), longest_name)
+    spec, created = spec_of(state["spec"]), state["created"]
+    return Record(
+        full_name, spec, 0, created, created, state["epoch"], state["version"], state["count"], state["weight"]
+    )

@@ -1,4 +1,4 @@
-"""Which store a URL means."""
+"""URLs of stores."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
-from service.buffers.store import MOST_BUFFERS, Allocate, Committed, Store, uncounted
+from service.buffers.store import MAX_BUFFERS, Allocate, Committed, Store, uncounted
 from service.errors import StoreFailed, shown
 
 
 def path_of(url: str) -> Path | None:
-    """The directory of an LMDB store; None for one in memory. Raises `StoreFailed` for anything else."""
+    """Return the directory of an LMDB store; None for a store in memory. Raises `StoreFailed` for another URL."""
     kind, _, place = url.partition(":")
     if kind == "lmdb" and place:
         return Path(place)
@@ -29,9 +29,9 @@ def open_store(
     key_seconds: float,
     allocate: Allocate = np.empty,
     committed: Committed = uncounted,
-    max_buffers: int = MOST_BUFFERS,
+    max_buffers: int = MAX_BUFFERS,
 ) -> Store:
-    """The store at `url`. Raises `StoreFailed` if there is none and none can be made."""
+    """Open or create the store at `url`. Raises `StoreFailed`."""
     path = path_of(url)
     if path is None:
         return MemoryStore(allocate=allocate, key_seconds=key_seconds, committed=committed, max_buffers=max_buffers)

@@ -1,4 +1,4 @@
-"""Requests on buffers, as the tests of their endpoints make them."""
+"""Short forms of the requests that the tests of buffers make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.dtypes import Array
 from service.limits import Limits
 
 PATIENCE = 30
-"""Seconds after which what is waited for makes a test fail instead of hang."""
+"""Seconds after which a wait makes the test fail instead of hang."""
 
 SAFE = {"Content-Type": MEDIA_TYPE}
 TO_SAFETENSORS = {"Accept": MEDIA_TYPE}
@@ -34,12 +34,12 @@ _numbers = itertools.count()
 
 
 def fresh(prefix: str = "b") -> str:
-    """A name that no other test has."""
+    """Return a buffer name that no other test has."""
     return f"{prefix}{next(_numbers)}"
 
 
 def create(http: httpx.Client, name: str | None = None, shape: Any = (2,), **rules: Any) -> str:
-    """Create a buffer. Returns its name."""
+    """Create a buffer and return its name."""
     name = name or fresh()
     answer = http.put(f"/v1/buffers/{name}", json={"shape": list(shape), **rules})
     assert answer.status_code == 201, answer.text
@@ -47,7 +47,7 @@ def create(http: httpx.Client, name: str | None = None, shape: Any = (2,), **rul
 
 
 def naming(*names: str) -> dict[str, Any]:
-    """The body of a request for these buffers."""
+    """Return the body of a request for the named buffers."""
     return {"names": list(names)}
 
 
@@ -60,19 +60,19 @@ def post(http: httpx.Client, name: str, what: str, headers: Any = None, **params
 
 
 def get(http: httpx.Client, name: str, headers: Any = None, **params: Any) -> httpx.Response:
-    """The answer to a request for its value."""
+    """Return the answer to a request for the buffer's value."""
     return http.get(f"/v1/buffers/{name}/value", headers=headers, params=params)
 
 
 def ok(answer: httpx.Response) -> Any:
-    """The JSON of an answer that must be one."""
+    """Return the JSON of an answer whose status must be 200."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/json"
     return answer.json()
 
 
 def value(http: httpx.Client, name: str, **params: Any) -> Any:
-    """Its numbers, as lists."""
+    """Return the buffer's value as lists."""
     return ok(get(http, name, **params))["value"]["data"]
 
 
@@ -86,7 +86,7 @@ def etag(http: httpx.Client, name: str) -> str:
 
 
 def state(http: httpx.Client, *names: str) -> list[Any]:
-    """All that can be read of buffers: what a refused request must leave alone."""
+    """Return metadata and value of each buffer: a refused request must not change either."""
     return [(metadata(http, name), get(http, name, headers={"Accept": MEDIA_TYPE}).content) for name in names]
 
 
@@ -95,7 +95,7 @@ def saved(tensors: Mapping[str, Any]) -> bytes:
 
 
 def loaded(answer: httpx.Response) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The tensors and the receipts of a safetensors answer, which the safetensors library must be able to read."""
+    """Return tensors and receipts of a safetensors answer, once the safetensors library has read the same."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == MEDIA_TYPE
     library = safetensors.deserialize(answer.content)  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ def loaded(answer: httpx.Response) -> tuple[dict[str, Array], dict[str, Any]]:
 
 @contextmanager
 def serving_workers(workers: int, store: Path, **settings: Any) -> Iterator[str]:
-    """The URL of a server of several processes that share the store, with these settings."""
+    """Yield the URL of a server whose worker processes share one store."""
     given = {"PORT": "0", "WORKERS": str(workers), "STORE": f"lmdb:{store}", "STORE_BYTES": str(1 << 28)}
     given |= {name.upper(): str(value) for name, value in settings.items()}
     environment = {**os.environ, **{f"GRADSERVE_{name}": value for name, value in given.items()}}

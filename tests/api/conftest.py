@@ -13,7 +13,7 @@ LIMITS = {"store_bytes": 1 << 28, "threads": 2, "max_body_bytes": 4 << 20, "max_
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The URLs of two servers, one with each store, that the modules share."""
+    """Yield the URLs of two servers, one for each kind of store. All modules share them."""
     path = tmp_path_factory.mktemp("store")
     with serving(store="memory:", **LIMITS) as memory, serving(store=f"lmdb:{path}", **LIMITS) as lmdb:
         yield {"memory": memory, "lmdb": lmdb}
@@ -21,7 +21,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 @pytest.fixture(scope="module", params=["memory", "lmdb"])
 def http(request: pytest.FixtureRequest, stores: dict[str, str]) -> Iterator[httpx.Client]:
-    """A client of the server with each store, which has no buffers of other modules."""
+    """Yield a client of the server with each kind of store, without buffers of other modules."""
     with httpx.Client(base_url=stores[request.param], timeout=30) as client:
         delete_buffers(client)
         yield client
@@ -29,6 +29,6 @@ def http(request: pytest.FixtureRequest, stores: dict[str, str]) -> Iterator[htt
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads for requests that are made at the same time."""
+    """Yield threads for concurrent requests."""
     with ThreadPoolExecutor(64) as pool:
         yield pool

@@ -1,4 +1,4 @@
-"""A server that has enough to do says so at once, and goes on with what it has and with what is small."""
+"""A busy server refuses large requests at once, and goes on with its work and with small requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def narrow() -> Iterator[str]:
 
 @pytest.fixture
 def url(narrow: str) -> str:
-    """The URL of a server that lets a megabyte in at a time, and holds nothing of other tests."""
+    """Return the URL of a server that admits a megabyte at a time and holds no bytes of other tests."""
     wait_until(lambda: in_flight(narrow, "_bytes") == 0)
     with httpx.Client(base_url=narrow) as client:
         delete_buffers(client)
@@ -47,7 +47,7 @@ def url(narrow: str) -> str:
 
 @contextmanager
 def half_sent(url: str, body: bytes, *, chunked: bool = False) -> Iterator[socket.socket]:
-    """A connection on which half a request was sent."""
+    """Yield a connection after half of a request was sent."""
     host, port = url.removeprefix("http://").split(":")
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
     head = f"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n{length}\r\n\r\n"
@@ -67,19 +67,21 @@ def is_refused(url: str, body: bytes) -> bool:
 
 
 def wait_until_held(url: str) -> None:
-    """Until the server has taken the half-sent request up, which a large one that comes first would keep out."""
+    """Wait until the server has admitted the half-sent request: a large request before it would keep it out."""
     large = relu(40_000)
     for _ in range(1000):
         if in_flight(url, "_bytes") + len(large) > 1 << 20 and is_refused(url, large):
             return
-    raise AssertionError("everything is let in")
+    raise AssertionError("the server admits everything")
 
 
-def test_beyond_the_bytes_in_flight_large_requests_wait_outside(url: str) -> None:
+def test_large_requests_beyond_the_bytes_in_flight_are_refused(url: str) -> None:
     large, small = relu(100_000), relu(1000)
     with half_sent(url, large) as connection:
         wait_until_held(url)
-        with socket.create_connection(connection.getpeername(), timeout=30) as other:  # answered before its body comes
+        with socket.create_connection(
+            connection.getpeername(), timeout=30
+        ) as other:  # answered before its body arrives
             head = f"POST /v1/buffers/a/accumulate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n"
             other.sendall(head.encode())
             assert other.recv(1000).startswith(b"HTTP/1.1 429 ")
@@ -91,8 +93,8 @@ def test_beyond_the_bytes_in_flight_large_requests_wait_outside(url: str) -> Non
     assert not is_refused(url, large)
 
 
-def test_who_waits_to_be_asked_for_a_body_is_told_and_the_connection_closed(url: str) -> None:
-    """What it would send next on it, the body or another request, nobody could know."""
+def test_refusing_an_expected_body_closes_the_connection(url: str) -> None:
+    """The server cannot know whether the next bytes are the body or another request."""
     large = relu(100_000)
     with half_sent(url, large) as connection:
         wait_until_held(url)
@@ -106,7 +108,7 @@ def test_who_waits_to_be_asked_for_a_body_is_told_and_the_connection_closed(url:
                 assert b"100 Continue" not in answer
 
 
-def test_on_v2_it_is_told_in_its_form(url: str) -> None:
+def test_v2_reports_busy_in_its_own_form(url: str) -> None:
     with half_sent(url, relu(100_000)):
         wait_until_held(url)
         answer = httpx.post(f"{url}/v2/models/ReluGrad/infer", content=relu(100_000))
@@ -114,27 +116,27 @@ def test_on_v2_it_is_told_in_its_form(url: str) -> None:
         assert "GRADSERVE_MAX_BYTES_IN_FLIGHT" in answer.json()["error"]
 
 
-def test_a_client_that_leaves_holds_nothing(url: str) -> None:
+def test_a_client_that_left_holds_no_bytes_in_flight(url: str) -> None:
     for _ in range(3):
         with half_sent(url, relu(100_000)):
             wait_until_held(url)
     for _ in range(1000):
         if not is_refused(url, relu(100_000)):
             return
-    raise AssertionError("what a client held that has left stays held")
+    raise AssertionError("the bytes of a client that left stay held")
 
 
-def test_a_body_in_chunks_counts_as_it_comes(url: str) -> None:
+def test_a_chunked_body_counts_as_it_arrives(url: str) -> None:
     with half_sent(url, relu(200_000), chunked=True):
         wait_until_held(url)
         assert not is_refused(url, relu(20_000))
 
 
-def test_one_request_alone_may_be_larger(url: str) -> None:
+def test_a_single_request_may_exceed_the_bytes_in_flight(url: str) -> None:
     assert post(url, relu(400_000)).status_code == 200
 
 
-def test_a_refused_request_can_be_sent_again_on_its_connection(url: str) -> None:
+def test_a_refused_request_can_be_retried_on_its_connection(url: str) -> None:
     large = relu(100_000)
     with httpx.Client(base_url=url, timeout=30) as client, half_sent(url, large):
         wait_until_held(url)
@@ -144,7 +146,7 @@ def test_a_refused_request_can_be_sent_again_on_its_connection(url: str) -> None
         assert client.get("/v1/ops").status_code == 200
 
 
-def test_values_that_are_read_count_too(url: str) -> None:
+def test_values_to_read_count_as_bytes_in_flight(url: str) -> None:
     httpx.put(f"{url}/v1/buffers/v", json={"shape": [200_000]})
     with half_sent(url, relu(100_000)):
         wait_until_held(url)
@@ -156,7 +158,7 @@ def test_values_that_are_read_count_too(url: str) -> None:
 
 
 def gru() -> bytes:
-    """A request that takes long."""
+    """Return the body of a slow request."""
     steps, hidden = 3000, 96
     tensors: dict[str, np.ndarray[Any, Any]] = {
         "X": np.ones((steps, 8, hidden), np.float32),
@@ -166,7 +168,7 @@ def gru() -> bytes:
     return safetensors.numpy.save(tensors)
 
 
-def test_what_nobody_waits_for_is_not_begun() -> None:
+def test_a_request_past_its_timeout_is_not_started() -> None:
     body, path = gru(), "/v1/ops/GRUTraining?outputs=HFinal"
     with serving(threads=1) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
 
@@ -175,7 +177,7 @@ def test_what_nobody_waits_for_is_not_begun() -> None:
 
         long = [pool.submit(ask) for _ in range(3)]
         while "gradserve_waiting 2.0" not in client.get("/metrics").text:
-            assert not all(one.done() for one in long), "they were over before they were seen"
+            assert not all(one.done() for one in long), "the requests ended before the metrics showed them"
         expired = ask(**{"Request-Timeout": "0.001"})
         assert_problem(expired, 503, "expired", "0.001 seconds", "not started")
         assert expired.headers["retry-after"] == "1"
@@ -188,8 +190,8 @@ def test_what_nobody_waits_for_is_not_begun() -> None:
             assert_problem(listed, 422, "invalid_parameter", "Request-Timeout")
 
 
-def test_what_was_done_is_never_said_not_to_be_begun() -> None:
-    """A take whose answer has to wait for a thread: whoever is told to send it again would take the next epoch."""
+def test_a_take_that_was_made_never_answers_expired() -> None:
+    """The answer waits for a thread. A client that sent the take again would take the next epoch."""
     size, path = 1 << 20, "/v1/ops/GRUTraining?outputs=HFinal"
     with serving(threads=1) as url, httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
@@ -197,7 +199,7 @@ def test_what_was_done_is_never_said_not_to_be_begun() -> None:
         given: dict[str, Any] = {"content": gru(), "headers": {"Content-Type": SAFETENSORS}}
         long = [pool.submit(client.post, path, **given) for _ in range(2)]
         while "gradserve_waiting 1.0" not in client.get("/metrics").text:
-            assert not all(one.done() for one in long), "they were over before they were seen"
+            assert not all(one.done() for one in long), "the requests ended before the metrics showed them"
         headers = {"Request-Timeout": "0.001", "Accept": SAFETENSORS}
         taken = client.post("/v1/buffers/a/take", headers=headers)
         assert taken.status_code == 200, taken.text
@@ -205,7 +207,7 @@ def test_what_was_done_is_never_said_not_to_be_begun() -> None:
         assert [one.result().status_code for one in long] == [200, 200]
 
 
-def test_beyond_the_queue_large_requests_wait_outside() -> None:
+def test_large_requests_beyond_the_queue_are_refused() -> None:
     body = gru()
     refused = threading.Event()
     with serving(threads=1, max_waiting=1) as url, ThreadPoolExecutor(6) as pool:
@@ -232,7 +234,7 @@ def test_beyond_the_queue_large_requests_wait_outside() -> None:
         assert ask(0) == 200
 
 
-def test_limits_are_told_and_kept() -> None:
+def test_limits_are_listed_and_kept() -> None:
     with serving(max_tensors=3, max_inflated_bytes=1000, max_body_bytes=5000) as url:
         limits = httpx.get(f"{url}/v1/limits").json()
         assert (limits["max_tensors"], limits["max_inflated_bytes"], limits["max_body_bytes"]) == (3, 1000, 5000)
@@ -254,8 +256,8 @@ def test_limits_are_told_and_kept() -> None:
         assert httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1], "X": [1]}).status_code == 200
 
 
-def test_values_that_are_taken_count_too(url: str) -> None:
-    """As those that are read do: a request of a few bytes may be answered many."""
+def test_values_to_take_count_as_bytes_in_flight(url: str) -> None:
+    """A take of a few bytes may be answered with many."""
     size = 1 << 18
     with httpx.Client(base_url=url, timeout=30) as client:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
@@ -281,7 +283,7 @@ def test_values_that_are_taken_count_too(url: str) -> None:
         assert client.post("/v1/buffers/a/take?min_count=2").json()["count"] == 2
 
 
-def test_values_that_are_computed_from_count_too(url: str) -> None:
+def test_values_of_input_buffers_count_as_bytes_in_flight(url: str) -> None:
     size = 1 << 18
     with httpx.Client(base_url=url, timeout=30) as client:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
@@ -292,12 +294,12 @@ def test_values_that_are_computed_from_count_too(url: str) -> None:
             refused = client.post(path, **request)
             assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT", str(2 * 4 * size))
         wait_until(lambda: in_flight(url, "_bytes") == 0)
-        assert client.post(path, **request).status_code == 200  # by itself it may have as much as it needs
+        assert client.post(path, **request).status_code == 200  # a single request may use as much as it needs
         wait_until(lambda: in_flight(url, "_bytes") == 0)
 
 
-def test_what_a_small_body_becomes_counts_too(url: str) -> None:
-    """Once it is inflated, or its outputs are there."""
+def test_inflated_bodies_and_outputs_count_as_bytes_in_flight(url: str) -> None:
+    """The limit holds again once the body is inflated and once the outputs are computed."""
     zeros = {"dY": np.zeros(100_000, np.float32), "X": np.zeros(100_000, np.float32)}
     body, headers = gzip.compress(safetensors.numpy.save(zeros)), {"Content-Encoding": "gzip"}
     take = gzip.compress(b'{"names": [' + b" " * (1 << 20) + b'"a"]}')
@@ -319,8 +321,8 @@ def test_what_a_small_body_becomes_counts_too(url: str) -> None:
     assert statuses == {"inflated": 200, "outputs": 200, "names": 404}
 
 
-def test_what_is_told_to_come_again_has_added_nothing(url: str) -> None:
-    """Or, if it was made before, has not become anything that does not come again."""
+def test_a_request_answered_busy_has_added_nothing(url: str) -> None:
+    """A repeated request answered busy can be repeated once more."""
     steps, sequences, hidden = 3000, 4, 16
     rng = np.random.default_rng(0)
     shapes = {"X": (steps, sequences, 1), "W": (1, 3 * hidden, 1), "R": (1, 3 * hidden, hidden)}
@@ -347,8 +349,8 @@ def test_what_is_told_to_come_again_has_added_nothing(url: str) -> None:
         assert client.get(f"{url}/v1/buffers/a").json()["count"] == 2
 
 
-def test_a_request_alone_is_never_told_to_come_again(url: str) -> None:
-    """Its body and what it asks for may be more together than all that are in flight may hold."""
+def test_a_single_request_is_never_answered_busy(url: str) -> None:
+    """Its body and its answer may together exceed the bytes in flight."""
     size = 1 << 18
     with httpx.Client(base_url=url, timeout=30) as client:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
@@ -360,7 +362,7 @@ def test_a_request_alone_is_never_told_to_come_again(url: str) -> None:
         assert safetensors.numpy.load(answer.content)["value"].sum() == size
 
 
-def test_who_waits_for_values_holds_none(url: str) -> None:
+def test_a_waiting_take_holds_no_bytes_in_flight(url: str) -> None:
     with httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor() as pool:
         assert client.put("/v1/buffers/a", json={"shape": [1 << 18]}).status_code == 201
         waiting = pool.submit(httpx.post, f"{url}/v1/buffers/a/take?min_count=1&timeout=30", timeout=60)

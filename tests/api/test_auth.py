@@ -1,4 +1,4 @@
-"""API keys: who is let in, what each key is good for, and what each namespace sees."""
+"""API keys: which requests are authorized, the scopes of each key, and the buffers of each namespace."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ PATHS = ["/v1/ops", "/v1/buffers", "/v1/buffers/a/value", "/v2", "/v2/models/Rel
     [None, "", "Bearer", "Bearer x", "Basic YTpi", "Bearer gs_000000000000_" + "A" * 43, "Bearer \xe9"],
 )
 @pytest.mark.parametrize("path", PATHS)
-def test_without_a_good_key_there_is_nothing(locked: str, path: str, header: str | None) -> None:
+def test_a_request_without_a_valid_key_is_unauthorized(locked: str, path: str, header: str | None) -> None:
     headers = [] if header is None else [(b"Authorization", header.encode("latin-1"))]
     answer = httpx.get(f"{locked}{path}", headers=headers)
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -88,13 +88,13 @@ def test_without_a_good_key_there_is_nothing(locked: str, path: str, header: str
         assert_problem(answer, 401, "unauthorized", "API key")
 
 
-def test_two_keys_are_none(locked: str, secrets: dict[str, str]) -> None:
+def test_a_request_with_two_keys_is_unauthorized(locked: str, secrets: dict[str, str]) -> None:
     both = [("Authorization", f"Bearer {secrets[name]}") for name in ("ann", "bob")]
     assert_problem(httpx.get(f"{locked}/v1/ops", headers=both), 401, "unauthorized")
 
 
-def test_a_large_body_is_refused_unread(locked: str) -> None:
-    """And the connection goes on, or ends, but nothing hangs."""
+def test_a_large_body_without_a_key_is_refused(locked: str) -> None:
+    """The connection goes on or ends; the client never hangs."""
     with httpx.Client(base_url=locked, timeout=30) as anyone:
         for _ in range(2):
             answer = anyone.post("/v1/buffers/a/accumulate", content=bytes(1 << 20))
@@ -102,11 +102,11 @@ def test_a_large_body_is_refused_unread(locked: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"])
-def test_probes_and_documentation_need_none(locked: str, path: str) -> None:
+def test_probes_and_documentation_need_no_key(locked: str, path: str) -> None:
     assert httpx.get(f"{locked}{path}").status_code == 200
 
 
-def test_an_expired_key_is_none(people: dict[str, httpx.Client]) -> None:
+def test_an_expired_key_is_unauthorized(people: dict[str, httpx.Client]) -> None:
     assert_problem(people["old"].get("/v1/ops"), 401, "unauthorized", "expired")
 
 
@@ -138,7 +138,7 @@ RELU = {"dY": [1, 2], "X": [1, -1]}
         ("bob", "GET", "/metrics", None, "admin"),
     ],
 )
-def test_a_key_is_good_for_its_scopes_only(
+def test_a_key_allows_its_scopes_only(
     people: dict[str, httpx.Client], who: str, method: str, path: str, body: Any, needed: str
 ) -> None:
     assert people["bob"].put("/v1/buffers/a", json={"shape": [2]}).status_code == 201
@@ -158,9 +158,7 @@ def test_a_key_is_good_for_its_scopes_only(
         ("bob", "GET", "/metrics"),
     ],
 )
-def test_no_end_of_a_path_gets_past_the_scopes(
-    people: dict[str, httpx.Client], who: str, method: str, path: str
-) -> None:
+def test_no_path_suffix_bypasses_the_scopes(people: dict[str, httpx.Client], who: str, method: str, path: str) -> None:
     assert people["bob"].put("/v1/buffers/a", json={"shape": [2]}).status_code == 201
     for end in ("%0A", "%0D", "%20", "%00", "/", "//", "%2F", ";", "%3F"):
         answer = people[who].request(method, path + end, json={"a": [1, 2]} if method == "POST" else None)
@@ -168,7 +166,7 @@ def test_no_end_of_a_path_gets_past_the_scopes(
     assert people["bob"].get("/v1/buffers/a").json()["version"] == 0
 
 
-def test_what_a_buffer_is_called_changes_nothing(people: dict[str, httpx.Client]) -> None:
+def test_a_buffer_named_like_an_endpoint_needs_the_same_scope(people: dict[str, httpx.Client]) -> None:
     for name in ("take", "value", "zero", "accumulate"):
         assert people["writer"].put(f"/v1/buffers/{name}", json={"shape": [2]}).status_code == 201
         assert people["writer"].delete(f"/v1/buffers/{name}").status_code == 204
@@ -237,7 +235,7 @@ def test_changes_are_made_in_the_namespace(people: dict[str, httpx.Client]) -> N
     assert bob.get("/v1/buffers/w").status_code == 200
 
 
-def test_keys_of_requests_are_the_namespaces_own(people: dict[str, httpx.Client]) -> None:
+def test_each_namespace_has_its_own_idempotency_keys(people: dict[str, httpx.Client]) -> None:
     ann, anna, bob = people["ann"], people["anna"], people["bob"]
     for person in (ann, bob):
         person.put("/v1/buffers/k", json={"shape": [2]})
@@ -253,7 +251,7 @@ def test_keys_of_requests_are_the_namespaces_own(people: dict[str, httpx.Client]
     assert bob.get("/v1/buffers/k").json()["count"] == 1
 
 
-def test_a_receipt_in_an_error_has_the_name_that_the_namespace_knows(people: dict[str, httpx.Client]) -> None:
+def test_a_receipt_in_an_error_names_the_buffer_without_its_namespace(people: dict[str, httpx.Client]) -> None:
     ann, key = people["ann"], {"Idempotency-Key": "taken"}
     ann.put("/v1/buffers/t", json={"shape": [2]})
     for path in ("/v1/buffers/t/take", "/v1/buffers/take?prefix=t"):
@@ -264,7 +262,29 @@ def test_a_receipt_in_an_error_has_the_name_that_the_namespace_knows(people: dic
         assert problem["receipts"]["t"]["name"] == "t", epoch
 
 
-def test_statistics_are_the_namespaces_own(people: dict[str, httpx.Client]) -> None:
+def test_errors_repeat_the_clients_text(people: dict[str, httpx.Client]) -> None:
+    """The text looks like a full name inside the store."""
+    ann = people["ann"]
+    ann.put("/v1/buffers/w", json={"shape": [2]})
+    key = {"Idempotency-Key": "step~ann/7"}
+    assert ann.post("/v1/buffers/w/accumulate", json=ADD, headers=key).status_code == 200
+    again = ann.post("/v1/buffers/w/zero", headers=key)
+    assert_problem(again, 422, "idempotency_key_reused", "'step~ann/7'")
+    other = ann.post("/v1/buffers/w/zero", headers={"If-Match": '"x~ann/y"'})
+    assert_problem(other, 412, "precondition_failed", '"x~ann/y"')
+    listed = ann.post("/v1/buffers/take?prefix=~ann/w")
+    assert_problem(listed, 404, "unknown_buffer", "'~ann/w'")
+
+
+@pytest.mark.parametrize("query", ["prefix=~", "prefix=~ann/", "cursor=~", "cursor=~ann/a", "cursor=zzz", "prefix=/"])
+@pytest.mark.parametrize("who", ["ann", "bob"])
+def test_no_query_lists_buffers_of_another_namespace(people: dict[str, httpx.Client], who: str, query: str) -> None:
+    for name in ("ann", "bob"):
+        people[name].put("/v1/buffers/w", json={"shape": [2]})
+    assert people[who].get(f"/v1/buffers?{query}").json() == {"buffers": [], "next_cursor": None}
+
+
+def test_each_namespace_has_its_own_statistics(people: dict[str, httpx.Client]) -> None:
     def runs(who: str) -> int:
         stats = people[who].get("/v2/models/TanhGrad/stats").json()["model_stats"]
         return int(stats[0]["inference_count"])
@@ -274,7 +294,7 @@ def test_statistics_are_the_namespaces_own(people: dict[str, httpx.Client]) -> N
     assert (runs("ann"), runs("anna"), runs("bob")) == (before[0] + 1, before[0] + 1, before[1])
 
 
-def test_a_long_poll_in_a_namespace_is_woken(people: dict[str, httpx.Client]) -> None:
+def test_an_add_in_a_namespace_wakes_a_long_poll(people: dict[str, httpx.Client]) -> None:
     ann, anna = people["ann"], people["anna"]
     ann.put("/v1/buffers/p", json={"shape": [2], "quorum": 1})
     with ThreadPoolExecutor(1) as pool:
@@ -286,7 +306,7 @@ def test_a_long_poll_in_a_namespace_is_woken(people: dict[str, httpx.Client]) ->
 # ----- the file -----
 
 
-def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_the_server_reloads_a_changed_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     first = add(file, "first", ["ops"])
     with serving(keys=file) as url:
@@ -310,9 +330,7 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     ("member", "value"),
     [("expires", "2040-01-31"), ("digest", None), ("digest", "\u00e9"), ("scopes", "admin"), ("scopes", ["all"])],
 )
-def test_a_file_that_someone_has_edited_wrongly_leaves_the_keys_as_they_were(
-    tmp_path: Path, member: str, value: object
-) -> None:
+def test_an_invalid_key_file_leaves_the_keys_as_they_were(tmp_path: Path, member: str, value: object) -> None:
     path = tmp_path / "keys.json"
     headers = {"Authorization": f"Bearer {add(path, 'ann', ['ops'])}"}
     with serving(keys=path) as url:
@@ -326,7 +344,7 @@ def test_a_file_that_someone_has_edited_wrongly_leaves_the_keys_as_they_were(
         assert httpx.get(f"{url}/v1/ops", headers=headers).status_code == 200
 
 
-def test_a_file_that_could_not_be_read_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_key_file_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys.json"
     secrets = [add(path, name, ["ops"]) for name in ("ann", "bob")]
     keys = KeyFile(path)
@@ -344,7 +362,7 @@ def test_a_file_that_could_not_be_read_once_is_read_again(tmp_path: Path, monkey
     assert [keys.find(secret) is not None for secret in secrets] == [False, True]
 
 
-def test_a_file_that_breaks_again_is_logged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_new_fault_of_the_key_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys.json"
     secret = add(path, "ann", ["ops"])
     good, keys = path.read_text(), KeyFile(path)
@@ -357,8 +375,8 @@ def test_a_file_that_breaks_again_is_logged_again(tmp_path: Path, caplog: pytest
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
 
 
-def test_the_file_stays_whose_it_is(tmp_path: Path) -> None:
-    """The service may run as another user than the one who changes its keys."""
+def test_changing_keys_keeps_owner_and_mode_of_the_file(tmp_path: Path) -> None:
+    """The service may run as another user than the operator who changes its keys."""
     file, link = tmp_path / "keys.json", tmp_path / "link.json"
     add(file, "one", ["ops"])
     link.symlink_to(file)
@@ -373,7 +391,7 @@ def test_the_file_stays_whose_it_is(tmp_path: Path) -> None:
     assert [key.name for key in load(file)] == ["two"]
 
 
-def test_the_file_holds_no_secret_and_is_its_owners(tmp_path: Path) -> None:
+def test_the_key_file_holds_no_secret_and_is_private(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     secret = add(file, "one", ["ops"])
     assert secret.split("_", 2)[2] not in file.read_text()
@@ -386,7 +404,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=30)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_adds_lists_and_removes_keys(tmp_path: Path) -> None:
     file = str(tmp_path / "keys.json")
     made = run("keys", "add", "ann", "--namespace", "team", "--expires", "90d", GRADSERVE_KEYS=file)
     assert made.returncode == 0
@@ -417,7 +435,7 @@ def test_the_command(tmp_path: Path) -> None:
         (("rm", "nobody"), "nobody"),
     ],
 )
-def test_the_commands_mistakes(
+def test_the_command_refuses_wrong_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
 ) -> None:
     file = tmp_path / "keys.json"
@@ -431,20 +449,20 @@ def test_the_commands_mistakes(
     assert file.read_text() == before
 
 
-def test_to_remove_a_key_makes_no_file(tmp_path: Path) -> None:
+def test_removing_a_key_creates_no_file(tmp_path: Path) -> None:
     complaint = f"gradserve: {tmp_path}/keys.json does not exist\n"
     assert called("keys", "rm", "x", "--keys", str(tmp_path / "keys.json")) == (1, "", complaint)
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_command_wants_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_needs_a_key_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADSERVE_KEYS", "")
     status, _, complaint = called("keys", "ls")
     assert status != 0
     assert "GRADSERVE_KEYS" in complaint
 
 
-def test_a_server_does_not_start_with_keys_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_does_not_start_without_a_valid_key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad.json").write_text("[]")
     monkeypatch.setenv("GRADSERVE_STORE", "memory:")
     for name, words in (("none.json", "gradserve keys add"), ("bad.json", "not a file of API keys")):
@@ -477,24 +495,24 @@ FOREIGN = [
 
 @pytest.mark.parametrize(("method", "path"), CHANGING)
 @pytest.mark.parametrize("headers", FOREIGN)
-def test_pages_of_other_sites_are_refused_where_there_are_no_keys(
+def test_without_keys_pages_of_other_sites_are_refused(
     client: httpx.Client, method: str, path: str, headers: dict[str, str]
 ) -> None:
     answer = client.request(method, path, headers=headers, json=ADD)
     assert answer.status_code == 403
     assert "page of another website" in answer.text
     assert headers.get("Origin", "") in answer.text
-    assert client.get("/v1/buffers", headers=headers).status_code == 200  # which the browser keeps to itself
+    assert client.get("/v1/buffers", headers=headers).status_code == 200  # the browser hides this answer from the page
 
 
 @pytest.mark.parametrize("site", ["same-origin", "none", None])
-def test_pages_of_this_site_and_programs_are_served(client: httpx.Client, site: str | None) -> None:
+def test_without_keys_pages_of_this_site_and_programs_are_served(client: httpx.Client, site: str | None) -> None:
     own = {"Sec-Fetch-Site": site} if site else {"Origin": str(client.base_url).rstrip("/")}
     assert client.post("/v1/ops/ReluGrad", headers=own, json={"dY": [1], "X": [1]}).status_code == 200
 
 
 @pytest.mark.parametrize("headers", FOREIGN)
-def test_a_key_is_enough_for_pages_of_other_sites(
+def test_with_a_key_pages_of_other_sites_are_served(
     locked: str, secrets: dict[str, str], headers: dict[str, str]
 ) -> None:
     key = {"Authorization": f"Bearer {secrets['ann']}"}

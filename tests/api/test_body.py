@@ -1,4 +1,4 @@
-"""Bodies over a real socket: in pieces, stalled, cut off, too large, compressed; and under another server."""
+"""Bodies over a real socket: in pieces, stalled, cut off, too large, compressed, and without our protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.settings import Settings
 from tests.serving import assert_problem, serving
 
 LIMIT = 2 << 20
-"""The server's max_body_bytes, see conftest.py."""
+"""The max_body_bytes of the server in conftest.py."""
 
 SMALL, LARGE = 10, 100_000
 assert 2 * 4 * SMALL + 1000 < DIRECT_BYTES < 2 * 4 * LARGE < LIMIT
@@ -35,7 +35,7 @@ assert 2 * 4 * SMALL + 1000 < DIRECT_BYTES < 2 * 4 * LARGE < LIMIT
 
 @pytest.fixture(autouse=True)
 def _nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Whatever clients do, the server has no error of its own to log."""
+    """Fail if the server logs an error: no client may cause one."""
     logger = logging.getLogger("uvicorn.error")
     logger.addHandler(caplog.handler)
     yield
@@ -44,7 +44,7 @@ def _nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 class Message(NamedTuple):
-    """A request for ReluGrad: its head, but for what says how long the body is, its body, and the numbers to come."""
+    """A request for ReluGrad: its head without the body's length, its body, and the expected numbers."""
 
     head: bytes
     body: bytes
@@ -90,7 +90,7 @@ class Answer(NamedTuple):
 
 
 class Connection:
-    """A socket, to which bytes are sent as they are, and from which answers are read one by one."""
+    """A socket that sends raw bytes and reads answers one by one."""
 
     def __init__(self, url: str) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -106,7 +106,7 @@ class Connection:
         self.socket.close()
 
     def send(self, *pieces: bytes, pause: float = 0.001) -> None:
-        """Send the pieces, so slowly that the server reads each by itself."""
+        """Send the pieces with pauses: the server reads each alone."""
         for number, piece in enumerate(pieces):
             if number:
                 time.sleep(pause)
@@ -124,7 +124,7 @@ class Connection:
         return Answer(status, headers, self._stream.read(int(headers["content-length"])))
 
     def is_closed(self) -> bool:
-        """Whether the server has closed it, for which this waits."""
+        """Wait for the server to close the connection; return whether it did."""
         try:
             return self._stream.read(1) == b""
         except ConnectionResetError:
@@ -158,7 +158,7 @@ PIECES: dict[str, Callable[[int, int], Iterable[int]]] = {
     "at once": lambda head, end: [],
     "the head first": lambda head, end: [head],
     "the head and the first byte": lambda head, end: [head + 1],
-    "the head but for its last byte": lambda head, end: [head - 1],
+    "the head without its last byte": lambda head, end: [head - 1],
     "single bytes around the head's end": lambda head, end: range(head - 5, head + 40),
     "single bytes at the end": lambda head, end: range(end - 20, end),
     "the last byte late": lambda head, end: [end - 1],
@@ -172,7 +172,7 @@ PIECES: dict[str, Callable[[int, int], Iterable[int]]] = {
 @EITHER_API
 @SIZES
 @pytest.mark.parametrize("pieces", PIECES)
-def test_a_body_in_pieces(connection: Connection, make: Make, size: int, pieces: str) -> None:
+def test_a_body_may_arrive_in_pieces(connection: Connection, make: Make, size: int, pieces: str) -> None:
     message = make(size)
     whole, head = message.whole(), len(message.headers())
     connection.send(*cut(whole, *PIECES[pieces](head, len(whole))))
@@ -183,7 +183,7 @@ def test_a_body_in_pieces(connection: Connection, make: Make, size: int, pieces:
 
 @EITHER_API
 @pytest.mark.parametrize("chunk", [7, 1000, 70_000, 1 << 20])
-def test_a_body_in_chunks(connection: Connection, make: Make, chunk: int) -> None:
+def test_a_body_may_be_chunked(connection: Connection, make: Make, chunk: int) -> None:
     for size in (SMALL, LARGE):
         message = make(size if chunk >= 1000 else SMALL)
         connection.send(*cut(message.chunked(chunk), 150, 151, 300))
@@ -191,8 +191,8 @@ def test_a_body_in_chunks(connection: Connection, make: Make, chunk: int) -> Non
 
 
 @EITHER_API
-def test_any_length_of_the_head_and_of_the_json(connection: Connection, make: Make) -> None:
-    """Where tensors begin in memory depends on both."""
+def test_heads_and_json_may_have_any_length(connection: Connection, make: Make) -> None:
+    """The lengths of head and JSON decide the alignment of the tensors."""
     for extra in range(20):
         message = make(LARGE + extra % 3, first=extra)
         connection.send(*cut(message.whole(b"X-Padding: %b\r\n" % (b"x" * extra)), 200 + extra))
@@ -201,12 +201,12 @@ def test_any_length_of_the_head_and_of_the_json(connection: Connection, make: Ma
 
 @pytest.mark.parametrize("sizes", [(SMALL, SMALL), (SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE)])
 @pytest.mark.parametrize("makes", [(v1, v1), (v1, v2), (v2, v1), (v2, v2)])
-def test_requests_right_behind_each_other(
-    connection: Connection, makes: tuple[Make, Make], sizes: tuple[int, int]
-) -> None:
+def test_requests_may_be_pipelined(connection: Connection, makes: tuple[Make, Make], sizes: tuple[int, int]) -> None:
     messages = [make(size, first) for first, (make, size) in enumerate(zip(makes * 2, sizes * 2, strict=True))]
     everything = b"".join(message.whole() for message in messages)
-    sending = threading.Thread(target=connection.send, args=[everything])  # the server may want to be read meanwhile
+    sending = threading.Thread(
+        target=connection.send, args=[everything]
+    )  # the server may need its answers read meanwhile
     sending.start()
     for message in messages:
         assert_right(connection.answer(), message)
@@ -215,7 +215,7 @@ def test_requests_right_behind_each_other(
 
 @EITHER_API
 @pytest.mark.parametrize("overlap", [1, 100, 300, 5000])
-def test_the_beginning_of_the_next_request_comes_with_the_end_of_a_body(
+def test_the_next_request_may_begin_in_the_piece_that_ends_a_body(
     connection: Connection, make: Make, overlap: int
 ) -> None:
     first, second = make(LARGE, 1), make(LARGE, 2)
@@ -224,7 +224,7 @@ def test_the_beginning_of_the_next_request_comes_with_the_end_of_a_body(
     assert_right(connection.answer(), second)
 
 
-def test_one_connection_for_many_requests(connection: Connection) -> None:
+def test_one_connection_serves_many_requests(connection: Connection) -> None:
     for number in range(60):
         message = (v1, v2)[number % 2]((SMALL, LARGE, 0, 20_000)[number // 2 % 4], number)
         connection.send(message.chunked(30_000) if number % 5 == 4 else message.whole())
@@ -233,7 +233,7 @@ def test_one_connection_for_many_requests(connection: Connection) -> None:
 
 @EITHER_API
 @SIZES
-def test_a_client_that_waits_to_be_told_to_go_on(connection: Connection, make: Make, size: int) -> None:
+def test_a_client_that_expects_100_continue_gets_it(connection: Connection, make: Make, size: int) -> None:
     message = make(size)
     for _ in range(2):
         connection.send(message.headers(b"Expect: 100-continue\r\n"))
@@ -244,14 +244,14 @@ def test_a_client_that_waits_to_be_told_to_go_on(connection: Connection, make: M
 
 @EITHER_API
 @SIZES
-def test_a_client_that_wants_the_connection_closed(connection: Connection, make: Make, size: int) -> None:
+def test_connection_close_closes_the_connection(connection: Connection, make: Make, size: int) -> None:
     message = make(size)
     connection.send(message.whole(b"Connection: close\r\n"))
     assert_right(connection.answer(), message)
     assert connection.is_closed()
 
 
-def test_many_clients_at_once(url: str) -> None:
+def test_many_clients_get_their_own_answers(url: str) -> None:
     failures: list[BaseException] = []
 
     def client(number: int) -> None:
@@ -303,9 +303,9 @@ def assert_too_late(answer: Answer, make: Make) -> None:
     assert answer.headers["connection"] == "close"
 
 
-def test_clients_that_stall(impatient: str) -> None:
+def test_a_stalled_request_times_out(impatient: str) -> None:
     cases = [(make, size, stall) for make in (v1, v2) for size in (SMALL, LARGE) for stall in STALLS]
-    connections = [Connection(impatient) for _ in cases]  # which all wait at the same time
+    connections = [Connection(impatient) for _ in cases]  # all wait at the same time
     for connection, (make, size, stall) in zip(connections, cases, strict=True):
         connection.send(STALLS[stall](make(size)))
     for connection, (make, _, _) in zip(connections, cases, strict=True):
@@ -318,7 +318,7 @@ def test_clients_that_stall(impatient: str) -> None:
             assert_right(connection.answer(), message)
 
 
-def test_connections_on_which_no_request_comes() -> None:
+def test_an_idle_connection_is_closed() -> None:
     message = v1(SMALL)
     refused = message.head + b"Content-Length: %d\r\n\r\n" % (1 << 40)
     starts = {b"": 0, message.head[:20]: 0, message.headers()[:-1]: 0, message.whole(): 200, refused: 413}
@@ -337,8 +337,8 @@ def test_connections_on_which_no_request_comes() -> None:
 
 @SIZES
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_comes_a_byte_at_a_time_is_given_up(impatient: str, size: int, chunked: bool) -> None:
-    """The memory of a large one is there, and kept from others, from the beginning."""
+def test_a_body_that_arrives_byte_by_byte_times_out(impatient: str, size: int, chunked: bool) -> None:
+    """A large body holds its memory from the beginning, and other requests cannot use it."""
     message = v1(size)
     whole = message.chunked(80_000) if chunked else message.whole()
     begun = len(message.head) + (81_000 if size == LARGE else 40)
@@ -351,11 +351,11 @@ def test_a_body_that_comes_a_byte_at_a_time_is_given_up(impatient: str, size: in
             start = begun + number
             connection.send(whole[start : start + 1])
         else:
-            raise AssertionError("it goes on and on")
+            raise AssertionError("the server never gives up")
         assert_too_late(connection.answer(), v1)
 
 
-def test_a_client_that_is_slow_but_goes_on() -> None:
+def test_a_slow_body_within_the_timeout_is_read() -> None:
     messages = [make(size) for make in (v1, v2) for size in (SMALL, LARGE)]
     with serving(request_timeout=0.8) as url:
         connections = [Connection(url) for _ in messages]
@@ -371,7 +371,7 @@ def test_a_client_that_is_slow_but_goes_on() -> None:
 @EITHER_API
 @SIZES
 @pytest.mark.parametrize("stall", STALLS)
-def test_a_client_that_leaves(url: str, make: Make, size: int, stall: str) -> None:
+def test_a_client_that_leaves_in_a_body_harms_nobody(url: str, make: Make, size: int, stall: str) -> None:
     message = make(size)
     for _ in range(3):
         with Connection(url) as connection:
@@ -383,7 +383,7 @@ def test_a_client_that_leaves(url: str, make: Make, size: int, stall: str) -> No
 
 @EITHER_API
 @SIZES
-def test_a_client_that_does_not_wait_for_its_answer(url: str, make: Make, size: int) -> None:
+def test_a_client_that_leaves_before_its_answer_harms_nobody(url: str, make: Make, size: int) -> None:
     message = make(size)
     for _ in range(5):
         with Connection(url) as connection:
@@ -397,19 +397,19 @@ def test_a_client_that_does_not_wait_for_its_answer(url: str, make: Make, size: 
 
 
 @EITHER_API
-def test_an_announced_size_over_the_limit_is_refused_before_it_comes(connection: Connection, make: Make) -> None:
+def test_a_content_length_over_the_limit_is_refused_before_the_body(connection: Connection, make: Make) -> None:
     connection.send(make(SMALL).head + b"Content-Length: %d\r\n\r\n" % (LIMIT + 1))
     answer = connection.answer()
     assert answer.status == 413
     assert b"2097153 bytes" in answer.body
     assert b"GRADSERVE_MAX_BODY_BYTES" in answer.body
-    connection.send(bytes(LIMIT + 1))  # which is read nevertheless, and discarded
+    connection.send(bytes(LIMIT + 1))  # the server discards these bytes
     assert answer.headers["connection"] == "close"
     assert connection.is_closed()
 
 
 @EITHER_API
-def test_chunks_over_the_limit_are_refused_before_they_end(connection: Connection, make: Make) -> None:
+def test_a_chunked_body_over_the_limit_is_refused_before_its_end(connection: Connection, make: Make) -> None:
     chunk = b"%x\r\n%b\r\n" % (1 << 18, bytes(1 << 18))
     connection.send(make(SMALL).head + b"Transfer-Encoding: chunked\r\n\r\n", *([chunk] * 8))
     connection.send(b"1\r\n \r\n")
@@ -433,7 +433,7 @@ def test_a_body_in_another_transfer_coding_is_refused(connection: Connection, ma
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_the_limit_itself(client: httpx.Client, chunked: bool) -> None:
+def test_a_body_of_exactly_the_limit_is_read(client: httpx.Client, chunked: bool) -> None:
     def post(size: int) -> httpx.Response:
         body = b'{"dY": 1, "X": 1}'.ljust(size)
         content: Any = iter(cut(body, 5, 100_000)) if chunked else body
@@ -448,7 +448,7 @@ BOMBS = {"gzip": gzip.compress(bytes(64 << 20)), "deflate": zlib.compress(bytes(
 
 @pytest.mark.parametrize("path", ["/v1/ops/ReluGrad", "/v2/models/ReluGrad/infer"])
 @pytest.mark.parametrize("coding", BOMBS)
-def test_a_bomb_is_not_inflated(client: httpx.Client, path: str, coding: str) -> None:
+def test_a_compression_bomb_is_not_inflated(client: httpx.Client, path: str, coding: str) -> None:
     assert len(BOMBS[coding]) < 1 << 17
     tracemalloc.start()
     try:
@@ -463,7 +463,7 @@ def test_a_bomb_is_not_inflated(client: httpx.Client, path: str, coding: str) ->
 
 @EITHER_API
 @pytest.mark.parametrize("coding", ["gzip", "x-gzip", "deflate"])
-def test_a_compressed_body_in_pieces(connection: Connection, make: Make, coding: str) -> None:
+def test_a_compressed_body_may_arrive_in_pieces(connection: Connection, make: Make, coding: str) -> None:
     plain = make(LARGE)
     squeezed = zlib.compress(plain.body) if coding == "deflate" else gzip.compress(plain.body)
     message = Message(plain.head + f"Content-Encoding: {coding}\r\n".encode(), squeezed, plain.numbers)
@@ -472,10 +472,10 @@ def test_a_compressed_body_in_pieces(connection: Connection, make: Make, coding:
         assert_right(connection.answer(), plain)
 
 
-# ----- under another server -----
+# ----- without our protocol -----
 
 
-def test_without_our_protocol_everything_works_too() -> None:
+def test_the_application_works_without_our_protocol() -> None:
     app = create_app(Settings(max_body_bytes=LIMIT, store="memory:"))
 
     async def check() -> None:

@@ -1,4 +1,4 @@
-"""`/v1/buffers` over real HTTP, with each store: to create buffers, to list, to tell their state, to forget them."""
+"""`/v1/buffers` over real HTTP, with each store: create, list, describe and delete buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.serving import assert_problem, serving
 # ----- create -----
 
 
-def test_create(http: httpx.Client) -> None:
+def test_put_creates_a_buffer_of_zeros(http: httpx.Client) -> None:
     name = fresh("layer.0:W_-")
     answer = http.put(f"/v1/buffers/{name}", json={"shape": [2, 3]})
     assert answer.status_code == 201
@@ -53,7 +53,7 @@ def test_create(http: httpx.Client) -> None:
     assert value(http, name) == [[0, 0, 0], [0, 0, 0]]
 
 
-def test_create_again_is_no_change(http: httpx.Client) -> None:
+def test_creating_a_buffer_again_changes_nothing(http: httpx.Client) -> None:
     rules: dict[str, Any] = {
         "shape": [2],
         "dtype": "float64",
@@ -81,7 +81,9 @@ def test_create_again_is_no_change(http: httpx.Client) -> None:
         ({"ttl_seconds": 60}, ("ttl_seconds 60",)),
     ],
 )
-def test_create_again_with_other_rules(http: httpx.Client, other: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_creating_a_buffer_again_with_other_rules_is_refused(
+    http: httpx.Client, other: dict[str, Any], words: tuple[str, ...]
+) -> None:
     name = create(http, **{"shape": (4,), **other})
     before = state(http, name)
     answer = http.put(f"/v1/buffers/{name}", json={"shape": [4]})
@@ -123,10 +125,10 @@ def test_a_bad_member_is_named(http: httpx.Client, case: str) -> None:
         assert_problem(http.get(f"/v1/buffers/{name}"), 404, "unknown_buffer", name)
         assert http.get("/v1/buffers").status_code == 200
     finally:
-        httpx.delete(f"{http.base_url}/v1/buffers/{name}")  # by a connection of its own: a bug closes the other
+        httpx.delete(f"{http.base_url}/v1/buffers/{name}")  # on its own connection: a bug would close the other
 
 
-def test_a_body_that_lists_too_much_is_refused_before_it_is_read(http: httpx.Client) -> None:
+def test_a_list_of_too_many_elements_is_refused_before_it_is_parsed(http: httpx.Client) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     for method, path, member in (("PUT", fresh(), "shape"), ("POST", "take", "names")):
         content = gzip.compress(f'{{"{member}": [{"1," * ((1 << 21) + 1)}1]}}'.encode(), 1)
@@ -134,10 +136,10 @@ def test_a_body_that_lists_too_much_is_refused_before_it_is_read(http: httpx.Cli
         assert_problem(answer, 422, "invalid_request", "2097152 elements")
 
 
-def test_a_member_that_there_is_not(http: httpx.Client) -> None:
+def test_an_unknown_member_is_named(http: httpx.Client) -> None:
     answer = http.put(f"/v1/buffers/{fresh()}", json={"shape": [], "qourum": 3})
     assert assert_problem(answer, 422, "unknown_parameter", "member", "'qourum'")["parameter"] == "qourum"
-    answer = http.put(f"/v1/buffers/{fresh()}", json={"shpe": [2]})  # rather than that there is no shape
+    answer = http.put(f"/v1/buffers/{fresh()}", json={"shpe": [2]})  # the unknown member, not the missing shape
     assert_problem(answer, 422, "unknown_parameter", "'shpe'", "one of shape, dtype")
 
 
@@ -145,19 +147,19 @@ def test_a_member_that_there_is_not(http: httpx.Client) -> None:
     ("content", "word"),
     [(b"", "not JSON"), (b"{", "not JSON"), (b"[1]", "object"), (b"5", "object"), (b"\xff", "JSON")],
 )
-def test_a_body_that_is_no_object(http: httpx.Client, content: bytes, word: str) -> None:
+def test_a_body_must_be_a_json_object(http: httpx.Client, content: bytes, word: str) -> None:
     answer = http.put(f"/v1/buffers/{fresh()}", content=content)
     assert_problem(answer, 400, "malformed_body", word)
 
 
-def test_a_body_with_a_member_twice(http: httpx.Client) -> None:
+def test_a_duplicate_member_is_refused(http: httpx.Client) -> None:
     answer = http.put(f"/v1/buffers/{fresh()}", content=b'{"shape": [2], "shape": [3]}')
     assert_problem(answer, 400, "malformed_body", "two members", "'shape'")
     answer = http.post("/v1/buffers/zero", content=b'{"names": ["a"], "names": ["b"]}')
     assert_problem(answer, 400, "malformed_body", "two members", "'names'")
 
 
-def test_limits(http: httpx.Client) -> None:
+def test_a_buffer_beyond_a_limit_is_not_created(http: httpx.Client) -> None:
     path = f"/v1/buffers/{fresh()}"
     problem = assert_problem(
         http.put(path, json={"shape": [1 << 21]}), 413, "tensor_too_large", "buffer", "[2097152]", "4194304"
@@ -174,7 +176,7 @@ def test_limits(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("method", "end"), [("PUT", ""), ("GET", ""), ("GET", "/value"), ("POST", "/accumulate"), ("POST", "/zero")]
 )
-def test_names(http: httpx.Client, name: str, method: str, end: str) -> None:
+def test_an_invalid_buffer_name_is_refused(http: httpx.Client, name: str, method: str, end: str) -> None:
     bodies = {"": {"shape": []}, "/accumulate": {"gradient": 1}}
     answer = http.request(method, f"/v1/buffers/{name}{end}", json=bodies.get(end) if method != "GET" else None)
     problem = assert_problem(answer, 422, "invalid_parameter", "buffer name", "200")
@@ -183,7 +185,7 @@ def test_names(http: httpx.Client, name: str, method: str, end: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "accumulate", "value", "A.b_c:d-0"])
-def test_names_that_are_fine(http: httpx.Client, name: str) -> None:
+def test_valid_buffer_names_are_accepted(http: httpx.Client, name: str) -> None:
     create(http, name)
     assert ok(add(http, name, [1, 2]))["count"] == 1
     assert value(http, name) == [1, 2]
@@ -193,7 +195,7 @@ def test_names_that_are_fine(http: httpx.Client, name: str) -> None:
 # ----- list, metadata, delete -----
 
 
-def test_list(http: httpx.Client) -> None:
+def test_a_listing_is_paged_and_filtered_by_prefix(http: httpx.Client) -> None:
     prefix = fresh("list.")
     names = [create(http, f"{prefix}:{number:02}") for number in range(7)]
     create(http, f"{prefix}.other")
@@ -216,7 +218,7 @@ def test_list(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("limit", "0"), ("limit", "1001"), ("limit", "x"), ("prefex", "a")])
-def test_list_with_mistakes(http: httpx.Client, name: str, wrong: str) -> None:
+def test_a_wrong_parameter_of_a_listing_is_named(http: httpx.Client, name: str, wrong: str) -> None:
     code = "invalid_parameter" if name == "limit" else "unknown_parameter"
     assert_problem(http.get("/v1/buffers", params={name: wrong}), 422, code, name)
     answer = http.get("/v1/buffers", params=[("limit", "1"), ("limit", "2")])
@@ -247,7 +249,7 @@ def test_metadata_follows_every_change(http: httpx.Client) -> None:
     assert_problem(http.get(f"/v1/buffers/{name}", params={"x": 1}), 422, "unknown_parameter", "'x'")
 
 
-def test_delete(http: httpx.Client) -> None:
+def test_a_deleted_buffer_is_unknown(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [1, 2])
     answer = http.delete(f"/v1/buffers/{name}")
@@ -265,13 +267,13 @@ def test_delete(http: httpx.Client) -> None:
     assert value(http, name) == [0, 0, 0]
 
 
-def test_methods(http: httpx.Client) -> None:
+def test_an_unsupported_method_is_refused(http: httpx.Client) -> None:
     name = create(http)
     for method, path in (("POST", name), ("GET", f"{name}/accumulate"), ("PUT", f"{name}/value")):
         assert_problem(http.request(method, f"/v1/buffers/{path}"), 405, "method_not_allowed", method)
 
 
-def test_time_to_live(http: httpx.Client) -> None:
+def test_a_buffer_expires_after_its_time_to_live(http: httpx.Client) -> None:
     name = create(http, ttl_seconds=0.2)
     made = http.get(f"/v1/buffers/{name}")
     if made.status_code == 200:
@@ -289,7 +291,7 @@ def test_time_to_live(http: httpx.Client) -> None:
 # ----- ETag, If-None-Match, If-Match -----
 
 
-def test_what_has_not_changed_is_not_sent(http: httpx.Client) -> None:
+def test_an_unchanged_representation_is_not_sent(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [1, 2])
     for path in (f"/v1/buffers/{name}", f"/v1/buffers/{name}/value"):
@@ -305,7 +307,7 @@ def test_what_has_not_changed_is_not_sent(http: httpx.Client) -> None:
         assert http.get(path, headers={"If-None-Match": tag}).status_code == 200
 
 
-def test_a_buffer_is_created_only_where_there_is_none(http: httpx.Client) -> None:
+def test_if_none_match_creates_a_missing_buffer_only(http: httpx.Client) -> None:
     name, tag = fresh(), '"0-0"'
     path, rules, key = f"/v1/buffers/{name}", {"shape": [2]}, {"Idempotency-Key": fresh("key")}
     first = http.put(path, json=rules, headers={"If-None-Match": "*", **key})
@@ -325,7 +327,7 @@ def test_a_buffer_is_created_only_where_there_is_none(http: httpx.Client) -> Non
     )
 
 
-def test_the_tag_of_a_closed_epoch_stays(http: httpx.Client) -> None:
+def test_a_closed_epoch_keeps_its_etag(http: httpx.Client) -> None:
     name = create(http, keep=2)
     add(http, name, [1, 2])
     tag = post(http, name, "take").headers["etag"]
@@ -350,7 +352,7 @@ MUTATIONS: dict[str, Callable[[httpx.Client, str, dict[str, str]], httpx.Respons
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_if_match(http: httpx.Client, mutation: str) -> None:
+def test_a_change_needs_a_matching_if_match(http: httpx.Client, mutation: str) -> None:
     name = create(http)
     add(http, name, [1, 2])
     mutate, before = MUTATIONS[mutation], state(http, name)
@@ -376,14 +378,14 @@ def test_if_match(http: httpx.Client, mutation: str) -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_if_match_of_what_is_not_there(http: httpx.Client, mutation: str) -> None:
+def test_if_match_fails_for_an_unknown_buffer(http: httpx.Client, mutation: str) -> None:
     status, code = (412, "precondition_failed") if mutation == "create" else (404, "unknown_buffer")
     for tag in ("*", '"0-0"'):
         assert_problem(MUTATIONS[mutation](http, fresh(), {"If-Match": tag}), status, code)
 
 
 @pytest.mark.parametrize("tag", ["*", '"0-0"', "malformed"])
-def test_if_match_is_for_one_buffer(http: httpx.Client, tag: str) -> None:
+def test_if_match_is_refused_for_many_buffers(http: httpx.Client, tag: str) -> None:
     a, b = create(http), create(http)
     before = state(http, a, b)
     for what, body in (("accumulate", {a: [1, 1]}), ("zero", {"names": [a]}), ("take", {"names": [a]})):
@@ -423,7 +425,7 @@ UNHEEDED = [
 
 
 @pytest.mark.parametrize(("header", "what"), UNHEEDED)
-def test_a_precondition_that_would_not_be_heeded_is_refused(http: httpx.Client, header: str, what: str) -> None:
+def test_an_unsupported_precondition_is_refused(http: httpx.Client, header: str, what: str) -> None:
     ask, name = {**MUTATIONS, **READS, **NEITHER}[what], create(http)
     before = state(http, name)
     assert ask(http, create(http), {}).is_success
@@ -433,13 +435,13 @@ def test_a_precondition_that_would_not_be_heeded_is_refused(http: httpx.Client, 
     assert state(http, name) == before
 
 
-def test_if_match_in_two_headers_is_one_list(http: httpx.Client) -> None:
+def test_two_if_match_headers_form_one_list(http: httpx.Client) -> None:
     name = create(http)
     answer = http.post(f"/v1/buffers/{name}/zero", headers=[("If-Match", '"9-9"'), ("If-Match", '"0-0"')])
     assert answer.status_code == 200
 
 
-def test_one_of_those_who_saw_the_same_state_wins(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_one_of_several_clients_with_the_same_etag_wins(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http)
     tag = {"If-Match": etag(http, name)}
     answers = list(pool.map(lambda _: add(http, name, [1, 1], tag).status_code, range(16)))
@@ -450,7 +452,7 @@ def test_one_of_those_who_saw_the_same_state_wins(http: httpx.Client, pool: Thre
 # ----- the store -----
 
 
-def test_memory_is_not_for_several_processes() -> None:
+def test_several_workers_cannot_use_the_memory_store() -> None:
     environment = {**os.environ, "GRADSERVE_WORKERS": "2", "GRADSERVE_STORE": "memory:", "GRADSERVE_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "service", "serve"], env=environment, capture_output=True, text=True, timeout=PATIENCE
@@ -473,7 +475,7 @@ def test_buffers_outlive_the_server(tmp_path: Path) -> None:
         assert (state(client, name), value(client, name, epoch=0)) == before
 
 
-def test_a_full_store(tmp_path: Path) -> None:
+def test_a_full_store_refuses_adds_and_changes_nothing(tmp_path: Path) -> None:
     with (
         serving(store=f"lmdb:{tmp_path}", store_bytes=1 << 20) as url,
         httpx.Client(base_url=url, timeout=30) as client,
@@ -488,7 +490,7 @@ def test_a_full_store(tmp_path: Path) -> None:
         assert ok(add(client, small, [1, 2]))["count"] == 2
 
 
-def test_a_store_that_fails_harms_nothing(tmp_path: Path) -> None:
+def test_a_store_failure_changes_nothing(tmp_path: Path) -> None:
     """Another program holds every place in LMDB's table of readers."""
     with serving_workers(2, tmp_path) as url, httpx.Client(base_url=url, timeout=30) as client:
         name = create(client)
@@ -504,7 +506,7 @@ def test_a_store_that_fails_harms_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accept", ["application/problem+json", "text/html"])
-def test_what_has_no_answer_is_of_any_type(http: httpx.Client, accept: str) -> None:
+def test_an_answer_without_a_body_ignores_accept(http: httpx.Client, accept: str) -> None:
     http.put("/v1/buffers/short-lived", json={"shape": []}).raise_for_status()
     assert http.delete("/v1/buffers/short-lived", headers={"Accept": accept}).status_code == 204
 

@@ -32,7 +32,7 @@ from tests.serving import assert_problem
 # ----- epochs -----
 
 
-def test_zero(http: httpx.Client) -> None:
+def test_zero_begins_the_next_epoch(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [1, 2])
     answer = post(http, name, "zero")
@@ -52,7 +52,7 @@ def test_zero(http: httpx.Client) -> None:
     assert loaded(post(http, name, "zero", TO_SAFETENSORS))[1][name]["epoch"] == 2
 
 
-def test_take(http: httpx.Client) -> None:
+def test_take_answers_the_value_and_closes_the_epoch(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [1, 2], weight=2)
     add(http, name, [4, 4], weight=2)
@@ -76,8 +76,8 @@ def test_take(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("sent", ["application/x-www-form-urlencoded", "text/plain"])
-def test_no_body_is_of_any_type(http: httpx.Client, sent: str) -> None:
-    """As of `curl -d ''`."""
+def test_a_request_without_a_body_may_have_any_content_type(http: httpx.Client, sent: str) -> None:
+    """`curl -d ''` sends a form's content type."""
     name, headers = create(http), {"Content-Type": sent}
     for what in ("zero", "take"):
         answer = http.post(f"/v1/buffers/{name}/{what}", content=b"", headers=headers)
@@ -99,7 +99,7 @@ def test_take_needs_min_count(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("close", ["take", "quorum"])
-def test_keep(http: httpx.Client, close: str) -> None:
+def test_the_last_closed_epochs_are_kept(http: httpx.Client, close: str) -> None:
     name = create(http, keep=3, quorum=1 if close == "quorum" else None)
     for epoch in range(5):
         receipt = ok(add(http, name, [epoch, 1], epoch=epoch))
@@ -115,7 +115,7 @@ def test_keep(http: httpx.Client, close: str) -> None:
         assert (problem["epoch"], problem["count"]) == (5, 0)
 
 
-def test_quorum(http: httpx.Client) -> None:
+def test_the_quorum_closes_the_epoch(http: httpx.Client) -> None:
     name = create(http, quorum=3)
     for count in (1, 2):
         receipt = ok(add(http, name, [1, 2], epoch=0))
@@ -134,7 +134,7 @@ def test_quorum(http: httpx.Client) -> None:
 # ----- many buffers -----
 
 
-def test_many(http: httpx.Client) -> None:
+def test_one_request_changes_many_buffers(http: httpx.Client) -> None:
     prefix = fresh("many.")
     a, b = create(http, f"{prefix}.a"), create(http, f"{prefix}.b", shape=(1,), dtype="float64")
     answer = ok(http.post("/v1/buffers/accumulate", json={b: [3], a: [1, 2]}, params={"weight": 2}))
@@ -182,7 +182,7 @@ def test_a_take_of_another_epoch_takes_nothing(http: httpx.Client) -> None:
     assert ok(post(http, name, "take", epoch=1))["value"]["data"] == [3, 4]
 
 
-def test_prefix_of_no_buffer(http: httpx.Client) -> None:
+def test_a_prefix_without_buffers_zeroes_nothing_and_has_no_values(http: httpx.Client) -> None:
     prefix = fresh("none.")
     assert ok(http.post("/v1/buffers/zero", params={"prefix": prefix})) == {"buffers": {}}
     for what in ("take", "value"):
@@ -191,7 +191,7 @@ def test_prefix_of_no_buffer(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("what", ["take", "zero", "value"])
-def test_names_in_a_body_that_cannot_be_used(http: httpx.Client, what: str) -> None:
+def test_unusable_names_are_refused(http: httpx.Client, what: str) -> None:
     name, path = create(http), f"/v1/buffers/{what}"
     assert_problem(http.post(path), 422, "invalid_request", '"names"', "?prefix=")
     assert_problem(http.post(path, json=[name]), 400, "malformed_body", "object")
@@ -223,7 +223,7 @@ ALL_OR_NOTHING: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("case", ALL_OR_NOTHING)
-def test_all_or_nothing(http: httpx.Client, case: str) -> None:
+def test_a_request_that_fails_for_one_buffer_changes_none(http: httpx.Client, case: str) -> None:
     what, wrong, status, code = ALL_OR_NOTHING[case]
     names = [create(http, shape=(2,)) for _ in range(3)]
     last = create(http, nonfinite="reject", dtype="float32")
@@ -241,7 +241,7 @@ def test_all_or_nothing(http: httpx.Client, case: str) -> None:
     assert state(http, *names, last) == before
 
 
-def test_the_gradient_that_is_at_fault_is_named(http: httpx.Client) -> None:
+def test_an_error_names_the_wrong_gradient(http: httpx.Client) -> None:
     names = [create(http, nonfinite="reject") for _ in range(3)]
     for wrong in ([1, 2, 3], ["NaN", 0]):
         gradients = {name: [1, 1] for name in names} | {names[1]: wrong}
@@ -249,7 +249,7 @@ def test_the_gradient_that_is_at_fault_is_named(http: httpx.Client) -> None:
         assert names[1] in str(problem), problem
 
 
-def test_the_tensor_that_is_at_fault_is_named(http: httpx.Client) -> None:
+def test_an_error_names_the_wrong_tensor_and_its_buffer(http: httpx.Client) -> None:
     a, b = create(http, nonfinite="reject"), create(http)
     problem = assert_problem(http.post("/v1/buffers/accumulate", json={a: 1, b: [1, 2, 3]}), 422, "shape_mismatch", b)
     assert (problem["tensor"], problem["buffer"]) == (b, b)
@@ -275,8 +275,8 @@ def test_one_add_completes_several_quorums(http: httpx.Client) -> None:
     assert problem["buffer"] == c
 
 
-def test_a_buffer_whose_name_means_something_in_safetensors(http: httpx.Client) -> None:
-    """Either it cannot be made, or it can be taken with the others."""
+def test_a_buffer_named_metadata_does_not_break_safetensors(http: httpx.Client) -> None:
+    """The name is refused, or a take with other buffers works."""
     name = "__metadata__"
     answer = http.put(f"/v1/buffers/{name}", json={"shape": [2]})
     if answer.status_code == 201:
@@ -288,8 +288,8 @@ def test_a_buffer_whose_name_means_something_in_safetensors(http: httpx.Client) 
 
 
 @pytest.mark.parametrize("what", ["zero", "take", "value"])
-def test_a_prefix_means_what_is_there(http: httpx.Client, what: str) -> None:
-    """Though others delete and create buffers meanwhile."""
+def test_a_prefix_request_survives_concurrent_deletes(http: httpx.Client, what: str) -> None:
+    """Another client deletes and creates buffers meanwhile."""
     prefix, stop = fresh("pre") + ".", threading.Event()
     stays = create(http, f"{prefix}stays")
 

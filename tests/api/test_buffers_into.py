@@ -45,7 +45,7 @@ def run(http: httpx.Client, op: str, body: Any, headers: Any = None, **params: A
 
 
 def stored(http: httpx.Client, array: Any, dtype: str = "float32") -> str:
-    """A buffer with these numbers."""
+    """Create a buffer with these numbers and return its name."""
     array = np.asarray(array, DTYPES[dtype])
     name = create(http, shape=array.shape, dtype=dtype)
     answer = http.post(f"/v1/buffers/{name}/accumulate", content=saved({"gradient": array}), headers=SAFE)
@@ -79,7 +79,7 @@ def test_every_input_of_floats_may_come_from_a_buffer(http: httpx.Client, operat
         assert read(http, buffer).tobytes() == tensors[name].tobytes()
 
 
-def test_one_buffer_for_two_inputs(http: httpx.Client) -> None:
+def test_one_buffer_may_be_two_inputs(http: httpx.Client) -> None:
     name = stored(http, [-1, 2])
     answer = ok(run(http, "ReluGrad", {}, sources=[f"dY:{name}", f"X:{name}"]))
     assert answer["dX"]["data"] == [0, 2]
@@ -89,7 +89,7 @@ def test_one_buffer_for_two_inputs(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
-def test_nothing_need_be_sent_where_all_is_in_buffers(http: httpx.Client, headers: dict[str, str]) -> None:
+def test_a_request_needs_no_body_if_buffers_hold_every_input(http: httpx.Client, headers: dict[str, str]) -> None:
     name = stored(http, [-1, 2])
     one, both = {"from": [f"X:{name}"]}, {"from": [f"X:{name}", f"dY:{name}"]}
     assert ok(http.post("/v1/ops/ReluGrad", params=both, headers=headers))["dX"]["data"] == [0, 2]
@@ -99,7 +99,7 @@ def test_nothing_need_be_sent_where_all_is_in_buffers(http: httpx.Client, header
     assert_problem(http.post("/v1/ops/ReluGrad", headers=headers), 400, "malformed_body", "empty")
 
 
-def test_from_a_large_buffer(http: httpx.Client) -> None:
+def test_an_input_may_come_from_a_large_buffer(http: httpx.Client) -> None:
     numbers = np.random.default_rng(1).standard_normal((300, 1000), np.float32)
     name = stored(http, numbers)
     answer = http.post(
@@ -108,7 +108,7 @@ def test_from_a_large_buffer(http: httpx.Client) -> None:
     assert loaded(answer)[0]["dX"].tobytes() == np.where(numbers > 0, numbers, np.float32(0)).tobytes()
 
 
-def test_mistakes_in_from(http: httpx.Client) -> None:
+def test_mistakes_in_from_are_named(http: httpx.Client) -> None:
     name, narrow = stored(http, [1, 2]), stored(http, [1, 2], "float16")
     problem = assert_problem(run(http, "ReluGrad", RELU, sources=f"X:{name}"), 422, "invalid_parameter", "X", name)
     assert problem["parameter"] == "from"
@@ -142,7 +142,7 @@ def test_mistakes_in_from(http: httpx.Client) -> None:
 # ----- into -----
 
 
-def test_a_receipt_in_place_of_the_output(http: httpx.Client) -> None:
+def test_into_answers_a_receipt_in_place_of_the_output(http: httpx.Client) -> None:
     name = create(http)
     receipt = {"name": name, "updated": True, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 1.0}
     assert ok(run(http, "ReluGrad", RELU, into=f"dX:{name}")) == {"dX": receipt}
@@ -154,7 +154,7 @@ def test_a_receipt_in_place_of_the_output(http: httpx.Client) -> None:
 
 @EVERY
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_into_is_the_operator_and_then_accumulate(http: httpx.Client, operator: Operator, dtype: str) -> None:
+def test_into_equals_the_operator_and_then_accumulate(http: httpx.Client, operator: Operator, dtype: str) -> None:
     tensors = example(operator, {"float": dtype})
     whole = operator(tensors, {})
     floats = {name: one for name, one in whole.items() if one.dtype.name == dtype}
@@ -174,7 +174,7 @@ def test_into_is_the_operator_and_then_accumulate(http: httpx.Client, operator: 
         assert read(http, kept[name]).tobytes() == read(http, expected[name]).tobytes()
 
 
-def test_several_outputs_into_several_buffers(http: httpx.Client) -> None:
+def test_several_outputs_go_into_several_buffers(http: httpx.Client) -> None:
     tensors = example(GRU)
     whole = GRU(tensors, {})
     kept = {name: create(http, shape=whole[name].shape, dtype="float64") for name in ("dW", "dR", "dB")}
@@ -192,7 +192,7 @@ def test_several_outputs_into_several_buffers(http: httpx.Client) -> None:
         assert read(http, buffer).tobytes() == (whole[name].astype(np.float64) * 2).tobytes()
 
 
-def test_outputs_beside_into(http: httpx.Client) -> None:
+def test_outputs_may_be_answered_beside_into(http: httpx.Client) -> None:
     tensors = example(GRU)
     whole = GRU(tensors, {})
     body = {name: tensor.tolist() for name, tensor in tensors.items()}
@@ -207,7 +207,7 @@ def test_outputs_beside_into(http: httpx.Client) -> None:
     assert read(http, dR).tobytes() == whole["dR"].tobytes()
 
 
-def test_several_outputs_or_none(http: httpx.Client) -> None:
+def test_into_adds_all_outputs_or_none(http: httpx.Client) -> None:
     tensors = example(GRU)
     whole = GRU(tensors, {})
     body = {name: tensor.tolist() for name, tensor in tensors.items()}
@@ -221,7 +221,7 @@ def test_several_outputs_or_none(http: httpx.Client) -> None:
     assert state(http, *right.values(), wrong) == before
 
 
-def test_weight_and_epoch(http: httpx.Client) -> None:
+def test_into_takes_a_weight_and_an_epoch(http: httpx.Client) -> None:
     name = create(http, quorum=2)
     assert ok(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=0.5, epoch=0))["dX"]["weight"] == 0.5
     receipt = ok(run(http, "ReluGrad", RELU, into=f"dX:{name}", weight=2, epoch=0))["dX"]
@@ -243,7 +243,7 @@ def test_weight_and_epoch(http: httpx.Client) -> None:
     assert state(http, name) == before
 
 
-def test_nonfinite(http: httpx.Client) -> None:
+def test_a_nonfinite_output_is_refused(http: httpx.Client) -> None:
     name = create(http, nonfinite="reject")
     answer = run(http, "ReluGrad", {"dY": ["NaN", 1], "X": [1, 1]}, into=f"dX:{name}")
     assert_problem(answer, 422, "nonfinite_gradient")
@@ -252,7 +252,7 @@ def test_nonfinite(http: httpx.Client) -> None:
     assert metadata(http, name)["version"] == 0
 
 
-def test_mistakes_in_into(http: httpx.Client) -> None:
+def test_mistakes_in_into_are_named(http: httpx.Client) -> None:
     name = create(http)
     for wrong in ("dX", "dX:", f"dY:{name}", f":{name}", ""):
         problem = assert_problem(run(http, "ReluGrad", RELU, into=wrong), 422, "invalid_parameter", "into", "dX")
@@ -275,7 +275,7 @@ def test_mistakes_in_into(http: httpx.Client) -> None:
         ("BroadcastGradientArgs", "A_axes", None),
     ],
 )
-def test_what_is_no_gradient_is_not_added(http: httpx.Client, op: str, output: str, body: Any) -> None:
+def test_an_output_that_is_not_a_float_is_not_added(http: httpx.Client, op: str, output: str, body: Any) -> None:
     name = create(http, shape=(1,))
     body = body or dict(OPERATORS[op].example)
     before = state(http, name)
@@ -284,13 +284,13 @@ def test_what_is_no_gradient_is_not_added(http: httpx.Client, op: str, output: s
     assert state(http, name) == before
 
 
-def test_from_and_into_the_same_buffer(http: httpx.Client) -> None:
+def test_one_buffer_may_be_input_and_target(http: httpx.Client) -> None:
     name = stored(http, [1, -2])
     assert ok(run(http, "ReluGrad", {"dY": [5, 5]}, sources=f"X:{name}", into=f"dX:{name}"))["dX"]["count"] == 2
     assert value(http, name) == [6, -2]
 
 
-def test_broadcasting_into(http: httpx.Client) -> None:
+def test_an_output_is_broadcast_into_its_buffer(http: httpx.Client) -> None:
     name = create(http, shape=(3, 2))
     ok(run(http, "ReluGrad", {"dY": [[0], [7], [0]], "X": [[1], [1], [1]]}, into=f"dX:{name}"))
     assert value(http, name) == [[0, 0], [7, 7], [0, 0]]
@@ -315,7 +315,7 @@ GATHERS: dict[str, tuple[tuple[int, ...], Any, int]] = {
 @pytest.mark.parametrize("buffer_dtype", ["float16", "float32"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("case", GATHERS)
-def test_gather_into_is_gather_and_then_accumulate(
+def test_gather_into_equals_gather_and_then_accumulate(
     http: httpx.Client, case: str, dtype: str, buffer_dtype: str
 ) -> None:
     shape, indices, axis = GATHERS[case]
@@ -336,7 +336,7 @@ def test_gather_into_is_gather_and_then_accumulate(
     assert metadata(http, one)["weight"] == metadata(http, other)["weight"]
 
 
-def test_gather_with_mistakes(http: httpx.Client) -> None:
+def test_mistakes_in_gather_into_are_named(http: httpx.Client) -> None:
     name = create(http, shape=(3, 2))
     body = {"shape": [3, 2], "indices": [3], "grad": [[1, 2]]}
     assert_problem(run(http, "GatherGrad", body, into=f"output:{name}"), 422, "index_out_of_range", "indices[0] is 3")
@@ -368,7 +368,7 @@ def receipts_of(answer: httpx.Response) -> Any:
     return json.loads(ok(answer)["parameters"]["receipts"])
 
 
-def test_v2(http: httpx.Client) -> None:
+def test_v2_takes_inputs_from_buffers_and_adds_outputs(http: httpx.Client) -> None:
     source, name = stored(http, [1, -1]), create(http)
     answer = infer(http, "ReluGrad", {"dY": [2, 3]}, {"from": f"X:{source}"})
     assert ok(answer)["outputs"][0]["data"] == [2, 0]
@@ -381,7 +381,7 @@ def test_v2(http: httpx.Client) -> None:
     assert value(http, name) == [1, 0]
 
 
-def test_v2_with_several(http: httpx.Client) -> None:
+def test_v2_takes_several_inputs_and_adds_several_outputs(http: httpx.Client) -> None:
     tensors = example(GRU)
     whole = GRU(tensors, {})
     kept = {name: create(http, shape=whole[name].shape) for name in ("dW", "dB")}
@@ -400,7 +400,7 @@ def test_v2_with_several(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
-def test_v2_through_a_client(http: httpx.Client, binary: bool) -> None:
+def test_tritons_client_uses_from_and_into(http: httpx.Client, binary: bool) -> None:
     tensors = example(GRU)
     whole = GRU(tensors, {})
     dW = create(http, shape=whole["dW"].shape)
@@ -449,7 +449,7 @@ V2_MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], int, tuple[str, ...
 
 
 @pytest.mark.parametrize("case", V2_MISTAKES)
-def test_v2_mistakes(http: httpx.Client, case: str) -> None:
+def test_v2_names_mistakes_in_from_and_into(http: httpx.Client, case: str) -> None:
     parameters, headers, status, words = V2_MISTAKES[case]
     name = create(http)
     parameters = json.loads(json.dumps(parameters).replace("{name}", name))
@@ -461,7 +461,7 @@ def test_v2_mistakes(http: httpx.Client, case: str) -> None:
     assert metadata(http, name)["version"] == 0
 
 
-def test_v2_with_a_key(http: httpx.Client) -> None:
+def test_v2_repeats_no_add_with_the_same_key(http: httpx.Client) -> None:
     name, key = create(http), {KEY: fresh("key")}
     first = infer(http, "ReluGrad", RELU, {"into": f"dX:{name}"}, key)
     again = infer(http, "ReluGrad", RELU, {"into": f"dX:{name}"}, key)

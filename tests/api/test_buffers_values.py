@@ -1,4 +1,4 @@
-"""`/v1/buffers` over real HTTP, with each store: to add gradients and to read values, in JSON and in safetensors."""
+"""`/v1/buffers` over real HTTP, with each store: add gradients and read values, in JSON and in safetensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOAT_NAMES = ["float16", "bfloat16", "float32", "float64"]
 # ----- value -----
 
 
-def test_value(http: httpx.Client) -> None:
+def test_a_value_is_read_in_json_and_safetensors(http: httpx.Client) -> None:
     name = create(http, shape=(2, 1))
     add(http, name, [[1], [2]], weight=2)
     add(http, name, [[4], [5]], weight=3)
@@ -54,7 +54,7 @@ def test_value(http: httpx.Client) -> None:
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("asked", FLOAT_NAMES)
 @pytest.mark.parametrize("dtype", FLOAT_NAMES)
-def test_dtype_of_the_answer(http: httpx.Client, dtype: str, asked: str, reduce: str) -> None:
+def test_a_value_is_answered_in_the_asked_dtype(http: httpx.Client, dtype: str, asked: str, reduce: str) -> None:
     name = create(http, shape=(3,), dtype=dtype)
     numbers = np.array([1, -2.5, 40], DTYPES[dtype])
     content = saved({"gradient": numbers})
@@ -67,7 +67,7 @@ def test_dtype_of_the_answer(http: httpx.Client, dtype: str, asked: str, reduce:
     assert tensors["value"].tobytes() == expected.tobytes()
 
 
-def test_no_mean_without_weights(http: httpx.Client) -> None:
+def test_there_is_no_mean_without_weights(http: httpx.Client) -> None:
     name = create(http)
     for _ in range(2):
         problem = assert_problem(get(http, name, reduce="mean"), 409, "nothing_to_average", name, "zero")
@@ -79,7 +79,7 @@ def test_no_mean_without_weights(http: httpx.Client) -> None:
     assert_problem(answer, 409, "nothing_to_average", name)
 
 
-def test_a_take_that_has_no_mean_takes_nothing(http: httpx.Client) -> None:
+def test_a_take_without_a_mean_takes_nothing(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [3, 4], weight=2)
     add(http, name, [1, 1], weight=-2)
@@ -137,7 +137,7 @@ def test_a_bad_parameter_is_named(http: httpx.Client, what: str, parameter: str,
     assert state(http, name) == before
 
 
-def test_a_parameter_given_twice(http: httpx.Client) -> None:
+def test_a_duplicate_parameter_is_refused(http: httpx.Client) -> None:
     name = create(http)
     answer = http.post(f"/v1/buffers/{name}/accumulate?weight=1&weight=2", json={"gradient": [1, 1]})
     assert_problem(answer, 422, "invalid_parameter", "'weight'", "2 times")
@@ -151,7 +151,7 @@ def test_a_parameter_given_twice(http: httpx.Client) -> None:
 # ----- accumulate -----
 
 
-def test_accumulate(http: httpx.Client) -> None:
+def test_accumulate_adds_a_gradient(http: httpx.Client) -> None:
     name = create(http, shape=(2, 2))
     answer = add(http, name, [[1, 2], [3, 4]])
     assert answer.headers["etag"] == '"0-1"'
@@ -167,7 +167,7 @@ def test_accumulate(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("gradient_dtype", FLOAT_NAMES)
 @pytest.mark.parametrize("dtype", FLOAT_NAMES)
-def test_dtypes(http: httpx.Client, dtype: str, gradient_dtype: str) -> None:
+def test_a_gradient_may_have_another_float_dtype(http: httpx.Client, dtype: str, gradient_dtype: str) -> None:
     name = create(http, shape=(4,), dtype=dtype)
     gradient = np.array([0.1, -3, 1000, 1 / 3], DTYPES[gradient_dtype])
     expected = np.zeros(4, DTYPES[dtype])
@@ -180,14 +180,14 @@ def test_dtypes(http: httpx.Client, dtype: str, gradient_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("gradient", "expected"), [(2, [[2, 2]] * 3), ([1, 2], [[1, 2]] * 3), ([[1], [2], [3]], None)])
-def test_broadcasting(http: httpx.Client, gradient: Any, expected: Any) -> None:
+def test_a_gradient_is_broadcast(http: httpx.Client, gradient: Any, expected: Any) -> None:
     name = create(http, shape=(3, 2))
     assert ok(add(http, name, gradient))["count"] == 1
     assert value(http, name) == (expected or [[1, 1], [2, 2], [3, 3]])
 
 
 @pytest.mark.parametrize("gradient", [[1, 2, 3], [[1, 2]] * 4, [[[1, 2]]], []])
-def test_shapes_that_do_not_broadcast(http: httpx.Client, gradient: Any) -> None:
+def test_a_gradient_that_does_not_broadcast_is_refused(http: httpx.Client, gradient: Any) -> None:
     name = create(http, shape=(3, 2))
     answer = add(http, name, gradient)
     problem = assert_problem(answer, 422, "shape_mismatch", "gradient", "[3, 2]", str(list(np.shape(gradient))))
@@ -196,7 +196,7 @@ def test_shapes_that_do_not_broadcast(http: httpx.Client, gradient: Any) -> None
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
-def test_scalars_and_empty_buffers(http: httpx.Client, shape: tuple[int, ...]) -> None:
+def test_scalar_and_empty_buffers_take_gradients(http: httpx.Client, shape: tuple[int, ...]) -> None:
     name = create(http, shape=shape)
     gradient = {"shape": list(shape), "data": 1 if shape == () else []}
     assert ok(add(http, name, gradient))["count"] == 1
@@ -204,8 +204,8 @@ def test_scalars_and_empty_buffers(http: httpx.Client, shape: tuple[int, ...]) -
     assert (taken["shape"], taken["data"]) == (list(shape), gradient["data"])
 
 
-def test_large(http: httpx.Client) -> None:
-    """A value of many chunks, which is worked on in the pool."""
+def test_a_large_value_is_exact(http: httpx.Client) -> None:
+    """The value has many chunks, and the pool computes it."""
     shape = (1021, 1021)
     name = create(http, shape=shape, keep=2)
     gradient = np.random.default_rng(5).standard_normal(shape, np.float32)
@@ -222,7 +222,7 @@ def test_large(http: httpx.Client) -> None:
         assert loaded(answer)[0]["value"].tobytes() == (gradient * 2 + gradient * 2).tobytes()
 
 
-def test_epoch_of_an_add(http: httpx.Client) -> None:
+def test_an_add_to_another_epoch_is_refused(http: httpx.Client) -> None:
     name = create(http)
     assert ok(add(http, name, [1, 1], epoch=0))["count"] == 1
     problem = assert_problem(add(http, name, [1, 1], epoch=1), 409, "stale_epoch", name, "not begun", "epoch 0")
@@ -237,7 +237,7 @@ def test_epoch_of_an_add(http: httpx.Client) -> None:
     assert ok(add(http, name, [1, 1], epoch=1))["count"] == 1
 
 
-def test_do_update_and_overwrite(http: httpx.Client) -> None:
+def test_do_update_and_overwrite_work_as_in_onnx_runtime(http: httpx.Client) -> None:
     name = create(http)
     add(http, name, [1, 2], weight=3)
     before = state(http, name)
@@ -257,7 +257,7 @@ def test_do_update_and_overwrite(http: httpx.Client) -> None:
     assert value(http, name) == [2.5, 3]
 
 
-def test_return_value(http: httpx.Client) -> None:
+def test_return_value_answers_the_value_after_the_add(http: httpx.Client) -> None:
     name = create(http, quorum=3)
     add(http, name, [1, 2])
     answer = ok(add(http, name, [1, 2], **{"return": "value"}))
@@ -276,7 +276,7 @@ def test_return_value(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("gradient", [["NaN", 0], [0, "Infinity"], ["-Infinity", 0]])
-def test_numbers_that_are_not_finite(http: httpx.Client, gradient: Any) -> None:
+def test_a_nonfinite_gradient_is_added_or_refused_by_the_buffers_rule(http: httpx.Client, gradient: Any) -> None:
     allows, rejects = create(http), create(http, nonfinite="reject")
     assert ok(add(http, allows, gradient))["count"] == 1
     assert value(http, allows) == gradient
@@ -299,7 +299,7 @@ def test_a_sum_that_overflows_is_not_finite(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "weight"), [("float32", "1e39"), ("float16", "-1e39"), ("float64", "1e308")])
-def test_weights_stay_finite(http: httpx.Client, dtype: str, weight: str) -> None:
+def test_an_overflowing_weight_is_refused(http: httpx.Client, dtype: str, weight: str) -> None:
     name = create(http, dtype=dtype)
     if dtype == "float64":
         add(http, name, [0, 0], weight=weight)
@@ -309,7 +309,7 @@ def test_weights_stay_finite(http: httpx.Client, dtype: str, weight: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "bool"])
-def test_gradients_are_floats(http: httpx.Client, dtype: str) -> None:
+def test_a_gradient_must_be_a_float(http: httpx.Client, dtype: str) -> None:
     name = create(http)
     tensor = np.ones(2, DTYPES[dtype])
     path = f"/v1/buffers/{name}/accumulate"
@@ -323,7 +323,7 @@ def test_gradients_are_floats(http: httpx.Client, dtype: str) -> None:
     assert metadata(http, name)["version"] == 0
 
 
-def test_tensors_that_are_missing_or_unknown(http: httpx.Client) -> None:
+def test_missing_and_unknown_tensors_are_named(http: httpx.Client) -> None:
     name = create(http)
     path = f"/v1/buffers/{name}/accumulate"
     ones = np.ones(2, np.float32)
@@ -342,8 +342,8 @@ def test_tensors_that_are_missing_or_unknown(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("request_line", ["GET {name}/value", "POST {name}/zero", "POST {name}/take", "DELETE {name}"])
-def test_a_request_without_a_body_has_no_type_of_one(http: httpx.Client, request_line: str) -> None:
-    """Some clients send the same headers with all requests, and no Content-Length where there is no body."""
+def test_a_request_without_a_body_ignores_its_content_type(http: httpx.Client, request_line: str) -> None:
+    """Some clients send the same headers with all requests, and no Content-Length without a body."""
     name = create(http)
     method, path = request_line.format(name=name).split()
     request = http.build_request(method, f"/v1/buffers/{path}", headers={"Content-Type": "text/plain"})
@@ -354,7 +354,7 @@ def test_a_request_without_a_body_has_no_type_of_one(http: httpx.Client, request
 
 
 @pytest.mark.parametrize("path", ["/v1/buffers/{name}/accumulate", "/v1/buffers/accumulate"])
-def test_bodies_that_cannot_be_read(http: httpx.Client, path: str) -> None:
+def test_an_unreadable_body_is_refused(http: httpx.Client, path: str) -> None:
     name = create(http)
     path = path.format(name=name)
     for content in (b"", b"{", b"[1]", b'{"gradient": [NaN]}', b'{"gradient": 1, "gradient": 2}'):
@@ -371,7 +371,7 @@ def test_bodies_that_cannot_be_read(http: httpx.Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_compression(http: httpx.Client, coding: str) -> None:
+def test_bodies_and_answers_may_be_compressed(http: httpx.Client, coding: str) -> None:
     name = create(http)
     gradient = saved({"gradient": np.array([1, 2], np.float32)})
     body = json.dumps({"gradient": [1, 2]}).encode()
@@ -398,7 +398,7 @@ def test_compression(http: httpx.Client, coding: str) -> None:
         assert answer.json()["value"]["shape"] == [2]
 
 
-def test_a_mean_by_weights_that_float32_cannot_sum(http: httpx.Client) -> None:
+def test_a_mean_is_exact_for_weights_that_float32_cannot_sum(http: httpx.Client) -> None:
     name = create(http)
     for _ in range(2):
         ok(add(http, name, [0.001, 0.5], weight=3e38))

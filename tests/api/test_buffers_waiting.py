@@ -1,4 +1,4 @@
-"""Long polls of `/v1/buffers` over real HTTP, with each store, and over several processes."""
+"""Long polls of `/v1/buffers` over real HTTP, with each store and with several processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.serving import assert_problem, in_flight, serving, wait_until
 
 
 def wait_in(pool: ThreadPoolExecutor, call: Callable[..., httpx.Response], *args: Any, **more: Any) -> Any:
-    """The future answer of a call that has most likely begun to wait."""
+    """Return the future answer of a call that has most likely begun to wait."""
     future: Future[httpx.Response] = pool.submit(call, *args, **more)
     time.sleep(0.05)
     assert not future.done()
@@ -45,7 +45,7 @@ def wait_in(pool: ThreadPoolExecutor, call: Callable[..., httpx.Response], *args
 
 
 @pytest.mark.parametrize("close", ["quorum", "take"])
-def test_a_value_is_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, close: str) -> None:
+def test_a_read_waits_for_the_epoch(http: httpx.Client, pool: ThreadPoolExecutor, close: str) -> None:
     name = create(http, quorum=2 if close == "quorum" else None)
     waiting = [wait_in(pool, get, http, name, epoch=0, timeout=60) for _ in range(3)]
     add(http, name, [1, 2])
@@ -59,7 +59,7 @@ def test_a_value_is_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, clo
         assert (answer["epoch"], answer["closed"], answer["value"]["data"][0]) == (0, True, answer["count"])
 
 
-def test_many_values_are_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_read_waits_for_many_buffers(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     a, b = create(http, quorum=1), create(http, quorum=1)
     waiting = wait_in(
         pool,
@@ -77,7 +77,7 @@ def test_many_values_are_waited_for(http: httpx.Client, pool: ThreadPoolExecutor
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {a: [1, 1], b: [2, 2]}
 
 
-def test_the_buffer_that_is_waited_for_may_have_the_longest_name(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_read_waits_for_a_buffer_with_the_longest_name(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http, "n" * 200, quorum=1)
     problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open")
     assert problem["buffer"] == name
@@ -100,7 +100,7 @@ def test_a_take_waits_for_its_count(http: httpx.Client, pool: ThreadPoolExecutor
     assert ok(both.result(PATIENCE))["buffers"][other]["value"]["data"] == [1, 2]
 
 
-def test_each_of_several_who_wait_takes_once(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_each_waiting_take_takes_once(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http)
     waiting = [wait_in(pool, post, http, name, "take", min_count=2, timeout=PATIENCE) for _ in range(4)]
     added = 0
@@ -113,25 +113,23 @@ def test_each_of_several_who_wait_takes_once(http: httpx.Client, pool: ThreadPoo
     assert sum(one["value"]["data"][0] for one in answers) + value(http, name)[0] == added
 
 
-def test_a_wait_ends_in_time(http: httpx.Client) -> None:
+def test_a_wait_ends_at_its_timeout(http: httpx.Client) -> None:
     name = create(http, quorum=2)
     add(http, name, [1, 1])
     problem = assert_problem(get(http, name, epoch=0, timeout=0.05), 409, "epoch_open", "1 of 2")
     assert problem["count"] == 1
     assert_problem(get(http, name, epoch=3, timeout=0.05), 409, "epoch_open")
-    assert ok(get(http, name, timeout=60))["count"] == 1  # there is nothing to wait for
+    assert ok(get(http, name, timeout=60))["count"] == 1  # nothing to wait for
     assert_problem(get(http, fresh(), epoch=0, timeout=60), 404, "unknown_buffer")
     assert_problem(post(http, fresh(), "take", min_count=1, timeout=60), 404, "unknown_buffer")
 
 
-def test_a_buffer_that_has_expired_meanwhile_is_gone(http: httpx.Client) -> None:
+def test_a_buffer_that_expires_during_a_wait_is_unknown(http: httpx.Client) -> None:
     name = create(http, quorum=2, ttl_seconds=0.2)
     assert_problem(get(http, name, epoch=0, timeout=1), 404, "unknown_buffer", name)
 
 
-def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
-    http: httpx.Client, pool: ThreadPoolExecutor
-) -> None:
+def test_deleting_buffers_does_not_prolong_a_wait_for_a_prefix(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     disturbed, calm, ended = fresh("pre") + ".", fresh("pre") + ".", list[str]()
     names = [create(http, prefix + letter) for prefix in (disturbed, calm) for letter in "abcdef"]
     waiting = []
@@ -139,7 +137,7 @@ def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
         params: dict[str, Any] = {"prefix": prefix, "min_count": 1, "timeout": timeout}
         waiting.append(pool.submit(http.post, "/v1/buffers/take", params=params))
         waiting[-1].add_done_callback(partial(lambda prefix, _: ended.append(prefix), prefix))
-    for name in names[:5]:  # were it to begin anew each time, it would wait for 2.5 seconds
+    for name in names[:5]:  # a wait restarted by each delete would take 2.5 seconds
         time.sleep(0.3)
         http.delete(f"/v1/buffers/{name}").raise_for_status()
     for one in waiting:
@@ -148,16 +146,16 @@ def test_a_prefix_is_not_waited_for_longer_because_buffers_are_deleted(
 
 
 @pytest.mark.parametrize("what", ["value", "take"])
-def test_a_buffer_that_expires_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
+def test_a_wait_ends_when_its_buffer_expires(http: httpx.Client, pool: ThreadPoolExecutor, what: str) -> None:
     name = create(http, ttl_seconds=0.5)
     if what == "value":
-        waiting = wait_in(pool, get, http, name, epoch=0, timeout=2 * PATIENCE)
+        waiting = pool.submit(get, http, name, epoch=0, timeout=2 * PATIENCE)
     else:
-        waiting = wait_in(pool, post, http, name, "take", min_count=1, timeout=2 * PATIENCE)
+        waiting = pool.submit(post, http, name, "take", min_count=1, timeout=2 * PATIENCE)
     assert_problem(waiting.result(PATIENCE), 404, "unknown_buffer", name)
 
 
-def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_wait_ends_when_its_buffer_is_deleted(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name, other = create(http), create(http)
     waiting = [
         wait_in(pool, http.post, "/v1/buffers/take?min_count=1&timeout=60", json=naming(name, other)),
@@ -170,7 +168,7 @@ def test_a_buffer_that_is_deleted_is_not_waited_for(http: httpx.Client, pool: Th
         assert_problem(one.result(PATIENCE), 404, "unknown_buffer", name)
 
 
-def test_an_epoch_that_is_zeroed_is_not_waited_for(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_wait_ends_when_its_epoch_is_zeroed(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name = create(http)
     waiting = wait_in(pool, get, http, name, epoch=0, timeout=60)
     post(http, name, "zero")
@@ -184,7 +182,7 @@ def test_a_wait_with_if_match_ends_when_the_tag_changes(http: httpx.Client, pool
     assert_problem(waiting.result(PATIENCE), 412, "precondition_failed")
 
 
-def test_a_wait_for_a_prefix_is_for_those_that_are_there_then(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_a_wait_for_a_prefix_takes_the_buffers_present_at_its_end(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     prefix = fresh("late.")
     first, second = create(http, f"{prefix}:a"), create(http, f"{prefix}:b")
     params = {"prefix": f"{prefix}:", "min_count": 1, "timeout": 60}
@@ -201,7 +199,7 @@ def test_a_wait_for_a_prefix_is_for_those_that_are_there_then(http: httpx.Client
 
 @pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
 @pytest.mark.parametrize("few", [0, 256])
-def test_many_are_waited_for_in_the_pool_as_in_the_loop(
+def test_a_wait_for_many_buffers_ends_alike_in_pool_and_loop(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str, few: int
 ) -> None:
     monkeypatch.setattr(call, "INLINE_LOOKUPS", few)
@@ -222,10 +220,10 @@ def test_many_are_waited_for_in_the_pool_as_in_the_loop(
 
 
 @pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
-def test_who_waits_for_names_does_not_look_at_all_for_each_change(
+def test_a_wait_for_names_does_not_look_at_ready_buffers_again(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Those that are ready are not looked at again while one is not."""
+    """One buffer is not ready: the wait looks at that buffer only."""
     looks, record = Counter[str](), MemoryStore.record
 
     def counted(store: MemoryStore, name: str) -> Any:
@@ -249,7 +247,7 @@ def test_who_waits_for_names_does_not_look_at_all_for_each_change(
 
 
 @pytest.mark.parametrize("what", ["take?min_count=1", "value?epoch=0"])
-def test_who_waits_for_a_prefix_does_not_list_it_for_each_change(
+def test_a_wait_for_a_prefix_does_not_list_it_for_each_change(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     listings, records = [], MemoryStore.records
@@ -280,8 +278,8 @@ def test_a_wait_for_a_prefix_ends_with_the_last_buffer(http: httpx.Client, pool:
 
 
 @pytest.mark.parametrize("path", ["/{name}/take?", "/take?prefix={name}&"])
-def test_nobody_waits_for_more_than_the_quorum(http: httpx.Client, path: str) -> None:
-    """The count goes back to zero when it is reached."""
+def test_a_take_of_more_than_the_quorum_is_refused(http: httpx.Client, path: str) -> None:
+    """The count returns to zero at the quorum, so a larger count never comes."""
     name = create(http, quorum=2)
     answer = http.post(f"/v1/buffers{path.format(name=name)}min_count=2&timeout=60")
     problem = assert_problem(answer, 422, "invalid_parameter", "min_count is 2", "quorum of 2", f"'{name}'")
@@ -290,7 +288,7 @@ def test_nobody_waits_for_more_than_the_quorum(http: httpx.Client, path: str) ->
 
 
 @pytest.mark.parametrize("end", ["/{name}/take?", "/take?prefix={name}&"])
-def test_who_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
+def test_a_client_that_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
     name = create(http)
     path = f"/v1/buffers{end.format(name=name)}min_count=1&timeout=60"
     with socket.create_connection((http.base_url.host, http.base_url.port or 80)) as connection:
@@ -303,7 +301,7 @@ def test_who_leaves_takes_nothing(http: httpx.Client, end: str) -> None:
     assert value(http, name) == [1, 2]
 
 
-def test_a_connection_serves_on_after_a_wait(http: httpx.Client) -> None:
+def test_a_connection_serves_requests_after_a_wait(http: httpx.Client) -> None:
     with httpx.Client(base_url=http.base_url, limits=httpx.Limits(max_connections=1), timeout=30) as client:
         name = create(client)
         for _ in range(3):
@@ -323,7 +321,7 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def pair(two_workers: str) -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """Two clients, each with a connection to a worker of its own."""
+    """Yield two clients, each connected to a different worker."""
     with ExitStack() as stack:
         clients: dict[int, httpx.Client] = {}
         deadline = time.monotonic() + PATIENCE
@@ -356,8 +354,8 @@ def test_a_wait_ends_with_the_add_in_another_process(
         assert ok(taking.result(PATIENCE))["value"]["data"] == [1, 2]
 
 
-def test_many_wait_and_add_in_two_processes(two_workers: str, pool: ThreadPoolExecutor) -> None:
-    """An all-reduce by 16 who each have a connection of their own for every request."""
+def test_workers_all_reduce_through_two_processes(two_workers: str, pool: ThreadPoolExecutor) -> None:
+    """Sixteen clients all-reduce, each request on a new connection."""
 
     def work(number: int) -> list[Any]:
         read = []

@@ -1,4 +1,4 @@
-"""Malformed requests over real HTTP: whatever is sent, the answer is the gradient or a problem of ours, never a 5xx."""
+"""Malformed requests over real HTTP: each answer is the gradient or a problem of ours, never a 5xx."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def check(answer: httpx.Response) -> None:
 
 @FUZZ
 @given(requests())
-def test_strange_tensors(client: httpx.Client, request_: tuple[str, Any, dict[str, Any]]) -> None:
+def test_strange_tensors_get_an_answer_or_a_problem(
+    client: httpx.Client, request_: tuple[str, Any, dict[str, Any]]
+) -> None:
     op, body, params = request_
     content = json.dumps(body)  # with NaN and Infinity bare, as Python writes them
     check(client.post(f"/v1/ops/{op}", content=content, params=params, headers={"Content-Type": "application/json"}))
@@ -71,7 +73,7 @@ def test_strange_tensors(client: httpx.Client, request_: tuple[str, Any, dict[st
 
 @FUZZ
 @given(st.data())
-def test_damaged_bodies(client: httpx.Client, data: st.DataObject) -> None:
+def test_damaged_bodies_get_an_answer_or_a_problem(client: httpx.Client, data: st.DataObject) -> None:
     operator = OPERATORS[data.draw(st.sampled_from(sorted(OPERATORS)))]
     body = bytearray(json.dumps(dict(operator.example)).encode())
     for _ in range(data.draw(st.integers(1, 5))):
@@ -85,7 +87,9 @@ def test_damaged_bodies(client: httpx.Client, data: st.DataObject) -> None:
 @given(
     st.text(max_size=8), st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]), st.binary(max_size=8)
 )
-def test_strange_paths_and_methods(client: httpx.Client, name: str, method: str, content: bytes) -> None:
+def test_strange_paths_and_methods_get_an_answer_or_a_problem(
+    client: httpx.Client, name: str, method: str, content: bytes
+) -> None:
     url = client.base_url.copy_with(raw_path=b"/v1/ops/" + httpx.URL(params={"n": name}).query[2:])
     answer = client.request(method, url, content=content)
     assert answer.status_code < 500

@@ -18,7 +18,7 @@ from service.settings import Settings
 from tests.serving import assert_problem, serving
 
 
-def test_live_and_ready(client: httpx.Client) -> None:
+def test_a_running_server_is_live_and_ready(client: httpx.Client) -> None:
     assert client.get("/v2/health/live").json() == {"live": True}
     assert client.get("/v2/health/ready").json() == {"ready": True}
 
@@ -27,7 +27,7 @@ def assert_not_ready(answer: httpx.Response) -> None:
     assert (answer.status_code, list(answer.json())) == (503, ["error"])
 
 
-def test_before_the_start_and_after_the_stop_it_is_live_but_not_ready() -> None:
+def test_a_server_is_not_ready_before_its_start_and_after_its_stop() -> None:
     app = create_app(Settings(store="memory:"))
 
     async def check() -> None:
@@ -43,7 +43,7 @@ def test_before_the_start_and_after_the_stop_it_is_live_but_not_ready() -> None:
     asyncio.run(check())
 
 
-def test_a_bug_is_a_problem_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_answered_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("secret")
 
@@ -59,11 +59,11 @@ def test_a_bug_is_a_problem_without_its_traceback(monkeypatch: pytest.MonkeyPatc
 
 
 GATHER = b'{"shape": [1], "indices": [0], "grad": [1.0]}'
-"""The body of a request that the thread pool computes."""
+"""A body whose request runs in the thread pool."""
 
 
 class Gate:
-    """A kernel that reports its start and then waits until it is let go."""
+    """A kernel that reports its start and then waits until the gate opens."""
 
     def __init__(self) -> None:
         self.started = threading.Semaphore(0)
@@ -94,8 +94,8 @@ def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.Mon
         for _ in range(5):
             send(url).close()
         kept = send(url)
-        time.sleep(0.5)  # for the server to see them all, and those that left
-        assert httpx.get(f"{url}/v2/health/live").status_code == 200  # though the pool is full
+        time.sleep(0.5)  # until the server has seen all requests and all departures
+        assert httpx.get(f"{url}/v2/health/live").status_code == 200  # although the pool is full
         gate.let_go.set()
         for connection in (running, kept):
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -103,7 +103,7 @@ def test_a_request_abandoned_before_it_starts_is_dropped(monkeypatch: pytest.Mon
     assert gate.runs == 2
 
 
-def test_stopping_finishes_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_finishes_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     monkeypatch.setattr(Engine, "run", gate)
     with serving(threads=1) as url:
@@ -114,7 +114,7 @@ def test_stopping_finishes_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     running.close()
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body(client: httpx.Client, url: str) -> None:
+def test_a_client_that_leaves_in_its_body_harms_nobody(client: httpx.Client, url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     for _ in range(10):
         with socket.create_connection((host, int(port))) as connection:

@@ -1,4 +1,4 @@
-"""`Idempotency-Key` on every request that changes something: it is made once, however often it comes."""
+"""`Idempotency-Key` on every request that changes a buffer: repeated requests count once."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_key_is_for_one_request(http: httpx.Client, mutation: str, key: dict[s
     assert everything(http, a) == before
 
 
-def test_what_makes_another_request(http: httpx.Client, key: dict[str, str]) -> None:
+def test_another_request_with_the_same_key_is_refused(http: httpx.Client, key: dict[str, str]) -> None:
     name, other = create(http), create(http)
     path = f"/v1/buffers/{name}/accumulate"
     ok(http.post(path, json=ONES, headers=key))
@@ -167,7 +167,7 @@ def test_what_makes_another_request(http: httpx.Client, key: dict[str, str]) -> 
         ),
     ],
 )
-def test_a_body_is_the_same_however_it_is_compressed(
+def test_compression_does_not_change_the_request_of_a_key(
     http: httpx.Client, key: dict[str, str], path: str, body: Any
 ) -> None:
     name = create(http)
@@ -182,7 +182,7 @@ def test_a_body_is_the_same_however_it_is_compressed(
 
 
 @pytest.mark.parametrize("text", ["x", "x" * 255, "a key with spaces", '"quoted"', "!~", "8e03978e-40d5-43e8-bc93"])
-def test_keys(http: httpx.Client, text: str) -> None:
+def test_printable_keys_are_accepted(http: httpx.Client, text: str) -> None:
     name = create(http)
     for _ in range(2):
         assert ok(http.post(f"/v1/buffers/{name}/accumulate", json=ONES, headers={KEY: text}))["count"] == 1
@@ -199,7 +199,7 @@ BAD_KEYS: dict[str, tuple[list[bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_KEYS)
-def test_keys_that_are_none(http: httpx.Client, case: str) -> None:
+def test_invalid_keys_are_refused(http: httpx.Client, case: str) -> None:
     name = create(http)
     given, words = BAD_KEYS[case]
     headers = [(KEY.encode(), one) for one in given]
@@ -217,7 +217,7 @@ def test_keys_that_are_none(http: httpx.Client, case: str) -> None:
     assert metadata(http, name)["version"] == 0
 
 
-def test_a_request_that_fails_stores_nothing(http: httpx.Client) -> None:
+def test_a_failed_request_stores_no_key(http: httpx.Client) -> None:
     name = fresh()
     body = {"dY": [1, 2], "X": [1, 1]}
     path, into = f"/v1/buffers/{name}/accumulate", f"/v1/ops/ReluGrad?into=dX:{name}"
@@ -240,8 +240,8 @@ def test_a_request_that_fails_stores_nothing(http: httpx.Client) -> None:
     assert ok(http.post(f"{path}?epoch=1", json=ONES, headers=fourth))["epoch"] == 1
 
 
-def test_a_replay_does_not_look_at_the_state(http: httpx.Client, key: dict[str, str]) -> None:
-    """What would be refused now was done then."""
+def test_a_replay_ignores_the_current_state(http: httpx.Client, key: dict[str, str]) -> None:
+    """The same request without the key would be refused now."""
     name = create(http)
     path = f"/v1/buffers/{name}/accumulate?epoch=0"
     first = http.post(path, json=ONES, headers={**key, "If-Match": '"0-0"'})
@@ -252,7 +252,7 @@ def test_a_replay_does_not_look_at_the_state(http: httpx.Client, key: dict[str, 
     assert http.post(path, json=ONES, headers=key).json() == first.json()
 
 
-def test_a_take_is_asked_for_again(http: httpx.Client, key: dict[str, str]) -> None:
+def test_a_repeated_take_answers_the_same_value(http: httpx.Client, key: dict[str, str]) -> None:
     name = create(http, keep=2)
     numbers = np.random.default_rng(6).standard_normal((700, 300), np.float32)
     large = create(http, shape=numbers.shape)
@@ -266,13 +266,13 @@ def test_a_take_is_asked_for_again(http: httpx.Client, key: dict[str, str]) -> N
     add(http, name, [7, 7])
     assert post(http, name, "take", own).content == first.content
     ok(post(http, name, "take"))
-    assert post(http, name, "take", own).content == first.content  # it is kept still
+    assert post(http, name, "take", own).content == first.content  # the store still keeps the epoch
     ok(post(http, name, "take"))
     assert_problem(post(http, name, "take", own), 410, "epoch_gone", name)
     assert metadata(http, name)["epoch"] == 3
 
 
-def test_a_take_whose_value_is_gone_is_told_that_it_was_made(http: httpx.Client, key: dict[str, str]) -> None:
+def test_a_repeated_take_of_a_lost_value_says_that_it_counted(http: httpx.Client, key: dict[str, str]) -> None:
     a, b = create(http), create(http)
     add(http, a, [1, 2])
     add(http, b, [3, 4])
@@ -298,7 +298,7 @@ def test_a_take_is_never_replayed_with_other_numbers(http: httpx.Client, key: di
     assert not again.is_success or again.json()["value"]["data"] == [1, 2]
 
 
-def test_to_read_values_takes_no_key(http: httpx.Client, key: dict[str, str]) -> None:
+def test_reading_values_ignores_the_key(http: httpx.Client, key: dict[str, str]) -> None:
     name = create(http)
     add(http, name, [1, 2], key)
     for ask in ({"json": naming(name)}, {"params": {"prefix": name}}):
@@ -318,7 +318,7 @@ def test_a_value_is_never_replayed_with_an_older_receipt(http: httpx.Client, key
     assert receipt.get("value") in (None, first["value"])
 
 
-def test_many_by_prefix_are_those_of_then(http: httpx.Client, key: dict[str, str]) -> None:
+def test_a_repeated_take_by_prefix_takes_the_same_buffers(http: httpx.Client, key: dict[str, str]) -> None:
     prefix = fresh("then.")
     names = [create(http, f"{prefix}:{number}") for number in range(3)]
     for number, name in enumerate(names):
@@ -332,7 +332,7 @@ def test_many_by_prefix_are_those_of_then(http: httpx.Client, key: dict[str, str
     assert value(http, late) == [9, 9]
 
 
-def test_into_replayed_does_not_need_its_sources(http: httpx.Client, key: dict[str, str]) -> None:
+def test_a_repeated_into_does_not_need_its_input_buffers(http: httpx.Client, key: dict[str, str]) -> None:
     source, name = create(http), create(http)
     add(http, source, [5, 6])
     params = {"from": f"dY:{source}", "into": f"dX:{name}"}
@@ -344,8 +344,8 @@ def test_into_replayed_does_not_need_its_sources(http: httpx.Client, key: dict[s
     assert state(http, name) == before
 
 
-@pytest.mark.parametrize("then", ["deleted", "created anew", "changed"])
-def test_a_replay_whose_source_is_gone_is_told_that_it_counted(
+@pytest.mark.parametrize("then", ["deleted", "created again", "changed"])
+def test_a_repeated_into_with_a_lost_input_says_that_it_counted(
     http: httpx.Client, key: dict[str, str], then: str
 ) -> None:
     tensors = example(OPERATORS["GRUGrad"])
@@ -363,7 +363,7 @@ def test_a_replay_whose_source_is_gone_is_told_that_it_counted(
         ok(http.post(f"/v1/buffers/{source}/zero"))
     else:
         assert http.delete(f"/v1/buffers/{source}").status_code == 204
-    if then == "created anew":
+    if then == "created again":
         create(http, source, shape=grad.shape, dtype=str(grad.dtype))
     problem = assert_problem(ask(), 410, "epoch_gone", "counted once", source)
     assert problem["receipts"] == {name: first["dW"]}
@@ -371,7 +371,7 @@ def test_a_replay_whose_source_is_gone_is_told_that_it_counted(
 
 
 @pytest.mark.parametrize("how", ["one", "many", "into", "into and answered"])
-def test_an_add_is_in_another_buffer_of_the_name_only_if_that_was_added_to(
+def test_a_repeated_add_to_a_recreated_buffer_says_that_it_counted(
     http: httpx.Client, key: dict[str, str], how: str
 ) -> None:
     name, other = create(http, shape=[2]), create(http, shape=[2])
@@ -386,7 +386,7 @@ def test_an_add_is_in_another_buffer_of_the_name_only_if_that_was_added_to(
         ),
     }
     path, body, params = ways[how]
-    if how == "many":  # of which one is gone, and the other is another
+    if how == "many":  # the third buffer is deleted, too
         third = create(http, shape=[2])
         body = {third: [1, 2], **body}
     first = ok(http.post(path, json=body, headers=key, params=params))
@@ -408,7 +408,7 @@ def test_an_add_is_in_another_buffer_of_the_name_only_if_that_was_added_to(
     assert metadata(http, name)["count"] == 1
 
 
-def test_into_several_replayed(http: httpx.Client, key: dict[str, str]) -> None:
+def test_a_repeated_into_of_several_outputs_adds_once(http: httpx.Client, key: dict[str, str]) -> None:
     gru = OPERATORS["GRUGrad"]
     tensors = example(gru)
     whole = gru(tensors, {})
@@ -427,7 +427,9 @@ def test_into_several_replayed(http: httpx.Client, key: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("clients", [2, 8])
 @pytest.mark.parametrize("what", ["accumulate", "take", "many", "into", "create"])
-def test_the_same_key_at_once(http: httpx.Client, pool: ThreadPoolExecutor, what: str, clients: int) -> None:
+def test_concurrent_requests_with_one_key_count_once(
+    http: httpx.Client, pool: ThreadPoolExecutor, what: str, clients: int
+) -> None:
     for _ in range(3):
         name, key = create(http), {KEY: fresh("key")}
         add(http, name, [1, 2])
@@ -452,15 +454,15 @@ def test_the_same_key_at_once(http: httpx.Client, pool: ThreadPoolExecutor, what
         assert metadata(http, name)["version"] == (1 if what == "create" else 2)
 
 
-def test_the_same_key_at_once_in_other_requests(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_one_of_several_concurrent_requests_with_one_key_wins(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
     name, key = create(http), {KEY: fresh("key")}
     answers = list(pool.map(lambda number: add(http, name, [number, 1], key), range(8)))
     assert sorted(one.status_code for one in answers) == [200] + [422] * 7
     assert metadata(http, name)["count"] == 1
 
 
-def test_the_same_take_waits_twice(http: httpx.Client, pool: ThreadPoolExecutor, key: dict[str, str]) -> None:
-    """As after a retry, while the server has not seen yet that the first connection is gone."""
+def test_a_take_that_waits_twice_takes_once(http: httpx.Client, pool: ThreadPoolExecutor, key: dict[str, str]) -> None:
+    """A client retries before the server notices that the first connection is gone."""
     name = create(http)
     waiting = [pool.submit(post, http, name, "take", key, min_count=1, timeout=5) for _ in range(2)]
     wait_until(lambda: in_flight(http.base_url) == 2)
@@ -488,7 +490,7 @@ def test_retries_of_many_clients_count_once(http: httpx.Client, pool: ThreadPool
 # ----- after a restart -----
 
 
-def test_a_replay_after_a_restart(tmp_path: Path) -> None:
+def test_a_replay_survives_a_restart(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"store": f"lmdb:{tmp_path / 'store'}", "store_bytes": 1 << 26}
     kinds = ("create", "create what is there", "accumulate", "zero", "zero a prefix", "into", "take")
     with serving(**settings) as url, httpx.Client(base_url=url) as http:
@@ -505,7 +507,7 @@ def test_a_replay_after_a_restart(tmp_path: Path) -> None:
         assert_problem(add(http, name, [9, 9], {KEY: "take"}), 422, "idempotency_key_reused")
 
 
-def test_what_discards_is_not_done_again_to_a_buffer_of_the_same_name(http: httpx.Client, key: dict[str, str]) -> None:
+def test_a_repeated_zero_or_delete_leaves_a_recreated_buffer_alone(http: httpx.Client, key: dict[str, str]) -> None:
     name = create(http, shape=[2])
     path = f"/v1/buffers/{name}"
     zeroed = ok(http.post(f"{path}/zero", headers=key))
@@ -519,7 +521,7 @@ def test_what_discards_is_not_done_again_to_a_buffer_of_the_same_name(http: http
     assert metadata(http, name)["count"] == 1
 
 
-def test_an_add_that_updated_nothing_is_not_said_to_count(http: httpx.Client, key: dict[str, str]) -> None:
+def test_a_repeated_add_without_update_does_not_say_that_it_counted(http: httpx.Client, key: dict[str, str]) -> None:
     name = create(http, shape=[2])
     path, body = f"/v1/buffers/{name}/accumulate", {"gradient": [1, 2]}
     ok(http.post(path, json=body, headers=key, params={"do_update": False}))

@@ -1,4 +1,4 @@
-"""KServe's own client, unmodified: every operator is a model of a server that it takes for one of KServe's."""
+"""KServe's own client, unmodified: it takes the service for a KServe server and each operator for a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_server_and_its_models_are_ready(url: str) -> None:
 
 @EVERY
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
-def test_every_operator(url: str, operator: Operator, binary: bool) -> None:
+def test_every_operator_answers_the_client(url: str, operator: Operator, binary: bool) -> None:
     tensors = example(operator)
     answer = run(url, operator, tensors, binary, request_id="seven")
     assert (answer.id, answer.model_name) == ("seven", operator.name)
@@ -68,7 +68,7 @@ def test_attributes_are_parameters(url: str) -> None:
     assert_same({"dX": answer.outputs[0].as_numpy()}, operator(tensors, {"alpha": 0.5}))
 
 
-def test_a_mistake_is_an_exception(url: str) -> None:
+def test_a_mistake_raises_an_exception(url: str) -> None:
     operator = OPERATORS["ReluGrad"]
     with pytest.raises(httpx.HTTPStatusError, match="X") as raised:
         run(url, operator, {"dY": np.ones(2, np.float32)}, True)

@@ -1,4 +1,4 @@
-"""Every limit is told, kept, and named by the error of whoever goes beyond it."""
+"""Every limit is listed and kept, and the error of a request beyond a limit names the setting."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from service.api.health import SETTINGS
-from service.buffers.names import LONGEST_NAME
-from service.buffers.store import MOST_BUFFERS
+from service.buffers.names import MAX_NAME_CHARACTERS
+from service.buffers.store import MAX_BUFFERS
 from service.engine import Engine
 from service.keys import add as add_key
 from service.limits import MAX_RANK
@@ -31,7 +31,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Case(NamedTuple):
-    """A setting's value, a request beyond it, and the error; `more` are settings that it needs."""
+    """A setting's value, a request beyond this limit, and the error. `more` are other settings that the case needs."""
 
     value: int | float
     beyond: Callable[[httpx.Client], httpx.Response]
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 @contextmanager
 def served(**settings: Any) -> Iterator[httpx.Client]:
-    """A client of a server with these settings."""
+    """Yield a client of a server with these settings."""
     with serving(**settings) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
@@ -98,7 +98,7 @@ def send(client: httpx.Client, content: bytes, length: int) -> socket.socket:
 
 
 def waiting(client: httpx.Client) -> httpx.Response:
-    """One of three requests for the one thread."""
+    """Return the refusal of one among three requests for one thread."""
     content, gate = GATHER + b" " * 100_000, Gate()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr(Engine, "run", gate)
@@ -147,13 +147,13 @@ def test_the_error_names_the_setting(setting: str, tmp_path: Path) -> None:
 
 
 def test_every_limit_has_a_case() -> None:
-    assert {*CASES, "idempotency_seconds"} == set(SETTINGS)  # of which nothing can be beyond
+    assert {*CASES, "idempotency_seconds"} == set(SETTINGS)  # no request can exceed idempotency_seconds
 
 
-def test_limits_are_told_and_described(http: httpx.Client) -> None:
+def test_limits_are_listed_and_described(http: httpx.Client) -> None:
     limits = http.get("/v1/limits").json()
-    assert limits["max_buffers"] == MOST_BUFFERS == Settings().max_buffers
-    assert (limits["max_dimensions"], limits["max_name_length"]) == (MAX_RANK, LONGEST_NAME)
+    assert limits["max_buffers"] == MAX_BUFFERS == Settings().max_buffers
+    assert (limits["max_dimensions"], limits["max_name_length"]) == (MAX_RANK, MAX_NAME_CHARACTERS)
     schema = http.get("/openapi.json").json()
     (described,) = schema["paths"]["/v1/limits"]["get"]["responses"]["200"]["content"].values()
     model = schema["components"]["schemas"][described["schema"]["$ref"].rpartition("/")[2]]
@@ -165,9 +165,13 @@ def test_limits_are_told_and_described(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "values"),
-    [("max_dimensions", (0, MAX_RANK + 1)), ("max_name_length", (0, LONGEST_NAME + 1)), ("max_buffers", (0, -1))],
+    [
+        ("max_dimensions", (0, MAX_RANK + 1)),
+        ("max_name_length", (0, MAX_NAME_CHARACTERS + 1)),
+        ("max_buffers", (0, -1)),
+    ],
 )
-def test_settings_that_make_no_sense(setting: str, values: tuple[int, ...]) -> None:
+def test_impossible_limits_are_refused(setting: str, values: tuple[int, ...]) -> None:
     for one in values:
         with pytest.raises(ValueError, match=setting):
             Settings.model_validate({setting: one})
@@ -179,7 +183,7 @@ DEEP = {"dtype": "float32", "shape": [1] * 4, "data": [[[[1]]]]}
 
 
 def too_deep() -> dict[str, dict[str, Any]]:
-    """Requests with a tensor of four dimensions, in every form."""
+    """Return requests with a tensor of four dimensions in every form, and with shapes of many more."""
     inputs = [{"name": name, "shape": [1] * 4, "datatype": "FP32", "data": [1]} for name in ("dY", "X")]
     gather = {"shape": [1] * 4, "indices": [0], "grad": [[[[1]]]]}
     ops = "/v1/ops/ReluGrad"
@@ -205,14 +209,14 @@ def too_deep() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def shallow() -> Iterator[httpx.Client]:
-    """A client of a server that takes three dimensions."""
+    """Yield a client of a server that allows three dimensions."""
     with served(max_dimensions=3) as client:
         create(client, "a")
         yield client
 
 
 @pytest.mark.parametrize("case", too_deep())
-def test_dimensions_are_counted_in_every_form(shallow: httpx.Client, case: str) -> None:
+def test_every_form_of_a_tensor_keeps_the_limit_of_dimensions(shallow: httpx.Client, case: str) -> None:
     request: dict[str, Any] = {"method": "POST", **too_deep()[case]}
     answer = shallow.request(**request)
     if request["url"].startswith("/v2"):
@@ -223,13 +227,13 @@ def test_dimensions_are_counted_in_every_form(shallow: httpx.Client, case: str) 
         assert problem["limit"] == 3
 
 
-def test_three_dimensions_are_taken(shallow: httpx.Client) -> None:
+def test_a_tensor_at_the_limit_of_dimensions_is_read(shallow: httpx.Client) -> None:
     assert ok(shallow.post("/v1/ops/ReluGrad", json={"dY": [[[1]]], "X": [[[1]]]}))["dX"]["data"] == [[[1.0]]]
     name = create(shallow, shape=[1, 1, 1])
     assert ok(add(shallow, name, [[[1]]]))["count"] == 1
 
 
-def test_what_was_created_by_higher_limits_stays_of_use(tmp_path: Path) -> None:
+def test_buffers_created_under_higher_limits_stay_usable(tmp_path: Path) -> None:
     long, deep, large = "long" * 10, [1, 2, 1, 2], [1000]
     old = {"deep": deep, long: [2], "large": large}
     with served(store=f"lmdb:{tmp_path}") as client:
@@ -259,7 +263,7 @@ def test_what_was_created_by_higher_limits_stays_of_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 11, "x" * 200, "x" * 201, "x" * 1000])
-def test_long_names(name: str) -> None:
+def test_a_long_name_is_refused(name: str) -> None:
     with served(max_name_length=10) as client:
         answer = put(client, name)
         problem = assert_problem(
@@ -272,7 +276,7 @@ def test_long_names(name: str) -> None:
 # ----- buffers -----
 
 
-def test_places_of_namespaces_and_keys(tmp_path: Path) -> None:
+def test_each_namespace_has_its_own_limit_of_buffers(tmp_path: Path) -> None:
     everything = ["buffers:read", "buffers:write"]
     secrets = {name: add_key(tmp_path / "keys", name, everything, name) for name in ("ann", "bob")}
     with serving(keys=tmp_path / "keys", store=f"lmdb:{tmp_path}/store", max_buffers=2) as url:
@@ -294,9 +298,9 @@ def test_places_of_namespaces_and_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("store", ["memory:", "lmdb:{}"])
-def test_an_expired_buffer_leaves_its_place(store: str, tmp_path: Path) -> None:
+def test_an_expired_buffer_does_not_count_against_the_limit(store: str, tmp_path: Path) -> None:
     with served(store=store.format(tmp_path), max_buffers=1) as client:
-        create(client, "a", ttl_seconds=0.5)
+        create(client, "a", ttl_seconds=1)
         assert_problem(put(client, "b"), 409, "too_many_buffers")
         for _ in range(1000):
             if client.get("/v1/buffers/a").status_code == 404:
@@ -305,12 +309,12 @@ def test_an_expired_buffer_leaves_its_place(store: str, tmp_path: Path) -> None:
         assert put(client, "b").status_code == 201
 
 
-def test_workers_share_the_places(tmp_path: Path) -> None:
+def test_workers_share_the_limit_of_buffers(tmp_path: Path) -> None:
     most, names = 40, [fresh() for _ in range(100)]
-    anew = httpx.Limits(max_keepalive_connections=0)  # each request is any worker's
+    reconnect = httpx.Limits(max_keepalive_connections=0)  # any worker may get each request
     with (
         serving_workers(2, tmp_path / "store", max_buffers=most) as url,
-        httpx.Client(base_url=url, timeout=30, limits=anew) as client,
+        httpx.Client(base_url=url, timeout=30, limits=reconnect) as client,
         ThreadPoolExecutor(8) as pool,
     ):
 

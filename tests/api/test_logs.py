@@ -1,4 +1,4 @@
-"""The log: a line for each request, with its id, for people or machines, and nothing in it that must not be."""
+"""The log: one line for each request with its id, as text or JSON, and without secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def lines(server: Server) -> list[dict[str, Any]]:
-    """The requests in the log of a server that has ended; every line must be JSON."""
+    """Return the requests in the log of an ended server. Every line must be JSON."""
     server.process.terminate()
     assert server.process.wait(30) == 0
     records = [json.loads(line) for line in server.log.read_text().splitlines()]
@@ -48,7 +48,7 @@ def test_each_request_is_one_line_of_json(tmp_path: Path, workers: int) -> None:
     assert len(made) == 32
 
 
-def test_no_secret_no_tensor_and_no_second_line(tmp_path: Path) -> None:
+def test_the_log_holds_no_secret_no_tensor_and_no_forged_line(tmp_path: Path) -> None:
     secret = add(tmp_path / "keys", "ann", ["ops", "buffers:write"], "team")
     with Server(tmp_path / "store", access_log=True, keys=tmp_path / "keys") as server:
         head = {"Authorization": f"Bearer {secret}"}
@@ -72,18 +72,18 @@ def test_no_secret_no_tensor_and_no_second_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "a\tb", "\xe9"])
-def test_an_id_that_is_none_is_not_taken(url: str, given: str) -> None:
+def test_an_invalid_request_id_is_replaced(url: str, given: str) -> None:
     answer = httpx.get(f"{url}/v1/nothing", headers=[(b"X-Request-ID", given.encode("latin-1"))])
     assert answer.headers["x-request-id"] != given
     assert len(answer.headers["x-request-id"]) == 32
 
 
 @pytest.mark.parametrize("path", ["/v1/ops", "/v2/health/live", "/v1/buffers", "/v1/nothing", "/metrics"])
-def test_every_answer_has_the_id_that_came(url: str, path: str) -> None:
+def test_every_answer_repeats_the_request_id(url: str, path: str) -> None:
     assert httpx.get(url + path, headers={"X-Request-ID": "an id"}).headers.get_list("x-request-id") == ["an id"]
 
 
-def test_only_what_is_asked_for_is_logged(tmp_path: Path) -> None:
+def test_the_log_level_silences_the_access_log(tmp_path: Path) -> None:
     with Server(tmp_path / "store", access_log=True, log_level="warning") as server:
         assert httpx.get(f"{server.url}/v1/ops").status_code == 200
         server.process.terminate()

@@ -1,4 +1,4 @@
-"""Metrics: what was done is counted, in one process or several, by few labels, and told to whom it may be told."""
+"""Metrics: counts over one process or several, few labels, and a rule for the clients that may read them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_requests_are_counted_by_route_and_status(url: str) -> None:
         assert of(samples, "gradserve_request_seconds_sum", route=route) > 0
     assert of(samples, "gradserve_commit_requests_count") == 6
     assert of(samples, "gradserve_commit_requests_sum") == 6
-    assert of(samples, "gradserve_in_flight") == 1  # the one that asks
+    assert of(samples, "gradserve_in_flight") == 1  # the scrape itself
     assert of(samples, "gradserve_buffers") == 1
     assert 0 < of(samples, "gradserve_store_bytes") < of(samples, "gradserve_store_limit_bytes")
     assert of(samples, "gradserve_workers") == 1
@@ -101,7 +101,7 @@ def test_requests_are_counted_by_route_and_status(url: str) -> None:
         ("accumulate", "POST /v1/buffers/a/accumulate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf"),
     ],
 )
-def test_who_is_gone_before_the_answer_is_counted_as_that(url: str, route: str, head: str) -> None:
+def test_a_client_that_left_before_the_answer_is_counted_as_499(url: str, route: str, head: str) -> None:
     httpx.put(f"{url}/v1/buffers/a", json={"shape": [2]}).raise_for_status()
     with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as connection:
         connection.sendall(head.encode())
@@ -148,13 +148,17 @@ LONGEST: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("phase", LONGEST)
-def test_time_is_counted_in_the_phase_that_took_it(url: str, phase: str) -> None:
+def test_time_is_counted_in_its_phase(url: str, phase: str) -> None:
     path, request = LONGEST[phase]
-    for _ in range(3):
-        httpx.post(f"{url}/v1/ops/{path}", **request).raise_for_status()
-    samples = scraped(url)
     computing = ("queue", "decode", "kernel", "encode")
-    assert phase == max(computing, key=lambda one: of(samples, "gradserve_phase_seconds_sum", phase=one))
+
+    def longest() -> str:
+        """Return the phase with the most seconds after another request. A busy machine may queue one for long."""
+        httpx.post(f"{url}/v1/ops/{path}", **request).raise_for_status()
+        samples = scraped(url)
+        return max(computing, key=lambda one: of(samples, "gradserve_phase_seconds_sum", phase=one))
+
+    wait_until(lambda: longest() == phase)
 
 
 def test_buckets_only_grow(url: str) -> None:
@@ -170,7 +174,7 @@ def test_buckets_only_grow(url: str) -> None:
     assert buckets[-1] == (float("inf"), 20)
 
 
-def test_labels_are_few(url: str) -> None:
+def test_unknown_paths_add_few_labels(url: str) -> None:
     before = len(scraped(url))
     for path in ("/v1/ops/x", "/v2/models/y/infer", "/v1/buffers/z/value", "/v1/buffers/a/b/c", "/%00", "//"):
         for method in ("GET", "POST", "PATCH"):
@@ -178,8 +182,8 @@ def test_labels_are_few(url: str) -> None:
     assert len(scraped(url)) - before <= len(ROUTES) * len(STATUSES)
 
 
-def test_a_full_disk_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map without room behind it is a SIGBUS."""
+def test_a_full_disk_does_not_end_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing to a memory map without room behind the map raises SIGBUS."""
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -190,10 +194,10 @@ def test_a_full_disk_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.listdir(tmp_path / "gone") == []
 
 
-def test_several_processes_count_together(tmp_path: Path) -> None:
+def test_workers_count_together(tmp_path: Path) -> None:
     with Server(tmp_path / "store", workers=2) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [2]})
-        for _ in range(40):  # each on a connection of its own, which either process may take
+        for _ in range(40):  # each on a new connection, which either process may accept
             httpx.post(f"{server.url}/v1/buffers/a/accumulate", json={"gradient": [1, 2]})
         for _ in range(3):
             samples = scraped(server.url)
@@ -206,7 +210,7 @@ def test_several_processes_count_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "near", "forwarded"), [("loopback", 200, 401), ("always", 200, 200), ("never", 401, 401)]
 )
-def test_who_may_read_them(tmp_path: Path, rule: str, near: int, forwarded: int) -> None:
+def test_metrics_open_decides_who_reads_the_metrics(tmp_path: Path, rule: str, near: int, forwarded: int) -> None:
     admin, other = (add(tmp_path / "keys", name, [name]) for name in ("admin", "ops"))
     with serving(keys=tmp_path / "keys", metrics_open=rule) as url:
         assert httpx.get(f"{url}/metrics").status_code == near
@@ -218,7 +222,7 @@ def test_who_may_read_them(tmp_path: Path, rule: str, near: int, forwarded: int)
         assert httpx.get(f"{url}/metrics", headers=asked).status_code == (200 if rule == "always" else 403)
 
 
-def test_a_process_does_not_undo_what_one_of_its_number_counted_before(tmp_path: Path) -> None:
+def test_a_new_process_keeps_the_counts_of_an_ended_one(tmp_path: Path) -> None:
     before = Metrics(tmp_path)
     before.committed(1, 0.1)
     before.set("gradserve_in_flight", 1)

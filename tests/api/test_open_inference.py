@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over plain HTTP: the forms of its answers and errors, and what clients may ask for."""
+"""The Open Inference Protocol over plain HTTP: its answers, its errors and the forms that clients may ask for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def parts(answer: httpx.Response) -> tuple[dict[str, Any], bytes]:
 
 
 def with_bytes(tensors: Mapping[str, Any], **more: Any) -> tuple[bytes, dict[str, str]]:
-    """A body with tensors of float32 in bytes, and the header that it needs."""
+    """Return a body with float32 tensors in binary form, and the header that such a body needs."""
     arrays = {name: np.array(data, np.float32) for name, data in tensors.items()}
     form: dict[str, Any] = {"datatype": "FP32"}
     inputs = [
@@ -64,13 +64,13 @@ def with_bytes(tensors: Mapping[str, Any], **more: Any) -> tuple[bytes, dict[str
 # ----- models -----
 
 
-def test_the_server(client: httpx.Client) -> None:
+def test_the_server_describes_itself(client: httpx.Client) -> None:
     answer = client.get("/v2").json()
     assert answer.keys() == {"name", "version", "extensions"}
     assert "binary_tensor_data" in answer["extensions"]
 
 
-def test_a_model(client: httpx.Client) -> None:
+def test_a_model_describes_its_tensors(client: httpx.Client) -> None:
     for path in ("/v2/models/GatherGrad", "/v2/models/GatherGrad/versions/1"):
         assert client.get(path).json() == {
             "name": "GatherGrad",
@@ -89,16 +89,16 @@ def test_a_model(client: httpx.Client) -> None:
         assert [one["name"] for one in client.get(f"{path}/stats").json()["model_stats"]] == ["GatherGrad"]
 
 
-def test_the_index(client: httpx.Client) -> None:
+def test_the_index_lists_every_model(client: httpx.Client) -> None:
     for content in (b"", b"{}"):
         index = client.post("/v2/repository/index", content=content).json()
         assert index[0] == {"name": next(iter(OPERATORS)), "version": "1", "state": "READY", "reason": ""}
 
 
-# ----- what may be asked for -----
+# ----- forms of requests and answers -----
 
 
-def test_an_answer_in_json(client: httpx.Client) -> None:
+def test_an_answer_is_json_by_default(client: httpx.Client) -> None:
     answer = infer(client, id="x")
     assert answer.headers["content-type"] == "application/json"
     assert LENGTH not in answer.headers
@@ -114,7 +114,7 @@ def test_an_answer_in_json(client: httpx.Client) -> None:
     assert "id" not in infer(client).json()
 
 
-def test_every_output_in_bytes(client: httpx.Client) -> None:
+def test_every_output_may_be_binary(client: httpx.Client) -> None:
     answer = infer(client, parameters={"binary_data_output": True})
     assert answer.headers["content-type"] == "application/octet-stream"
     head, data = parts(answer)
@@ -127,7 +127,7 @@ def test_every_output_in_bytes(client: httpx.Client) -> None:
 @pytest.mark.parametrize("default", [None, False, True])
 @pytest.mark.parametrize("first", [None, False, True])
 @pytest.mark.parametrize("second", [None, False, True])
-def test_each_output_in_its_own_form(client: httpx.Client, default: Any, first: Any, second: Any) -> None:
+def test_each_output_has_its_own_form(client: httpx.Client, default: Any, first: Any, second: Any) -> None:
     asked = {"accumulated_gradient": first, "updated": second}
     outputs = [
         {"name": name, **({} if wanted is None else {"parameters": {"binary_data": wanted}})}
@@ -146,14 +146,14 @@ def test_each_output_in_its_own_form(client: httpx.Client, default: Any, first: 
     assert data == numbers * expected["accumulated_gradient"] + flag * expected["updated"]
 
 
-def test_bytes_with_attributes(client: httpx.Client) -> None:
+def test_binary_inputs_may_have_attributes(client: httpx.Client) -> None:
     content, headers = with_bytes({"dY": [2, 4], "Y": [-1, 1]}, parameters={"alpha": 0.5})
     answer = client.post("/v2/models/LeakyReluGrad/versions/1/infer", content=content, headers=headers)
     assert answer.json()["outputs"][0]["data"] == [1.0, 4.0]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_with_a_length_and_in_chunks(client: httpx.Client, chunked: bool) -> None:
+def test_a_binary_body_may_have_a_length_or_chunks(client: httpx.Client, chunked: bool) -> None:
     content, headers = with_bytes({"dY": [1, 2], "X": [1, 0]}, parameters={"binary_data_output": True})
     pieces: Any = iter([content[:7], content[7:-3], content[-3:]]) if chunked else content
     answer = client.post(RELU, content=pieces, headers=headers)
@@ -184,7 +184,7 @@ def test_the_content_type_does_not_matter(client: httpx.Client, content_type: st
     ],
 )
 @pytest.mark.parametrize("binary", [False, True])
-def test_an_answer_is_compressed_for_those_who_ask_for_one_coding(
+def test_an_answer_is_compressed_if_the_client_accepts_one_coding(
     client: httpx.Client, accepted: str, coding: str | None, binary: bool
 ) -> None:
     body = {"inputs": INPUTS, "parameters": {"binary_data_output": binary}}
@@ -195,22 +195,22 @@ def test_an_answer_is_compressed_for_those_who_ask_for_one_coding(
     assert int(answer.headers["content-length"]) == len(raw)
     plain = raw if coding is None else zlib.decompress(raw) if coding == "deflate" else gzip.decompress(raw)
     if binary:
-        length = int(answer.headers[LENGTH])  # of the JSON as it is once inflated
+        length = int(answer.headers[LENGTH])  # of the inflated JSON
         assert plain[length:] == b"\1" + np.array([11, 22], np.float32).tobytes()
         plain = plain[:length]
     assert [one["name"] for one in json.loads(plain)["outputs"]] == ["updated", "accumulated_gradient"]
 
 
-# ----- bodies of nothing but bytes -----
+# ----- raw bodies -----
 
 
 @pytest.mark.parametrize(("op", "names"), [("ReluGrad", "dY, X"), ("GatherGrad", "shape, indices, grad")])
-def test_a_body_of_nothing_but_bytes_is_for_models_of_one_input(client: httpx.Client, op: str, names: str) -> None:
+def test_a_raw_body_needs_a_model_with_one_input(client: httpx.Client, op: str, names: str) -> None:
     answer = client.post(f"/v2/models/{op}/infer", content=bytes(8), headers={LENGTH: "0"})
     assert_error(answer, 400, "models with one input", f"{op} needs {names}")
 
 
-def test_a_body_of_nothing_but_bytes(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_raw_body_is_the_only_input(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def negate(x: T, /) -> T:
         """y = -x."""
         return -x
@@ -239,17 +239,17 @@ def test_a_query_is_not_taken_for_parameters(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "x", "1.5", "0x10", "", "+5", "1e3", "٣", "9" * 19, "5, 5"])
-def test_a_header_that_is_no_number_of_bytes(client: httpx.Client, value: str) -> None:
+def test_a_length_header_that_is_not_a_number_is_refused(client: httpx.Client, value: str) -> None:
     headers = [(LENGTH.encode(), value.encode())]
     assert_error(client.post(RELU, content=b"{}", headers=headers), 400, LENGTH, "must be a number of bytes")
 
 
 @pytest.mark.parametrize(("value", "words"), [("3", "whole body has 2"), ("9" * 18, "whole body"), ("1", "not JSON")])
-def test_a_header_that_lies(client: httpx.Client, value: str, words: str) -> None:
+def test_a_wrong_length_header_is_refused(client: httpx.Client, value: str, words: str) -> None:
     assert_error(client.post(RELU, content=b"{}", headers={LENGTH: value}), 400, words)
 
 
-def test_bytes_without_the_header(client: httpx.Client) -> None:
+def test_binary_inputs_without_the_length_header_are_refused(client: httpx.Client) -> None:
     content, _ = with_bytes({"dY": [1], "X": [1]})
     assert_error(client.post(RELU, content=content), 400, "not JSON")
     inputs = [{"name": "dY", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}}]
@@ -308,7 +308,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_each_mistake_has_its_error(client: httpx.Client, case: str) -> None:
+def test_each_mistake_has_its_own_error(client: httpx.Client, case: str) -> None:
     path, request, status, words = MISTAKES[case]
     assert_error(client.post(path, **request), status, *words)
 
@@ -326,14 +326,14 @@ def test_each_mistake_has_its_error(client: httpx.Client, case: str) -> None:
         ("POST", "/v2/health/live", "GET, HEAD"),
     ],
 )
-def test_methods(client: httpx.Client, method: str, path: str, allowed: str) -> None:
+def test_an_unsupported_method_is_refused(client: httpx.Client, method: str, path: str, allowed: str) -> None:
     answer = client.request(method, path)
     assert_error(answer, 405, path, method, allowed)
     assert answer.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("path", ["/v2/nothing", "/v2/models/ReluGrad/nothing", "/v2/models/Nothing", "/v2/models"])
-def test_paths(client: httpx.Client, path: str) -> None:
+def test_an_unknown_path_is_not_found(client: httpx.Client, path: str) -> None:
     assert_error(client.get(path), 404)
 
 
@@ -345,7 +345,7 @@ def test_a_connection_outlives_errors(url: str) -> None:
             assert client.post(RELU, json={"inputs": ONE}).json()["outputs"][0]["data"] == [1.0]
 
 
-def test_a_bug_is_an_error_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_answered_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("secret")
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document is valid, and what the service takes and gives is what it shows."""
+"""The OpenAPI document is valid, and requests and answers conform to its schemas."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ def schema(client: httpx.Client) -> Any:
 
 
 def conforms(schema: Any, name: str, value: Any) -> bool:
-    """Whether `value` is of the component `name`."""
+    """Return whether `value` conforms to the component `name`."""
     component = {"$ref": f"#/components/schemas/{name}", "components": schema["components"]}
     return bool(jsonschema.Draft202012Validator(component).is_valid(value))
 
 
-def test_it_is_valid(schema: Any) -> None:
+def test_the_document_is_valid(schema: Any) -> None:
     validate(schema)
 
 
 @pytest.mark.parametrize("op", OPERATORS)
 @pytest.mark.parametrize("encoding", ["list", "base64"])
-def test_requests_and_answers_are_as_shown(client: httpx.Client, schema: Any, op: str, encoding: str) -> None:
+def test_requests_and_answers_conform_to_their_schemas(
+    client: httpx.Client, schema: Any, op: str, encoding: str
+) -> None:
     request = dict(OPERATORS[op].example)
     answer = client.post(f"/v1/ops/{op}", json=request, params={"encoding": encoding}).json()
     assert conforms(schema, f"{op}Request", request)
@@ -41,8 +43,8 @@ def test_requests_and_answers_are_as_shown(client: httpx.Client, schema: Any, op
     assert not conforms(schema, f"{op}Answer", {name: 1 for name in answer})
 
 
-def test_no_component_holds_itself(schema: Any) -> None:
-    """Most programs that make clients of OpenAPI cannot read one that does."""
+def test_no_component_refers_to_itself(schema: Any) -> None:
+    """Most client generators cannot read a recursive component."""
     components = schema["components"]["schemas"]
 
     def refs(value: Any) -> set[str]:
@@ -99,14 +101,14 @@ def test_the_examples_of_buffers_can_be_tried_out(schema: Any) -> None:
         assert client.post(f"/v2/models/{op}/infer", json=body).json()["outputs"][0]["data"] == [1.0, 0.0]
 
 
-def test_names_of_buffers_have_a_pattern(schema: Any) -> None:
+def test_buffer_names_have_a_pattern(schema: Any) -> None:
     (name,) = (one for one in schema["paths"]["/v1/buffers/{name}"]["get"]["parameters"] if one["in"] == "path")
     pattern = name["schema"]["pattern"]
     assert re.fullmatch(pattern, "layer.0:weight")
     assert not re.fullmatch(pattern, "layer/weight")
 
 
-def test_the_headers_that_each_endpoint_knows(schema: Any) -> None:
+def test_each_endpoint_lists_its_headers(schema: Any) -> None:
     one, many, reading = {"Idempotency-Key", "If-Match"}, {"Idempotency-Key"}, {"If-None-Match"}
     expected = {
         ("put", "/{name}"): one | reading,
@@ -130,8 +132,8 @@ def test_the_headers_that_each_endpoint_knows(schema: Any) -> None:
         assert {one["name"] for one in shown if one["in"] == "header"} == one
 
 
-def test_requests_and_answers_with_buffers_are_as_shown(client: httpx.Client, schema: Any) -> None:
-    """What a buffer gives is not in the body, what goes into one is answered by a receipt, and not all is asked for."""
+def test_requests_and_answers_with_buffers_conform_to_their_schemas(client: httpx.Client, schema: Any) -> None:
+    """The body lacks the input that a buffer gives, and the answer has a receipt for the output that a buffer takes."""
     example = dict(OPERATORS["GRUGrad"].example)
     for name, shape in (("schema.X", [2, 1, 1]), ("schema.W", [1, 3, 1])):
         assert client.put(f"/v1/buffers/{name}", json={"shape": shape}).status_code == 201
@@ -159,11 +161,11 @@ def test_requests_and_answers_with_buffers_are_as_shown(client: httpx.Client, sc
         ({"data": [1], "unit": "m"}, False),
     ],
 )
-def test_the_forms_of_a_tensor(schema: Any, tensor: Any, valid: bool) -> None:
+def test_the_schema_accepts_every_form_of_a_tensor_only(schema: Any, tensor: Any, valid: bool) -> None:
     assert conforms(schema, "ReluGradRequest", {"dY": tensor, "X": 1}) is valid
 
 
-def test_problems_are_as_shown(client: httpx.Client, schema: Any) -> None:
+def test_problems_conform_to_their_schema(client: httpx.Client, schema: Any) -> None:
     problem = client.post("/v1/ops/ReluGrad", json={}).json()
     assert conforms(schema, "Problem", problem)
     assert not conforms(schema, "Problem", {"detail": "something"})

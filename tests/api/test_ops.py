@@ -1,4 +1,4 @@
-"""The operators' endpoints over real HTTP: the forms of tensors, attributes, and the form of the answer."""
+"""The operators' endpoints over real HTTP: the forms of tensors, attributes and answers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def relu(client: httpx.Client, dY: Any, X: Any) -> Any:
     return run(client, "ReluGrad", dY=dY, X=X)["dX"]
 
 
-def test_a_bare_list_and_a_scalar(client: httpx.Client) -> None:
+def test_a_tensor_may_be_a_list_or_a_scalar(client: httpx.Client) -> None:
     assert relu(client, [[1, 2.5]], [[3, -1]]) == {"dtype": "float32", "shape": [1, 2], "data": [[1.0, 0.0]]}
     assert relu(client, 5, 1) == {"dtype": "float32", "shape": [], "data": 5.0}
 
 
-def test_an_object_with_dtype_and_shape(client: httpx.Client) -> None:
+def test_a_tensor_may_be_an_object_with_dtype_and_shape(client: httpx.Client) -> None:
     dY = {"dtype": "float64", "data": [0.1, 0.2]}
     X = {"dtype": "float64", "shape": [2], "data": [1, 1]}
     assert relu(client, dY, X) == {"dtype": "float64", "shape": [2], "data": [0.1, 0.2]}
@@ -44,25 +44,25 @@ def test_an_object_with_dtype_and_shape(client: httpx.Client) -> None:
         ({"shape": [2, 0], "base64": ""}, [2, 0]),
     ],
 )
-def test_empty_tensors(client: httpx.Client, tensor: Any, shape: list[int]) -> None:
+def test_an_empty_tensor_keeps_its_shape(client: httpx.Client, tensor: Any, shape: list[int]) -> None:
     answer = relu(client, tensor, tensor)
     assert answer["shape"] == shape
     assert relu(client, answer, answer) == answer
 
 
-def test_a_huge_number_of_empty_rows_costs_nothing(client: httpx.Client) -> None:
+def test_a_huge_number_of_empty_rows_is_cheap(client: httpx.Client) -> None:
     rows = {"shape": [1 << 60, 0], "data": []}
     assert relu(client, rows, rows) == {"dtype": "float32", **rows}
 
 
-def test_not_finite_numbers_travel_as_strings(client: httpx.Client) -> None:
+def test_nonfinite_numbers_travel_as_strings(client: httpx.Client) -> None:
     dY = ["NaN", "Infinity", "-Infinity", 1]
     assert relu(client, dY, [1, 1, 1, 1])["data"] == ["NaN", "Infinity", "-Infinity", 1.0]
     assert relu(client, dY, [0, 0, "NaN", "-Infinity"])["data"] == [0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_an_answer_can_be_posted_back(client: httpx.Client, dtype: str) -> None:
+def test_an_answer_can_be_sent_back_as_input(client: httpx.Client, dtype: str) -> None:
     first = relu(
         client, {"dtype": dtype, "data": [[0.1, 65504, -1e-7, "NaN"]]}, {"dtype": dtype, "data": [[1, 1, 1, 1]]}
     )
@@ -87,7 +87,7 @@ def test_the_answer_has_the_form_of_the_request_unless_asked_otherwise(client: h
     assert run(client, "ReluGrad", {"encoding": "base64"}, dY=[1], X=[1])["dX"] == one
 
 
-def test_attributes(client: httpx.Client) -> None:
+def test_attributes_are_query_parameters(client: httpx.Client) -> None:
     dY, Y = [[1, 2], [3, 4]], [[0.5, 0.25], [0.5, 0.75]]
     along_last = run(client, "SoftmaxGrad_13", dY=dY, Y=Y)["dX"]["data"]
     assert along_last == run(client, "SoftmaxGrad_13", {"axis": 1}, dY=dY, Y=Y)["dX"]["data"]
@@ -96,14 +96,14 @@ def test_attributes(client: httpx.Client) -> None:
     assert run(client, "LeakyReluGrad", {"alpha": "nan"}, dY=[2.0], Y=[-1.0])["dX"]["data"] == ["NaN"]
 
 
-def test_indices_are_integers_of_either_width(client: httpx.Client) -> None:
+def test_indices_may_be_int32_or_int64(client: httpx.Client) -> None:
     grad = [[1, 2], [3, 4]]
     for indices in ([2, -3], {"dtype": "int32", "data": [2, -3]}):
         answer = run(client, "GatherGrad", shape=[3, 2], indices=indices, grad=grad)
         assert answer["output"]["data"] == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0]]
 
 
-def test_several_outputs(client: httpx.Client) -> None:
+def test_an_operator_may_have_several_outputs(client: httpx.Client) -> None:
     answer = run(client, "InPlaceAccumulatorV2", gradient_buffer=[1, 2], gradient=[10], overwrite=True)
     assert answer == {
         "updated": {"dtype": "bool", "shape": [1], "data": [True]},
@@ -114,7 +114,7 @@ def test_several_outputs(client: httpx.Client) -> None:
     assert axes["B_axes"] == {"dtype": "int64", "shape": [0], "data": []}
 
 
-def test_any_number_of_threads_gives_the_same_bytes() -> None:
+def test_the_number_of_threads_does_not_change_the_bytes() -> None:
     generator = np.random.default_rng(1)
     dY, Y = generator.standard_normal((2, 3, 200_000), dtype=np.float32)
 
@@ -131,7 +131,7 @@ def test_any_number_of_threads_gives_the_same_bytes() -> None:
     assert len(answers) == 3
 
 
-def test_the_body_may_come_in_pieces_without_a_length(client: httpx.Client) -> None:
+def test_a_body_may_be_chunked(client: httpx.Client) -> None:
     def pieces() -> Any:
         yield b'{"dY": [1, 2'
         yield b'], "X": [1'
@@ -149,7 +149,7 @@ def test_content_types_that_are_json(client: httpx.Client, content_type: str | N
 
 
 @pytest.mark.parametrize("accept", ["*/*", "application/*", "text/html, application/json;q=0.9", "APPLICATION/JSON"])
-def test_what_is_accepted(client: httpx.Client, accept: str) -> None:
+def test_an_accept_header_that_allows_json_is_accepted(client: httpx.Client, accept: str) -> None:
     answer = client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers={"Accept": accept})
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/json"
@@ -161,12 +161,12 @@ def test_the_operators_are_listed(client: httpx.Client) -> None:
     assert {"ReluGrad", "SoftmaxGrad_13", "GatherGrad", "InPlaceAccumulatorV2", "GRUGrad"} <= set(names)
 
 
-def test_the_front_page_leads_to_the_documentation(client: httpx.Client) -> None:
+def test_the_front_page_redirects_to_the_documentation(client: httpx.Client) -> None:
     answer = client.get("/")
     assert answer.url.join(answer.headers["location"]).path == "/docs"
 
 
-def test_the_documentation_takes_nothing_from_other_hosts(client: httpx.Client) -> None:
+def test_the_documentation_loads_nothing_from_other_hosts(client: httpx.Client) -> None:
     page = client.get("/docs")
     assert "default-src 'self'" in page.headers["content-security-policy"]
     found = re.findall(r"""(?:src|href|url)[=:]\s*["']([^"']+)""", page.text)

@@ -1,4 +1,4 @@
-"""Every error over real HTTP: its code, and that its sentence names what was wrong, what was expected and what came."""
+"""Every error over real HTTP: its code, and a detail that names the fault, the expected and the given value."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_mistake_has_its_problem(client: httpx.Client, case: str) -> None:
+def test_each_mistake_has_its_own_problem(client: httpx.Client, case: str) -> None:
     op, request, status, code, words = CASES[case]
     if "content" in request:
         request = {**request, "headers": {"Content-Type": "application/json", **request.get("headers", {})}}
@@ -261,23 +261,23 @@ def test_each_invalid_tensor_is_named_with_its_place(client: httpx.Client, case:
         ({"dtype": "int32", "data": [1 << 31]}, ("indices[0] is 2147483648", "int32")),
     ],
 )
-def test_indices_that_are_not_integers(client: httpx.Client, indices: Any, words: tuple[str, ...]) -> None:
+def test_indices_must_be_integers(client: httpx.Client, indices: Any, words: tuple[str, ...]) -> None:
     answer = client.post("/v1/ops/GatherGrad", json={"shape": [3, 1], "indices": indices, "grad": [[1]]})
     assert_problem(answer, 422, "invalid_tensor", *words)
 
 
 @pytest.mark.parametrize("flag", [1, [], "true", {"dtype": "bool", "shape": [1], "base64": "Ag=="}])
-def test_flags_that_are_not_booleans(client: httpx.Client, flag: Any) -> None:
+def test_flags_must_be_booleans(client: httpx.Client, flag: Any) -> None:
     answer = client.post("/v1/ops/InPlaceAccumulator", json={"gradient_buffer": 1, "gradient": 1, "do_update": flag})
     assert_problem(answer, 422, "invalid_tensor", "do_update")
 
 
-def test_negative_entry_in_the_shape_of_gather(client: httpx.Client) -> None:
+def test_the_shape_of_gather_must_not_be_negative(client: httpx.Client) -> None:
     answer = client.post("/v1/ops/GatherGrad", json={"shape": [3, -1], "indices": [0], "grad": [[1]]})
     assert_problem(answer, 422, "invalid_tensor", "shape[1] is -1")
 
 
-def test_paths_and_methods(client: httpx.Client) -> None:
+def test_unknown_paths_and_methods_are_refused(client: httpx.Client) -> None:
     assert_problem(client.get("/v1/nothing"), 404, "not_found", "/v1/nothing")
     assert_problem(client.get("/v1/ops/Nothing"), 404, "unknown_operator", "Nothing")
     answer = client.put("/v1/ops/ReluGrad", json={})
@@ -285,7 +285,7 @@ def test_paths_and_methods(client: httpx.Client) -> None:
     assert answer.headers["allow"] == "GET, HEAD, POST"
 
 
-def test_every_code_is_met_somewhere() -> None:
+def test_every_error_code_has_a_test() -> None:
     met = {case[3] for case in CASES.values()} | {"invalid_tensor", "not_found", "method_not_allowed"}
     elsewhere = {
         "not_ready": "test_health.py",
@@ -319,18 +319,18 @@ def test_every_code_is_met_somewhere() -> None:
 
 
 @pytest.mark.parametrize("case", ["input too large", "empty, but no index reaches that far", "rank"])
-def test_a_tensor_beyond_a_limit_is_named_for_programs(client: httpx.Client, case: str) -> None:
+def test_a_problem_names_the_tensor_beyond_a_limit(client: httpx.Client, case: str) -> None:
     operator, request, status, code, _ = CASES[case]
     assert assert_problem(client.post(f"/v1/ops/{operator}", **request), status, code)["tensor"] == "dY"
 
 
 @pytest.mark.parametrize("case", ["output too large", "rank of the output"])
-def test_an_output_beyond_a_limit_is_no_tensor_of_the_request(client: httpx.Client, case: str) -> None:
+def test_a_problem_names_no_tensor_for_an_output_beyond_a_limit(client: httpx.Client, case: str) -> None:
     operator, request, status, code, _ = CASES[case]
     assert "tensor" not in assert_problem(client.post(f"/v1/ops/{operator}", **request), status, code)
 
 
-def test_every_error_class_says_what_it_means() -> None:
+def test_every_error_class_is_documented() -> None:
     for error in tree():
         assert error.title()
         assert error.__doc__ != GradserveError.__doc__ or error is GradserveError
@@ -351,7 +351,7 @@ LATE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("namespace", ["", "team"])
 @pytest.mark.parametrize("what", LATE)
 def test_an_error_holds_nothing_in_a_cycle(tmp_path: Path, what: str, namespace: str) -> None:
-    """What only the collector of reference cycles frees, the request's body for one, may stay for long."""
+    """A reference cycle would hold the request's body until the garbage collector runs."""
     settings: dict[str, Any] = {"store": f"lmdb:{tmp_path / 'store'}", "store_bytes": 1 << 26}
     headers = {}
     if namespace:

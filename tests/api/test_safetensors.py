@@ -1,4 +1,4 @@
-"""safetensors over /v1: which types are read and answered, and mistakes as problems."""
+"""safetensors over /v1: the media types read and answered, and the problems of mistakes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def post(
 
 @EVERY
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_every_operator(client: httpx.Client, operator: Operator, dtype: str) -> None:
+def test_every_operator_takes_and_answers_safetensors(client: httpx.Client, operator: Operator, dtype: str) -> None:
     tensors = example(operator, {"float": dtype})
     expected = operator(tensors, {})
     content = safetensors.numpy.save(tensors)
@@ -91,7 +91,7 @@ def test_accept_decides_the_answer(client: httpx.Client, sent: str, accept: str 
 
 
 @pytest.mark.parametrize("accept", ["text/html", "application/octet-stream", "application/vnd.safetensors2", "*"])
-def test_answers_that_are_not_given(client: httpx.Client, accept: str) -> None:
+def test_an_unsupported_accept_is_refused(client: httpx.Client, accept: str) -> None:
     problem = assert_problem(
         post(client, "ReluGrad", codec_bytes(ONES), accept=accept),
         406,
@@ -104,12 +104,12 @@ def test_answers_that_are_not_given(client: httpx.Client, accept: str) -> None:
 
 
 @pytest.mark.parametrize("sent", ["application/octet-stream", "application/vnd", "safetensors", "", ";"])
-def test_types_that_are_not_read(client: httpx.Client, sent: str) -> None:
+def test_an_unsupported_content_type_is_refused(client: httpx.Client, sent: str) -> None:
     answer = post(client, "ReluGrad", codec_bytes(ONES), sent=sent)
     assert_problem(answer, 415, "unsupported_media_type", JSON, MEDIA_TYPE)
 
 
-def test_json_that_says_to_be_safetensors_and_the_reverse(client: httpx.Client) -> None:
+def test_a_body_must_match_its_content_type(client: httpx.Client) -> None:
     answer = post(client, "ReluGrad", b'{"dY": 1, "X": 1}')
     assert_problem(answer, 400, "malformed_body", "safetensors header")
     assert_problem(post(client, "ReluGrad", codec_bytes(ONES), sent=JSON), 400, "malformed_body", "not JSON")
@@ -133,7 +133,7 @@ MISTAKES: dict[str, tuple[bytes, int, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_each_mistake_has_its_problem(client: httpx.Client, case: str) -> None:
+def test_each_mistake_has_its_own_problem(client: httpx.Client, case: str) -> None:
     content, status, code, words = MISTAKES[case]
     problem = assert_problem(post(client, "ReluGrad", content), status, code, *words)
     assert problem["op"] == "ReluGrad"
@@ -151,18 +151,18 @@ WISHES = {
 
 
 @pytest.mark.parametrize("wish", WISHES)
-def test_how_much_each_type_is_wanted(client: httpx.Client, wish: str) -> None:
+def test_the_highest_quality_in_accept_wins(client: httpx.Client, wish: str) -> None:
     accept, expected = WISHES[wish]
     answer = post(client, "ReluGrad", safetensors.numpy.save(ONES), accept=accept).raise_for_status()
     assert answer.headers["content-type"] == expected
 
 
-def test_types_that_are_wanted_on_two_lines(client: httpx.Client) -> None:
+def test_two_accept_headers_form_one_list(client: httpx.Client) -> None:
     headers = [("Accept", "text/html"), ("Accept", MEDIA_TYPE)]
     answer = client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers=headers).raise_for_status()
     assert answer.headers["content-type"] == MEDIA_TYPE
 
 
-def test_no_type_is_wanted(client: httpx.Client) -> None:
+def test_a_wildcard_with_quality_zero_is_not_acceptable(client: httpx.Client) -> None:
     answer = client.post("/v1/ops/ReluGrad", json={"dY": 1, "X": 1}, headers={"Accept": "*/*;q=0"})
     assert answer.status_code == 406

@@ -1,6 +1,8 @@
-"""Requests that schemathesis makes from the OpenAPI schema, right and wrong ones: no answer is a failure of the
-server, and every one is as the schema says. `make fuzz` makes more, for every operator (GRADSERVE_FUZZ: how many of
-each kind); without it, every other operator is left out, as their requests are alike."""
+"""Valid and invalid requests that schemathesis makes from the OpenAPI schema: every answer conforms to the schema.
+
+`make fuzz` makes more requests, for every operator; GRADSERVE_FUZZ is the number of each kind. Other runs leave out
+every second operator, because their requests are alike.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ MANY = os.environ.get("GRADSERVE_FUZZ")
 
 
 def run(url: str, schema: Any, work: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Make requests from the schema, to the server at `url`."""
+    """Run schemathesis with the schema against the server at `url`."""
     (work / "schema.json").write_text(json.dumps(schema))
     command: list[str | Path] = [TOOL, "--no-color", "run", "schema.json", "--url", url]
     command += ["--checks", CHECKS, f"-n{MANY or 2}", "--suppress-health-check=all"]
@@ -29,7 +31,7 @@ def run(url: str, schema: Any, work: Path, *options: str) -> subprocess.Complete
 
 
 def schema_of(url: str) -> Any:
-    """Return the server's schema without the parameter with which a request waits, for it would."""
+    """Return the server's schema without the parameter that makes a request wait."""
     schema = httpx.get(f"{url}/openapi.json").json()
     if not MANY:
         for path in [path for path in schema["paths"] if path.startswith("/v1/ops/")][1::2]:
@@ -41,14 +43,14 @@ def schema_of(url: str) -> Any:
     return schema
 
 
-def test_answers_are_as_the_schema_says(tmp_path: Path) -> None:
+def test_answers_conform_to_the_schema(tmp_path: Path) -> None:
     with serving() as url:
         done = run(url, schema_of(url), tmp_path, "--phases=examples,coverage,fuzzing")
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-def test_an_answer_that_is_not_is_found(tmp_path: Path) -> None:
-    """That the tool looks at all: against a schema that promises another answer."""
+def test_schemathesis_finds_an_answer_that_does_not_conform(tmp_path: Path) -> None:
+    """The schema here promises another answer than the server gives."""
     with serving() as url:
         schema = schema_of(url)
         live = schema["paths"]["/v2/health/live"]

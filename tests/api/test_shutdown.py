@@ -1,4 +1,4 @@
-"""A server that is told to stop finishes what it has, lets nobody wait in vain, and stops at once when told twice."""
+"""A signalled server finishes its requests and ends long polls. A second signal stops the server at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def same(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def server(same: Server) -> Server:
-    """A server that runs, and has the buffer a to which nothing was added."""
+    """Return a running server with the buffer a and no adds."""
     if same.process.poll() is not None:
         same.start()
     httpx.delete(f"{same.url}/v1/buffers/a")
@@ -61,10 +61,10 @@ def wait_until_nothing_is_taken(server: Server) -> None:
             httpx.get(f"{server.url}/v2/health/ready", timeout=30)
         except httpx.TransportError:
             return
-    raise AssertionError("the server goes on")
+    raise AssertionError("the server still accepts requests")
 
 
-def test_what_is_in_flight_is_finished(server: Server) -> None:
+def test_requests_in_flight_are_finished(server: Server) -> None:
     with half_sent(server) as connection:
         server.process.send_signal(signal.SIGTERM)
         wait_until_nothing_is_taken(server)
@@ -76,12 +76,12 @@ def test_what_is_in_flight_is_finished(server: Server) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server, number: signal.Signals) -> None:
+def test_long_polls_end_when_the_server_stops(server: Server, number: signal.Signals) -> None:
     paths = ["/v1/buffers/a/value?epoch=0&timeout=300", "/v1/buffers/a/value?epoch=5&timeout=300"]
     with ThreadPoolExecutor(4) as pool, httpx.Client(base_url=server.url, timeout=60) as client:
         waiting = [pool.submit(client.get, path) for path in paths]
         waiting.append(pool.submit(client.post, "/v1/buffers/a/take?min_count=3&timeout=300"))
-        for _ in range(50):  # once these are answered, those are being waited for
+        for _ in range(50):  # once these are answered, the long polls wait
             httpx.get(f"{server.url}/v1/buffers/a")
         server.process.send_signal(number)
         for one in waiting:
@@ -92,8 +92,8 @@ def test_nobody_waits_for_an_epoch_that_cannot_close(server: Server, number: sig
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_hang_up_that_is_to_be_ignored_is(tmp_path: Path, workers: int) -> None:
-    """As nohup has it."""
+def test_an_ignored_sighup_stays_ignored(tmp_path: Path, workers: int) -> None:
+    """nohup starts programs so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Server(tmp_path / "store", workers=workers) as server:
@@ -105,8 +105,8 @@ def test_a_hang_up_that_is_to_be_ignored_is(tmp_path: Path, workers: int) -> Non
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_store_is_there_until_the_last_read_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is the store's own: to read on after it is closed would end the process."""
+def test_the_store_stays_open_until_the_last_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read uses the store's memory map: reading on after the close would end the process."""
     began, ended, read = threading.Event(), list[object](), LmdbStore.read
 
     def slow(*args: Any) -> Any:
@@ -127,7 +127,7 @@ def test_the_store_is_there_until_the_last_read_has_ended(tmp_path: Path, monkey
     assert ended == [1]
 
 
-def test_what_takes_too_long_is_told_so(tmp_path: Path) -> None:
+def test_a_request_beyond_the_drain_timeout_is_answered_503(tmp_path: Path) -> None:
     with Server(tmp_path / "store", drain_timeout=1) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
         with half_sent(server) as connection:
@@ -143,15 +143,15 @@ def test_what_takes_too_long_is_told_so(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_told_twice_it_stops_at_once_and_loses_nothing(server: Server) -> None:
+def test_a_second_signal_stops_the_server_at_once_without_loss(server: Server) -> None:
     headers = {"Content-Type": SAFETENSORS, "Accept": "application/json"}
     for count in range(1, 4):
         answer = httpx.post(f"{server.url}/v1/buffers/a/accumulate", content=body(), headers=headers)
         assert answer.json()["count"] == count
-    with half_sent(server):  # which would be waited for
+    with half_sent(server):  # the first signal waits for this request
         server.process.send_signal(signal.SIGTERM)
         wait_until_nothing_is_taken(server)
-        time.sleep(0.4)  # or else both could be one
+        time.sleep(0.4)  # sooner, both could count as one signal
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 1
     server.start()
@@ -159,24 +159,24 @@ def test_told_twice_it_stops_at_once_and_loses_nothing(server: Server) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_told_twice_in_a_moment_it_stops_at_once(tmp_path: Path, workers: int) -> None:
+def test_a_second_signal_soon_after_the_first_stops_the_server(tmp_path: Path, workers: int) -> None:
     with Server(tmp_path / "store", workers=workers) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
         with half_sent(server):
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.4)  # before the parent of several has looked, but not so soon that both would be one
+            time.sleep(0.4)  # before the parent looks, but too late to count as one signal
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(10) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_comes_twice_as_one_is_one(server: Server, number: signal.Signals) -> None:
-    """As from coreutils' timeout, which tells the process and then its group, or a terminal, which tells the group."""
+def test_a_signal_sent_to_process_and_group_counts_once(server: Server, number: signal.Signals) -> None:
+    """coreutils' timeout signals the process and then its group; a terminal signals the group."""
     with half_sent(server) as connection:
         for _ in range(2):
             for process in (server.process.pid, *server.workers()):
                 os.kill(process, number)
-            time.sleep(0.02)  # or else the kernel may make them one
+            time.sleep(0.02)  # sooner, the kernel may merge the signals
         wait_until_nothing_is_taken(server)
         connection.sendall(body()[1000:])
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")

@@ -1,4 +1,4 @@
-"""What is counted, and when: over both APIs, whatever is asked of an operator."""
+"""The statistics of operators count the requests of both APIs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def counts(client: httpx.Client, op: str) -> tuple[int, int]:
     return stats["success"]["count"], stats["fail"]["count"]
 
 
-def test_both_apis_count(client: httpx.Client) -> None:
+def test_both_apis_count_runs_and_failures(client: httpx.Client) -> None:
     succeeded, failed = counts(client, "SigmoidGrad")
     client.post("/v1/ops/SigmoidGrad", json=BODY)
     client.post("/v2/models/SigmoidGrad/infer", json=inputs("dY", "Y"))
@@ -36,7 +36,7 @@ def test_both_apis_count(client: httpx.Client) -> None:
     assert counts(client, "SigmoidGrad") == (succeeded + 3, failed + 3)
 
 
-def test_what_asks_no_operator_counts_nowhere(client: httpx.Client) -> None:
+def test_requests_that_run_no_operator_are_not_counted(client: httpx.Client) -> None:
     before = client.get("/v2/models/stats").json()
     client.post("/v2/models/ReluGard/infer", json=inputs("dY", "Y"))
     client.get("/v2/models/SigmoidGrad")
@@ -44,7 +44,7 @@ def test_what_asks_no_operator_counts_nowhere(client: httpx.Client) -> None:
     assert client.get("/v2/models/stats").json() == before
 
 
-def test_times_of_the_phases_add_up(client: httpx.Client) -> None:
+def test_the_times_of_the_phases_add_up(client: httpx.Client) -> None:
     start = time.time_ns() // 1_000_000
     client.post("/v2/models/QuickGeluGrad/infer", json=inputs("dY", "X"))
     model = of(client, "QuickGeluGrad")
@@ -56,7 +56,7 @@ def test_times_of_the_phases_add_up(client: httpx.Client) -> None:
     assert start <= model["last_inference"] <= time.time_ns() // 1_000_000
 
 
-def test_a_failure_changes_no_phase(client: httpx.Client) -> None:
+def test_a_failure_is_counted_in_no_phase(client: httpx.Client) -> None:
     client.post("/v2/models/QuickGeluGrad/infer", json=inputs("dY", "X"))
     before = of(client, "QuickGeluGrad")
     client.post("/v2/models/QuickGeluGrad/infer", json=inputs("dY"))

@@ -1,4 +1,4 @@
-"""HTTPS, with bodies that go the fast way too."""
+"""HTTPS, with small and large bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: a span for each request, sent to a collector, with its parent, its route, its phases and its errors."""
+"""Traces: a collector gets a span for each request, with parent, route, phases and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Takes what is exported, as a collector would."""
+    """A stand-in for a collector: it keeps the exported spans."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -53,7 +53,7 @@ class Collector:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def spans(self) -> list[tuple[Span, dict[str, Any], dict[str, Any]]]:
-        """Each with its own attributes and those of its process, in the order in which they began."""
+        """Return each span with its attributes and those of its process, in the order of their starts."""
         found = [
             (span, attributes(span), attributes(part.resource))
             for body in self.bodies
@@ -74,7 +74,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     thread = threading.Thread(target=collector.server.serve_forever)
     thread.start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # what arrives, arrives because the server stops
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # only the stop of the server sends spans
     yield collector
     collector.server.shutdown()
     thread.join()
@@ -140,11 +140,11 @@ def test_each_request_is_a_span_with_its_phases(tmp_path: Path, collector: Colle
     assert logged == [span.span_id.hex() for span, _, _ in found]
 
 
-def test_workers_say_which_of_them_they_are(tmp_path: Path, collector: Collector) -> None:
+def test_each_span_names_its_worker_process(tmp_path: Path, collector: Collector) -> None:
     with Server(tmp_path / "store", workers=2, tracing=True) as server:
         workers = server.workers()
         with httpx.Client(base_url=server.url, headers={"Connection": "close"}) as client:
-            for _ in range(100):  # each on a connection of its own, which either process may take
+            for _ in range(100):  # each on a new connection, which either process may accept
                 client.get("/v2/health/live")
         stop(server)
     found = [process["process.pid"] for _, own, process in collector.spans() if own["url.path"].endswith("live")]
@@ -176,9 +176,7 @@ def test_no_secret_and_no_tensor_is_sent(tmp_path: Path, collector: Collector, m
     assert not any(span.events for span, _, _ in spans)
 
 
-def test_a_collector_that_does_not_answer_is_not_waited_for(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_collector_does_not_delay_requests(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
     monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.1)
     collector.answers.clear()
@@ -188,7 +186,7 @@ def test_a_collector_that_does_not_answer_is_not_waited_for(
     collector.answers.set()
 
 
-def test_a_collector_that_is_not_there_stops_nothing(
+def test_a_missing_collector_does_not_stop_the_server(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -199,7 +197,7 @@ def test_a_collector_that_is_not_there_stops_nothing(
         stop(server)
 
 
-def test_without_the_extra_the_start_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_the_server_names_the_package_to_install(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['opentelemetry.exporter'] = None")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "GRADSERVE_TRACING": "true", "GRADSERVE_PORT": "0"}
     command = [sys.executable, "-m", "service", "serve"]
@@ -209,7 +207,7 @@ def test_without_the_extra_the_start_says_what_to_install(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
-def test_without_tracing_nothing_of_it_is_loaded() -> None:
+def test_without_tracing_opentelemetry_is_not_imported() -> None:
     code = (
         "import sys; from service.api.server import create_app; from service.settings import Settings\n"
         "create_app(Settings())\n"

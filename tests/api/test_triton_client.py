@@ -1,4 +1,4 @@
-"""NVIDIA's own client, unmodified, sync and aio: every operator is a model of a server that it takes for Triton."""
+"""NVIDIA's own client, unmodified, sync and aio: it takes the service for Triton and each operator for a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def outputs(names: Iterable[str], binary: bool = True) -> list[Any]:
 
 
 def arrays(result: Any) -> dict[str, Array]:
-    """The answer's tensors in its order, each checked to be of the dtype that it says."""
+    """Return the answer's tensors in order, after a check of each stated dtype."""
     listed = result.get_response()["outputs"]
     tensors = {one["name"]: result.as_numpy(one["name"]) for one in listed}
     assert [one["datatype"] for one in listed] == [OPEN_INFERENCE[tensor.dtype] for tensor in tensors.values()]
@@ -71,18 +71,18 @@ def assert_in_bytes(result: Any, binary: bool) -> None:
 
 
 def refused(call: Call, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """The status and message of a call that must fail."""
+    """Return status and message of a call that must fail."""
     with pytest.raises(InferenceServerException) as raised:
         call(*args, **kwargs)
     return raised.value.status(), raised.value.message()
 
 
-SIZE_ALLOWED = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp's, beyond 1 MiB
+SIZE_ALLOWED = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp warns beyond 1 MiB
 
 # ----- the server and its models -----
 
 
-def test_server(call: Call) -> None:
+def test_the_client_reads_the_servers_health_and_metadata(call: Call) -> None:
     assert call("is_server_live") is True
     assert call("is_server_ready") is True
     metadata = call("get_server_metadata")
@@ -92,7 +92,7 @@ def test_server(call: Call) -> None:
     )
 
 
-def test_repository(call: Call) -> None:
+def test_the_client_reads_the_model_repository(call: Call) -> None:
     index = call("get_model_repository_index")
     assert [one["name"] for one in index] == list(OPERATORS)
     assert {(one["version"], one["state"]) for one in index} == {("1", "READY")}
@@ -100,7 +100,7 @@ def test_repository(call: Call) -> None:
 
 @EVERY
 @pytest.mark.parametrize("version", ["", "1"])
-def test_model(call: Call, operator: Operator, version: str) -> None:
+def test_the_client_reads_each_models_metadata(call: Call, operator: Operator, version: str) -> None:
     assert call("is_model_ready", operator.name, version) is True
     metadata = call("get_model_metadata", operator.name, version)
     assert (metadata["name"], metadata["versions"]) == (operator.name, ["1"])
@@ -116,7 +116,7 @@ def test_model(call: Call, operator: Operator, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["", "1"])
-def test_statistics_count_what_succeeds_and_what_fails(call: Call, version: str) -> None:
+def test_statistics_count_successes_and_failures(call: Call, version: str) -> None:
     def counts() -> tuple[int, int, int]:
         (model,) = call("get_inference_statistics", "TanhGrad", version)["model_stats"]
         stats = model["inference_stats"]
@@ -139,7 +139,7 @@ def test_statistics_count_what_succeeds_and_what_fails(call: Call, version: str)
 
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
 @pytest.mark.parametrize("case", CALLS)
-def test_infer_with_attributes(call: Call, case: str, binary: bool) -> None:
+def test_attributes_are_request_parameters(call: Call, case: str, binary: bool) -> None:
     made = CALLS[case]((3, 5), np.float32)
     operator = OPERATORS[made.operator]
     tensors = dict(zip([one.name for one in operator.inputs], made.inputs, strict=False))
@@ -151,7 +151,7 @@ def test_infer_with_attributes(call: Call, case: str, binary: bool) -> None:
 
 @EVERY
 @pytest.mark.parametrize("dtype", [dtype.name for dtype in FLOAT_DTYPES])
-def test_every_operator_in_every_dtype(call: Call, operator: Operator, dtype: str) -> None:
+def test_every_operator_answers_in_every_dtype(call: Call, operator: Operator, dtype: str) -> None:
     for integers in ("int32", "int64"):
         tensors = example(operator, {"float": dtype, "integer": integers})
         expected = operator(tensors, {})
@@ -162,7 +162,7 @@ def test_every_operator_in_every_dtype(call: Call, operator: Operator, dtype: st
             assert_same(arrays(in_json), expected)
 
 
-def test_bytes_and_json_in_one_request(call: Call) -> None:
+def test_one_request_may_mix_bytes_and_json(call: Call) -> None:
     tensors = example(OPERATORS["GatherGrad"])
     mixed = [*inputs({"shape": tensors["shape"]}, binary=False), *inputs({"indices": tensors["indices"]})]
     mixed += inputs({"grad": tensors["grad"]}, binary=False)
@@ -179,7 +179,7 @@ def test_bfloat16_travels_in_bytes_only(call: Call) -> None:
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
-def test_numbers_that_are_not_finite_come_back_as_json(call: Call, binary: bool) -> None:
+def test_nonfinite_numbers_are_answered_in_json(call: Call, binary: bool) -> None:
     dY, X = np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324]), np.ones(5)
     result = call("infer", "ReluGrad", inputs({"dY": dY, "X": X}, binary), outputs=outputs(["dX"], binary=False))
     assert_same(arrays(result), {"dX": dY})
@@ -187,7 +187,7 @@ def test_numbers_that_are_not_finite_come_back_as_json(call: Call, binary: bool)
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
-def test_scalars_and_empty_tensors(call: Call, shape: tuple[int, ...], binary: bool) -> None:
+def test_scalars_and_empty_tensors_keep_their_shape(call: Call, shape: tuple[int, ...], binary: bool) -> None:
     ones = np.ones(shape, np.float32)
     asked = outputs(["dX"], binary)
     result = call("infer", "ReluGrad", inputs({"dY": ones, "X": ones}, binary), outputs=asked)
@@ -195,7 +195,7 @@ def test_scalars_and_empty_tensors(call: Call, shape: tuple[int, ...], binary: b
 
 
 @EVERY
-def test_a_subset_of_the_outputs_in_the_asked_order(call: Call, operator: Operator) -> None:
+def test_a_subset_of_the_outputs_is_answered_in_the_asked_order(call: Call, operator: Operator) -> None:
     tensors, names = example(operator), operator.output_names
     whole = operator(tensors, {})
     for subset in (names[::-1], names[-1:]):
@@ -203,7 +203,7 @@ def test_a_subset_of_the_outputs_in_the_asked_order(call: Call, operator: Operat
         assert_same(result, {name: whole[name] for name in subset})
 
 
-def test_outputs_each_in_its_own_form(call: Call) -> None:
+def test_each_output_has_its_own_form(call: Call) -> None:
     operator = OPERATORS["InPlaceAccumulatorV2"]
     asked = [*outputs(["accumulated_gradient"]), *outputs(["updated"], binary=False)]
     result = call("infer", operator.name, inputs(example(operator)), outputs=asked)
@@ -227,7 +227,7 @@ def test_settings_of_a_scheduler_change_nothing(call: Call) -> None:
     assert_same(run(call, operator, tensors, **scheduling), operator(tensors, {}))
 
 
-def test_a_list_among_the_parameters_is_a_text_with_commas(call: Call) -> None:
+def test_a_list_parameter_is_a_string_with_commas(call: Call) -> None:
     operator = OPERATORS["GRUTraining"]
     tensors, names = example(operator), ["SIGMOID", "Tanh"]
     result = run(call, operator, tensors, parameters={"activations": "SIGMOID,Tanh", "linear_before_reset": 1})
@@ -236,7 +236,7 @@ def test_a_list_among_the_parameters_is_a_text_with_commas(call: Call) -> None:
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
-def test_compression(call: Call, coding: str, binary: bool) -> None:
+def test_requests_and_answers_may_be_compressed(call: Call, coding: str, binary: bool) -> None:
     tensor = np.arange(5000, dtype=np.float32)
     tensors, asked = {"dY": tensor, "X": tensor}, outputs(["dX"], binary)
     for ways in ({"request"}, {"response"}, {"request", "response"}):
@@ -246,7 +246,7 @@ def test_compression(call: Call, coding: str, binary: bool) -> None:
 
 
 @SIZE_ALLOWED
-def test_more_than_is_answered_at_once(call: Call) -> None:
+def test_an_answer_of_several_pieces_is_whole(call: Call) -> None:
     tensor = np.arange(-100_000, 100_000, dtype=np.float32) / 8
     for binary, size in ((True, tensor.size), (False, 60_000)):
         tensors = {"dY": tensor[:size], "X": tensor[:size]}
@@ -254,7 +254,7 @@ def test_more_than_is_answered_at_once(call: Call) -> None:
         assert_same(arrays(result), OPERATORS["ReluGrad"](tensors, {}))
 
 
-def test_one_connection_for_many_requests(url: str) -> None:
+def test_one_connection_serves_many_requests(url: str) -> None:
     operator = OPERATORS["SigmoidGrad"]
     with triton.InferenceServerClient(url.removeprefix("http://")) as client:
         for size in (1, 100_000, 0, 20_000, 70_000, 3):
@@ -287,7 +287,7 @@ MISTAKES: dict[str, tuple[str, Mapping[str, Array], dict[str, Any], str, tuple[s
 
 @SIZE_ALLOWED
 @pytest.mark.parametrize("case", MISTAKES)
-def test_each_mistake_is_an_exception_with_its_message(call: Call, case: str) -> None:
+def test_each_mistake_raises_an_exception_with_its_message(call: Call, case: str) -> None:
     model, tensors, more, status, words = MISTAKES[case]
     described = [triton.InferInput(name, one.shape, DATATYPES[one.dtype.name]) for name, one in tensors.items()]
     filled = [one.set_data_from_numpy(tensor) for one, tensor in zip(described, tensors.values(), strict=True)]
@@ -298,7 +298,7 @@ def test_each_mistake_is_an_exception_with_its_message(call: Call, case: str) ->
 
 
 @pytest.mark.parametrize("version", ["", "1"])
-def test_an_unknown_model_is_not_there(call: Call, version: str) -> None:
+def test_an_unknown_model_is_not_ready(call: Call, version: str) -> None:
     assert call("is_model_ready", "ReluGard", version) is False
     assert call("is_model_ready", "ReluGrad", "2") is False
     for method in ("get_model_metadata", "get_model_config", "get_inference_statistics"):

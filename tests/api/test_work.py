@@ -1,4 +1,4 @@
-"""Where a request's work is done, in the loop or in the pool, alone or beside others, its answer does not tell."""
+"""A request's answer is the same whether the loop or the pool computes, alone or beside other requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def relu_grad(client: httpx.Client, size: int, dtype: Any = np.float32) -> None:
-    """Ask for the gradient of `size` bytes, and check every one of its bits."""
+    """Ask for a gradient of `size` bytes and check every bit."""
     dY = np.random.default_rng(size).standard_normal(size // np.dtype(dtype).itemsize, dtype=np.float32).astype(dtype)
     X = dY[::-1].copy()
     answer = client.post("/v1/ops/ReluGrad", content=saved({"dY": dY, "X": X}), headers=SAFETENSORS)
@@ -45,7 +45,7 @@ def test_every_size_and_dtype_has_the_same_answer(client: httpx.Client, size: in
     relu_grad(client, size, DTYPES[dtype])
 
 
-def test_bytes_that_are_answered_as_text(client: httpx.Client) -> None:
+def test_binary_input_may_be_answered_as_json(client: httpx.Client) -> None:
     dY = np.arange(MEGABYTE // 4, dtype=np.float32)
     headers = {**SAFETENSORS, "Accept": "application/json"}
     body = saved({"dY": dY, "X": np.ones_like(dY)})
@@ -64,16 +64,16 @@ def test_large_outputs_go_into_a_buffer(client: httpx.Client) -> None:
     assert (total == 2 * dY).all()
 
 
-def test_large_and_small_ones_beside_each_other(client: httpx.Client) -> None:
-    """Several answers that go out in pieces, and small ones between these pieces."""
+def test_small_requests_are_answered_beside_large_ones(client: httpx.Client) -> None:
+    """Large answers leave in pieces, with small answers between the pieces."""
     sizes = [16 * MEGABYTE, 4 * MEGABYTE, 1024, 9 * MEGABYTE] * 4
     with ThreadPoolExecutor(8) as clients:
         for _ in clients.map(lambda size: relu_grad(client, size), sizes):
             pass
 
 
-def test_what_takes_long_counts_as_more_text() -> None:
-    """Many lists, and the header of a safetensors file."""
+def test_slow_to_parse_bodies_are_decoded_in_the_pool() -> None:
+    """Many lists, and a long safetensors header, cost more than their bytes."""
     assert json_cost(memoryview(b"[1, 2, 3]" * 100)) < INLINE_TEXT_BYTES < json_cost(memoryview(b"[1]" * 2000))
     assert json_cost(memoryview(bytes(INLINE_TEXT_BYTES + 1))) > INLINE_TEXT_BYTES
     few, many = ({str(k): np.zeros(0, np.float32) for k in range(count)} for count in (10, 1000))

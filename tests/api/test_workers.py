@@ -1,4 +1,4 @@
-"""Worker processes: readiness tells when one is missing, the others go on meanwhile, and none outlives its parent."""
+"""Worker processes: readiness reports a missing worker, the other workers serve on, and all end with the parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Server]:
-    """A server that every test leaves with two workers."""
+    """Yield a server with two workers, which every test leaves as found."""
     with Server(directory / "store", workers=2) as server:
         yield server
 
@@ -39,7 +39,7 @@ def ready(server: Server) -> httpx.Response | None:
 
 
 def until(server: Server, status: int) -> httpx.Response:
-    """What readiness says, once it has this status."""
+    """Return the readiness answer, once its status is `status`."""
     return first(lambda: answer if (answer := ready(server)) is not None and answer.status_code == status else None)
 
 
@@ -49,16 +49,16 @@ def first(attempt: Callable[[], R | None]) -> R:
         if (found := attempt()) is not None:
             return found
         time.sleep(0.01)
-    raise AssertionError("it does not come to that")
+    raise AssertionError("the condition never held")
 
 
-def test_while_a_worker_is_replaced_the_server_is_not_ready_but_serves(server: Server) -> None:
-    server.process.send_signal(signal.SIGSTOP)  # so that the replacement takes until it goes on
+def test_a_server_serves_but_is_not_ready_while_a_worker_is_replaced(server: Server) -> None:
+    server.process.send_signal(signal.SIGSTOP)  # delays the replacement until SIGCONT
     kill(server.workers()[0])
     answer = until(server, 503)
     assert answer.json() == {"error": "1 of 2 worker processes is starting, or being replaced"}
     assert answer.headers["retry-after"] == "1"
-    for _ in range(20):  # each on a connection of its own
+    for _ in range(20):  # each on a new connection
         assert ready(server).status_code == 503  # type: ignore[union-attr]
         assert httpx.get(f"{server.url}/v2/health/live").status_code == 200
         answer = httpx.post(f"{server.url}/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, -1]})
@@ -74,7 +74,7 @@ def test_the_server_is_not_ready_before_all_workers_serve(server: Server) -> Non
     server.kill()
     server.launch()
     _, late = first(lambda: workers if len(workers := server.workers()) == 2 else None)
-    # The parent too, which would replace a worker that is silent for 5 seconds. The first has all that it gets from it.
+    # Stop the parent, too: it replaces a worker that is silent for 5 seconds. The first worker needs no parent now.
     stopped = server.process.pid, late
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -86,7 +86,7 @@ def test_the_server_is_not_ready_before_all_workers_serve(server: Server) -> Non
     until(server, 200)
 
 
-def test_signals_that_would_change_the_number_of_workers_do_not(server: Server) -> None:
+def test_signals_do_not_change_the_number_of_workers(server: Server) -> None:
     for number in (signal.SIGTTOU, signal.SIGTTIN, signal.SIGTTIN):
         server.process.send_signal(number)
     time.sleep(1)  # the parent looks for signals twice a second
@@ -94,7 +94,7 @@ def test_signals_that_would_change_the_number_of_workers_do_not(server: Server) 
     until(server, 200)
 
 
-def test_workers_whose_parent_is_killed_finish_what_they_have_and_end(server: Server) -> None:
+def test_workers_finish_their_requests_and_end_when_the_parent_is_killed(server: Server) -> None:
     httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [100_000]}).raise_for_status()
     workers = server.workers()
     assert len(workers) == 2
@@ -120,15 +120,15 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_what_workers_share_is_left_alone_by_who_tidies_up(server: Server, directory: Path) -> None:
-    """One directory is locked; those of servers that were killed are not."""
+def test_the_directory_that_workers_share_is_locked(server: Server, directory: Path) -> None:
+    """systemd-tmpfiles leaves locked directories alone. Those of killed servers are not locked."""
     assert [is_locked(path) for path in directory.glob("gradserve-*")].count(True) == 1
 
 
 def is_locked(path: Path) -> bool:
     directory = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as systemd-tmpfiles asks
+        fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the question that systemd-tmpfiles asks
     except BlockingIOError:
         return True
     else:

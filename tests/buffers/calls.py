@@ -1,4 +1,4 @@
-"""Short forms of what the tests of the stores do, and of what they look at."""
+"""Short forms of the requests and checks that the tests of the stores make."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.memory import MemoryStore
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Receipt, Record, Spec
-from service.buffers.store import MOST_BUFFERS, Store
+from service.buffers.store import MAX_BUFFERS, Store
 from service.dtypes import DTYPES, Array
 from service.errors import GradserveError
 
 KEY_SECONDS = 1000.0
 MAX_BYTES = 64 << 20
 LARGE = 5 * (CHUNK_BYTES // 8) + 3
-"""Elements of a buffer of several chunks, the last one of which is not full, in any dtype."""
+"""Elements of a buffer that has several chunks in any dtype, the last chunk partly full."""
 PATIENCE = 20
-"""Seconds after which a future that is not done makes a test fail instead of hang."""
+"""Seconds after which a pending future makes a test fail instead of hang."""
 
 
 class Clock:
-    """Seconds since 1970 that pass when a test says so."""
+    """A clock of seconds since 1970 that only a test advances."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -46,12 +46,12 @@ class Clock:
 
 
 def open_lmdb(
-    path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MOST_BUFFERS
+    path: Path, clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MAX_BUFFERS
 ) -> LmdbStore:
     return LmdbStore(path, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
 
 
-def open_memory(clock: Callable[[], float], *, max_buffers: int = MOST_BUFFERS) -> MemoryStore:
+def open_memory(clock: Callable[[], float], *, max_buffers: int = MAX_BUFFERS) -> MemoryStore:
     return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
 
 
@@ -68,7 +68,7 @@ def ones(*shape: int, dtype: Any = np.float32) -> Array:
 
 
 def do(store: Store, *changes: Change, key: Key | None = None) -> Outcome:
-    """The outcome of a request for these changes."""
+    """Return the outcome of a request for these changes."""
     return store.submit(Request(changes, key)).result(PATIENCE)
 
 
@@ -81,7 +81,7 @@ def create(store: Store, *names: str, shape: tuple[int, ...] = (2,), dtype: str 
 
 
 def add(store: Store, name: str, gradient: Any, **rest: Any) -> Receipt:
-    """The receipt of an add; numbers are a gradient in float32."""
+    """Add a gradient and return the receipt. Plain numbers make a float32 gradient."""
     array = np.asarray(gradient, np.float32) if isinstance(gradient, float | int | list) else gradient
     return do(store, Add(name=name, gradient=array, **rest)).receipts[name]
 
@@ -92,7 +92,7 @@ def value(store: Store, name: str, epoch: int | None = None) -> Array:
 
 
 def state(store: Store) -> dict[str, tuple[Record, list[bytes]]]:
-    """All that the store says of its buffers."""
+    """Return the record and the bytes of every readable value of each buffer."""
     found = {}
     for record in store.records():
         epochs = [None, *(one.epoch for one in record.closed)]
@@ -101,7 +101,7 @@ def state(store: Store) -> dict[str, tuple[Record, list[bytes]]]:
 
 
 def fails_alone(store: Store, error: type[GradserveError], *changes: Change) -> GradserveError:
-    """The error of a request that changes nothing."""
+    """Return the error of a request, after a check that nothing changed."""
     before = state(store)
     with pytest.raises(error) as caught:
         do(store, *changes)
@@ -110,14 +110,14 @@ def fails_alone(store: Store, error: type[GradserveError], *changes: Change) -> 
 
 
 def entries_of(path: Path) -> dict[str, int]:
-    """How many entries the environment has in each database."""
+    """Return the number of entries in each database of the environment."""
     with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin() as txn:
         names = [bytes(name) for name, _ in txn.cursor()]
         return {name.decode(): txn.stat(env.open_db(name, txn=txn, create=False))["entries"] for name in names}
 
 
 def wrong(path: Path) -> list[str]:
-    """What the doctor says against a store that is closed, and whether a slot is lost."""
+    """Return the faults that the doctor finds in a closed store, lost slots included."""
     lines = [*examine(path, MAX_BYTES)]
     with opened_readonly(path, MAX_BYTES) as opened, opened.reading() as reader:
         slots = reader.slot_count()
@@ -128,7 +128,7 @@ def wrong(path: Path) -> list[str]:
 
 
 class Gate:
-    """Holds the writer before a commit, so that what is submitted meanwhile comes in one batch."""
+    """A gate that holds the writer before a commit: requests submitted meanwhile share one batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._wanted, self._held, self._opened = False, threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Each store, and one on the disk that is closed and opened again, by a clock of its own."""
+"""Each kind of store, and a store on the disk that tests reopen. The test's clock drives both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.buffers.lmdb import LmdbStore, writer
-from service.buffers.store import MOST_BUFFERS, Store
+from service.buffers.store import MAX_BUFFERS, Store
 from tests.buffers.calls import Clock, open_lmdb, open_memory
 
 
@@ -19,10 +19,10 @@ def clock() -> Clock:
 
 @pytest.fixture
 def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., LmdbStore]]:
-    """Opens the store in `tmp_path / "store"`, whose earlier one is closed."""
+    """Return a function that closes the store in `tmp_path / "store"` and opens it again."""
     opened: list[LmdbStore] = []
 
-    def reopen(*, max_buffers: int = MOST_BUFFERS) -> LmdbStore:
+    def reopen(*, max_buffers: int = MAX_BUFFERS) -> LmdbStore:
         for store in opened:
             store.close()
         opened.append(open_lmdb(tmp_path / "store", clock, max_buffers=max_buffers))
@@ -42,11 +42,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Itera
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer looks for what has expired as soon as it has nothing to do."""
+    """Make the idle writer look for expired entries at once."""
     monkeypatch.setattr(writer, "IDLE_SECONDS", 0.01)
 
 
 @pytest.fixture
 def untidied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer does nothing about what has expired while it is idle."""
+    """Make the idle writer leave expired entries alone."""
     monkeypatch.setattr(writer.Writer, "_tidy_up", lambda self: None)

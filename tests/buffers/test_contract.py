@@ -1,4 +1,4 @@
-"""What every store promises: of buffers, and of what callers share with it."""
+"""The contract of every store: buffers, listings, and memory that callers share with the store."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Restore, Take, Zero
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Record
 from service.buffers.store import Store
@@ -63,7 +64,7 @@ def test_a_new_buffer_is_zero(store: Store, clock: Clock) -> None:
     assert_same_bits(value(store, "a"), np.zeros((2, 3), np.float16))
 
 
-def test_the_same_again_is_no_change(store: Store, clock: Clock) -> None:
+def test_creating_a_buffer_again_changes_nothing(store: Store, clock: Clock) -> None:
     create(store, "a")
     add(store, "a", [1, 2])
     before = state(store)
@@ -87,7 +88,7 @@ def test_the_same_again_is_no_change(store: Store, clock: Clock) -> None:
     ],
     ids=str,
 )
-def test_a_different_one_is_refused(store: Store, other: Any, what: str) -> None:
+def test_creating_a_buffer_again_with_another_spec_is_refused(store: Store, other: Any, what: str) -> None:
     create(store, "a")
     error = fails_alone(store, BufferExists, Create(name="a", spec=other))
     assert error.detail == f"There is a buffer 'a' with {what}"
@@ -106,7 +107,7 @@ def test_a_different_one_is_refused(store: Store, other: Any, what: str) -> None
     ],
     ids=str,
 )
-def test_unknown_buffer(store: Store, change: Change) -> None:
+def test_a_change_of_an_unknown_buffer_is_refused(store: Store, change: Change) -> None:
     error = fails_alone(store, UnknownBuffer, change)
     assert "'a'" in error.detail
     assert error.context == {"buffer": "a"}
@@ -120,7 +121,7 @@ def test_unknown_buffer(store: Store, change: Change) -> None:
 # ----- delete, restore, ttl -----
 
 
-def test_a_deleted_buffer_is_gone_and_can_be_created_anew(store: Store) -> None:
+def test_a_deleted_buffer_is_gone_and_can_be_created_again(store: Store) -> None:
     create(store, "a", "b")
     add(store, "a", [1, 2])
     do(store, Take(name="a"))
@@ -138,7 +139,7 @@ def test_a_deleted_buffer_is_gone_and_can_be_created_anew(store: Store) -> None:
 
 def test_a_buffer_is_restored_as_it_was(store: Store, clock: Clock) -> None:
     rules = spec((2, 2), "float16", quorum=9, keep=2)
-    saved = Record("a", rules, 0, 5.0, 6.0, epoch=4, version=30, count=3, weight=1.5)
+    saved = Record(BufferName("", "a"), rules, 0, 5.0, 6.0, epoch=4, version=30, count=3, weight=1.5)
     numbers = np.array([[-0.0, np.nan], [np.inf, 0.1]], np.float16)
     receipt = do(store, Restore(name="a", record=saved, value=numbers)).receipts["a"]
     assert (receipt["epoch"], receipt["version"], receipt["count"], receipt["weight"]) == (4, 30, 3, 1.5)
@@ -169,7 +170,7 @@ def test_an_expired_buffer_is_gone(store: Store, clock: Clock) -> None:
             fails_alone(store, UnknownBuffer, Add(name="b", gradient=ones(2)), make(**more))
 
 
-def test_an_expired_buffer_can_be_created_anew(store: Store, clock: Clock) -> None:
+def test_an_expired_buffer_can_be_created_again(store: Store, clock: Clock) -> None:
     create(store, "a", ttl_seconds=10.0)
     add(store, "a", [1, 2])
     clock.advance(10)
@@ -184,7 +185,7 @@ def test_an_expired_buffer_can_be_created_anew(store: Store, clock: Clock) -> No
     assert value(store, "a").tolist() == [5, 5, 5]
 
 
-def test_reading_and_creating_again_do_not_prolong_a_life(store: Store, clock: Clock) -> None:
+def test_reading_and_creating_again_do_not_postpone_expiry(store: Store, clock: Clock) -> None:
     create(store, "a", ttl_seconds=10.0)
     clock.advance(9)
     store.read(["a"])
@@ -195,7 +196,7 @@ def test_reading_and_creating_again_do_not_prolong_a_life(store: Store, clock: C
         store.record("a")
 
 
-def test_every_change_prolongs_a_life(store: Store, clock: Clock) -> None:
+def test_every_change_postpones_expiry(store: Store, clock: Clock) -> None:
     create(store, "a", "other", ttl_seconds=10.0)
     for change in [Add(name="a", gradient=ones(2)), Zero(name="a"), Take(name="a")] * 3:
         clock.advance(9)
@@ -203,7 +204,7 @@ def test_every_change_prolongs_a_life(store: Store, clock: Clock) -> None:
         assert store.record("a").expires == clock.now + 10
 
 
-def test_space_of_expired_buffers_is_freed(tmp_path: Path, clock: Clock) -> None:
+def test_the_space_of_expired_buffers_is_freed(tmp_path: Path, clock: Clock) -> None:
     store = open_lmdb(tmp_path, clock)
     create(store, "a", "b", "c", shape=(LARGE,), ttl_seconds=10.0, keep=2)
     create(store, "stays")
@@ -221,7 +222,7 @@ def test_space_of_expired_buffers_is_freed(tmp_path: Path, clock: Clock) -> None
     assert (entries["buffers"], entries["values"], entries["deadlines"]) == (2, 1, 1)
 
 
-def test_deadlines_of_buffers_that_are_gone_are_forgotten(clock: Clock) -> None:
+def test_deadlines_of_removed_buffers_are_forgotten(clock: Clock) -> None:
     store = open_memory(clock)
     create(store, "stays", ttl_seconds=50.0)
     for _ in range(1000):
@@ -234,7 +235,7 @@ def test_deadlines_of_buffers_that_are_gone_are_forgotten(clock: Clock) -> None:
     assert store.size() == (0, 0)
 
 
-def test_a_closed_store_takes_nothing(store: Store) -> None:
+def test_a_closed_store_refuses_requests(store: Store) -> None:
     create(store, "a")
     store.close()
     with pytest.raises(StoreFailed, match="closed"):
@@ -254,7 +255,7 @@ MATCHABLE: list[Callable[..., Change]] = [
 
 
 @pytest.mark.parametrize("make", MATCHABLE, ids=["add", "zero", "take", "delete", "create"])
-def test_a_change_needs_a_tag_that_matches(store: Store, make: Callable[..., Change]) -> None:
+def test_a_change_needs_a_matching_etag(store: Store, make: Callable[..., Change]) -> None:
     create(store, "a")
     add(store, "a", [1, 2])
     for tags in [{'"0-0"'}, {'"1-1"', '"0-2"'}, set(), {"0-1"}]:
@@ -264,16 +265,16 @@ def test_a_change_needs_a_tag_that_matches(store: Store, make: Callable[..., Cha
 
 
 @pytest.mark.parametrize("make", MATCHABLE, ids=["add", "zero", "take", "delete", "create"])
-def test_any_tag_matches_a_star(store: Store, make: Callable[..., Change]) -> None:
+def test_a_star_matches_every_etag(store: Store, make: Callable[..., Change]) -> None:
     create(store, "a")
     do(store, make(match=frozenset({"*"})))
 
 
-def test_a_buffer_that_is_not_there_matches_nothing(store: Store) -> None:
+def test_a_missing_buffer_matches_no_etag(store: Store) -> None:
     fails_alone(store, PreconditionFailed, Create(name="a", spec=spec(), match=frozenset({"*"})))
 
 
-def test_every_change_has_a_tag_of_its_own(store: Store) -> None:
+def test_every_change_makes_a_new_etag(store: Store) -> None:
     create(store, "a", keep=3)
     tags = [store.record("a").etag]
     for change in [Add(name="a", gradient=ones(2)), Zero(name="a"), Add(name="a", gradient=ones(2)), Take(name="a")]:
@@ -290,21 +291,22 @@ def test_every_change_has_a_tag_of_its_own(store: Store) -> None:
 LISTED = ["A", "a", "a-b", "a.b", "a.c", "aa", "b", "b:1", "z_", "layers.0.weight", "layers.1.weight", "layers.10.bias"]
 
 
-def test_listing(listed: Store) -> None:
-    prefixes = ["", "a", "a.", "layers.", "layers.1", "z", "zz", "0", "b", "B"]
-    afters = ["", "A", "a", "a.b", "a.bb", "layers.0.weight", "z_", "~", "0"]
+def test_a_listing_has_the_names_in_order(listed: Store) -> None:
+    prefixes = ["", "a", "a.", "layers.", "layers.1", "z", "zz", "0", "b", "B", "~", "~ann/", "~z/", "/", "é"]
+    afters = ["", "A", "a", "a.b", "a.bb", "layers.0.weight", "z_", "~", "~an/", "~ann/b", "0"]
     for prefix, after, limit in itertools.product(prefixes, afters, (None, 0, 1, 2, 100)):
         names = [name for name in sorted(LISTED) if name.startswith(prefix) and name > after]
         assert [record.name for record in listed.records(prefix, after, limit)] == names[:limit]
 
 
-@pytest.fixture(scope="module", params=["memory", "lmdb"])
+@pytest.fixture(scope="module", params=itertools.product(["memory", "lmdb"], ["", "ann"]), ids="-".join)
 def listed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A store of buffers with these names, and of some that have expired."""
-    clock = Clock()
-    store: Store = (
-        open_memory(clock) if request.param == "memory" else open_lmdb(tmp_path_factory.mktemp("listed"), clock)
-    )
+    """A namespace with buffers of these names and some expired buffers. Other namespaces have other buffers."""
+    clock, (kind, namespace) = Clock(), request.param
+    store: Store = open_memory(clock) if kind == "memory" else open_lmdb(tmp_path_factory.mktemp("listed"), clock)
+    for other in {"", "an", "ann", "anna", "z"} - {namespace}:
+        create(store.within(other), "a.others", "z")
+    store = store.within(namespace)
     for name in LISTED:
         create(store, name)
         create(store, name + "0", ttl_seconds=1.0)
@@ -313,7 +315,7 @@ def listed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     store.close()
 
 
-def test_pages_of_a_listing(listed: Store) -> None:
+def test_a_listing_is_paged(listed: Store) -> None:
     names: list[str] = []
     while page := listed.records(after=names[-1] if names else "", limit=5):
         names += [record.name for record in page]
@@ -325,18 +327,18 @@ def test_an_empty_store_lists_nothing(store: Store) -> None:
     assert store.read([]) == []
 
 
-def test_names_of_two_hundred_characters(store: Store) -> None:
+def test_names_may_have_two_hundred_characters(store: Store) -> None:
     name = "n" * 200
     create(store, name, ttl_seconds=5.0)
     add(store, name, [1, 2])
     assert [record.name for record in store.records("n" * 199)] == [name]
 
 
-# ----- nothing is shared -----
+# ----- no shared memory -----
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_gradient_may_change_once_it_is_added(store: Store, overwrite: bool) -> None:
+def test_changing_a_gradient_after_its_add_changes_no_value(store: Store, overwrite: bool) -> None:
     create(store, "a", shape=(LARGE,))
     gradient = ones(LARGE)
     add(store, "a", gradient, overwrite=overwrite)
@@ -345,7 +347,7 @@ def test_a_gradient_may_change_once_it_is_added(store: Store, overwrite: bool) -
     assert (gradient == 7).all()
 
 
-def test_gradients_stay_as_they_are(store: Store) -> None:
+def test_an_add_leaves_its_gradient_unchanged(store: Store) -> None:
     create(store, "a", shape=(3,))
     gradient = np.array([1, 2, 3], np.float32)
     gradient.setflags(write=False)
@@ -354,7 +356,7 @@ def test_gradients_stay_as_they_are(store: Store) -> None:
     assert gradient.tolist() == [1, 2, 3]
 
 
-def test_values_are_the_callers_own(store: Store) -> None:
+def test_changing_a_returned_value_changes_no_buffer(store: Store) -> None:
     create(store, "a")
     adding = Add(name="a", gradient=ones(2), want_value=True)
     do(store, adding).values["a"][:] = 7
@@ -369,7 +371,7 @@ def test_values_are_the_callers_own(store: Store) -> None:
     assert value(store, "a").tolist() == [0, 0]
 
 
-def test_receipts_are_the_callers_own(store: Store) -> None:
+def test_changing_a_receipt_changes_no_stored_receipt(store: Store) -> None:
     changes = [Create(name="a", spec=spec())]
     expected = do(store, *changes).receipts["a"]
     do(store, Delete(name="a"))
@@ -386,7 +388,7 @@ def test_receipts_are_the_callers_own(store: Store) -> None:
         assert first == expected
 
 
-def test_a_snapshot_stays_as_it_was(store: Store) -> None:
+def test_a_snapshot_does_not_change_with_its_buffer(store: Store) -> None:
     create(store, "a")
     add(store, "a", [1, 2])
     (snapshot,) = store.read(["a"])
@@ -399,7 +401,7 @@ def test_a_snapshot_stays_as_it_was(store: Store) -> None:
 # ----- generation -----
 
 
-def test_generation_is_another_after_every_change(store: Store) -> None:
+def test_every_change_makes_a_new_generation(store: Store) -> None:
     seen = [store.generation()]
     for change in [
         Create(name="a", spec=spec()),
@@ -416,7 +418,7 @@ def test_generation_is_another_after_every_change(store: Store) -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_generation_stays_while_nothing_changes(store: Store) -> None:
+def test_the_generation_stays_while_nothing_changes(store: Store) -> None:
     create(store, "a")
     before = store.generation()
     store.read(["a"])
@@ -428,8 +430,8 @@ def test_generation_stays_while_nothing_changes(store: Store) -> None:
 # ----- threads -----
 
 
-def test_threads(store: Store) -> None:
-    """8 threads add integers, to a buffer of all and to those of some, with keys that are sent twice."""
+def test_concurrent_adds_sum_exactly(store: Store) -> None:
+    """Eight threads add integers to shared buffers, and send each key twice."""
     names = ["all", "even", "odd", *(f"own{number}" for number in range(8))]
     create(store, *names, shape=(1000,))
     failed: list[BaseException] = []
@@ -465,7 +467,7 @@ def test_threads(store: Store) -> None:
         assert (value(store, name) == total).all()
 
 
-def test_readers_see_many_buffers_at_one_moment(store: Store) -> None:
+def test_a_read_of_many_buffers_is_of_one_moment(store: Store) -> None:
     create(store, "a", "b", shape=(20_000,))
     gradient = ones(20_000)
     waiting: list[Future[Outcome]] = []

@@ -1,4 +1,4 @@
-"""What every store promises of adds: sums, sparse gradients, and numbers that are not finite."""
+"""The contract of every store for adds: sums, sparse gradients and nonfinite numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ every_pair = pytest.mark.parametrize(
 
 
 @every_pair
-def test_add_is_in_place_accumulator(store: Store, dtype: Any, gradient_dtype: Any) -> None:
+def test_an_add_equals_in_place_accumulator(store: Store, dtype: Any, gradient_dtype: Any) -> None:
     create(store, "a", shape=(3, 50), dtype=str(dtype))
     expected = np.zeros((3, 50), dtype)
     for seed, shape in enumerate([(3, 50), (50,), (3, 1), (), (1, 50)]):
@@ -52,7 +52,7 @@ def test_add_is_in_place_accumulator(store: Store, dtype: Any, gradient_dtype: A
 
 @every_pair
 @pytest.mark.parametrize("weight", [0.0, 0.3, -2.5, 1e-9])
-def test_weight_multiplies_in_the_dtype_of_the_sum(
+def test_the_weight_multiplies_in_the_dtype_of_the_sum(
     store: Store, dtype: Any, gradient_dtype: Any, weight: float
 ) -> None:
     create(store, "a", shape=(64,), dtype=str(dtype))
@@ -68,7 +68,7 @@ def test_weight_multiplies_in_the_dtype_of_the_sum(
 
 
 @every_pair
-def test_overwrite_is_in_place_accumulator_v2(store: Store, dtype: Any, gradient_dtype: Any) -> None:
+def test_an_overwrite_equals_in_place_accumulator_v2(store: Store, dtype: Any, gradient_dtype: Any) -> None:
     create(store, "a", shape=(2, 3), dtype=str(dtype))
     add(store, "a", np.full((2, 3), NAN))
     add(store, "a", ones(3), weight=0.5)
@@ -78,7 +78,7 @@ def test_overwrite_is_in_place_accumulator_v2(store: Store, dtype: Any, gradient
     assert (receipt["version"], receipt["count"], receipt["weight"]) == (3, 1, 1.0)
 
 
-def test_special_values_travel_as_they_are(store: Store) -> None:
+def test_special_values_keep_their_bits(store: Store) -> None:
     special = np.array([-0.0, 0.0, INF, -INF, NAN, 1e-45, 3.4e38], np.float32)
     create(store, "a", "b", shape=(7,))
     add(store, "a", special, overwrite=True)
@@ -90,7 +90,7 @@ def test_special_values_travel_as_they_are(store: Store) -> None:
     assert_same_bits(value(store, "b"), special + 0)
 
 
-def test_overflow_of_a_cast_is_infinite(store: Store) -> None:
+def test_a_cast_that_overflows_is_infinite(store: Store) -> None:
     create(store, "a", shape=(2,), dtype="float16")
     add(store, "a", np.array([7e4, 1e300]))
     add(store, "a", np.array([1.0, -INF]))
@@ -98,7 +98,7 @@ def test_overflow_of_a_cast_is_infinite(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("shape", "gradient_shape"), FITTING)
-def test_gradient_is_broadcast(store: Store, shape: tuple[int, ...], gradient_shape: tuple[int, ...]) -> None:
+def test_a_gradient_is_broadcast(store: Store, shape: tuple[int, ...], gradient_shape: tuple[int, ...]) -> None:
     create(store, "a", shape=shape)
     gradient = numbers(gradient_shape, np.float32, 1)
     add(store, "a", gradient)
@@ -109,7 +109,7 @@ def test_gradient_is_broadcast(store: Store, shape: tuple[int, ...], gradient_sh
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(("shape", "gradient_shape"), UNFIT)
-def test_gradient_must_broadcast_into_the_buffer(
+def test_a_gradient_must_broadcast_into_the_buffer(
     store: Store, shape: tuple[int, ...], gradient_shape: tuple[int, ...], overwrite: bool
 ) -> None:
     create(store, "a", shape=shape)
@@ -119,7 +119,7 @@ def test_gradient_must_broadcast_into_the_buffer(
     assert error.detail.endswith(f"the buffer's, {list(shape)}")
 
 
-def test_gradient_may_lie_in_memory_anyhow(store: Store) -> None:
+def test_a_gradient_may_have_any_memory_layout(store: Store) -> None:
     create(store, "a", shape=(40, 60))
     whole = numbers((60, 80), np.float32, 1)
     add(store, "a", whole[:, ::2].T)
@@ -127,7 +127,7 @@ def test_gradient_may_lie_in_memory_anyhow(store: Store) -> None:
     assert_same_bits(value(store, "a"), whole[:, ::2].T + whole[::-1, 40:].T)
 
 
-def test_without_update_nothing_changes(store: Store, clock: Clock) -> None:
+def test_an_add_without_update_changes_nothing(store: Store, clock: Clock) -> None:
     create(store, "a", ttl_seconds=10.0, quorum=2)
     add(store, "a", [1, 2], weight=0.5)
     before = state(store)
@@ -147,26 +147,26 @@ def test_without_update_nothing_changes(store: Store, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("weight", [NAN, INF, -INF, 1e39])
-def test_weight_must_be_finite_in_the_dtype_of_the_sum(store: Store, weight: float) -> None:
+def test_a_weight_must_be_finite_in_the_dtype_of_the_sum(store: Store, weight: float) -> None:
     create(store, "a", dtype="bfloat16")
     error = fails_alone(store, InvalidParameter, Add(name="a", gradient=ones(2), weight=weight))
     assert error.context["parameter"] == "weight"
 
 
-def test_sum_of_the_weights_must_be_finite(store: Store) -> None:
+def test_the_sum_of_the_weights_must_be_finite(store: Store) -> None:
     create(store, "a", dtype="float64")
     add(store, "a", [0, 0], weight=1.5e308)
     fails_alone(store, InvalidParameter, Add(name="a", gradient=ones(2), weight=1.5e308))
 
 
-def test_overwriting_begins_the_weights_anew(store: Store) -> None:
+def test_an_overwrite_restarts_the_sum_of_the_weights(store: Store) -> None:
     create(store, "a", dtype="float64")
     add(store, "a", [0, 0], weight=1.5e308)
     assert add(store, "a", [0, 0], weight=1.5e308, overwrite=True)["weight"] == 1.5e308
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_value_after_the_add_is_answered(store: Store, overwrite: bool) -> None:
+def test_an_add_may_answer_the_value_after_it(store: Store, overwrite: bool) -> None:
     create(store, "a", "b")
     add(store, "a", [1, 2])
     change = Add(name="a", gradient=np.array([10, 20], np.float32), overwrite=overwrite, want_value=True)
@@ -178,7 +178,7 @@ def test_value_after_the_add_is_answered(store: Store, overwrite: bool) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 0, 2)])
-def test_scalars_and_empty_buffers(store: Store, shape: tuple[int, ...], dtype: Any) -> None:
+def test_scalar_and_empty_buffers_take_gradients(store: Store, shape: tuple[int, ...], dtype: Any) -> None:
     create(store, "a", shape=shape, dtype=str(dtype), keep=3)
     assert_same_bits(value(store, "a"), np.zeros(shape, dtype))
     add(store, "a", np.full(shape, 1.5, dtype))
@@ -194,7 +194,7 @@ def test_scalars_and_empty_buffers(store: Store, shape: tuple[int, ...], dtype: 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("size", [LARGE, CHUNK_BYTES, CHUNK_BYTES // 8, CHUNK_BYTES // 8 + 1, CHUNK_BYTES // 2])
-def test_buffers_of_several_chunks(store: Store, size: int, dtype: Any) -> None:
+def test_buffers_may_have_several_chunks(store: Store, size: int, dtype: Any) -> None:
     create(store, "a", "b", shape=(size,), dtype=str(dtype), keep=2)
     first, second = numbers((size,), np.float64, 1), numbers((size,), dtype, 2)
     expected = in_place_accumulator(in_place_accumulator(np.zeros(size, dtype), first), second)
@@ -213,7 +213,7 @@ def test_buffers_of_several_chunks(store: Store, size: int, dtype: Any) -> None:
 
 
 def rows_for(shape: tuple[int, ...], axis: int, count: int, dtype: Any, seed: int) -> tuple[Array, Array, Array]:
-    """`count` rows, about half of them duplicates, of few indices."""
+    """Return shape, indices and gradients of `count` rows, about half of them duplicates."""
     random = np.random.default_rng(seed)
     few = random.integers(-shape[axis], shape[axis], max(1, count // 2))
     grad = random.normal(size=(*shape[:axis], count, *shape[axis + 1 :]))
@@ -225,7 +225,7 @@ def rows_for(shape: tuple[int, ...], axis: int, count: int, dtype: Any, seed: in
 @pytest.mark.parametrize(
     ("shape", "axis", "count"), [((3,), 0, 5), ((LARGE // 20, 21), 0, 6), ((7, LARGE // 6), 1, 9), ((4, 5), 0, 0)]
 )
-def test_sparse_gradients_are_added_as_dense_ones(
+def test_a_sparse_gradient_adds_as_its_dense_form(
     store: Store, dtype: Any, gradient_dtype: Any, shape: tuple[int, ...], axis: int, count: int
 ) -> None:
     create(store, "sparse", "dense", shape=shape, dtype=str(dtype))
@@ -238,8 +238,8 @@ def test_sparse_gradients_are_added_as_dense_ones(
         assert_same_bits(value(store, "sparse"), value(store, "dense"))
 
 
-def test_sparse_gradients_onto_negative_zeros(store: Store) -> None:
-    """Where no index leads, a store may leave -0 as it is."""
+def test_a_sparse_gradient_may_leave_negative_zeros(store: Store) -> None:
+    """A store may leave -0 in rows without an index, where the dense form adds 0."""
     inputs = np.array([LARGE, 2]), np.array([3]), ones(1, 2)
     create(store, "sparse", "dense", shape=(LARGE, 2))
     for name, gradient in [("sparse", GatheredRows(*inputs)), ("dense", gather_grad(*inputs))]:
@@ -248,14 +248,14 @@ def test_sparse_gradients_onto_negative_zeros(store: Store) -> None:
     assert (value(store, "sparse") == value(store, "dense")).all()
 
 
-def test_sparse_sums_that_overflow(store: Store) -> None:
+def test_a_sparse_sum_that_overflows_is_infinite(store: Store) -> None:
     create(store, "a", shape=(3,), dtype="float16")
     grad = np.full(2, 6e4, np.float16)
     add(store, "a", GatheredRows(np.array([3]), np.array([1, 1]), grad))
     assert value(store, "a").tolist() == [0, INF, 0]
 
 
-def test_sparse_gradients_broadcast_as_dense_ones_do(store: Store) -> None:
+def test_a_sparse_gradient_broadcasts_as_its_dense_form(store: Store) -> None:
     create(store, "a", shape=(3, 2))
     for shape in ([1, 2], [2], [3, 1]):
         add(store, "a", GatheredRows(np.array(shape), np.array([0]), ones(1, *shape[1:])))
@@ -268,7 +268,7 @@ def test_sparse_gradients_broadcast_as_dense_ones_do(store: Store) -> None:
 
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("rank", [32, 33, 64])
-def test_gradients_broadcast_into_as_many_dimensions_as_a_buffer_has(store: Store, rank: int, empty: bool) -> None:
+def test_a_gradient_broadcasts_into_any_number_of_dimensions(store: Store, rank: int, empty: bool) -> None:
     shape = (*[1] * (rank - 3), 3, 0 if empty else 1, 2)
     create(store, "a", shape=shape)
     for gradient in (ones(), ones(2), ones(3, 1, 1), ones(*[1] * (rank - 1), 2)):
@@ -276,7 +276,7 @@ def test_gradients_broadcast_into_as_many_dimensions_as_a_buffer_has(store: Stor
     np.testing.assert_array_equal(value(store, "a"), np.full(shape, 4, np.float32))
 
 
-def test_gradients_broadcast_into_many_dimensions_none_of_which_is_one(store: Store) -> None:
+def test_a_gradient_broadcasts_into_many_dimensions_larger_than_one(store: Store) -> None:
     create(store, "a", shape=(*[2] * 17, *[1] * 20, 2), dtype="float16")
     add(store, "a", np.arange(2, dtype=np.float16))
     assert value(store, "a").reshape(-1, 2).mean(0).tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""What every store promises of epochs."""
+"""The contract of every store for epochs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_zero_begins_the_next_epoch(store: Store, clock: Clock) -> None:
         store.read(["a"], 0)
 
 
-def test_take_closes_the_epoch(store: Store) -> None:
+def test_a_take_closes_the_epoch(store: Store) -> None:
     create(store, "a")
     add(store, "a", [1, 2], weight=2.0)
     outcome = do(store, Take(name="a"))
@@ -54,13 +54,13 @@ def test_take_closes_the_epoch(store: Store) -> None:
     assert (snapshot.etag, snapshot.weight, snapshot.value.tolist()) == ('"0-2"', 2.0, [2, 4])
 
 
-def test_take_of_what_was_never_added_to_is_zero(store: Store) -> None:
+def test_a_take_without_adds_answers_zeros(store: Store) -> None:
     create(store, "a")
     assert not do(store, Take(name="a")).values["a"].any()
     assert not value(store, "a", 0).any()
 
 
-def test_take_needs_min_count(store: Store) -> None:
+def test_a_take_needs_min_count_adds(store: Store) -> None:
     create(store, "a")
     add(store, "a", [1, 2])
     error = fails_alone(store, TooFewGradients, Take(name="a", min_count=2))
@@ -69,7 +69,7 @@ def test_take_needs_min_count(store: Store) -> None:
     assert do(store, Take(name="a", min_count=2)).receipts["a"]["count"] == 2
 
 
-def test_quorum_closes_the_epoch(store: Store) -> None:
+def test_the_quorum_closes_the_epoch(store: Store) -> None:
     create(store, "a", quorum=3)
     for epoch in range(3):
         receipts = [add(store, "a", [1, 2], epoch=epoch, weight=0.5) for _ in range(3)]
@@ -82,13 +82,13 @@ def test_quorum_closes_the_epoch(store: Store) -> None:
         assert store.record("a").count == 0
 
 
-def test_add_that_reaches_the_quorum_answers_the_closed_value(store: Store) -> None:
+def test_an_add_that_reaches_the_quorum_answers_the_closed_value(store: Store) -> None:
     create(store, "a", quorum=2)
     add(store, "a", [1, 2])
     assert do(store, Add(name="a", gradient=ones(2), want_value=True)).values["a"].tolist() == [2, 3]
 
 
-def test_overwriting_counts_from_one_to_the_quorum(store: Store) -> None:
+def test_an_overwrite_restarts_the_count_at_one(store: Store) -> None:
     create(store, "a", quorum=2)
     for _ in range(3):
         assert not add(store, "a", [1, 2], overwrite=True)["closed"]
@@ -98,7 +98,7 @@ def test_overwriting_counts_from_one_to_the_quorum(store: Store) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
-def test_last_closed_epochs_are_kept(store: Store, keep: int) -> None:
+def test_the_last_closed_epochs_are_kept(store: Store, keep: int) -> None:
     create(store, "a", keep=keep)
     for epoch in range(8):
         add(store, "a", [epoch, 1])
@@ -115,7 +115,7 @@ def test_last_closed_epochs_are_kept(store: Store, keep: int) -> None:
                     store.read(["a"], old)
 
 
-def test_zero_keeps_what_was_closed(store: Store) -> None:
+def test_zero_keeps_the_closed_epochs(store: Store) -> None:
     create(store, "a", keep=2)
     add(store, "a", [1, 2])
     do(store, Take(name="a"))
@@ -126,8 +126,8 @@ def test_zero_keeps_what_was_closed(store: Store) -> None:
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_an_epoch_is_open_until_it_closes(store: Store, epoch: int) -> None:
-    """The error tells how far the buffer is, also to who asks for a later epoch."""
+def test_reading_an_open_epoch_is_refused(store: Store, epoch: int) -> None:
+    """The error names the buffer's epoch and count, also for a later epoch."""
     create(store, "a", quorum=5)
     do(store, Take(name="a"))
     add(store, "a", [1, 2])
@@ -138,7 +138,7 @@ def test_an_epoch_is_open_until_it_closes(store: Store, epoch: int) -> None:
 
 @pytest.mark.parametrize(("epoch", "message"), [(0, "has passed"), (2, "has not begun")])
 @pytest.mark.parametrize("do_update", [True, False])
-def test_add_to_another_epoch_is_refused(store: Store, epoch: int, message: str, do_update: bool) -> None:
+def test_an_add_to_another_epoch_is_refused(store: Store, epoch: int, message: str, do_update: bool) -> None:
     create(store, "a")
     do(store, Take(name="a"))
     change = Add(name="a", gradient=ones(2), epoch=epoch, do_update=do_update)

@@ -1,4 +1,4 @@
-"""What every store promises of requests for many buffers, and of those that are repeated with a key."""
+"""The contract of every store for requests for many buffers and requests repeated with a key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.namespaced import Namespaced
 from service.buffers.perform import Outcome, Request
 from service.buffers.store import Store
 from service.errors import (
@@ -46,7 +45,7 @@ from tests.kernels.test_accumulate import numbers
 NAMES = [f"b{number}" for number in range(5)]
 
 
-def test_many_buffers_change_together(store: Store) -> None:
+def test_one_request_changes_many_buffers(store: Store) -> None:
     create(store, *NAMES)
     outcome = do(
         store,
@@ -87,7 +86,7 @@ FAILURES: list[tuple[type[GradserveError], Change]] = [
 
 
 @pytest.mark.parametrize(("error", "last"), FAILURES, ids=lambda part: getattr(part, "__name__", type(part).__name__))
-def test_one_that_fails_undoes_the_others(store: Store, error: type[GradserveError], last: Change) -> None:
+def test_a_change_that_fails_undoes_the_others(store: Store, error: type[GradserveError], last: Change) -> None:
     create(store, *NAMES)
     create(store, "last", nonfinite="reject")
     create(store, "old", ttl_seconds=0.0)
@@ -113,14 +112,14 @@ def test_one_that_fails_undoes_the_others(store: Store, error: type[GradserveErr
     do(store, *[Add(name=name, gradient=ones(2)) for name in NAMES])
 
 
-def test_no_changes_are_a_request(store: Store) -> None:
+def test_a_request_may_have_no_changes(store: Store) -> None:
     assert do(store) == Outcome({})
 
 
 # ----- keys -----
 
 
-def test_the_same_key_again_changes_nothing(store: Store) -> None:
+def test_a_repeated_request_changes_nothing(store: Store) -> None:
     create(store, "a", "b")
     changes = Add(name="a", gradient=ones(2), weight=0.1), Zero(name="b")
     first = do(store, *changes, key=key())
@@ -145,7 +144,7 @@ def test_the_same_key_again_changes_nothing(store: Store) -> None:
     ],
     ids=lambda change: type(change).__name__,
 )
-def test_every_receipt_is_the_same_again(store: Store, change: Change) -> None:
+def test_a_repeated_request_answers_the_same_receipt(store: Store, change: Change) -> None:
     create(store, "a")
     first = do(store, change, key=key())
     before = state(store)
@@ -153,7 +152,7 @@ def test_every_receipt_is_the_same_again(store: Store, change: Change) -> None:
     assert state(store) == before
 
 
-def test_a_take_that_is_repeated_answers_the_same_value(store: Store) -> None:
+def test_a_repeated_take_answers_the_same_value(store: Store) -> None:
     create(store, "a", "b", shape=(LARGE,), keep=2)
     gradient = numbers((LARGE,), np.float32, 1)
     add(store, "a", gradient)
@@ -170,7 +169,7 @@ def test_a_take_that_is_repeated_answers_the_same_value(store: Store) -> None:
     assert_same_bits(do(store, *changes, key=key()).values["a"], gradient)
 
 
-def test_an_add_that_closed_the_epoch_answers_the_same_value_again(store: Store) -> None:
+def test_a_repeated_add_that_closed_the_epoch_answers_the_same_value(store: Store) -> None:
     create(store, "a", quorum=2)
     add(store, "a", [1, 2])
     change = Add(name="a", gradient=ones(2), want_value=True)
@@ -181,7 +180,7 @@ def test_an_add_that_closed_the_epoch_answers_the_same_value_again(store: Store)
     assert first.values["a"].tolist() == again.values["a"].tolist() == [2, 3]
 
 
-def test_a_take_that_is_repeated_too_late(store: Store) -> None:
+def test_a_take_repeated_too_late_finds_no_value(store: Store) -> None:
     create(store, "a")
     do(store, Take(name="a"), key=key())
     do(store, Take(name="a"))
@@ -191,7 +190,7 @@ def test_a_take_that_is_repeated_too_late(store: Store) -> None:
     assert state(store) == before
 
 
-def test_a_take_that_is_repeated_after_the_buffer_was_deleted(store: Store) -> None:
+def test_a_take_repeated_after_a_delete_finds_no_value(store: Store) -> None:
     create(store, "a")
     do(store, Take(name="a"), key=key())
     do(store, Delete(name="a"))
@@ -199,7 +198,7 @@ def test_a_take_that_is_repeated_after_the_buffer_was_deleted(store: Store) -> N
         do(store, Take(name="a"), key=key())
 
 
-def test_a_take_that_is_repeated_after_the_buffer_expired(store: Store, clock: Clock) -> None:
+def test_a_take_repeated_after_expiry_finds_no_value(store: Store, clock: Clock) -> None:
     create(store, "a", ttl_seconds=10.0)
     do(store, Take(name="a"), key=key())
     clock.advance(10)
@@ -208,7 +207,7 @@ def test_a_take_that_is_repeated_after_the_buffer_expired(store: Store, clock: C
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_take_that_is_repeated_knows_its_buffer_from_another_of_the_same_name(store: Store, taken: bool) -> None:
+def test_a_repeated_take_never_answers_the_value_of_a_recreated_buffer(store: Store, taken: bool) -> None:
     create(store, "a")
     add(store, "a", [1, 2])
     do(store, Take(name="a"), key=key())
@@ -221,8 +220,8 @@ def test_a_take_that_is_repeated_knows_its_buffer_from_another_of_the_same_name(
         do(store, Take(name="a"), key=key())
 
 
-def test_a_request_for_all_of_a_prefix_is_repeated_for_those_of_then(store: Store) -> None:
-    """The buffers that a prefix means may have become more between the look and the transaction."""
+def test_a_repeated_prefix_request_answers_for_the_same_buffers(store: Store) -> None:
+    """The prefix may match more buffers at the transaction than at the look-up."""
     create(store, "p.a", "p.b")
     add(store, "p.a", [1, 2])
     first = do(store, Take(name="p.a"), key=key())
@@ -241,7 +240,7 @@ def test_a_key_is_for_one_request(store: Store) -> None:
     assert state(store) == before
 
 
-def test_keys_of_different_callers_are_apart(store: Store) -> None:
+def test_each_caller_has_its_own_keys(store: Store) -> None:
     create(store, "a")
     for caller in ("ann", "bob", ""):
         outcome = do(store, Add(name="a", gradient=ones(2)), key=key(caller=caller, request=f"of {caller}"))
@@ -261,7 +260,7 @@ def test_a_failed_request_stores_no_key(store: Store, error: type[GradserveError
     assert not do(store, *twice, key=key(request="another")).replayed
 
 
-def test_what_is_stored_with_a_key(store: Store) -> None:
+def test_a_key_stores_the_receipts(store: Store) -> None:
     create(store, "a")
     assert store.recall(key()) is None
     outcome = do(store, Add(name="a", gradient=ones(2)), key=key())
@@ -273,8 +272,8 @@ def test_what_is_stored_with_a_key(store: Store) -> None:
 
 
 @pytest.mark.parametrize("namespace", ["", "team"])
-def test_what_a_request_was_computed_from_is_stored_with_its_key(store: Store, namespace: str) -> None:
-    store = Namespaced(store, namespace)
+def test_a_key_stores_the_sources_of_its_request(store: Store, namespace: str) -> None:
+    store = store.within(namespace)
     create(store, "a")
     states: list[str] = []
 
@@ -301,7 +300,7 @@ def test_what_a_request_was_computed_from_is_stored_with_its_key(store: Store, n
     assert len(set(states)) == 5
 
 
-def test_keys_expire_when_they_are_old_enough_and_not_before(store: Store, clock: Clock) -> None:
+def test_a_key_expires_after_its_time_to_live_only(store: Store, clock: Clock) -> None:
     create(store, "a")
     change = Add(name="a", gradient=ones(2))
     do(store, change, key=key())
@@ -316,7 +315,7 @@ def test_keys_expire_when_they_are_old_enough_and_not_before(store: Store, clock
     assert store.record("a").count == 3
 
 
-def test_a_key_that_has_expired_serves_again(store: Store, clock: Clock) -> None:
+def test_an_expired_key_can_be_used_again(store: Store, clock: Clock) -> None:
     create(store, "a")
     change = Add(name="a", gradient=ones(2))
     for number in range(1, 4):

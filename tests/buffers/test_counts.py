@@ -1,4 +1,4 @@
-"""No namespace has more buffers than it may, whoever creates them, and however."""
+"""The limit of buffers in a namespace holds for every way to create buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
 from service.buffers.lmdb.format import COUNT, MARK_BYTES, TIME, WRITER, pack_record
 from service.buffers.lmdb.store import LmdbStore
-from service.buffers.namespaced import Namespaced
+from service.buffers.names import BufferName
 from service.buffers.perform import Request
 from service.buffers.record import Record
 from service.buffers.store import Store
@@ -43,20 +43,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def reopen(reopen: Callable[..., LmdbStore]) -> Callable[[], LmdbStore]:
-    """The same, of a store in which a namespace may have three buffers."""
+    """Return `reopen` with a limit of three buffers in a namespace."""
     return partial(reopen, max_buffers=MOST)
 
 
 @pytest.fixture(params=["memory", "lmdb"])
 def store(request: pytest.FixtureRequest, clock: Clock, reopen: Callable[[], LmdbStore]) -> Iterator[Store]:
-    """A store in which a namespace may have three buffers."""
+    """Return a store with a limit of three buffers in a namespace."""
     store: Store = open_memory(clock, max_buffers=MOST) if request.param == "memory" else reopen()
     yield store
     store.close()
 
 
 def refused(store: Store, *names: str) -> TooManyBuffers:
-    """The error of creating these, which changes nothing."""
+    """Return the error of creating these buffers, after a check that nothing changed."""
     before = state(store)
     with pytest.raises(TooManyBuffers) as caught:
         create(store, *names)
@@ -64,7 +64,7 @@ def refused(store: Store, *names: str) -> TooManyBuffers:
     return caught.value
 
 
-def test_one_more_is_refused(store: Store) -> None:
+def test_a_buffer_beyond_the_limit_is_refused(store: Store) -> None:
     create(store, "a", "b", "c")
     for _ in range(2):
         generation = store.generation()
@@ -77,7 +77,7 @@ def test_one_more_is_refused(store: Store) -> None:
     refused(store, "d")
 
 
-def test_many_are_created_together_or_none(store: Store) -> None:
+def test_a_request_creates_all_its_buffers_or_none(store: Store) -> None:
     create(store, "a")
     error = refused(store, "b", "c", "d")
     assert (error.context["count"], error.context["buffer"]) == (3, "d")
@@ -85,13 +85,13 @@ def test_many_are_created_together_or_none(store: Store) -> None:
     refused(store, "a", "b", "c", "d")
 
 
-def test_what_is_there_can_be_created_again(store: Store) -> None:
+def test_an_existing_buffer_can_be_created_again_at_the_limit(store: Store) -> None:
     create(store, "a", "b", "c")
     create(store, "b")
     create(store, "c", "a")
 
 
-def test_a_request_that_is_repeated_is_answered(store: Store) -> None:
+def test_a_repeated_create_is_answered_at_the_limit(store: Store) -> None:
     made = do(store, Create(name="a", spec=spec()), key=key())
     create(store, "b", "c")
     again = do(store, Create(name="a", spec=spec()), key=key())
@@ -102,7 +102,7 @@ def test_a_request_that_is_repeated_is_answered(store: Store) -> None:
     refused(store, "a")
 
 
-def test_a_deleted_buffer_leaves_its_place(store: Store) -> None:
+def test_a_deleted_buffer_does_not_count(store: Store) -> None:
     create(store, "a", "b", "c")
     for name in ("d", "e", "f", "a", "b", "c"):
         do(store, Delete(name=store.records()[0].name))
@@ -112,24 +112,24 @@ def test_a_deleted_buffer_leaves_its_place(store: Store) -> None:
     assert [one.name for one in store.records()] == ["e", "f", "x"]
 
 
-def test_a_restored_buffer_takes_a_place(store: Store, clock: Clock) -> None:
+def test_a_restored_buffer_counts(store: Store, clock: Clock) -> None:
     create(store, "a", "b")
-    record = Record("c", spec(), 0, clock.now, clock.now, count=1)
+    record = Record(BufferName("", "c"), spec(), 0, clock.now, clock.now, count=1)
     do(store, Restore(name="c", record=record, value=ones(2)))
     before = state(store)
     with pytest.raises(TooManyBuffers):
-        do(store, Restore(name="d", record=record.changed(name="d"), value=ones(2)))
+        do(store, Restore(name="d", record=record.changed(full_name=BufferName("", "d")), value=ones(2)))
     assert state(store) == before
 
 
-def test_a_buffer_is_restored_under_the_name_that_it_is_to_have(store: Store, clock: Clock) -> None:
-    record = Record("x", spec(), 0, clock.now, clock.now, count=1)
-    ann = Namespaced(store, "ann")
+def test_restore_checks_the_limit_for_the_new_name(store: Store, clock: Clock) -> None:
+    record = Record(BufferName("", "x"), spec(), 0, clock.now, clock.now, count=1)
+    ann = store.within("ann")
     do(ann, Restore(name="c", record=record, value=ones(2)))
     assert [one.name for one in ann.records()] == ["c"]
 
 
-def test_a_buffer_that_expires_leaves_its_place_at_once(store: Store, clock: Clock) -> None:
+def test_an_expired_buffer_does_not_count(store: Store, clock: Clock) -> None:
     create(store, "a", "b", ttl_seconds=10.0)
     create(store, "c")
     clock.advance(5)
@@ -145,7 +145,7 @@ def test_a_buffer_that_expires_leaves_its_place_at_once(store: Store, clock: Clo
     assert [one.name for one in store.records()] == ["c", "d", "e"]
 
 
-def test_one_that_expired_can_be_created_again(store: Store, clock: Clock) -> None:
+def test_an_expired_buffer_can_be_created_again_at_the_limit(store: Store, clock: Clock) -> None:
     create(store, "a", "b", "c", ttl_seconds=10.0)
     clock.advance(10)
     create(store, "b", "a")
@@ -153,8 +153,8 @@ def test_one_that_expired_can_be_created_again(store: Store, clock: Clock) -> No
     refused(store, "d")
 
 
-def test_places_of_a_namespace_are_its_own(store: Store, clock: Clock) -> None:
-    spaces = {name: Namespaced(store, name) for name in ("", "ann", "an", "z")}
+def test_each_namespace_has_its_own_limit(store: Store, clock: Clock) -> None:
+    spaces = {name: store.within(name) for name in ("", "ann", "an", "z")}
     create(spaces["z"], *[f"{number}" for number in range(MOST)], ttl_seconds=10.0)
     for space in spaces.values():
         if space is not spaces["z"]:
@@ -172,7 +172,7 @@ def test_places_of_a_namespace_are_its_own(store: Store, clock: Clock) -> None:
     refused(spaces["z"], "g")
 
 
-def test_a_request_that_fails_takes_no_place(store: Store) -> None:
+def test_a_failed_request_does_not_count(store: Store) -> None:
     create(store, "a", nonfinite="reject")
     for _ in range(4):
         with pytest.raises(NonfiniteGradient):
@@ -181,7 +181,7 @@ def test_a_request_that_fails_takes_no_place(store: Store) -> None:
     refused(store, "d")
 
 
-def test_threads_that_create_at_once(store: Store) -> None:
+def test_concurrent_creates_keep_the_limit(store: Store) -> None:
     futures = [store.submit(Request([Delete(name="x")]))]
     with ThreadPoolExecutor(8) as pool:
 
@@ -198,7 +198,9 @@ def test_threads_that_create_at_once(store: Store) -> None:
 # ----- on a disk -----
 
 
-def test_requests_of_one_transaction(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_one_transaction_keep_the_limit(
+    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "a")
     requests = [
@@ -217,11 +219,11 @@ def test_requests_of_one_transaction(reopen: Callable[[], LmdbStore], monkeypatc
     refused(store, "c")
 
 
-def test_counts_are_there_again(reopen: Callable[[], LmdbStore]) -> None:
+def test_counts_survive_reopening(reopen: Callable[[], LmdbStore]) -> None:
     create(reopen(), "a", "b")
-    create(Namespaced(reopen(), "ann"), "a", "b", "c")
+    create(reopen().within("ann"), "a", "b", "c")
     store = reopen()
-    refused(Namespaced(store, "ann"), "d")
+    refused(store.within("ann"), "d")
     create(store, "c")
     refused(store, "d")
 
@@ -254,7 +256,7 @@ store.close()
 """
 
 
-def test_processes_share_the_places(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_processes_share_the_limit(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     most = 50
     processes = [
         subprocess.Popen(
@@ -295,32 +297,33 @@ with env.begin(write=True) as txn:
 
 
 def older_version(path: Path, *, create: list[str], delete: list[str]) -> None:
-    """Do what a version does that does not count, in a process of its own, beside one that has the store open."""
-    names = {name.encode(): pack_record(Record(name, spec(), 1 << 40, 1.0, 1.0)) for name in create}
+    """Change buffers as a version without counts would, in another process while the store is open."""
+    record = Record(BufferName("", "a"), spec(), 1 << 40, 1.0, 1.0)
+    names = {name.encode(): pack_record(record, name.encode()) for name in create}
     arguments = [str(path), repr(names), repr([name.encode() for name in delete])]
     subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_buffers_of_a_version_that_does_not_count(
+def test_buffers_of_a_version_without_counts_are_counted(
     reopen: Callable[[], LmdbStore], tmp_path: Path, closed: bool
 ) -> None:
     store = reopen()
     create(store, "a", "b", "c")
-    create(Namespaced(store, "ann"), "a")
-    create(Namespaced(store, "bob"), "a")
+    create(store.within("ann"), "a")
+    create(store.within("bob"), "a")
     if closed:
         store.close()
     older_version(tmp_path / "store", create=["~ann/b", "~ann/c"], delete=["a", "~bob/a"])
     store = reopen() if closed else store
-    refused(Namespaced(store, "ann"), "d")
+    refused(store.within("ann"), "d")
     create(store, "d")
     refused(store, "e")
-    create(Namespaced(store, "bob"), "a", "b", "c")
-    refused(Namespaced(store, "bob"), "d")
+    create(store.within("bob"), "a", "b", "c")
+    refused(store.within("bob"), "d")
     generation = store.generation()
     refused(store, "e")
-    assert store.generation() == generation  # it was counted once
+    assert store.generation() == generation  # the store counted once
 
 
 def meta(path: Path) -> dict[bytes, bytes]:
@@ -330,10 +333,10 @@ def meta(path: Path) -> dict[bytes, bytes]:
             return {bytes(name): bytes(value) for name, value in txn.cursor(db=database)}
 
 
-def test_a_store_that_was_never_counted(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_a_store_without_counts_is_counted_at_its_start(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     store = reopen()
     create(store, "a", "b")
-    create(Namespaced(store, "ann"), "a")
+    create(store.within("ann"), "a")
     store.close()
     older_version(tmp_path / "store", create=["c"], delete=[])
     with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
@@ -351,7 +354,7 @@ def test_a_store_that_was_never_counted(reopen: Callable[[], LmdbStore], tmp_pat
     assert len(found[WRITER]) == MARK_BYTES
 
 
-def test_a_count_that_is_wrong_is_put_right_by_the_next_start(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_the_next_start_corrects_a_wrong_count(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     store = reopen()
     create(store, "a", "b")
     store.close()
@@ -362,16 +365,16 @@ def test_a_count_that_is_wrong_is_put_right_by_the_next_start(reopen: Callable[[
     refused(store, "d")
 
 
-def test_a_namespace_without_buffers_leaves_nothing(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_an_empty_namespace_leaves_no_count(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     store = reopen()
     for name in ("ann", "bob"):
-        create(Namespaced(store, name), "a")
-        do(Namespaced(store, name), Delete(name="a"))
+        create(store.within(name), "a")
+        do(store.within(name), Delete(name="a"))
     store.close()
     assert not [name for name in meta(tmp_path / "store") if name.startswith(COUNT)]
 
 
-def test_a_damaged_buffer_that_is_deleted_leaves_its_place(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_a_deleted_damaged_buffer_does_not_count(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     store = reopen()
     create(store, "a", "b", "c")
     store.close()
@@ -384,7 +387,7 @@ def test_a_damaged_buffer_that_is_deleted_leaves_its_place(reopen: Callable[[], 
     refused(store, "e")
 
 
-def test_many_that_expired_make_room_for_as_many(tmp_path: Path, clock: Clock) -> None:
+def test_many_expired_buffers_make_room_for_as_many(tmp_path: Path, clock: Clock) -> None:
     most = 250
     store = open_lmdb(tmp_path / "store", clock, max_buffers=most)
     create(store, *[f"old{number}" for number in range(most)], ttl_seconds=10.0)

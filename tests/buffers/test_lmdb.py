@@ -1,4 +1,4 @@
-"""What only a store on a disk promises: to be there again, whole, and to be shared by processes."""
+"""The promises of a store on a disk: buffers survive a restart whole, and processes share the store."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import caches, value_writer
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.store import LmdbStore
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome
 from service.buffers.record import Closed, Record, Spec
 from service.dtypes import FLOAT32
@@ -50,7 +51,7 @@ from tests.kernels.equality import assert_same_bits
 # ----- durability -----
 
 
-def test_everything_is_there_again(reopen: Callable[[], LmdbStore], clock: Clock) -> None:
+def test_a_reopened_store_has_everything(reopen: Callable[[], LmdbStore], clock: Clock) -> None:
     store = reopen()
     create(store, "a", shape=(LARGE,), dtype="bfloat16", keep=3)
     create(store, "b", shape=(), nonfinite="reject", quorum=2, ttl_seconds=1e6)
@@ -77,7 +78,7 @@ def test_everything_is_there_again(reopen: Callable[[], LmdbStore], clock: Clock
     assert changed["d"][1] == [np.array([1, 2], np.float32).tobytes()]
 
 
-def test_what_was_submitted_is_finished_before_it_closes(reopen: Callable[[], LmdbStore]) -> None:
+def test_close_finishes_submitted_requests(reopen: Callable[[], LmdbStore]) -> None:
     store = reopen()
     create(store, "a")
     futures = [store.submit(request(Add(name="a", gradient=ones(2)))) for _ in range(50)]
@@ -87,7 +88,7 @@ def test_what_was_submitted_is_finished_before_it_closes(reopen: Callable[[], Lm
     assert store.record("a").count == 50
 
 
-def test_a_closed_store_says_so(reopen: Callable[[], LmdbStore]) -> None:
+def test_a_closed_store_raises_store_failed(reopen: Callable[[], LmdbStore]) -> None:
     store = reopen()
     create(store, "a")
     store.close()
@@ -105,10 +106,10 @@ def test_a_closed_store_says_so(reopen: Callable[[], LmdbStore]) -> None:
             use()
 
 
-def test_a_store_that_deleted_in_the_batch_that_created_opens_again(
+def test_a_store_opens_after_a_batch_that_creates_and_deletes(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that a transaction took and gave back are counted, but perhaps never written."""
+    """LMDB counts pages that a transaction took and gave back, but may never write them."""
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "stays", shape=(LARGE,))
     for size in (10, 20_000, LARGE, 5 * LARGE):
@@ -127,8 +128,8 @@ def test_a_store_that_deleted_in_the_batch_that_created_opens_again(
         assert state(store) == before
 
 
-def test_a_file_that_is_short_without_harm_is_left_as_it_is(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
-    """Another process may be writing to it."""
+def test_a_harmlessly_short_file_is_left_unchanged(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    """Another process may be writing to the file."""
     path = tmp_path / "store"
     store = reopen()
     create(store, "a", shape=(LARGE,))
@@ -176,7 +177,7 @@ store.close()
 
 
 def adding(path: Path, number: int, times: int) -> subprocess.Popen[str]:
-    """A process that adds `number` to the buffers a and b, once it reads a line."""
+    """Start a process that adds `number` to the buffers a and b, once the process reads a line."""
     process = subprocess.Popen(
         [sys.executable, "-c", ADDER, str(path), str(number), str(times)],
         stdin=subprocess.PIPE,
@@ -219,7 +220,7 @@ def test_processes_share_a_store(reopen: Callable[[], LmdbStore], tmp_path: Path
 def test_copies_at_every_step_of_the_writer_are_whole(
     reopen: Callable[[], LmdbStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is what a crash at that moment would leave."""
+    """Each copy is the store that a crash at this step would leave."""
     store = reopen()
     create(store, "a", shape=(LARGE,))
     futures: list[Future[Outcome]] = []
@@ -265,7 +266,7 @@ def test_copies_while_another_process_adds_are_whole(
         for number in range(10):
             directory = tmp_path / f"copy{number}"
             directory.mkdir()
-            with env.begin():  # a reader keeps the pages of its moment, and of later ones, from being used again
+            with env.begin():  # a reader keeps LMDB from reusing pages of its snapshot and later ones
                 for file in ("data.mdb", "values"):
                     shutil.copy(path / file, directory)
     process.communicate(timeout=PATIENCE)
@@ -287,10 +288,10 @@ def test_copies_while_another_process_adds_are_whole(
 
 
 @pytest.mark.parametrize("elements", [600, LARGE])
-def test_all_ways_to_change_a_value_by_turns(
+def test_mixed_changes_keep_the_right_value(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
-    """Some are remembered, others are not, some wait, and more are to be remembered than may be."""
+    """Some values are cached, others are not, some gradients wait, and the cache is too small."""
     monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", 3 * (elements * 4 + 2 * caches.ARRAY_BYTES))
     store, names, draw = reopen(), ["a", "b", "c", "d", "e"], random.Random(3)
     shape = (elements // 3, 3) if elements % 3 == 0 else (elements, 1)
@@ -322,7 +323,7 @@ def test_all_ways_to_change_a_value_by_turns(
         np.testing.assert_array_equal(value(store, name), expected[name], err_msg=name)
 
 
-def test_a_disk_that_takes_little_at_a_time(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_completed(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
     store, write = reopen(), os.pwrite
     create(store, "a", shape=(LARGE,))
     gradient = np.random.default_rng(1).normal(size=LARGE).astype(np.float32)
@@ -332,8 +333,8 @@ def test_a_disk_that_takes_little_at_a_time(reopen: Callable[[], LmdbStore], mon
     assert_same_bits(value(reopen(), "a"), gradient)
 
 
-def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
-    """Each that waits makes every read, and every add after it, longer."""
+def test_only_a_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    """Each waiting gradient slows every read and every later add."""
     store, most = reopen(), value_writer.MOST_WAITING_GRADIENTS
     create(store, "a", shape=(LARGE, 1))
     for number in range(2 * most + 2):
@@ -349,7 +350,7 @@ def test_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Pa
     assert not found[2 * most + 2 :].any()
 
 
-def test_no_more_values_are_cached_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_keeps_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", 2 * (16 + caches.ARRAY_BYTES))
     cache = caches.ValueCache()
     values = {number: caches.CachedValue(ones(4), []) for number in range(3)}
@@ -364,7 +365,7 @@ def test_no_more_values_are_cached_than_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache.take(3) is None
 
 
-def test_ids_of_values_are_never_used_again(reopen: Callable[[], LmdbStore]) -> None:
+def test_ids_of_values_are_never_reused(reopen: Callable[[], LmdbStore]) -> None:
     seen = set()
     for _ in range(3):
         store = reopen()
@@ -380,7 +381,7 @@ def test_ids_of_values_are_never_used_again(reopen: Callable[[], LmdbStore]) -> 
             do(store, Delete(name="z"))
 
 
-# ----- what has expired -----
+# ----- expiry -----
 
 
 COUNTER = """
@@ -398,15 +399,13 @@ sys.exit(f"not {expected}: {entries}")
 
 
 def wait_for_entries(path: Path, expected: int, *databases: str) -> None:
-    """Wait, in another process, until the databases of a store that is open have as many entries as expected."""
+    """Wait in another process until the databases of an open store have the expected number of entries."""
     command = [sys.executable, "-c", COUNTER, str(path), str(expected), *databases]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
 
 
-def test_keys_that_have_expired_are_forgotten_as_adds_go_on(
-    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
+def test_expired_keys_are_removed_during_adds(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "a")
     for number in range(30):
@@ -429,9 +428,7 @@ def test_keys_that_have_expired_are_forgotten_as_adds_go_on(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_keys_that_have_expired_are_forgotten_when_idle(
-    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
+def test_expired_keys_are_removed_when_idle(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "a")
     for number in range(30):
@@ -442,9 +439,7 @@ def test_keys_that_have_expired_are_forgotten_when_idle(
 
 
 @pytest.mark.usefixtures("untidied")
-def test_many_buffers_that_have_expired_are_removed_as_adds_go_on(
-    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
+def test_expired_buffers_are_removed_during_adds(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "a")
     create(store, *[f"b{number}" for number in range(1000)], ttl_seconds=10.0)
@@ -457,9 +452,7 @@ def test_many_buffers_that_have_expired_are_removed_as_adds_go_on(
 
 
 @pytest.mark.usefixtures("untidied")
-def test_buffers_are_removed_as_fast_as_others_expire(
-    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
+def test_removal_keeps_pace_with_expiry(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, *[f"b{number}" for number in range(500)], ttl_seconds=10.0)
     clock.advance(20)
@@ -469,27 +462,37 @@ def test_buffers_are_removed_as_fast_as_others_expire(
     assert entries_of(tmp_path / "store")["buffers"] == 50
 
 
-def test_what_the_writer_remembers_has_bounds() -> None:
+def test_the_writers_memory_has_bounds() -> None:
     closed = tuple(Closed(epoch, epoch, 1, 1.0, None) for epoch in range(1000))
-    record = Record("a", Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
+    last, *names = [BufferName("", str(number)) for number in range(caches.MOST_RECORDS + 1)]
+    record = Record(last, Spec((), FLOAT32, keep=1000), 1, 0.0, 0.0, closed=closed)
     records = caches.RecordCache()
-    for number in range(caches.MOST_EPOCHS // 1000):
-        records.remember({str(number): record})
-    assert records["0"] is record
-    records.remember({"one too many": record})
+    for name in names[: caches.MOST_EPOCHS // 1000]:
+        records.remember({name: record})
+    assert records[names[0]] is record
+    records.remember({last: record})
     assert not records
-    records.remember(dict.fromkeys(map(str, range(caches.MOST_RECORDS))))
-    assert records["0"] is None
-    records.remember({"one too many": None})
+    records.remember(dict.fromkeys(names))
+    assert records[names[0]] is None
+    records.remember({last: None})
     assert not records
-    records.remember({"after that": record})
-    assert records["after that"] is record
+    records.remember({last: record})
+    assert records[last] is record
+
+
+def test_a_stored_name_begins_with_its_namespace(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+    store = reopen()
+    for namespace in ("", "ann", "bob"):
+        create(store.within(namespace), "w", ttl_seconds=10.0)
+    store.close()
+    with lmdb.open(str(tmp_path / "store"), max_dbs=8, readonly=True) as env, env.begin() as txn:
+        names = [key for key, _ in txn.cursor(env.open_db(b"buffers", txn=txn, create=False))]
+        due = [key[8:] for key, _ in txn.cursor(env.open_db(b"deadlines", txn=txn, create=False))]
+    assert names == due == [b"w", b"~ann/w", b"~bob/w"]
 
 
 @pytest.mark.usefixtures("at_once")
-def test_buffers_that_have_expired_are_removed_when_idle(
-    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
+def test_expired_buffers_are_removed_when_idle(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "stays", "also", shape=(LARGE,))
     create(store, "a", "b", "c", shape=(LARGE,), ttl_seconds=10.0)
@@ -506,9 +509,7 @@ def test_buffers_that_have_expired_are_removed_when_idle(
     wait_for_entries(tmp_path / "store", 2, "buffers", "values", "deadlines")
 
 
-def test_a_buffer_that_is_deleted_leaves_no_deadline(
-    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
+def test_a_deleted_buffer_leaves_no_deadline(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "stays", ttl_seconds=1e9)
     for _ in range(5):

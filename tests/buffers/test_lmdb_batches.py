@@ -1,4 +1,4 @@
-"""Group commit: requests that wait share a transaction, and one that fails fails alone."""
+"""Group commit: waiting requests share a transaction, and a failed request fails alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from service.errors import GradserveError, NonfiniteGradient, ShapeMismatch, Sta
 from tests.buffers.calls import LARGE, PATIENCE, Gate, add, create, do, key, ones, request, value
 
 
-def test_requests_that_wait_share_a_transaction(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_requests_share_a_transaction(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "a", "b")
     before = store.generation()
@@ -29,7 +27,7 @@ def test_requests_that_wait_share_a_transaction(
     assert store.generation() - before <= 2
 
 
-def test_one_that_fails_in_a_batch_fails_alone(
+def test_a_failed_request_fails_alone_in_its_batch(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, gate = reopen(), Gate(monkeypatch)
@@ -60,10 +58,10 @@ def test_one_that_fails_in_a_batch_fails_alone(
 
 @pytest.mark.parametrize("failing", ["the gradient", "the commit"])
 @pytest.mark.parametrize("elements", [2, LARGE])
-def test_after_a_failure_the_sum_is_what_it_was(
+def test_a_failure_leaves_the_sum_unchanged(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int, failing: str
 ) -> None:
-    """The writer remembers values, and a request that fails has changed them already."""
+    """A failed request has already changed values that the writer caches."""
     store = reopen()
     create(store, "a", "b", shape=(elements,), nonfinite="reject")
     add(store, "a", ones(1))
@@ -86,7 +84,7 @@ def test_after_a_failure_the_sum_is_what_it_was(
     assert set(value(store, "b")) == {1}
 
 
-def test_requests_that_repeat_a_key_in_one_batch(
+def test_a_repeated_key_in_one_batch_counts_once(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, gate = reopen(), Gate(monkeypatch)

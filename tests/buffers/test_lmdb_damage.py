@@ -1,4 +1,4 @@
-"""What is damaged on the disk: the store says so, and harms no other buffer."""
+"""Damage on the disk: the store reports the damage, and other buffers stay whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.lmdb.writer import Writer
-from service.buffers.namespaced import Namespaced
 from service.errors import BufferCorrupt, KeyReused, StoreFailed
 from tests.buffers.calls import LARGE, PATIENCE, Clock, add, create, do, key, ones, request, value
 from tests.kernels.equality import assert_same_bits
@@ -45,7 +44,7 @@ def test_another_format_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Pa
 
 @pytest.mark.parametrize("locks_stay", [True, False])
 @pytest.mark.parametrize("emptied", [True, False])
-def test_a_store_whose_data_is_gone_is_not_made_anew(
+def test_a_store_without_its_data_file_is_not_recreated(
     reopen: Callable[[], LmdbStore], tmp_path: Path, emptied: bool, locks_stay: bool
 ) -> None:
     prepared(reopen)
@@ -61,7 +60,7 @@ def test_a_store_whose_data_is_gone_is_not_made_anew(
 
 
 @pytest.mark.parametrize("left", [1, 100, 4095, 4096, 4097, 8191, 8192, 3 * 4096, -3 * 4096, -4096, -1])
-def test_a_store_that_is_cut_short(reopen: Callable[[], LmdbStore], tmp_path: Path, left: int) -> None:
+def test_a_truncated_store_is_refused_or_whole(reopen: Callable[[], LmdbStore], tmp_path: Path, left: int) -> None:
     prepared(reopen)
     data = tmp_path / "store" / "data.mdb"
     whole = data.read_bytes()
@@ -71,7 +70,7 @@ def test_a_store_that_is_cut_short(reopen: Callable[[], LmdbStore], tmp_path: Pa
             reopen()
         assert data.read_bytes() == whole[:left]
         data.write_bytes(whole)
-    with suppress(StoreFailed):  # unless only pages were lost that nothing needs
+    with suppress(StoreFailed):  # raised unless only unused pages were lost
         assert value(reopen(), "a").tolist() == [1] * LARGE
     data.write_bytes(whole)
     store = reopen()
@@ -79,7 +78,7 @@ def test_a_store_that_is_cut_short(reopen: Callable[[], LmdbStore], tmp_path: Pa
 
 
 @pytest.mark.parametrize("left", [0, 1, 4096, -4096, -1])
-def test_values_that_are_cut_short(reopen: Callable[[], LmdbStore], tmp_path: Path, left: int) -> None:
+def test_truncated_values_damage_their_buffer_only(reopen: Callable[[], LmdbStore], tmp_path: Path, left: int) -> None:
     prepared(reopen)
     create(reopen(), "small")
     values = tmp_path / "store" / "values"
@@ -95,21 +94,21 @@ def test_values_that_are_cut_short(reopen: Callable[[], LmdbStore], tmp_path: Pa
     assert value(store, "a").tolist() == [1] * LARGE
 
 
-def test_what_is_no_store_at_all(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_a_foreign_data_file_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "data.mdb").write_bytes(b"notes to myself\n" * 5000)
     with pytest.raises(StoreFailed, match="cannot be opened"):
         reopen()
 
 
-def test_a_file_is_no_directory(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
     (tmp_path / "store").write_text("x")
     with pytest.raises(StoreFailed, match="cannot be opened"):
         reopen()
 
 
 def flip(directory: Path, pattern: bytes) -> None:
-    """Change a bit of the byte in the middle of each place in the store where `pattern` is."""
+    """Flip a bit in the middle of each occurrence of `pattern` in the store's files."""
     flipped = 0
     for path in (directory / "data.mdb", directory / "values"):
         data = bytearray(path.read_bytes())
@@ -167,10 +166,8 @@ def test_a_damaged_value_can_be_replaced(
     assert_same_bits(value(store, "a"), np.zeros(elements, np.float32) if how == "zero" else numbers)
 
 
-def test_a_value_that_cannot_be_read_harms_one_buffer(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a sector of the disk is bad."""
+def test_an_unreadable_value_harms_one_buffer(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector of the disk raises EIO."""
     store = reopen()
     create(store, "hurt", shape=(LARGE,))
     create(store, "well")
@@ -188,9 +185,7 @@ def test_a_value_that_cannot_be_read_harms_one_buffer(
     assert add(store, "well", [1, 2])["count"] == 1
 
 
-def test_the_writer_outlives_a_disk_that_fails_altogether(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_writer_survives_a_failing_disk(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
     store = reopen()
     create(store, "a")
     with monkeypatch.context() as patch:
@@ -211,7 +206,7 @@ def test_the_writer_outlives_a_disk_that_fails_altogether(
 
 @pytest.fixture
 def hurt(reopen: Callable[[], LmdbStore], tmp_path: Path) -> LmdbStore:
-    """A store in which the record of the buffer "hurt", which expires, is damaged, and "well" is not."""
+    """Return a store with the buffers "hurt", whose record is damaged and expires, and "well"."""
     store = reopen()
     create(store, "hurt", ttl_seconds=12345.678)
     create(store, "well")
@@ -245,26 +240,26 @@ def test_a_damaged_record_harms_no_other_namespace(reopen: Callable[[], LmdbStor
     store = reopen()
     create(store, "well")
     for name in ("hurt", "well"):
-        create(Namespaced(store, "ann"), name, ttl_seconds=12345.678 if name == "hurt" else None)
-    create(Namespaced(store, "bob"), "well")
+        create(store.within("ann"), name, ttl_seconds=12345.678 if name == "hurt" else None)
+    create(store.within("bob"), "well")
     store.close()
     flip(tmp_path / "store", b"12345.678")
     store = reopen()
     for namespace in ("", "bob"):
-        assert [record.name for record in Namespaced(store, namespace).records(strict=True)] == ["well"]
+        assert [record.name for record in store.within(namespace).records(strict=True)] == ["well"]
     with pytest.raises(BufferCorrupt, match="of the buffer 'hurt' is damaged") as caught:
-        Namespaced(store, "ann").records(strict=True)
+        store.within("ann").records(strict=True)
     assert caught.value.context == {"buffer": "hurt"}
 
 
-def test_a_damaged_record_that_is_due_harms_nobody_else(hurt: LmdbStore, clock: Clock) -> None:
+def test_an_expired_damaged_record_harms_no_other_buffer(hurt: LmdbStore, clock: Clock) -> None:
     clock.advance(20_000)
     for count in range(2, 8):
         clock.advance(2)
         assert add(hurt, "well", [1, 2])["count"] == count
 
 
-def test_a_delete_of_a_damaged_record_is_made_once(hurt: LmdbStore) -> None:
+def test_a_repeated_delete_of_a_damaged_record_counts_once(hurt: LmdbStore) -> None:
     deleted = do(hurt, Delete(name="hurt"), key=key())
     again = do(hurt, Delete(name="hurt"), key=key())
     assert (again.replayed, again.receipts) == (True, deleted.receipts)
@@ -277,10 +272,10 @@ def test_a_delete_of_a_damaged_record_is_made_once(hurt: LmdbStore) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_damaged_record_that_is_due_does_not_stop_the_writer(hurt: LmdbStore, clock: Clock) -> None:
+def test_an_expired_damaged_record_does_not_stop_the_writer(hurt: LmdbStore, clock: Clock) -> None:
     clock.advance(20_000)
     time.sleep(0.2)
-    for _ in range(2):  # the first may still come into the transaction that looks at what is due
+    for _ in range(2):  # the transaction that removes expired buffers may include the first add
         future = hurt.submit(request(Add(name="well", gradient=ones(2))))
         future.exception(5)
     assert future.result().receipts["well"]["updated"]
@@ -288,7 +283,7 @@ def test_a_damaged_record_that_is_due_does_not_stop_the_writer(hurt: LmdbStore, 
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "values"])
-def test_a_file_that_is_removed_or_replaced_meanwhile(
+def test_a_removed_or_replaced_file_is_reported(
     reopen: Callable[[], LmdbStore], tmp_path: Path, name: str, replaced: bool
 ) -> None:
     prepared(reopen)

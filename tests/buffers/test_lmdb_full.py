@@ -1,4 +1,4 @@
-"""A store or a disk that is full: nothing changes until there is room."""
+"""A full store or disk: nothing changes until there is room."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.buffers.calls import (
 
 
 def fills(store: LmdbStore, elements: int) -> list[str]:
-    """Names of buffers, full of their number each, that were created and added to until the store was full."""
+    """Create buffers and add each buffer's number to it until the store is full. Return their names."""
     names: list[str] = []
     for number in range(10_000):
         name, gradient = f"fill{number:04}", np.full(elements, number, np.float32)
@@ -82,7 +82,7 @@ def test_a_full_store_changes_nothing_until_there_is_room(tmp_path: Path, clock:
     again.close()
 
 
-def test_one_request_that_is_too_much_fails_alone(
+def test_a_request_too_large_for_the_store_fails_alone(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, gate = open_lmdb(tmp_path, clock, max_bytes=1 << 20), Gate(monkeypatch)
@@ -97,8 +97,8 @@ def test_one_request_that_is_too_much_fails_alone(
     store.close()
 
 
-def test_what_adds_nothing_needs_no_room(tmp_path: Path, clock: Clock) -> None:
-    """The limit is lower than it was. A client that is told 507 for an add that was made would make it twice."""
+def test_requests_that_change_nothing_need_no_room(tmp_path: Path, clock: Clock) -> None:
+    """The limit was lowered. Answering 507 to a repeated add would make the client add twice."""
     first = open_lmdb(tmp_path, clock, max_bytes=1 << 26)
     creating, adding = Create(name="a", spec=spec((400_000,))), Add(name="a", gradient=ones(400_000))
     created, added = do(first, creating, key=key("create")), do(first, adding, key=key("add"))
@@ -116,10 +116,8 @@ def test_what_adds_nothing_needs_no_room(tmp_path: Path, clock: Clock) -> None:
     store.close()
 
 
-def test_keys_that_have_expired_make_room_however_full_it_is(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To forget one takes a little room, to forget many at once more than there is."""
+def test_expired_keys_make_room_in_a_full_store(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removing one key takes little room. Removing many at once takes more than the store has."""
     monkeypatch.setattr(environment, "MAP_MARGIN_BYTES", 1 << 20)
     store = open_lmdb(tmp_path, clock, max_bytes=1 << 18)
     names = [f"{number}{'x' * 150}" for number in range(100)]
@@ -148,13 +146,13 @@ CHUNK_FLOATS = CHUNK_BYTES // 4
 
 @pytest.fixture
 def roomy(tmp_path: Path, clock: Clock) -> Iterator[LmdbStore]:
-    """A store of sixteen slots, some of which LMDB itself takes."""
+    """Yield a store of sixteen slots; LMDB itself takes some of them."""
     store = open_lmdb(tmp_path, clock, max_bytes=16 * CHUNK_BYTES)
     yield store
     store.close()
 
 
-def test_what_was_freed_last_is_room_for_the_next(roomy: LmdbStore) -> None:
+def test_an_add_reuses_the_slots_freed_last(roomy: LmdbStore) -> None:
     size = 6 * CHUNK_FLOATS
     create(roomy, "a", shape=(size,))
     for count in range(1, 9):
@@ -162,7 +160,7 @@ def test_what_was_freed_last_is_room_for_the_next(roomy: LmdbStore) -> None:
     assert set(value(roomy, "a")) == {8.0}
 
 
-def test_what_was_deleted_is_room_for_others(roomy: LmdbStore) -> None:
+def test_an_add_reuses_the_slots_of_a_deleted_buffer(roomy: LmdbStore) -> None:
     size = 3 * CHUNK_FLOATS
     names = ["a", "b", "c", "d", "e"]
     create(roomy, *names, "next", shape=(size,))
@@ -173,7 +171,7 @@ def test_what_was_deleted_is_room_for_others(roomy: LmdbStore) -> None:
         assert add(roomy, "next", ones(size))["count"] == count
 
 
-def test_a_request_for_many_finds_what_was_freed_last(roomy: LmdbStore) -> None:
+def test_a_request_for_many_buffers_reuses_the_slots_freed_last(roomy: LmdbStore) -> None:
     size = CHUNK_FLOATS
     names = [f"a{number}" for number in range(6)]
     create(roomy, *names, shape=(size,))
@@ -182,7 +180,7 @@ def test_a_request_for_many_finds_what_was_freed_last(roomy: LmdbStore) -> None:
         assert [one["count"] for one in outcome.receipts.values()] == [count] * 6
 
 
-def test_a_batch_finds_what_was_freed_last(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_reuses_the_slots_freed_last(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
     size, gate = 3 * CHUNK_FLOATS, Gate(monkeypatch)
     create(roomy, "a", "b", shape=(size,))
     for count in range(1, 6):
@@ -191,17 +189,17 @@ def test_a_batch_finds_what_was_freed_last(roomy: LmdbStore, monkeypatch: pytest
         assert [one["count"] for receipts in done for one in receipts.values()] == [count] * 2
 
 
-def test_what_finds_no_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
     create(roomy, "large", shape=(20 * CHUNK_FLOATS,))
     tries = Counter[str]()
     monkeypatch.setattr(failpoints, "action", lambda point: tries.update([point]))
-    for expected in (2, 3, 4):  # there is nothing to make room of the second time
+    for expected in (2, 3, 4):  # the second time, no slots can be freed
         with pytest.raises(StoreFull):
             add(roomy, "large", ones(1))
         assert tries["chunk"] == 16 * expected
 
 
-def test_what_finds_no_room_commits_nothing_beside_readers(roomy: LmdbStore) -> None:
+def test_a_request_without_room_commits_nothing_beside_readers(roomy: LmdbStore) -> None:
     create(roomy, "a", "large", shape=(20 * CHUNK_FLOATS,))
     before = roomy.generation()
     with ThreadPoolExecutor(2) as pool:
@@ -214,8 +212,8 @@ def test_what_finds_no_room_commits_nothing_beside_readers(roomy: LmdbStore) -> 
     assert roomy.generation() <= before + 1
 
 
-def test_what_a_reader_held_is_room_once_it_is_gone(roomy: LmdbStore, tmp_path: Path) -> None:
-    """Even if it was killed, and although nothing was committed since."""
+def test_slots_held_by_a_reader_are_free_once_it_ends(roomy: LmdbStore, tmp_path: Path) -> None:
+    """The reader is killed, and no commit follows."""
     size = 6 * CHUNK_FLOATS
     create(roomy, "a", shape=(size,))
     add(roomy, "a", ones(size))
@@ -240,7 +238,7 @@ def test_what_a_reader_held_is_room_once_it_is_gone(roomy: LmdbStore, tmp_path: 
 
 
 @pytest.mark.usefixtures("untidied")
-def test_buffers_that_have_expired_are_room_for_others(roomy: LmdbStore, clock: Clock) -> None:
+def test_expired_buffers_make_room(roomy: LmdbStore, clock: Clock) -> None:
     size = 3 * CHUNK_FLOATS
     create(roomy, "stays", shape=(size,))
     names = ["a", "b", "c", "d"]
@@ -256,7 +254,7 @@ def test_buffers_that_have_expired_are_room_for_others(roomy: LmdbStore, clock: 
 
 
 @pytest.mark.usefixtures("untidied")
-def test_small_buffers_that_have_expired_are_room_for_others(tmp_path: Path, clock: Clock) -> None:
+def test_small_expired_buffers_make_room(tmp_path: Path, clock: Clock) -> None:
     store = open_lmdb(tmp_path, clock, max_bytes=1 << 18)
     create(store, "stays", "new", shape=(400,))
     add(store, "stays", ones(400))
@@ -270,7 +268,7 @@ def test_small_buffers_that_have_expired_are_room_for_others(tmp_path: Path, clo
     clock.advance(9.5)
     with pytest.raises(StoreFull):
         add(store, "new", ones(400))
-    clock.advance(0.5)  # too soon for another look at what has expired, were there room
+    clock.advance(0.5)  # too soon for another look at expired buffers if there were room
     assert add(store, "new", ones(400))["count"] == 1
     assert set(value(store, "stays")) == {1.0}
     store.close()
@@ -284,7 +282,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
     yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)  # a store that a test left open may use it
+    subprocess.run(["umount", "--lazy", disk], check=True)  # a failed test may have left its store open
 
 
 def test_a_full_disk_changes_nothing_until_there_is_room(small_disk: Path, clock: Clock) -> None:
@@ -310,15 +308,15 @@ def test_a_full_disk_changes_nothing_until_there_is_room(small_disk: Path, clock
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_quota_is_a_full_disk(number: int) -> None:
+def test_an_exceeded_quota_counts_as_a_full_disk(number: int) -> None:
     for failed in (lmdb.Error(f"mdb_txn_commit: {os.strerror(number)}"), OSError(number, os.strerror(number))):
-        told = environment.as_client_error(failed, Path(), 1)
-        assert isinstance(told, StoreFull)
-        assert os.strerror(number) in told.detail
-        assert "nothing was changed" in told.detail
+        error = environment.as_client_error(failed, Path(), 1)
+        assert isinstance(error, StoreFull)
+        assert os.strerror(number) in error.detail
+        assert "nothing was changed" in error.detail
 
 
-def test_room_of_what_was_freed_is_used_again(tmp_path: Path, clock: Clock) -> None:
+def test_freed_slots_are_reused(tmp_path: Path, clock: Clock) -> None:
     store = open_lmdb(tmp_path, clock, max_bytes=16 << 20)
     create(store, "stays")
     for _ in range(30):

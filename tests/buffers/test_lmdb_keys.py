@@ -16,6 +16,7 @@ import pytest
 from service.buffers.changes import Add, Change, Create, Delete, Restore, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb.receipts import LIST_MICROSECONDS, MANY
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Record
 from service.errors import BufferCorrupt, EpochGone
@@ -47,7 +48,8 @@ def restore(store: LmdbStore, **states: Sequence[Any]) -> None:
     changes = []
     for number, name in enumerate(NAMES):
         state = {field: column[number] for field, column in states.items()}
-        changes.append(Restore(name=name, record=Record(name, spec(), 0, 1e9, 1e9, **state), value=ones(2)))
+        record = Record(BufferName("", name), spec(), 0, 1e9, 1e9, **state)
+        changes.append(Restore(name=name, record=record, value=ones(2)))
     do(store, *changes)
 
 

@@ -1,4 +1,4 @@
-"""Many small values that one request changes: LMDB holds them itself, and all of them are right."""
+"""Many small values changed by one request: LMDB itself holds the values, and all are exact."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def adds(*, names: list[str] = NAMES, turn: int = 0) -> list[Change]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where `reopen` has its store."""
+    """Return the directory of the store of `reopen`."""
     return tmp_path / "store"
 
 
 @pytest.fixture
 def filled(reopen: Callable[[], LmdbStore]) -> LmdbStore:
-    """A store of forty buffers, each with one add."""
+    """Return a store of forty buffers, each with one add."""
     store = reopen()
     create(store, *NAMES, shape=(SIZE,))
     do(store, *adds())
@@ -61,7 +61,7 @@ def filled(reopen: Callable[[], LmdbStore]) -> LmdbStore:
 
 
 @pytest.mark.parametrize("elements", [1 << 14, (1 << 14) + 1])
-def test_values_of_up_to_64_kb_are_in_lmdb(reopen: Callable[[], LmdbStore], path: Path, elements: int) -> None:
+def test_values_up_to_64_kb_are_stored_in_lmdb(reopen: Callable[[], LmdbStore], path: Path, elements: int) -> None:
     store = reopen()
     create(store, *NAMES, shape=(elements,))
     do(store, *[Add(name=name, gradient=ones(elements)) for name in NAMES])
@@ -70,7 +70,7 @@ def test_values_of_up_to_64_kb_are_in_lmdb(reopen: Callable[[], LmdbStore], path
     assert bool((path / "values").stat().st_size) == (4 * elements > 1 << 16)
 
 
-def test_many_change_together_again_and_again(filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path) -> None:
+def test_many_small_buffers_change_together(filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path) -> None:
     for turn in range(1, 4):
         do(filled, *adds(turn=turn))
     store = reopen()
@@ -84,13 +84,13 @@ def test_many_change_together_again_and_again(filled: LmdbStore, reopen: Callabl
             assert_same_bits(value(store, name), expected)
     store.close()
     assert wrong(path) == []
-    assert (path / "data.mdb").stat().st_size < 4 * 40 * 4 * SIZE  # the pages of earlier states are used again
+    assert (path / "data.mdb").stat().st_size < 4 * 40 * 4 * SIZE  # LMDB reuses the pages of earlier states
 
 
-def test_the_same_values_again_in_one_transaction(
+def test_one_transaction_may_change_a_value_again(
     filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are read, taken, deleted and changed again before they are committed."""
+    """Reads, takes, deletes and adds of the same values come before the commit."""
     gate, reverse = Gate(monkeypatch), NAMES[::-1]
     futures = gate.together(
         filled,
@@ -120,7 +120,7 @@ def test_the_same_values_again_in_one_transaction(
     assert wrong(path) == []
 
 
-def test_a_request_that_fails_changes_nothing(
+def test_a_failed_request_changes_nothing(
     filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, gate = state(filled), Gate(monkeypatch)
@@ -139,10 +139,10 @@ def test_a_request_that_fails_changes_nothing(
 
 
 @pytest.mark.parametrize("cached", [0, 3 * 51_200])
-def test_random_changes(
+def test_random_changes_keep_the_right_values(
     reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch, cached: int
 ) -> None:
-    """Some at once, some alone, of small and of large values; the writer remembers few or none."""
+    """Batches and single requests change small and large values; the writer caches few or none."""
     monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", cached)
     store, draw = reopen(), random.Random(cached)
     sizes = {f"n{number:02}": draw.choice([1, 2047, 2048, 5000, 16_384, 16_385, 70_000]) for number in range(30)}
@@ -176,7 +176,7 @@ def test_random_changes(
 def test_copies_at_every_step_of_the_writer_are_whole(
     filled: LmdbStore, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is what a crash at that moment would leave."""
+    """Each copy is the store that a crash at this step would leave."""
     copies: list[tuple[Path, str]] = []
 
     def copy(point: str) -> None:

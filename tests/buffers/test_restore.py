@@ -1,4 +1,4 @@
-"""What `transfer.restore` makes of a file whose metadata are not what an export writes."""
+"""The metadata of imported files: valid metadata is restored, other metadata is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_rules(**rules: Any) -> dict[str, Any]:
     return {**STATE, "spec": {**RULES, **rules}}
 
 
-def test_what_is_right_is_restored(tmp_path: Path, clock: Clock) -> None:
+def test_valid_metadata_is_restored(tmp_path: Path, clock: Clock) -> None:
     few = {"shape": [2], "dtype": "float32"}
     file = saved(tmp_path, json.dumps({"a": STATE, "b": {**STATE, "weight": 0, "spec": few}}))
     store = open_memory(clock)
@@ -59,7 +59,7 @@ def test_what_is_right_is_restored(tmp_path: Path, clock: Clock) -> None:
         ("", "JSON"),
     ],
 )
-def test_what_is_no_object(tmp_path: Path, about: str, words: str) -> None:
+def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, words: str) -> None:
     with pytest.raises(MalformedBody, match=f"^The metadata of the buffers in .* {words}" if about else words):
         read(saved(tmp_path, about), LIMITS, 200)
 
@@ -101,7 +101,7 @@ def test_what_is_no_object(tmp_path: Path, about: str, words: str) -> None:
         (with_rules(extra=1), "has 'spec.extra', which is unknown"),
     ],
 )
-def test_one_entry_that_is_wrong(tmp_path: Path, one: Any, words: str) -> None:
+def test_invalid_metadata_of_a_buffer_is_refused(tmp_path: Path, one: Any, words: str) -> None:
     file = saved(tmp_path, json.dumps({"a": STATE, "b": one}))
     with pytest.raises(MalformedBody, match=f"^The metadata of the buffer 'b' in .* {words}"):
         read(file, LIMITS, 200)

@@ -1,4 +1,4 @@
-"""Every store does what a plain model does, whatever is asked of it, in whatever order. `make fuzz` asks for more."""
+"""Every store answers random requests as a plain model does. `make fuzz` makes more requests."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.kernels.equality import assert_same_bits
 NAMED = ["a", "b", "c.0", "d"]
 MOST_BUFFERS = 3
 SMALL_CHUNK = 16
-"""Bytes of a chunk here: values of a few elements have several."""
+"""Bytes of a chunk in these tests: a value of a few elements has several chunks."""
 
 
 @dataclass
 class Buffer:
-    """A buffer of the model. Values are arrays, and `epochs` those of the closed ones: receipt and value."""
+    """A buffer of the model. `epochs` holds receipt and value of each closed epoch."""
 
     spec: Spec
     birth: int
@@ -73,7 +73,7 @@ class Buffer:
         }
 
     def add(self, gradient: Array, weight: float, overwrite: bool) -> bool:
-        """Whether the sum is one that the buffer takes."""
+        """Add a gradient; return whether the buffer's rules allow the sum."""
         dtype = self.spec.dtype
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         with np.errstate(all="ignore"):
@@ -102,7 +102,7 @@ class Buffer:
 
 
 class RefusedError(Exception):
-    """The code of the error that the store must raise."""
+    """An error whose code the store must raise, too."""
 
 
 class Model:
@@ -118,7 +118,7 @@ class Model:
         }
 
     def do(self, changes: list[Change]) -> tuple[dict[str, Any], dict[str, Array]] | str:
-        """Receipts and values; or, and then nothing has changed, the code of the error that there must be."""
+        """Return receipts and values, or the expected error's code if nothing may change."""
         buffers, receipts, values = copy.deepcopy(self.alive()), {}, {}
         try:
             for change in changes:
@@ -200,10 +200,9 @@ def _fits(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
     return all(one in (1, other) for one, other in zip(reversed(shape), reversed(onto), strict=False))
 
 
-@dataclass(eq=False)  # which arrays do not have
+@dataclass(eq=False)  # comparing arrays gives no bool
 class Sent:
-    """A request that was made with a key: the births of the buffers that it added to, and, of those that its takes
-    closed, birth, epoch and value."""
+    """A request sent with a key: the births of buffers that adds changed, and birth, epoch and value of each take."""
 
     changes: list[Change]
     text: str
@@ -268,7 +267,7 @@ keyed = st.sampled_from([False, False, True])
 
 
 class Machine(RuleBasedStateMachine):
-    """The rules; a subclass says which store."""
+    """The rules of the state machine. A subclass opens its kind of store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +284,7 @@ class Machine(RuleBasedStateMachine):
         self.store.close()
 
     def ask(self, changes: list[Change], text: str | None) -> Outcome | str:
-        """What the store answers, or the code of its error."""
+        """Return the store's outcome, or the code of its error."""
         request = Request(changes, None if text is None else key(text, request=text))
         try:
             return self.store.submit(request).result(PATIENCE)
@@ -297,7 +296,7 @@ class Machine(RuleBasedStateMachine):
         self.expect(changes, f"key {self.requests}" if with_key else None)
 
     def expect(self, changes: list[Change], text: str | None) -> None:
-        """Ask the store and the model for what was not asked before, and compare."""
+        """Send a new request to store and model, and compare their answers."""
         births = {name: one.birth for name, one in self.model.alive().items()}
         got, done = self.ask(changes, text), self.model.do(changes)
         if isinstance(done, str):
@@ -318,7 +317,7 @@ class Machine(RuleBasedStateMachine):
                 for change in changes
                 if isinstance(change, Take)
             }
-            # what a repeated add that wants the value answers is for the contract suite
+            # the contract suite tests repeated adds that want the value
             if not any(isinstance(change, Add) and change.want_value for change in changes):
                 self.sent.append(Sent(changes, text, self.clock.now, receipts, added, taken))
 
@@ -462,7 +461,7 @@ SOME = settings(
     max_examples=20 * int(os.environ.get("GRADSERVE_FUZZ", "2")),
     stateful_step_count=30,
     deadline=None,
-    phases=[phase for phase in Phase if phase is not Phase.explain],  # which takes minutes
+    phases=[phase for phase in Phase if phase is not Phase.explain],  # explaining takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

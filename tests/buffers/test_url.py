@@ -15,18 +15,18 @@ from tests.buffers.calls import KEY_SECONDS, MAX_BYTES
     ("url", "path"),
     [("memory:", None), ("lmdb:./a", Path("a")), ("lmdb:/x/y z", Path("/x/y z")), ("lmdb:a:b", Path("a:b"))],
 )
-def test_path_of_a_store(url: str, path: Path | None) -> None:
+def test_a_url_names_the_path_of_its_store(url: str, path: Path | None) -> None:
     assert path_of(url) == path
 
 
 @pytest.mark.parametrize("url", ["", "memory", "lmdb", "lmdb:", "memory:x", "sqlite:a", "LMDB:a", "/a/b"])
-def test_what_is_no_store(url: str) -> None:
+def test_an_unknown_url_is_refused(url: str) -> None:
     with pytest.raises(StoreFailed, match=r"^GRADSERVE_STORE is .*, but must be lmdb:PATH or memory:$"):
         path_of(url)
 
 
 @pytest.mark.parametrize(("url", "kind"), [("memory:", MemoryStore), ("lmdb:{}/new/store", LmdbStore)])
-def test_store_is_opened(url: str, kind: type, tmp_path: Path) -> None:
+def test_a_url_opens_its_store(url: str, kind: type, tmp_path: Path) -> None:
     store = open_store(url.format(tmp_path), max_bytes=MAX_BYTES, key_seconds=KEY_SECONDS)
     assert isinstance(store, kind)
     assert store.records() == []

@@ -1,4 +1,4 @@
-"""The image's health check, against servers as the image may run them."""
+"""The image's health check against servers with the settings of the image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "deploy" / "healthcheck.py"
 
 
 def is_healthy(url: str, **environment: str) -> bool:
-    """Whether the script says so of the server at the URL."""
+    """Return whether the script reports the server at `url` as healthy."""
     environment = {**os.environ, "GRADSERVE_PORT": str(httpx.URL(url).port), **environment}
     return subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True).returncode == 0
 
@@ -27,14 +27,14 @@ def test_a_server_is_healthy_once_it_is_ready() -> None:
         assert not is_healthy(url, GRADSERVE_TLS_CERTIFICATE="/certificate.pem"), "it does not speak HTTPS"
 
 
-def test_so_is_one_that_speaks_https(certificate: tuple[Path, Path]) -> None:
+def test_a_server_with_https_is_healthy_once_it_is_ready(certificate: tuple[Path, Path]) -> None:
     made, key = certificate
     with serving(tls_certificate=made, tls_key=key) as url:
         assert is_healthy(url, GRADSERVE_TLS_CERTIFICATE=str(made))
         assert not is_healthy(url)
 
 
-def test_where_nobody_listens_nothing_is_healthy() -> None:
+def test_a_port_without_a_server_is_not_healthy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
     assert not is_healthy(f"http://127.0.0.1:{port}")

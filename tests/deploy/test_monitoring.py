@@ -1,4 +1,4 @@
-"""The alerts and the dashboard ask for metrics that there are."""
+"""The alerts and the dashboard use metrics that the service has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for family in FAMILIES:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_every_series_is_one_of_ours(expression: str) -> None:
+def test_every_expression_uses_metrics_of_the_service(expression: str) -> None:
     named = re.findall(r"gradserve_\w+", expression)
     assert named
     assert set(named) <= SERIES
@@ -40,13 +40,13 @@ def test_every_series_is_one_of_ours(expression: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here; make test-compose has it")
-def test_prometheus_can_read_the_alerts() -> None:
+def test_prometheus_accepts_the_alerts() -> None:
     done = subprocess.run(["promtool", "check", "rules", DEPLOY / "alerts.yml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"{len(ALERTS)} rules found" in done.stdout
 
 
-def test_everything_can_be_seen() -> None:
+def test_the_dashboard_shows_every_metric() -> None:
     seen = {name for expression in EXPRESSIONS for name in re.findall(r"gradserve_\w+", expression)}
     for name in [*GAUGES, *(family.name for family in FAMILIES)]:
         assert any(one.startswith(name) for one in seen), name

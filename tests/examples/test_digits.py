@@ -23,7 +23,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
-def test_it_learns_the_digits_as_one_process_does() -> None:
+def test_the_example_learns_the_digits_as_one_process_does() -> None:
     done = run("--epochs", "4")
     assert done.returncode == 0, done.stderr
     losses = [float(one) for one in re.findall(r"epoch +\d+  loss (\S+)", done.stdout)]
@@ -35,7 +35,7 @@ def test_it_learns_the_digits_as_one_process_does() -> None:
     assert float(difference) <= 1e-5
 
 
-def test_it_fails_if_an_operator_of_the_server_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_fails_if_an_operator_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(dY: np.ndarray[Any, Any], X: np.ndarray[Any, Any], **_: Any) -> np.ndarray[Any, Any]:
         return np.where(X > 0, dY, 0.01 * dY)
 
@@ -46,7 +46,7 @@ def test_it_fails_if_an_operator_of_the_server_is_wrong(monkeypatch: pytest.Monk
     assert "The losses are not those of one process" in done.stderr
 
 
-def test_it_adds_every_gradient_once_and_leaves_others_buffers_alone() -> None:
+def test_the_example_adds_each_gradient_once_to_its_own_buffers() -> None:
     with serving() as url, Client(url) as server:
         server.buffers["W1"].create(3)
         done = run("--epochs", "1", "--url", url)

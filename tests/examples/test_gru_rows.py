@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*options: str) -> str:
-    """What the example prints."""
+    """Run the example and return its output."""
     command = [sys.executable, "-W", "error", "examples/gru_rows.py", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_it_learns_the_digits_alike_with_any_server() -> None:
+def test_the_example_learns_the_digits_alike_with_any_server() -> None:
     printed = run("--epochs", "7")
     accuracies = [float(one) for one in re.findall(r"accuracy (.*)%", printed)]
     assert len(accuracies) == 7

@@ -22,7 +22,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
-def test_it_equals_pytorch_whatever_the_network_does() -> None:
+def test_the_example_equals_pytorch_behind_a_bad_network() -> None:
     done = run()
     assert done.returncode == 0, done.stderr
     (requests, harmed) = map(int, re.findall(r"saw (\d+) requests, and did harm to (\d+)", done.stdout)[0])
@@ -35,7 +35,7 @@ def test_it_equals_pytorch_whatever_the_network_does() -> None:
     assert float(difference) <= 1e-6
 
 
-def test_it_leaves_nothing_behind_on_the_server_that_it_is_told() -> None:
+def test_the_example_leaves_no_buffer_on_the_named_server() -> None:
     with serving() as url, Client(url) as server:
         server.buffers["0.weight"].create(3)
         done = run("--url", url)
@@ -43,7 +43,7 @@ def test_it_leaves_nothing_behind_on_the_server_that_it_is_told() -> None:
         assert [(one.name, one.version) for one in server.buffers.list()] == [("0.weight", 0)]
 
 
-def test_it_fails_if_the_server_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_fails_if_the_server_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgotten(*_: Any, **__: Any) -> None:
         return None
 

@@ -1,7 +1,7 @@
-"""The server, which kills itself within a commit: python -m tests.faults.killing serve.
+"""A server that kills itself within a commit: python -m tests.faults.killing serve.
 
-The file named by GRADSERVE_TEST_KILL, while it is there, says where: a point of `service.buffers.failpoints`, and how
-many hits it takes from then on.
+GRADSERVE_TEST_KILL names a file. Once the file exists, it holds a point of `service.buffers.failpoints` and the
+number of hits from then until the kill.
 """
 
 from __future__ import annotations

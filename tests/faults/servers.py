@@ -1,4 +1,4 @@
-"""Servers that are processes with a store on the disk and get killed, and clients that try again until answered."""
+"""Server processes that tests kill, with a store on the disk, and clients that retry until the server answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from service.dtypes import Array
 ROOT = Path(__file__).parents[2]
 LONG = os.environ.get("GRADSERVE_FAULTS") == "long"
 PATIENCE = 60.0
-"""Seconds after which whatever has not happened makes a test fail instead of hang."""
+"""Seconds after which a wait makes a test fail instead of hang."""
 
 SAFETENSORS = safetensors.MEDIA_TYPE
 
@@ -43,7 +43,7 @@ class Server:
         self._command = [sys.executable, "-m", module, "serve"]
         self._environment = {
             **os.environ,
-            "TMPDIR": str(self.log.parent),  # where processes that are killed leave their files
+            "TMPDIR": str(self.log.parent),  # killed processes leave their files here
             **{f"GRADSERVE_{name.upper()}": str(one) for name, one in given.items()},
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,19 +60,19 @@ class Server:
         return self._process
 
     def launch(self) -> None:
-        """Start the process, and do not wait for it."""
+        """Start the process without waiting for an answer."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=ROOT, env=self._environment, stdout=subprocess.DEVNULL, stderr=log
             )
 
     def start(self) -> Server:
-        """Start, until it answers."""
+        """Start the server and wait until it answers."""
         assert self.starts(), f"the server does not get ready:\n{self.log.read_text()}"
         return self
 
     def starts(self) -> bool:
-        """Start, until it answers or has ended. Returns whether it answers."""
+        """Start the server and wait until it answers or ends; return whether it answers."""
         self.launch()
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self.process.poll() is None:
@@ -86,11 +86,11 @@ class Server:
         return False
 
     def kill(self) -> None:
-        """Kill -9 all its processes, and wait for their end."""
+        """Kill -9 all processes of the server and wait for their end."""
         if self._process is None:
             return
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGSTOP)  # so that it starts no more of them
+            self.process.send_signal(signal.SIGSTOP)  # keeps the parent from starting more workers
             children = _children_of(self.process.pid)
             self.process.kill()
             for pid in children:
@@ -105,11 +105,11 @@ class Server:
             kill(chance.choice(workers))
 
     def workers(self) -> list[int]:
-        """The ids of the worker processes."""
+        """Return the ids of the worker processes."""
         return [pid for pid in _children_of(self.process.pid) if b"spawn_main" in _command_of(pid)]
 
     def ended(self) -> tuple[int, str]:
-        """Its exit status, once it has ended by itself, and what it said."""
+        """Wait for the server's end; return exit status and log."""
         try:
             return self.process.wait(PATIENCE / 2), self.log.read_text()
         finally:
@@ -125,7 +125,7 @@ def kill(pid: int) -> None:
 
 
 class Client:
-    """Sends each request again, under one key, until it is answered."""
+    """A client that retries each request with one key until the server answers."""
 
     def __init__(self, url: str, *, patience: float = PATIENCE) -> None:
         self.patience = patience
@@ -138,12 +138,12 @@ class Client:
         self._http.close()
 
     def once(self, method: str, path: str, *, key: str | None = None, **rest: Any) -> httpx.Response:
-        """The answer to one request. Raises `httpx.TransportError`."""
+        """Send a request once. Raise `httpx.TransportError` if no answer comes."""
         headers = {**({} if key is None else {"Idempotency-Key": key}), **rest.pop("headers", {})}
         return self._http.request(method, path, headers=headers, **rest)
 
     def send(self, method: str, path: str, *, key: str | None = None, **rest: Any) -> httpx.Response:
-        """The answer, which is none of a server that is starting, stopping or gone."""
+        """Return the answer, after retries while the server is starting, stopping or gone."""
         end = time.monotonic() + self.patience
         failed: object = None
         while time.monotonic() < end:
@@ -159,7 +159,7 @@ class Client:
         raise AssertionError(f"{method} {path} was not answered in {self.patience} s: {failed!r}")
 
     def done(self, method: str, path: str, *, key: str | None = None, **rest: Any) -> Any:
-        """The JSON of an answer that must tell of success."""
+        """Return the JSON of an answer that must be a success."""
         answer = self.send(method, path, key=key, **rest)
         assert answer.is_success, answer.text
         return answer.json() if answer.content else None
@@ -168,18 +168,18 @@ class Client:
         self.done("PUT", f"/v1/buffers/{name}", json={"shape": list(shape), "dtype": dtype, **rules})
 
     def add(self, name: str, gradient: Array, *, key: str | None = None, **query: Any) -> Any:
-        """The receipt of an add."""
+        """Add a gradient and return the receipt."""
         return self.done("POST", f"/v1/buffers/{name}/accumulate", key=key, params=query, **tensors(gradient=gradient))
 
     def add_many(self, gradients: Mapping[str, Array], *, key: str | None = None) -> Any:
-        """The receipts of an add to many buffers, by their names."""
+        """Add to many buffers; return the receipts by buffer name."""
         return self.done("POST", "/v1/buffers/accumulate", key=key, **tensors(**gradients))["buffers"]
 
     def metadata(self, name: str) -> Any:
         return self.done("GET", f"/v1/buffers/{name}")
 
     def values(self, *names: str) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Receipts and values of many buffers at one moment."""
+        """Return receipts and values of many buffers at one moment."""
         answer = self.send("POST", "/v1/buffers/value", json={"names": names}, headers={"Accept": SAFETENSORS})
         return contents(answer)
 
@@ -188,7 +188,7 @@ class Client:
         return contents(answer)[1]["value"]
 
     def state(self) -> dict[str, tuple[Any, list[float]]]:
-        """All that the server says of its buffers."""
+        """Return metadata and value of every buffer."""
         found = self.done("GET", "/v1/buffers")["buffers"]
         return {one["name"]: (one, self.value(one["name"]).ravel().tolist()) for one in found}
 
@@ -198,13 +198,13 @@ def new_key() -> str:
 
 
 def tensors(**gradients: Array) -> dict[str, Any]:
-    """A body of tensors, as an argument of a request; it answers in JSON."""
+    """Return request arguments: a safetensors body with a JSON answer."""
     body = save({name: np.ascontiguousarray(one) for name, one in gradients.items()})
     return {"content": body, "headers": {"Content-Type": SAFETENSORS, "Accept": "application/json"}}
 
 
 def contents(answer: httpx.Response) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Receipts and tensors of a safetensors answer that must tell of success."""
+    """Return receipts and tensors of a safetensors answer that must be a success."""
     assert answer.status_code == 200, answer.text
     size = int.from_bytes(answer.content[:8], "little")
     head = json.loads(answer.content[8 : 8 + size])
@@ -212,7 +212,7 @@ def contents(answer: httpx.Response) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def moments(chance: random.Random, count: int, shortest: float, longest: float) -> Iterator[int]:
-    """0, 1, ... `count` - 1, each after a random while."""
+    """Yield 0, 1, ... `count` - 1, each after a random pause in seconds."""
     for number in range(count):
         time.sleep(chance.uniform(shortest, longest))
         yield number
@@ -236,7 +236,7 @@ def _free_port() -> int:
 
 
 def _until_closed(port: int) -> None:
-    """Wait until nobody listens: orphans, which cannot be waited for, may take a moment to go."""
+    """Wait until no process listens: orphans may take a moment to end."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         try:

@@ -1,4 +1,4 @@
-"""Workers that all-reduce through one buffer, while the server is killed: all read the same, and it is right."""
+"""Workers all-reduce through one buffer under kills of the server: all read the same, correct sums."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SIZE = 20_000
 
 
 def gradient(worker: int, epoch: int) -> Array:
-    """Integers, so that their sum in float32 is exact, whatever the order."""
+    """Return integers, whose float32 sum is exact in any order."""
     return np.random.default_rng((worker, epoch)).integers(-1000, 1000, SIZE).astype(np.float32)
 
 
 class Worker:
-    """Adds its gradient of each epoch, and reads everyone's."""
+    """A worker that adds its gradient in each epoch and reads the sum."""
 
     def __init__(self, url: str, number: int) -> None:
         self.url, self.number = url, number
@@ -48,14 +48,14 @@ class Worker:
 
 
 def wait_for(worker: Worker, epoch: int, failed: threading.Event) -> None:
-    """Wait until the worker has come to the epoch, or one has failed."""
+    """Wait until the worker reaches the epoch or any worker has failed."""
     end = time.monotonic() + PATIENCE
     while len(worker.read) < epoch and not failed.is_set():
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-def test_every_worker_reads_the_same_sums_and_they_are_right(tmp_path: Path) -> None:
+def test_every_worker_reads_the_same_correct_sums(tmp_path: Path) -> None:
     chance = random.Random(6)
     failed = threading.Event()
     with (

@@ -1,4 +1,4 @@
-"""Kill -9 between the steps of a commit: a request is there as a whole or not at all, and there if acknowledged."""
+"""Kill -9 between the steps of a commit: each request is whole or absent, and whole if acknowledged."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NAMES = ("a", "b", "c")
 CLIENTS = 3
 MANY = tuple(f"n{number}" for number in range(40))
 SMALL = (CLIENTS, 2000)
-"""Of many buffers, in float64: 48 KB, held by LMDB itself."""
+"""The shape of many float64 buffers: 48 KB each, held by LMDB itself."""
 SHAPE = (CLIENTS, 20_000)
-"""Of every buffer, in float64: it lies in several chunks."""
+"""The shape of every other float64 buffer, which has several chunks."""
 
 POINTS = dict.fromkeys(
     point
@@ -38,7 +38,7 @@ CLOSES = ["made", "before commit", "committed"]
 
 @pytest.fixture
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that tells a server of `server` when to kill itself."""
+    """Return the file that orders a server of `server` to kill itself."""
     path = tmp_path / "order"
     monkeypatch.setenv("GRADSERVE_TEST_KILL", str(path))
     return path
@@ -51,7 +51,7 @@ def server(tmp_path: Path, order: Path) -> Iterator[Server]:
 
 
 class Adder:
-    """Adds 1 to its row of every buffer, until the server is gone; then has one add of which it does not know."""
+    """A client that adds 1 to its row of every buffer until the server is gone. The last add may or may not count."""
 
     def __init__(self, row: int, names: tuple[str, ...], shape: tuple[int, int]) -> None:
         self.gradients = {name: np.zeros(shape) for name in names}
@@ -72,7 +72,7 @@ class Adder:
 
 
 def rows(client: Client, names: tuple[str, ...]) -> list[int]:
-    """How many adds each row has, after a check that all buffers tell the same of all their elements."""
+    """Return the number of adds of each row, after a check that all elements of all buffers agree."""
     receipts, values = client.values(*names)
     found: list[int] = values[names[0]][:, 0].astype(int).tolist()
     for name in names:
@@ -84,7 +84,7 @@ def rows(client: Client, names: tuple[str, ...]) -> list[int]:
 @pytest.mark.parametrize(
     ("names", "shape", "points"), [(NAMES, SHAPE, ["chunk", *CLOSES]), (MANY, SMALL, CLOSES)], ids=["large", "many"]
 )
-def test_adds_are_there_as_a_whole_or_not_at_all(
+def test_a_kill_leaves_each_add_whole_or_absent(
     server: Server, order: Path, names: tuple[str, ...], shape: tuple[int, int], points: list[str]
 ) -> None:
     with Client(server.url) as client, ThreadPoolExecutor(CLIENTS) as threads:
@@ -115,7 +115,7 @@ def test_adds_are_there_as_a_whole_or_not_at_all(
             assert rows(client, names) == expected, (point, number)
 
 
-def test_a_take_is_there_as_a_whole_or_not_at_all(server: Server, order: Path) -> None:
+def test_a_kill_leaves_a_take_whole_or_absent(server: Server, order: Path) -> None:
     with Client(server.url) as client:
         for name in NAMES:
             client.create(name, SHAPE, keep=2)

@@ -1,4 +1,4 @@
-"""A store that is not as it was left: refused with a clear word, or served but for the buffer that is damaged."""
+"""A damaged store: the server refuses it with a clear message, or serves all buffers except the damaged one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.faults.servers import LONG, PATIENCE, SAFETENSORS, Client, Server, co
 from tests.serving import assert_problem
 
 SIZE = 20_000
-"""Elements of a buffer in float64: it lies in three chunks."""
+"""Elements of a float64 buffer that has three chunks."""
 
 PAGE = 4096
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a store with the buffers before, wounded and xanthic, of numbers that are all different."""
+    """Return the directory of a store with the buffers before, wounded and xanthic. All their numbers differ."""
     path = tmp_path_factory.mktemp("sound") / "store"
     with Server(path) as server, Client(server.url) as client:
         for number, name in enumerate(("before", "wounded", "xanthic")):
@@ -34,7 +34,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(sound: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of the sound store."""
     return shutil.copytree(sound, tmp_path / "store")
 
 
@@ -53,7 +53,7 @@ def overwrite_heads(path: Path) -> None:
 
 
 def flip(store: Path, text: bytes, place: int) -> None:
-    """Flip a bit in the byte that is `place` behind the beginning of `text`, wherever this lies in the files."""
+    """Flip a bit in the byte `place` after the start of each `text` in the files."""
     found = 0
     for path in store.iterdir():
         data = bytearray(path.read_bytes())
@@ -96,7 +96,7 @@ def test_a_damaged_store_is_refused_at_the_start(damage: str, store: Path, tmp_p
 
 
 @pytest.mark.parametrize("lost", [1, PAGE, 4 * PAGE] if LONG else [PAGE])
-def test_a_store_that_lost_its_end_is_refused_or_whole(lost: int, store: Path) -> None:
+def test_a_truncated_store_is_refused_or_whole(lost: int, store: Path) -> None:
     data = store / "data.mdb"
     cut(data, data.stat().st_size - lost)
     server = Server(store)
@@ -110,7 +110,7 @@ def test_a_store_that_lost_its_end_is_refused_or_whole(lost: int, store: Path) -
                 client.add(name, np.ones(SIZE), key=new_key())
 
 
-def test_a_file_of_values_that_is_cut_short_or_gone_is_reported(sound: Path, tmp_path: Path) -> None:
+def test_a_truncated_or_missing_values_file_is_reported(sound: Path, tmp_path: Path) -> None:
     files = [path.name for path in sound.iterdir() if path.name not in ("data.mdb", "lock.mdb", "format")]
     for number, file in enumerate(2 * files):
         store = shutil.copytree(sound, tmp_path / f"{number}")
@@ -137,7 +137,7 @@ def test_a_file_of_values_that_is_cut_short_or_gone_is_reported(sound: Path, tmp
             assert "Traceback" not in server.log.read_text()
 
 
-def test_a_damaged_value_is_reported_and_the_others_are_served(store: Path) -> None:
+def test_a_damaged_value_is_reported_and_other_buffers_are_served(store: Path) -> None:
     flip(store, numbers(1)[12_345:12_350].tobytes(), 11)
     with Server(store) as server, Client(server.url) as client:
         gradient = tensors(gradient=np.ones(SIZE))
@@ -161,7 +161,7 @@ def test_a_damaged_value_is_reported_and_the_others_are_served(store: Path) -> N
         assert client.add("wounded", np.ones(SIZE))["count"] == 1
 
 
-def test_a_damaged_record_is_reported_and_the_others_are_served(store: Path) -> None:
+def test_a_damaged_record_is_reported_and_other_buffers_are_served(store: Path) -> None:
     flip(store, b"wounded[{", 10)
     with Server(store) as server, Client(server.url) as client:
         gradient = tensors(gradient=np.ones(SIZE))
@@ -184,7 +184,7 @@ def test_a_damaged_record_can_be_deleted(store: Path) -> None:
         client.create("wounded", (SIZE,))
 
 
-def test_a_damaged_record_that_expires_harms_no_other_buffer(tmp_path: Path) -> None:
+def test_an_expired_damaged_record_harms_no_other_buffer(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with Server(path) as server, Client(server.url) as client:
         client.create("sound", (SIZE,))
@@ -192,12 +192,12 @@ def test_a_damaged_record_that_expires_harms_no_other_buffer(tmp_path: Path) -> 
     flip(path, b"wounded[{", 10)
     with Server(path) as server, Client(server.url, patience=10) as client:
         for count, pause in enumerate((0, 1.6, 0), 1):
-            time.sleep(pause)  # what has expired is looked for with an add, and, after a second without, by itself
+            time.sleep(pause)  # the writer looks for expired buffers with an add, or after an idle second
             assert client.add("sound", np.ones(SIZE))["count"] == count
 
 
-def test_workers_never_write_behind_different_locks(tmp_path: Path) -> None:
-    """`lock.mdb` is removed while the server runs, and a worker that starts then makes another."""
+def test_workers_never_write_under_different_lock_files(tmp_path: Path) -> None:
+    """`lock.mdb` is removed while the server runs; a worker that starts now makes another file."""
     with Server(tmp_path / "store", workers=2) as server:
         httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()
         (tmp_path / "store" / "lock.mdb").unlink()
@@ -206,9 +206,9 @@ def test_workers_never_write_behind_different_locks(tmp_path: Path) -> None:
         answers = Counter[int]()
         end = time.monotonic() + PATIENCE
         while min(answers[200], answers[503]) < 20 and time.monotonic() < end:
-            try:  # each on a connection of its own
+            try:  # each on a new connection
                 answer = httpx.post(f"{server.url}/v1/buffers/a/accumulate", json={"gradient": [1]})
-            except httpx.TransportError:  # the worker that was killed had it
+            except httpx.TransportError:  # the connection was the killed worker's
                 continue
             answers[answer.status_code] += 1
             if answer.status_code != 200:

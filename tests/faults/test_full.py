@@ -1,4 +1,4 @@
-"""A full disk, a full store, a read-only one: said clearly, nothing is changed, and it goes on once there is room."""
+"""A full disk, a full store and a read-only store: a clear error, no change, and service again once there is room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.servers import Client, Server, new_key, tensors
 from tests.serving import assert_problem
 
 SIZE = 30_000
-"""Elements of a buffer, of which the stores here hold a dozen."""
+"""Elements of a buffer: a store in these tests holds a dozen."""
 
 ONES = np.ones(SIZE)
 ROOM = 4 << 20
@@ -24,8 +24,8 @@ ROOM = 4 << 20
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
-    """A file system of its own with little room."""
-    with tempfile.TemporaryDirectory() as path:  # not tmp_path: pytest fails later where a mount is left in one
+    """Yield a small file system."""
+    with tempfile.TemporaryDirectory() as path:  # not tmp_path: a mount left there makes pytest fail later
         mounted = _mount("-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", path)
         if mounted.returncode:
             pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
@@ -43,7 +43,7 @@ def _mount(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def fill(client: Client, size: int = SIZE) -> tuple[int, httpx.Response]:
-    """Create buffers and add to each until that is refused: the number of the last one, and the refusal."""
+    """Create buffers and add to each until the server refuses; return the last number and the refusal."""
     for number in range(1, 100):
         client.create(f"b{number}", (size,))
         body = tensors(gradient=np.ones(size))
@@ -58,7 +58,7 @@ def add_in_vain(client: Client, name: str, key: str | None = None, *, size: int 
     assert_problem(answer, 507, "store_full", "nothing was changed")
 
 
-def test_a_full_disk_changes_nothing_and_is_left_by_making_room(disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_changes_nothing_until_there_is_room(disk: Path, tmp_path: Path) -> None:
     ballast = disk / "ballast"
     ballast.write_bytes(bytes(ROOM // 4))
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
@@ -78,7 +78,7 @@ def test_a_full_disk_changes_nothing_and_is_left_by_making_room(disk: Path, tmp_
 
 
 @pytest.mark.parametrize("size", [SIZE, 200_000])
-def test_a_full_disk_is_left_by_deleting_a_buffer(disk: Path, tmp_path: Path, size: int) -> None:
+def test_deleting_a_buffer_makes_room_on_a_full_disk(disk: Path, tmp_path: Path, size: int) -> None:
     ones = np.ones(size)
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         last, _ = fill(client, size)
@@ -88,7 +88,7 @@ def test_a_full_disk_is_left_by_deleting_a_buffer(disk: Path, tmp_path: Path, si
                 file.write(bytes(4096))
         add_in_vain(client, f"b{last}", size=size)
         client.done("DELETE", "/v1/buffers/b1")
-        for number in range(50):  # what these take must come from the disk
+        for number in range(50):  # these buffers need room from the disk
             client.create(f"new.{number}", (10,))
             assert client.add(f"new.{number}", np.ones(10))["count"] == 1
         server.kill()
@@ -99,8 +99,8 @@ def test_a_full_disk_is_left_by_deleting_a_buffer(disk: Path, tmp_path: Path, si
             assert (client.value(name) == 1).all()
 
 
-def test_a_disk_that_small_buffers_fill_is_left_by_deleting_a_large_one(disk: Path, tmp_path: Path) -> None:
-    """LMDB must have room to change its pages, whatever took the rest."""
+def test_deleting_a_large_buffer_makes_room_on_a_disk_full_of_small_ones(disk: Path, tmp_path: Path) -> None:
+    """LMDB needs room to change its pages, even on a full disk."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         last, _ = fill(client)
         for number in range(10_000):
@@ -113,8 +113,8 @@ def test_a_disk_that_small_buffers_fill_is_left_by_deleting_a_large_one(disk: Pa
         assert client.add(f"b{last}", ONES)["count"] == 1
 
 
-def test_a_disk_that_others_filled_is_room_for_what_lmdb_has(disk: Path, tmp_path: Path) -> None:
-    """Small buffers are deleted, of which the disk gets nothing back."""
+def test_deleting_small_buffers_makes_room_inside_lmdb(disk: Path, tmp_path: Path) -> None:
+    """Deleting small buffers frees pages inside LMDB, and no room on the disk."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         for number in range(40):
             client.create(f"small.{number}", (4000,))
@@ -129,8 +129,8 @@ def test_a_disk_that_others_filled_is_room_for_what_lmdb_has(disk: Path, tmp_pat
             assert client.add(f"new.{number}", np.ones(4000))["count"] == 1
 
 
-def test_an_add_in_vain_leaves_the_room_to_others(disk: Path, tmp_path: Path) -> None:
-    """What it wrote before the disk was full is given back, although nothing was committed since."""
+def test_a_refused_add_gives_back_the_room_that_it_took(disk: Path, tmp_path: Path) -> None:
+    """The refused add had written some bytes; the store frees them without a commit."""
     with Server(disk / "store", log=tmp_path / "log") as server, Client(server.url) as client:
         client.create("huge", (ROOM // 4,))
         names = [f"small.{number}" for number in range(30)]
@@ -141,7 +141,7 @@ def test_an_add_in_vain_leaves_the_room_to_others(disk: Path, tmp_path: Path) ->
         client.add_many(dict.fromkeys(names, np.ones(16_000, np.float32)), key=new_key())
 
 
-def test_a_full_store_changes_nothing_and_is_left_by_deleting_a_buffer(tmp_path: Path) -> None:
+def test_a_full_store_changes_nothing_until_a_buffer_is_deleted(tmp_path: Path) -> None:
     with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
         last, refused = fill(client)
         before = client.state()
@@ -154,7 +154,7 @@ def test_a_full_store_changes_nothing_and_is_left_by_deleting_a_buffer(tmp_path:
         assert (client.value("b2") == 2).all()
 
 
-def test_a_many_buffer_add_that_finds_no_room_changes_none(tmp_path: Path) -> None:
+def test_an_add_to_many_buffers_without_room_changes_none(tmp_path: Path) -> None:
     with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
         names = [f"b{number}" for number in range(20)]
         for name in names:
@@ -169,7 +169,7 @@ def test_a_many_buffer_add_that_finds_no_room_changes_none(tmp_path: Path) -> No
         assert [client.metadata(name)["count"] for name in names] == [1] * 5 + [0] * 15
 
 
-def test_a_store_that_is_full_to_the_last_page_still_deletes(tmp_path: Path) -> None:
+def test_a_store_full_to_the_last_page_still_deletes(tmp_path: Path) -> None:
     with Server(tmp_path / "store", store_bytes=ROOM) as server, Client(server.url) as client:
         fill(client)
         for number in range(10_000):

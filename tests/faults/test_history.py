@@ -1,7 +1,7 @@
-"""Concurrent adds, takes, zeros and reads of one buffer are as if made one after another, in an order that time allows.
+"""Concurrent adds, takes, zeros and reads of one buffer are linearizable.
 
-An add adds 1 to an element that is its own, so that a value tells of which adds it is the sum. Every change has a
-version of its own: in their order a plain model must answer what the server answered.
+Each add adds 1 to its own element, so a value shows the adds in its sum. Each change has its own version. In the order
+of versions, a plain model must give the server's answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Receipt = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """A request: when it was first sent and when its answer was there, what it asked, and what it was answered."""
+    """A request: the times of its first sending and of its answer, its kind, and its answer."""
 
     what: Literal["add", "take", "zero", "value"]
     sent: float
@@ -47,7 +47,7 @@ class Call:
 
 
 class Recorder:
-    """A client that keeps the history of its calls."""
+    """A recorder of the calls of several clients."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -85,13 +85,13 @@ def one_hot(element: int) -> Array:
 
 
 def adds_in(value: Array) -> frozenset[int]:
-    """The adds whose sum the value is, none of them twice."""
+    """Return the adds in the value, after a check that no add counts twice."""
     assert set(np.unique(value)) <= {0.0, 1.0}, "an add counted twice, or in part"
     return frozenset(np.flatnonzero(value).tolist())
 
 
 def check(history: list[Call]) -> None:
-    """Raise AssertionError unless the history is that of one buffer whose changes are made one after another."""
+    """Raise AssertionError unless some serial order of the calls explains the history."""
     changes = sorted((call for call in history if call.what != "value"), key=lambda call: call.version)
     assert [call.version for call in changes] == list(range(1, len(changes) + 1))
     epoch, there = 0, frozenset[int]()
@@ -106,22 +106,22 @@ def check(history: list[Call]) -> None:
         states.append((epoch, there))
         if call.what == "take":
             assert call.value == before
-            told = (epoch - 1, len(before), True)
+            expected = (epoch - 1, len(before), True)
         else:
-            told = (epoch, len(there), False)
-        assert (call.receipt["epoch"], call.receipt["count"], call.receipt["closed"]) == told
+            expected = (epoch, len(there), False)
+        assert (call.receipt["epoch"], call.receipt["count"], call.receipt["closed"]) == expected
     for call in history:
         if call.what == "value":
             assert (call.receipt["epoch"], call.value) == states[call.version]
             assert call.receipt["count"] == len(states[call.version][1])
     order = sorted(history, key=lambda call: (call.version, call.what == "value", call.sent))
     latest = 0.0
-    for call in order:  # whatever comes later in the order must not have been over before this was asked
+    for call in order:  # no later call in the order may have ended before this call began
         assert call.answered > latest, "a call does not see one that was over before it"
         latest = max(latest, call.sent)
 
 
-def test_concurrent_calls_are_as_if_made_one_after_another(tmp_path: Path) -> None:
+def test_concurrent_calls_are_linearizable(tmp_path: Path) -> None:
     chance = random.Random(8)
     stop = threading.Event()
     with (
@@ -187,6 +187,6 @@ def test_the_checker_accepts_a_sound_history() -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_checker_rejects(wrong: str) -> None:
+def test_the_checker_rejects_a_wrong_history(wrong: str) -> None:
     with pytest.raises(AssertionError):
         check(WRONG[wrong]())

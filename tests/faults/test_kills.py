@@ -1,4 +1,4 @@
-"""Kill -9 at random moments, under clients that try again: every gradient counts exactly once."""
+"""Kill -9 at random moments, with clients that retry: every gradient counts exactly once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_ke
 
 CLIENTS = 8
 KILLS = 100 if LONG else 3
-"""Of each of the two servers."""
+"""Kills of each of the two servers."""
 
 GATHERERS = 2
-"""How many of the clients add through GatherGrad."""
+"""Clients that add through GatherGrad."""
 
 LARGE = 1000
-"""Times that the second buffer repeats the first: it lies in several chunks."""
+"""Times that the second buffer repeats the first, so that its value has several chunks."""
 
-ROWS, STEP = 8000, 800
-"""Of the table that GatherGrad adds into, and how far apart the rows of a gradient lie."""
+ROWS = 8000
+"""Rows of the table that GatherGrad adds into."""
+
+STEP = 800
+"""Rows between two rows of one gradient."""
 
 
 class Adder:
-    """Adds 1, 2, 3, ... and their squares in a row of its own, one after another, and remembers what it was told."""
+    """A client that adds 1, 2, 3, ... and their squares to its own row in turn, and keeps the receipts."""
 
     def __init__(self, url: str, row: int) -> None:
         self.url, self.row = url, row
@@ -49,7 +52,7 @@ class Adder:
         return client.add_many(self.gradients(number), key=key)
 
     def repeat(self, most: int) -> None:
-        """Send the last gradients again with their keys: the receipts are those that came then."""
+        """Send the last gradients again with their keys, and check that the receipts are the same."""
         with Client(self.url) as client:
             for number, (key, receipts) in [*enumerate(self.sent, 1)][-most:]:
                 assert self.add(client, number, key) == receipts
@@ -61,7 +64,7 @@ class Adder:
 
 
 class Gatherer(Adder):
-    """Does so through GatherGrad into rows of a table that few of them change, and all alike."""
+    """An adder that adds the same numbers to several rows of a table through GatherGrad."""
 
     def add(self, client: Client, number: int, key: str) -> Any:
         rows = np.arange(self.row, ROWS, STEP)
@@ -71,14 +74,14 @@ class Gatherer(Adder):
 
 
 def sums_of(row: Array) -> int:
-    """n, where the row holds the sums of 1, of k and of k squared over k = 1 ... n."""
+    """Return n, after a check that the row sums 1, k and k squared over k = 1 ... n."""
     n = int(row[0])
     assert row.tolist() == [n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6]
     return n
 
 
 def check(client: Client, adders: list[Adder]) -> list[int]:
-    """What is there is what was acknowledged, and of each adder at most the add in flight. Returns how many of each."""
+    """Check that the sums are the acknowledged adds and at most each add in flight; return the adds of each adder."""
     answered = [one.answered for one in adders]
     receipts, values = client.values("small", "large", "table")
     started = [one.started for one in adders]
@@ -98,7 +101,7 @@ def check(client: Client, adders: list[Adder]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_gradient_counts_once(workers: int, tmp_path: Path) -> None:
+def test_every_gradient_counts_exactly_once(workers: int, tmp_path: Path) -> None:
     chance = random.Random(workers)
     stop = threading.Event()
     with (

@@ -1,4 +1,4 @@
-"""What is sent twice counts once: at once, or after the answer was lost; and what comes late does not count."""
+"""A request sent twice counts once, at the same time or after a lost answer. A late request does not count."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def at_once(server: Server, path: str, times: int = 2, **request: Any) -> list[httpx.Response]:
-    """The answers to a request that is sent several times at the same moment, on connections of their own."""
+    """Send a request several times at once, each on its own connection; return the answers."""
     ready = Barrier(times)
 
     def send(_: int) -> httpx.Response:
@@ -51,13 +51,13 @@ def with_key(key: str, **request: Any) -> dict[str, Any]:
 
 
 def one_was_first(answers: list[httpx.Response]) -> None:
-    """All answers are the same, and all but one say that they are repetitions."""
+    """Check that all answers are equal, and all except one are marked as replays."""
     assert {answer.status_code for answer in answers} == {200}, [answer.text for answer in answers]
     assert len({answer.content for answer in answers}) == 1
     assert sum("Idempotency-Replayed" not in answer.headers for answer in answers) == 1
 
 
-def test_adds_with_one_key_at_once_count_once(server: Server, client: Client) -> None:
+def test_concurrent_adds_with_one_key_count_once(server: Server, client: Client) -> None:
     client.create("twice", (3,))
     for count in range(1, ROUNDS + 1):
         one_was_first(
@@ -67,7 +67,7 @@ def test_adds_with_one_key_at_once_count_once(server: Server, client: Client) ->
     assert (client.value("twice") == ROUNDS).all()
 
 
-def test_takes_with_one_key_at_once_take_once(server: Server, client: Client) -> None:
+def test_concurrent_takes_with_one_key_take_once(server: Server, client: Client) -> None:
     client.create("taken", (3,))
     for epoch in range(ROUNDS // 4):
         client.add("taken", np.full(3, 1.0 + epoch))
@@ -77,7 +77,7 @@ def test_takes_with_one_key_at_once_take_once(server: Server, client: Client) ->
         assert client.metadata("taken")["epoch"] == epoch + 1
 
 
-def test_takes_with_one_key_that_wait_take_once(server: Server, client: Client) -> None:
+def test_waiting_takes_with_one_key_take_once(server: Server, client: Client) -> None:
     client.create("awaited", (3,))
     rounds = ROUNDS // 8
     with ThreadPoolExecutor(1) as thread:
@@ -90,7 +90,7 @@ def test_takes_with_one_key_that_wait_take_once(server: Server, client: Client) 
             assert client.metadata("awaited")["epoch"] == epoch + 1
 
 
-def test_a_straggler_changes_nothing(client: Client) -> None:
+def test_a_late_add_changes_nothing(client: Client) -> None:
     client.create("ahead", (3,), quorum=2)
     for _ in range(3):
         client.add("ahead", np.ones(3))
@@ -109,7 +109,7 @@ def test_a_straggler_changes_nothing(client: Client) -> None:
     assert client.add("ahead", np.ones(3), epoch=1)["closed"]
 
 
-def test_an_add_that_closed_its_epoch_is_no_straggler_when_repeated(client: Client) -> None:
+def test_a_repeated_add_that_closed_its_epoch_is_not_stale(client: Client) -> None:
     client.create("closing", (3,), quorum=1)
     key = new_key()
     receipts = [client.add("closing", np.ones(3), key=key, epoch=0) for _ in range(3)]
@@ -118,7 +118,7 @@ def test_an_add_that_closed_its_epoch_is_no_straggler_when_repeated(client: Clie
 
 
 @pytest.mark.parametrize("size", [3, 200_000])
-def test_a_take_whose_answer_is_lost_is_answered_again(size: int, server: Server, client: Client) -> None:
+def test_a_take_whose_answer_was_lost_is_answered_again(size: int, server: Server, client: Client) -> None:
     chance = random.Random(size)
     name = f"lost.{size}"
     client.create(name, (size,))

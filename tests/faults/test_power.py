@@ -1,4 +1,4 @@
-"""Power cuts, approximated by copies of a store in use: each opens, is consistent, and has what was acknowledged."""
+"""Power cuts, approximated by copies of a store in use: each copy opens and has every acknowledged add."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ CLIENTS = 4
 CUTS = 200 if LONG else 20
 NAMES = ("a", "b", "c", *(f"n{number}" for number in range(30)))
 SIZES = (1, 10_000, 40_000, *(6000 for _ in range(30)))
-"""Of the buffers, in float64: in LMDB, in one slot, in several, and many of 48 KB in LMDB."""
+"""Elements of the float64 buffers: in LMDB, in one slot, in several slots, and many of 48 KB in LMDB."""
 
 PAGE = 4096
 META = 2
-"""Pages at the beginning of data.mdb that name the last commits, in turns."""
+"""Pages at the beginning of data.mdb that name the last commits by turns."""
 
 Files = dict[str, bytes]
 
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """While the process, all its threads, stands still."""
-    # The file is copied while nobody writes. A copy of a file that changes meanwhile is the state of no instant: its
-    # meta pages, copied first, may name pages that later commits have used again. What a power cut leaves is what was
-    # written up to one instant, less some of what was written since the last sync. The first is a copy of a process
-    # that stands still. The second is put together in `torn`.
+    """Stop all threads of the process meanwhile."""
+    # The file is copied while no thread writes. A copy of a changing file is the state of no instant: its meta pages,
+    # copied first, may name pages that later commits have reused. A power cut leaves all writes up to one instant,
+    # less some writes since the last sync. Copying a stopped process gives the first part; `torn` makes the second.
     os.kill(pid, signal.SIGSTOP)
     try:
         end = time.monotonic() + PATIENCE
@@ -59,16 +58,16 @@ def files_of(store: Path) -> Files:
 
 
 def last_commit(files: Files) -> int:
-    """The number of the last transaction that the meta pages name."""
+    """Return the number of the last transaction in the meta pages."""
     data = files["data.mdb"]
     return max(int.from_bytes(data[page * PAGE + 144 : page * PAGE + 152], "little") for page in range(META))
 
 
 def torn(before: Files, after: Files, chance: random.Random) -> Files:
-    """What a power cut may leave of `before` and of the writes since that `after` has, which no sync made last.
+    """Return files that a power cut may leave: `before`, with some unsynced writes that `after` has.
 
-    The pages of a commit are written and synced, and then the meta page. So while the meta pages are those of `before`,
-    of its next commit any pages may have reached the disk, and others not.
+    LMDB writes and syncs the pages of a commit, and then the meta page. So with the meta pages of `before`, any subset
+    of the pages of the next commit may have reached the disk.
     """
     result = {}
     for name, new in after.items():
@@ -82,7 +81,7 @@ def torn(before: Files, after: Files, chance: random.Random) -> Files:
 
 
 def check(files: Files, path: Path, least: int, most: int) -> None:
-    """A store of these files opens, adds, and its buffers tell the same number of adds."""
+    """Check that a store of these files opens, takes an add, and has the same number of adds in all buffers."""
     path.mkdir()
     for name, data in files.items():
         (path / name).write_bytes(data)
@@ -103,7 +102,7 @@ def check(files: Files, path: Path, least: int, most: int) -> None:
 
 
 class Adders:
-    """Add ones to all buffers, and count what was begun and what was acknowledged."""
+    """Clients that add ones to all buffers, and count begun and acknowledged adds."""
 
     def __init__(self, url: str) -> None:
         self.url, self.stop, self.lock = url, threading.Event(), threading.Lock()
@@ -120,7 +119,7 @@ class Adders:
                     self.answered += 1
 
 
-def test_a_power_cut_leaves_every_acknowledged_add_and_no_half_of_one(tmp_path: Path) -> None:
+def test_a_power_cut_leaves_every_acknowledged_add_and_no_partial_one(tmp_path: Path) -> None:
     chance = random.Random(5)
     tears = 0
     with (
@@ -140,7 +139,7 @@ def test_a_power_cut_leaves_every_acknowledged_add_and_no_half_of_one(tmp_path: 
                 with stopped(pid):
                     after = files_of(tmp_path / "store")
                 check(before, tmp_path / f"{cut}", least, most)
-                # Pages that `before` is made of are used again by the second commit after it at the earliest.
+                # The second commit after `before` is the first that may reuse its pages.
                 if before != after and last_commit(after) <= last_commit(before) + 1:
                     tears += 1
                     check(torn(before, after, chance), tmp_path / f"{cut}.torn", least, most)

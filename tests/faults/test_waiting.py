@@ -1,4 +1,4 @@
-"""A change that comes in the very moment in which a request begins to wait wakes it, too."""
+"""A change at the very moment when a request begins to wait wakes the request, too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALAR = np.ones((), np.float32)
 
 
 class Racing(MemoryStore):
-    """A store that another process changes just after, or just before, it was looked at."""
+    """A store that another process changes just after or just before a look-up."""
 
     race: Callable[[], object] | None = None
     before = False
@@ -46,7 +46,7 @@ async def stay() -> dict[str, Any]:
 
 
 def waited(store: MemoryStore, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY) -> R:
-    """What comes of a wait that would last for ten minutes."""
+    """Return the result of a wait with a timeout of ten minutes."""
 
     async def wait() -> R:
         return await asyncio.wait_for(Waiting(store).until("", stay, 600, attempt, match), PATIENCE)
@@ -64,7 +64,7 @@ ADD = Add(name="w", gradient=SCALAR)
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", ["epoch", "count", "tag"])
-def test_a_change_in_the_moment_in_which_the_wait_begins(kind: str, before: bool) -> None:
+def test_a_change_as_the_wait_begins_ends_the_wait(kind: str, before: bool) -> None:
     store = Racing()
     change(store, W)
     tries = 0
@@ -86,7 +86,7 @@ def test_a_change_in_the_moment_in_which_the_wait_begins(kind: str, before: bool
     store.close()
 
 
-def test_a_buffer_that_is_deleted_and_created_anew_meanwhile_is_another_one() -> None:
+def test_a_wait_checks_a_recreated_buffer_again() -> None:
     store = Racing()
     change(store, W)
 
@@ -104,7 +104,7 @@ def test_a_buffer_that_is_deleted_and_created_anew_meanwhile_is_another_one() ->
     store.close()
 
 
-def test_only_what_may_be_there_wakes() -> None:
+def test_a_wait_tries_again_only_after_a_relevant_change() -> None:
     store = MemoryStore()
     for name in ("w", "v"):
         change(store, Create(name=name, spec=Spec((), FLOAT32)))
@@ -119,7 +119,7 @@ def test_only_what_may_be_there_wakes() -> None:
     async def add() -> int:
         waiting = asyncio.create_task(Waiting(store).until("", stay, 600, attempt))
         for name in ("v", "v", "w", "w", "w", "w", "w"):
-            await asyncio.sleep(0.02)  # many polls; were there none, the test would only see less
+            await asyncio.sleep(0.02)  # time for many polls
             change(store, Add(name=name, gradient=SCALAR))
         return await asyncio.wait_for(waiting, PATIENCE)
 

@@ -1,4 +1,4 @@
-"""`make test-compose` runs these, not `make test`: against containers of their own, or the server at GRADSERVE_URL."""
+"""`make test-compose` runs these tests against new containers or the server at GRADSERVE_URL."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ collect_ignore_glob = ["*"] if "GRADSERVE_INTEGRATION" not in os.environ else ["
 
 
 def client(url: str, secret: str | None) -> httpx.Client:
-    """A client of the server, with this API key."""
+    """Return a client of the server with this API key."""
     headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
     return httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
 
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The containers of compose.yaml, on a port and with keys and data of their own."""
+    """Start the containers of compose.yaml on another port, with new keys and data."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -40,18 +40,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def url(request: pytest.FixtureRequest) -> str:
-    """The server's URL: that of nginx."""
+    """Return the server's URL: GRADSERVE_URL or that of nginx."""
     return URL or str(request.getfixturevalue("stack").url)
 
 
 @pytest.fixture(scope="session")
 def secret(request: pytest.FixtureRequest) -> str | None:
-    """An API key, unless the server at GRADSERVE_URL asks for none."""
+    """Return an API key, or None if the server at GRADSERVE_URL needs none."""
     return os.environ.get("GRADSERVE_API_KEY") if URL else str(request.getfixturevalue("stack").secret)
 
 
 @pytest.fixture(scope="session")
 def server(url: str, secret: str | None) -> Iterator[httpx.Client]:
-    """A client of the server with a key."""
+    """Yield a client of the server with a key."""
     with client(url, secret) as server:
         yield server

@@ -1,4 +1,4 @@
-"""The containers that compose.yaml describes, as a project of their own beside those of `make up`."""
+"""The containers of compose.yaml as a separate project beside the containers of `make up`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "deploy/containers/engine"
 PROJECT = "gradserve-test"
 NETWORK = "10.203.78"
-ADDRESS, MAC = f"{NETWORK}.2", "02:42:0a:cb:4d:02"
-"""Where nginx expects the service."""
+ADDRESS = f"{NETWORK}.2"
+"""The IP address that nginx expects of the service."""
+
+MAC = "02:42:0a:cb:4d:02"
+"""The MAC address that nginx's kernel expects of the service."""
 
 
 class Stack:
@@ -34,11 +37,11 @@ class Stack:
         }
 
     def engine(self, *arguments: str, status: int = 0, seconds: float = 120) -> str:
-        """What docker or podman prints, once it has ended with this status."""
+        """Run docker or podman, check the exit status, and return the output."""
         return self._run(str(ENGINE), *arguments, status=status, seconds=seconds)
 
     def keys(self, *arguments: str) -> str:
-        """What deploy/keys prints."""
+        """Run deploy/keys and return its output."""
         return self._run(str(ROOT / "deploy/keys"), *arguments).strip()
 
     def build(self) -> None:
@@ -46,12 +49,12 @@ class Stack:
         self.engine("compose", "build", "gradserve", seconds=600)
 
     def up(self) -> None:
-        """Start both containers, until the service answers."""
+        """Start both containers and wait until the service answers."""
         self.engine("compose", "up", "--detach")
         self.wait()
 
     def serve_https(self, port: int, certificate: Path, key: Path) -> None:
-        """Start both again, with HTTPS on this port too, and a certificate made for it."""
+        """Restart both containers with HTTPS on this port, too, and a new certificate."""
         subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
         files = ("-keyout", str(key), "-out", str(certificate))
         self._run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files)
@@ -66,7 +69,7 @@ class Stack:
         self.wait()
 
     def watch(self, port: int, key_file: Path) -> None:
-        """Start Prometheus beside both, on this port, with an API key made for it."""
+        """Start Prometheus beside both containers on this port, with a new API key."""
         key_file.write_text(self.keys("add", "prometheus", "--scopes", "admin"))
         key_file.chmod(0o644)
         self._environment |= {
@@ -88,29 +91,29 @@ class Stack:
         raise AssertionError(f"it does not get ready:\n{self.logs('gradserve')}\n{self.logs('nginx')}")
 
     def container(self, service: str) -> str:
-        """The id of the service's container."""
+        """Return the id of the service's container."""
         labels = (f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}")
         filters = [f"--filter=label={label}" for label in labels]
         (found,) = self.engine("ps", "--all", "--quiet", *filters).split()
         return found
 
     def exec(self, service: str, *command: str, status: int = 0) -> str:
-        """What a command in the service's container prints."""
+        """Run a command in the service's container and return its output."""
         return self.engine("exec", self.container(service), *command, status=status)
 
     def inspect(self, service: str, what: str) -> Any:
-        """A part of what the engine knows of the service's container, such as State.ExitCode."""
+        """Return a field of the engine's description of the service's container, such as State.ExitCode."""
         return json.loads(self.engine("inspect", "--format", f"{{{{json .{what}}}}}", self.container(service)))
 
     def health(self) -> int:
-        """The exit status of the service's health check, run now and in its container."""
+        """Run the health check in the service's container and return its exit status."""
         kind, *command = self.inspect("gradserve", "Config.Healthcheck.Test")
         assert kind == "CMD"
         run = [str(ENGINE), "exec", self.container("gradserve"), *command]
         return subprocess.run(run, env=self._environment, capture_output=True, timeout=30).returncode
 
     def logs(self, service: str) -> str:
-        """Everything that the service's container has said."""
+        """Return the log of the service's container."""
         return self.engine("logs", self.container(service))
 
     def _run(self, *command: str, status: int = 0, seconds: float = 120) -> str:

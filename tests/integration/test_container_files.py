@@ -1,10 +1,10 @@
-"""What the files of the containers say twice, they say alike, and as the service has it."""
+"""Limits, errors and timeouts in the files of the containers agree with each other and with the service."""
 
 from __future__ import annotations
 
 import re
 
-from service.api.buffers.models import LONGEST_WAIT
+from service.api.buffers.models import MAX_WAIT_SECONDS
 from service.errors import tree
 from service.settings import Settings
 from tests.integration.stack import ROOT
@@ -19,12 +19,12 @@ def number(pattern: str, text: str) -> int:
     return min(map(int, found))
 
 
-def test_the_largest_body_is_the_same_everywhere() -> None:
+def test_nginx_and_service_have_the_same_body_limit() -> None:
     allowed = number(r'GRADSERVE_MAX_BODY_BYTES: "(\d+)"', COMPOSE)
     assert number(r"client_max_body_size (\d+)m;", NGINX) << 20 == allowed == Settings().max_body_bytes
 
 
-def test_nginx_words_its_errors_as_the_service_does() -> None:
+def test_nginx_uses_codes_and_titles_of_the_service() -> None:
     errors = {error.code: error for error in tree()}
     codes, titles, details = (by_status(name) for name in ("code", "title", "detail"))
     assert codes.keys() == titles.keys()
@@ -40,12 +40,12 @@ def test_nginx_words_its_errors_as_the_service_does() -> None:
 
 
 def by_status(name: str) -> dict[str, str]:
-    """A map of nginx.conf from an answer's status."""
+    """Return a map of nginx.conf from an answer's status."""
     (found,) = re.findall(rf"map \$status \${name} {{\n(.*?\n)    }}", NGINX, re.DOTALL)
     return dict(re.findall(r'(\w+) "?(.*?)"?;\n', found))
 
 
-def test_whoever_waits_waits_long_enough() -> None:
-    assert number(r"proxy_read_timeout (\d+)s;", NGINX) > LONGEST_WAIT
+def test_each_timeout_exceeds_the_wait_behind_it() -> None:
+    assert number(r"proxy_read_timeout (\d+)s;", NGINX) > MAX_WAIT_SECONDS
     assert number(r"stop_grace_period: (\d+)s", COMPOSE) > number(r'GRADSERVE_DRAIN_TIMEOUT: "(\d+)"', COMPOSE)
     assert number(r"\n    +keepalive_timeout (\d+)s;", NGINX) < Settings().keep_alive

@@ -1,4 +1,4 @@
-"""What an operator of the containers relies on: how they are shut in, stop, come back, and what is left then."""
+"""The containers as an operator sees them: privileges, keys, stops, restarts, HTTPS, metrics and logs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ with socket.create_server(("0.0.0.0", 8000)) as listener:
         read_request(connection)
         connection.close()
 """
-"""A server that answers the first request on each connection, and to the second one closes it."""
+"""A server that answers the first request on each connection and closes the connection at the second."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def keyed(stack: Stack) -> Client:
     return Client(stack.url, api_key=stack.secret, timeout=90)
 
 
-def test_the_service_has_no_rights_and_writes_only_its_data(stack: Stack) -> None:
+def test_the_service_has_no_privileges_and_writes_only_its_data(stack: Stack) -> None:
     assert stack.exec("gradserve", "id", "-u").strip() == "10001"
     status = dict(line.split(":\t", 1) for line in stack.exec("gradserve", "cat", "/proc/1/status").splitlines())
     assert int(status["CapBnd"], 16) == 0
@@ -71,7 +71,7 @@ def test_the_service_has_no_rights_and_writes_only_its_data(stack: Stack) -> Non
     assert stack.exec("nginx", "id", "-u").strip() != "0"
 
 
-def test_nothing_to_build_with_is_in_the_image(stack: Stack) -> None:
+def test_the_image_has_no_build_tools(stack: Stack) -> None:
     for tool in ("gcc", "cc", "ld", "make", "git", "curl"):
         stack.exec("gradserve", "sh", "-c", f"command -v {tool}", status=127)
     found = stack.exec("gradserve", "ls", "/venv/lib/python3.11/site-packages")
@@ -79,7 +79,7 @@ def test_nothing_to_build_with_is_in_the_image(stack: Stack) -> None:
     assert not {"pip", "setuptools", "pytest", "torch"} & set(found.split())
 
 
-def test_the_health_check_tells_a_server_that_does_not_answer(stack: Stack) -> None:
+def test_the_health_check_notices_a_server_that_does_not_answer(stack: Stack) -> None:
     assert stack.health() == 0
     stack.engine("kill", "--signal", "STOP", stack.container("gradserve"))
     try:
@@ -89,7 +89,7 @@ def test_the_health_check_tells_a_server_that_does_not_answer(stack: Stack) -> N
     assert stack.health() == 0
 
 
-def test_a_key_is_good_until_it_is_removed_and_sees_its_namespace(stack: Stack) -> None:
+def test_a_key_works_in_its_namespace_until_it_is_removed(stack: Stack) -> None:
     name = uuid4().hex
     secrets = [stack.keys("add", f"{name}.{who}", "--namespace", who) for who in ("ann", "bob")]
     assert [line for line in stack.keys("ls").splitlines() if line.startswith(f"{name}.ann")]
@@ -105,7 +105,7 @@ def test_a_key_is_good_until_it_is_removed_and_sees_its_namespace(stack: Stack) 
         stack.keys("rm", f"{name}.bob")
 
 
-def test_keys_that_are_added_at_once_are_all_there(stack: Stack) -> None:
+def test_keys_added_concurrently_are_all_kept(stack: Stack) -> None:
     names = [uuid4().hex for _ in range(3)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: stack.keys("add", name), names))
@@ -115,7 +115,7 @@ def test_keys_that_are_added_at_once_are_all_there(stack: Stack) -> None:
         stack.keys("rm", name)
 
 
-def test_sums_are_exact_although_the_service_restarts_and_is_killed_under_load(stack: Stack) -> None:
+def test_sums_stay_exact_across_restarts_and_kills_under_load(stack: Stack) -> None:
     name, over = uuid4().hex, threading.Event()
     gradient = np.arange(50_000, dtype=np.float32)
 
@@ -149,7 +149,7 @@ def test_sums_are_exact_although_the_service_restarts_and_is_killed_under_load(s
 
 
 def reached(buffer: Buffer, count: int) -> int:
-    """The count of a buffer, once it is this or more."""
+    """Wait until a buffer's count reaches `count`; return the buffer's count."""
     for _ in range(600):
         if (now := buffer.info().count) >= count:
             return now
@@ -157,7 +157,7 @@ def reached(buffer: Buffer, count: int) -> int:
     raise AssertionError(f"{now} gradients are in, not {count}")
 
 
-def test_https_by_the_second_file(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_tls_compose_file_serves_https(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
     files = tmp_path_factory.mktemp("tls")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -197,19 +197,19 @@ def asked(prometheus: httpx.Client, path: str, **query: str) -> Any:
 
 
 def scraped(prometheus: httpx.Client) -> Any:
-    """What Prometheus says of its target, once it has asked it."""
+    """Return Prometheus's view of its target after the first scrape."""
     for _ in range(600):
         try:
             targets = asked(prometheus, "/targets")["activeTargets"]
             if targets and targets[0]["health"] != "unknown":
                 return targets[0]
         except httpx.HTTPError:
-            pass  # it is starting
+            pass  # Prometheus is starting
         time.sleep(0.1)
     raise AssertionError("Prometheus does not ask")
 
 
-def test_buffers_outlive_down_and_up(stack: Stack) -> None:
+def test_buffers_survive_down_and_up(stack: Stack) -> None:
     name = uuid4().hex
     with keyed(stack) as server:
         server.buffers[name].create((3,))
@@ -224,7 +224,7 @@ def test_buffers_outlive_down_and_up(stack: Stack) -> None:
         assert server.buffers[name].value().tolist() == [1, 2, 3]
 
 
-def test_what_is_in_flight_is_finished_before_the_service_stops(stack: Stack) -> None:
+def test_stopping_the_service_finishes_requests_in_flight(stack: Stack) -> None:
     name = uuid4().hex
     body = b'{"gradient": [5]}'
     with client(stack.url, stack.secret) as server, ThreadPoolExecutor(2) as pool:
@@ -237,7 +237,7 @@ def test_what_is_in_flight_is_finished_before_the_service_stops(stack: Stack) ->
             upload.putheader(header[0], str(header[1]))
         upload.putheader("Authorization", f"Bearer {stack.secret}")
         upload.endheaders(body[:5])
-        time.sleep(0.5)  # until it has come
+        time.sleep(0.5)  # until the service has the request
         stop = pool.submit(stack.engine, "stop", "--time", "40", stack.container("gradserve"))
         polled = poll.result(timeout=40)
         # The service answers, not nginx.
@@ -259,7 +259,7 @@ def test_what_is_in_flight_is_finished_before_the_service_stops(stack: Stack) ->
         assert server.get(f"/v1/buffers/{name}/value").raise_for_status().json()["value"]["data"] == [5.0]
 
 
-def test_nginx_sends_nothing_twice(stack: Stack) -> None:
+def test_nginx_retries_no_request(stack: Stack) -> None:
     stack.engine("stop", "--time", "40", stack.container("gradserve"))
     network = ("--network", f"{PROJECT}_default", "--ip", ADDRESS, "--mac-address", MAC)
     command = ("--entrypoint", "python", "gradserve", "-c", ANSWERS_ONCE)
@@ -295,7 +295,7 @@ def test_nginx_sends_nothing_twice(stack: Stack) -> None:
     ],
     ids=["60 KB", "70 KB", "a path of 70 KB", "no host"],
 )
-def test_what_nginx_cannot_read_is_answered_as_the_service_does(stack: Stack, lines: list[str], status: int) -> None:
+def test_nginx_answers_unreadable_requests_as_the_service_does(stack: Stack, lines: list[str], status: int) -> None:
     with socket.create_connection(("127.0.0.1", httpx.URL(stack.url).port or 80), timeout=30) as connection:
         connection.sendall("\r\n".join([*lines, "", ""]).encode())
         answer = http.client.HTTPResponse(connection)
@@ -305,7 +305,7 @@ def test_what_nginx_cannot_read_is_answered_as_the_service_does(stack: Stack, li
         assert json.loads(answer.read())["code"] == {400: "malformed_body", 401: "unauthorized"}[status]
 
 
-def test_nginx_passes_bodies_on_without_keeping_them(stack: Stack) -> None:
+def test_nginx_does_not_buffer_bodies(stack: Stack) -> None:
     gradient = np.ones((25, 1_000_000), np.float32)
     with keyed(stack) as server:
         dX = server.ops.relu_grad(gradient, gradient)
@@ -314,7 +314,7 @@ def test_nginx_passes_bodies_on_without_keeping_them(stack: Stack) -> None:
     assert "buffered to a temporary file" not in stack.logs("nginx")
 
 
-def test_the_log_of_nginx_has_the_ids_of_requests_and_no_secrets(stack: Stack) -> None:
+def test_the_log_of_nginx_has_request_ids_and_no_secrets(stack: Stack) -> None:
     given = uuid4().hex
     answers = [
         httpx.get(f"{stack.url}/v1/ops", headers=head, trust_env=False) for head in ({"X-Request-ID": given}, {})
@@ -327,8 +327,8 @@ def test_the_log_of_nginx_has_the_ids_of_requests_and_no_secrets(stack: Stack) -
     assert stack.secret not in logs + stack.logs("gradserve")
 
 
-def test_the_first_byte_of_a_body_goes_on_before_the_last_one_comes(stack: Stack) -> None:
+def test_nginx_forwards_a_body_before_its_end(stack: Stack) -> None:
     with socket.create_connection(("127.0.0.1", httpx.URL(stack.url).port or 80), timeout=30) as connection:
         head = "POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n{"
         connection.sendall(head.encode())
-        assert connection.recv(12) == b"HTTP/1.1 401"  # said by the service, which has not seen the rest
+        assert connection.recv(12) == b"HTTP/1.1 401"  # the service answers without the rest of the body

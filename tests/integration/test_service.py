@@ -1,4 +1,4 @@
-"""What a client sees: the same through nginx and, by GRADSERVE_URL, without it."""
+"""The service as a client sees it, through nginx or, with GRADSERVE_URL, directly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGE = (25, 1_000_000)
 
 @pytest.fixture
 def name(server: httpx.Client) -> Iterator[str]:
-    """The name of a buffer, which is deleted at the end."""
+    """Yield the name of a buffer, and delete the buffer at the end."""
     name = f"integration.{uuid4().hex}"
     yield name
     server.delete(f"/v1/buffers/{name}")
@@ -43,7 +43,7 @@ def create(server: httpx.Client, name: str, **body: object) -> None:
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_every_operators_example(server: httpx.Client, op: str) -> None:
+def test_every_operator_answers_its_example(server: httpx.Client, op: str) -> None:
     example = server.get(f"/v1/ops/{op}").raise_for_status().json()["example"]
     assert server.post(f"/v1/ops/{op}", json=example["request"]).raise_for_status().json() == example["answer"]
 
@@ -59,7 +59,7 @@ def test_a_gradient_counts_once_per_key(server: httpx.Client, name: str) -> None
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_100_MB_both_ways(server: httpx.Client, name: str, large: Array, chunked: bool) -> None:
+def test_100_MB_travel_in_both_directions(server: httpx.Client, name: str, large: Array, chunked: bool) -> None:
     create(server, name, shape=LARGE)
     body = save({"gradient": large})
     content = (body[start : start + (1 << 20)] for start in range(0, len(body), 1 << 20)) if chunked else body
@@ -71,7 +71,7 @@ def test_100_MB_both_ways(server: httpx.Client, name: str, large: Array, chunked
     assert np.array_equal(load(value.raise_for_status().content)["value"], large)
 
 
-def test_an_operator_on_100_MB(server: httpx.Client, large: Array) -> None:
+def test_an_operator_runs_on_100_MB(server: httpx.Client, large: Array) -> None:
     dY, X = large[:12], -large[:12]
     answer = server.post("/v1/ops/ReluGrad", content=save({"dY": dY, "X": X}), headers=SAFETENSORS)
     assert np.array_equal(load(answer.raise_for_status().content)["dX"], np.where(X > 0, dY, 0))
@@ -79,7 +79,9 @@ def test_an_operator_on_100_MB(server: httpx.Client, large: Array) -> None:
 
 @pytest.mark.parametrize("size", [10, 100_000_000])
 @pytest.mark.parametrize("wrong", [None, "gs_wrong", "gs_" + "0" * 12 + "_" + "A" * 43])
-def test_without_a_good_key_nothing_is_done(url: str, secret: str | None, wrong: str | None, size: int) -> None:
+def test_a_request_without_a_valid_key_is_unauthorized(
+    url: str, secret: str | None, wrong: str | None, size: int
+) -> None:
     if secret is None:
         pytest.skip("the server asks for no key")
     with client(url, wrong) as stranger:
@@ -95,7 +97,7 @@ def test_probes_need_no_key(url: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/ops/ReluGrad", "/v2/models/ReluGrad/infer"])
-def test_a_body_over_the_limit_is_refused_before_it_comes(url: str, secret: str | None, path: str) -> None:
+def test_a_body_over_the_limit_is_refused_before_it_arrives(url: str, secret: str | None, path: str) -> None:
     connection = http.client.HTTPConnection(httpx.URL(url).host, httpx.URL(url).port, timeout=30)
     connection.putrequest("POST", path)
     connection.putheader("Content-Length", str(Settings().max_body_bytes + 1))
@@ -118,13 +120,13 @@ def test_a_poll_waits_for_the_quorum(server: httpx.Client, name: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         value = pool.submit(server.get, f"/v1/buffers/{name}/value", params=wanted)
         for _ in range(2):
-            assert not threading.Event().wait(1.5)  # the poll is under way, and silent
+            assert not threading.Event().wait(1.5)  # the poll waits
             assert not value.done()
             server.post(f"/v1/buffers/{name}/accumulate", json={"gradient": [3]}).raise_for_status()
         assert value.result(timeout=30).raise_for_status().json()["value"]["data"] == [6.0]
 
 
-def test_a_poll_ends_with_its_time(server: httpx.Client, name: str) -> None:
+def test_a_poll_ends_at_its_timeout(server: httpx.Client, name: str) -> None:
     create(server, name, shape=[1], quorum=2)
     answer = server.get(f"/v1/buffers/{name}/value", params={"epoch": 0, "timeout": 1})
     assert_problem(answer, 409, "epoch_open")

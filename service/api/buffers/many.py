@@ -1,4 +1,4 @@
-"""`/v1/buffers`: many buffers at once, all or none."""
+"""`/v1/buffers`: requests for many buffers, all or none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from service.errors import Invalid, MissingTensor, UnknownBuffer, shown
 R = TypeVar("R")
 
 MAX_LISTINGS = 10
-"""How often the buffers of a prefix are listed again because one of them was deleted meanwhile."""
+"""Listings of the buffers of a prefix before a request fails because a listed buffer was deleted meanwhile."""
 
 router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 
@@ -141,12 +141,12 @@ async def for_buffers(
     look: Callable[[str], object],
     work: Callable[[list[str]], Awaitable[R]],
 ) -> R:
-    """Return what `work` does for the buffers that the body names, or for those with the prefix, once it can.
+    """Return the result of `work` for the buffers in the body, or for the buffers with the prefix; wait if it must.
 
-    `look` raises for one buffer what `work` would raise for it, and costs less.
+    `look` raises for one buffer what `work` would raise for it, at less cost.
     """
     names = await _names(call, received, prefix)
-    unready = deque[str]()  # from the last attempt; while the first of them is not ready, the others are not looked at
+    unready = deque[str]()  # of the last attempt; while the first is not ready, `look` skips the others
     tried = False
 
     def look_at_unready() -> None:
@@ -169,7 +169,7 @@ async def for_buffers(
             unready.extend(names if prefix is None else await _listed(call, received, prefix))
             try:
                 return await work([*unready])
-            except UnknownBuffer:  # of a prefix: deleted since the listing
+            except UnknownBuffer:  # a buffer of the prefix was deleted after the listing
                 attempts -= 1
                 if not (attempts and unready):
                     raise
@@ -178,7 +178,7 @@ async def for_buffers(
 
 
 async def _names(call: Call, received: Received, prefix: str | None) -> list[str]:
-    """The names in the body. Raises `Invalid` unless either the body or the prefix says which buffers."""
+    """Return the names in the body. Raises `Invalid` unless the request has either names or a prefix."""
     if prefix is None and received.is_empty:
         raise Invalid('No buffers are named: send {"names": [...]} in the body, or ?prefix= in the query')
     if prefix is None:
@@ -190,7 +190,7 @@ async def _names(call: Call, received: Received, prefix: str | None) -> list[str
 
 
 def _different(names: list[str]) -> list[str]:
-    """The names. Raises `InvalidParameter`, and `Invalid` for a name that stands there twice."""
+    """Return the names. Raises `InvalidParameter`, and `Invalid` for a repeated name."""
     for name, count in Counter(names).items():
         check_name(name)
         if count > 1:
@@ -199,7 +199,7 @@ def _different(names: list[str]) -> list[str]:
 
 
 async def _listed(call: Call, received: Received, prefix: str) -> list[str]:
-    """The buffers with the prefix; if the request is a repeated one, the buffers of the original."""
+    """Return the buffers with the prefix; for a repeated request, the buffers of the original."""
     known = await call.look_up(1, recalled, call.store, received.key)
     if known is not None:
         return [*known.receipts]

@@ -1,4 +1,4 @@
-"""The requests and answers of the buffers' endpoints, apart from tensors."""
+"""The requests and answers of the buffers' endpoints, without their tensors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from pydantic import (
 )
 
 from service.api.http.tensor_forms import absent, output_type
-from service.buffers.record import LONGEST_TTL, MOST_KEEP, MOST_QUORUM
+from service.buffers.record import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS
 
-LONGEST_WAIT = 600.0
-"""Seconds that a request may wait for an epoch at most."""
+MAX_WAIT_SECONDS = 600.0
+"""The longest wait for an epoch: ten minutes. A proxy must wait longer; deploy/nginx.conf does."""
 
-MOST_LISTED = 1000
+MAX_LISTED_BUFFERS = 1000
+"""Buffers on a page of a list: their metadata is about 300 KB of JSON."""
 
-MOST_NAMES = 100_000
-"""Buffers that a request may name at most."""
+MAX_NAMED_BUFFERS = 100_000
+"""Buffers that a request may name: by default as many as a namespace may have."""
 
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 Timeout = Annotated[
     float,
-    Field(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the epoch, or for enough gradients."),
+    Field(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the epoch, or for enough gradients."),
 ]
 Encoding = Annotated[
     json_codec.Encoding | None,
@@ -51,11 +52,11 @@ class NewBuffer(BaseModel):
     dtype: FloatName = "float32"
     nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether the value may become infinite or NaN.")
     quorum: StrictInt | None = Field(
-        None, ge=1, le=MOST_QUORUM, description="Gradients after which an epoch closes by itself."
+        None, ge=1, le=MAX_QUORUM, description="Gradients after which an epoch closes by itself."
     )
-    keep: StrictInt = Field(1, ge=1, le=MOST_KEEP, description="Closed epochs that stay readable.")
+    keep: StrictInt = Field(1, ge=1, le=MAX_KEEP, description="Closed epochs that stay readable.")
     ttl_seconds: float | None = Field(
-        None, strict=True, gt=0, le=LONGEST_TTL, description="Seconds from its last change until it is deleted."
+        None, strict=True, gt=0, le=MAX_TTL_SECONDS, description="Seconds from its last change until it is deleted."
     )
 
 
@@ -124,22 +125,22 @@ class _Prefix(_Query):
 
 
 class ManyValueQuery(ValueQuery, _Prefix):
-    """How values are read, and of which buffers."""
+    """How the values of many buffers are read."""
 
 
 class ManyTakeQuery(TakeQuery, _Prefix):
-    """When and how values are taken, and of which buffers."""
+    """When and how the values of many buffers are taken."""
 
 
 class ManyZeroQuery(_Prefix):
-    """Which buffers."""
+    """Which buffers are zeroed."""
 
 
 class ListQuery(_Query):
     """Which buffers are listed."""
 
     prefix: str = Field("", description="Only buffers whose names begin with this.")
-    limit: int = Field(100, ge=1, le=MOST_LISTED, description="Buffers on a page, at most.")
+    limit: int = Field(100, ge=1, le=MAX_LISTED_BUFFERS, description="Buffers on a page, at most.")
     cursor: str = Field("", description="`next_cursor` of the previous page.")
 
 
@@ -148,7 +149,7 @@ class Names(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"]}})
 
-    names: list[StrictStr] = Field(min_length=1, max_length=MOST_NAMES)
+    names: list[StrictStr] = Field(min_length=1, max_length=MAX_NAMED_BUFFERS)
 
 
 EXAMPLE_RECEIPT: dict[str, Any] = {
@@ -160,7 +161,7 @@ EXAMPLE_RECEIPT: dict[str, Any] = {
     "count": 1,
     "weight": 1.0,
 }
-"""What the first add of the example of a gradient gives."""
+"""The receipt of the first add of the example gradient."""
 
 
 class Receipt(BaseModel):

@@ -11,7 +11,7 @@ from service.api.buffers.models import Receipts
 from service.api.http.openapi import ONE, READING, REF, SAFETENSORS_CONTENT, answer_header, header_parameters
 
 CREATING = (*ONE, *READING)
-"""Those of a request that creates a buffer."""
+"""The headers of a request that creates a buffer."""
 
 
 _ETAG = answer_header("ETag", "The tag of the buffer's state.")
@@ -26,14 +26,14 @@ _LOCATION = answer_header("Location", "The path of the buffer.")
 
 
 _UNCHANGED: dict[str, Any] = {"304": {"description": "The buffer still has a tag that If-None-Match names"}}
-"""What those that read a buffer may be answered, too."""
+"""The answer of a conditional read."""
 
 
 METADATA: dict[str, Any] = {**header_parameters(*READING), "responses": {"200": {"headers": _ETAG}, **_UNCHANGED}}
 
 
 DELETION: dict[str, Any] = {**header_parameters(*ONE), "responses": {"204": {"headers": _REPLAYED}}}
-"""What these endpoints know and answer besides what FastAPI can tell."""
+"""The headers of this endpoint, and answers that FastAPI does not describe."""
 
 
 GRADIENT: dict[str, Any] = {
@@ -60,20 +60,20 @@ def buffer_operation(
     *,
     created: bool = False,
 ) -> dict[str, Any]:
-    """The request, with the headers that it `knows`, and the answers of a buffer's endpoint.
+    """Return the entry of an endpoint: its body, the headers that it `knows`, and its answers.
 
-    Its tensors may also travel as safetensors.
+    Tensors travel as JSON or as safetensors.
     """
 
     def schema(of: dict[str, Any] | type[BaseModel]) -> dict[str, Any]:
         return {"schema": of if isinstance(of, dict) else {"$ref": REF.format(model=of.__name__)}}
 
     content = {"application/json": schema(answer), **({} if created else SAFETENSORS_CONTENT)}
-    told = {**(_ETAG if answer is not Receipts else {}), **(_REPLAYED if "Idempotency-Key" in knows else {})}
-    success = {"content": content, "headers": told}
+    headers = {**(_ETAG if answer is not Receipts else {}), **(_REPLAYED if "Idempotency-Key" in knows else {})}
+    success = {"content": content, "headers": headers}
     responses = {"200": {"description": "The buffer already existed" if created else "The receipt", **success}}
     if created:
-        responses["201"] = {"description": "The new buffer", **success, "headers": {**told, **_LOCATION}}
+        responses["201"] = {"description": "The new buffer", **success, "headers": {**headers, **_LOCATION}}
     if knows == READING:
         responses |= _UNCHANGED
     operation: dict[str, Any] = {**header_parameters(*knows), "responses": responses}

@@ -1,4 +1,4 @@
-"""The headers of a request that changes buffers: its Idempotency-Key, If-Match and If-None-Match."""
+"""The headers of conditional and of repeated requests: Idempotency-Key, If-Match and If-None-Match."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from service.errors import InvalidParameter, shown
 
 _READ_BY = {"If-Match": "change", "If-None-Match": "read or create"}
 
+_LOWER = {name: name.lower().encode() for name in _READ_BY}
+
 _TAG = re.compile(r'\*|(?:W/)?"[^"]*"')
 
 
 def key_of(call: Call, body: memoryview | bytes = b"") -> Key | None:
-    """The request's Idempotency-Key with the fingerprint of the request. Raises `InvalidParameter`."""
+    """Return the Idempotency-Key, with the fingerprint of the request. Raises `InvalidParameter`."""
     if b"idempotency-key" not in call.headers:
         return None
     lines = call.lines(b"idempotency-key")
@@ -35,26 +37,25 @@ def key_of(call: Call, body: memoryview | bytes = b"") -> Key | None:
     head = [call.method.encode(), call.path.encode(), call.query_string, content_type, b""]
     fingerprint = xxhash.xxh3_128(b"\0".join(head))
     fingerprint.update(body)
-    return Key("", text, fingerprint.digest())
+    return Key(call.caller.namespace, text, fingerprint.digest())
 
 
 def match_of(call: Call) -> frozenset[str] | None:
-    """The tags in If-Match, `*` among them. Raises `InvalidParameter`."""
+    """Return the tags in If-Match, or None; `*` counts as a tag. Raises `InvalidParameter`."""
     return _tags(call, "If-Match")
 
 
 def tags_not_wanted(call: Call) -> frozenset[str]:
-    """The tags in If-None-Match. Raises `InvalidParameter`."""
     return frozenset(tag.removeprefix("W/") for tag in _tags(call, "If-None-Match") or ())
 
 
 def is_unchanged(call: Call, etag: str) -> bool:
-    """Whether the client has seen the state with this tag, by its If-None-Match."""
+    """Return whether If-None-Match has this tag: the client has seen the state."""
     return bool(tags_not_wanted(call) & {"*", etag})
 
 
 def _tags(call: Call, name: str) -> frozenset[str] | None:
-    """The tags in a header: `"epoch-version"`, in quotation marks, or `*`. Raises `InvalidParameter`."""
+    """Return the tags in a header: `"epoch-version"`, in quotation marks, or `*`. Raises `InvalidParameter`."""
     lines = call.lines(name.lower().encode())
     if not lines:
         return None
@@ -68,14 +69,14 @@ def _tags(call: Call, name: str) -> frozenset[str] | None:
 
 
 def refuse_headers(call: Call, *names: str) -> None:
-    """Raise `InvalidParameter` for one of these headers: this request would ignore it."""
+    """Raise `InvalidParameter` if the request has one of these headers, which it would ignore."""
     for name in names:
-        if name.lower().encode() in call.headers:
+        if _LOWER[name] in call.headers:
             raise InvalidParameter(f"{name} is for requests that {_READ_BY[name]} one buffer", parameter=name)
 
 
 def recalled(store: Store, key: Key | None) -> Known | None:
-    """What the store remembers with this key, if the request came before. Raises `KeyReused`."""
+    """Return the data of this key in the store, if the request came before. Raises `KeyReused`."""
     known = None if key is None else store.recall(key)
     if key is not None and known is not None:
         check_same(key, known)

@@ -1,4 +1,4 @@
-"""Answers of `/v1/buffers`: receipts, values, and the headers that go with them."""
+"""Answers of `/v1/buffers`: receipts, values and their headers."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from service.errors import NothingToAverage
 from service.kernels.accumulate import converted
 
 VARY = "Accept, Accept-Encoding"
-"""The headers, besides the path, that an answer with values depends on."""
+"""The headers of a request that an answer with values depends on."""
 
 
 def etag_after(receipt: Mapping[str, Any]) -> str:
-    """The tag of the buffer after the change that left this receipt."""
+    """Return the tag of the buffer after the change with this receipt."""
     return f'"{receipt["epoch"] + receipt["closed"]}-{receipt["version"]}"'
 
 
 def replayed(outcome: Outcome) -> dict[str, str]:
-    """The header that tells the answer to a repeated request from the original."""
+    """Return the header that marks the answer to a repeated request."""
     return {"Idempotency-Replayed": "true"} if outcome.replayed else {}
 
 
 def receipts_text(receipts: Mapping[str, Receipt]) -> dict[str, str]:
-    """Receipts as the metadata of a safetensors file: JSON."""
     return {"receipts": orjson.dumps(receipts).decode()}
 
 
@@ -51,7 +50,7 @@ async def answer_outcome(
     reduce: str = "sum",
     dtype: str | None = None,
 ) -> Answer:
-    """The receipts, and the values that were asked for, of a `single` buffer or of many."""
+    """Answer with the receipts, and the values that the request wants, of a `single` buffer or of many."""
     fields = replayed(outcome)
     if single:
         (receipt,) = outcome.receipts.values()
@@ -71,7 +70,7 @@ async def answer_outcome(
 def read_values(
     store: Store, names: Sequence[str], query: ValueQuery, media_type: str, coding: str | None, single: bool
 ) -> Answer:
-    """The values of buffers at one moment, with their receipts; of a `single` buffer with its tag."""
+    """Answer with the values of buffers at one moment, and their receipts; of a `single` buffer also its tag."""
     snapshots = store.read(names, query.epoch)
     receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
     weights = {snapshot.record.name: snapshot.weight for snapshot in snapshots}
@@ -84,7 +83,9 @@ def read_values(
 def _reduced(
     values: Mapping[str, Array], weights: Mapping[str, float], reduce: str, dtype: str | None
 ) -> dict[str, Array]:
-    """The sums or means, in the dtype that was asked for."""
+    """Return the sums or the means, in the dtype that the request wants."""
+    if not values:
+        return {}
     if reduce != "mean":
         weights = dict.fromkeys(values, 1.0)
     for name, weight in weights.items():
@@ -105,7 +106,6 @@ def _written(
     fields: Mapping[str, str],
     single: bool,
 ) -> Answer:
-    """The receipts, each with its value if it has one."""
     if media_type != JSON:
         tensors = dict(zip(["value"], values.values(), strict=False)) if single else values
         return Answer(safetensors.encode(tensors, receipts_text(receipts)), media_type, fields)
@@ -122,7 +122,6 @@ def _written(
 
 
 def _member(receipt: Receipt, value: Array | None, form: json_codec.Encoding) -> list[bytes]:
-    """A receipt in JSON, with the value if there is one."""
     text = orjson.dumps(receipt)
     if value is None:
         return [text]

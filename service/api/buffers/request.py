@@ -1,4 +1,4 @@
-"""A request of `/v1/buffers`: its body, its gradients, and the changes that it makes."""
+"""A request of `/v1/buffers`: its body, its gradients and its changes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from service.limits import Limits
 M = TypeVar("M", bound=BaseModel)
 
 MAX_LIST_ELEMENTS = 1 << 21
-"""Elements of the lists in a body of names or rules: to read more would hold up all requests for long."""
+"""Elements of the lists in a body of names or rules: the event loop parses it, and more would take too long."""
 
 MAX_EMPTY_BYTES = 64
-"""A longer body is not looked at to find that it says nothing."""
+"""Bytes of a body that can count as empty: a longer body is not searched for blanks."""
 
 
 class Received(NamedTuple):
-    """The body of a request, with the media types of the request and of its answer, and its idempotency key."""
+    """The body of a request, the media types of the body and of the answer, and the idempotency key."""
 
     body: memoryview
     sent: str
@@ -53,13 +53,13 @@ class Received(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """Whether the body is blank or an empty object."""
         return len(self.body) <= MAX_EMPTY_BYTES and bytes(self.body).strip() in (b"", b"{}")
 
 
 async def receive(call: Call, *, changes: bool = True) -> Received:
-    """Read the body. A request that `changes` nothing has no key."""
-    # The answer to a DELETE has no body, so no type either.
+    """Read the body. A request without `changes` has no key."""
+    # The answer to a DELETE has no body and no media type.
     sent, answers = (JSON, JSON) if call.method == "DELETE" else media_types(call)
     if call.method != "PUT":
         refuse_headers(call, "If-None-Match")
@@ -68,17 +68,17 @@ async def receive(call: Call, *, changes: bool = True) -> Received:
 
 
 def check_no_body(received: Received) -> None:
-    """Raise `Invalid` for a body where nothing would read it."""
+    """Raise `Invalid` if the request has a body, which nothing would read."""
     if not received.is_empty:
         raise Invalid("This request takes no body; its parameters go in the query, like ?min_count=3")
 
 
 def parse_model(received: Received, model: type[M]) -> M:
-    """The body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
+    """Return the body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
     if received.sent != JSON:
         raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here")
     text, members = bytes(received.body), parameters_of(model)
-    if text.count(b",") > MAX_LIST_ELEMENTS:  # to find that out by parsing would take long
+    if text.count(b",") > MAX_LIST_ELEMENTS:  # to parse them would take long
         raise Invalid(f"The lists in the body have more than {MAX_LIST_ELEMENTS} elements, the limit")
     if not text:
         raise MalformedBody(
@@ -95,7 +95,7 @@ def parse_model(received: Received, model: type[M]) -> M:
 
 def _complaint(invalid: ValidationError, members: Sequence[str]) -> GradserveError:
     errors = invalid.errors()
-    # What is unknown comes first: it may be what is missing, misspelt.
+    # An unknown member comes first: it may be a misspelt member that is missing.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     if error["type"] == "json_invalid":
         return MalformedBody(f"The body is not JSON: {error['msg']}")
@@ -106,9 +106,9 @@ def _complaint(invalid: ValidationError, members: Sequence[str]) -> GradserveErr
 
 
 async def gradients(call: Call, received: Received) -> tuple[dict[str, Array], json_codec.Encoding]:
-    """The tensors in the body, and the form of tensors in the answer unless the query sets another."""
+    """Return the tensors in the body, and the default form of tensors in the answer."""
     is_json = received.sent == JSON
-    text_bytes = len(received.body) if is_json else int.from_bytes(received.body[:8], "little")  # the file's header
+    text_bytes = len(received.body) if is_json else int.from_bytes(received.body[:8], "little")  # the header
     inline = text_bytes <= INLINE_TEXT_BYTES
     return await call.offload(inline, _gradients, received.body, is_json, call.engine.limits)
 
@@ -130,14 +130,14 @@ def _from_json(body: memoryview, limits: Limits) -> tuple[dict[str, Array], json
 
 
 def check_gradient(tensors: Collection[str]) -> None:
-    """Raise `UnknownTensor` for a tensor of another name than `gradient`."""
+    """Raise `UnknownTensor` for a tensor with another name than `gradient`."""
     for name in tensors:
         if name != "gradient":
             raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
 
 
 async def submit(call: Call, received: Received, changes: Sequence[Change], *, with_values: bool = False) -> Outcome:
-    """Make the changes, once for the idempotency key. The answer to a request `with_values` holds memory for them."""
+    """Make the changes, once for the idempotency key. `with_values` reserves memory for values in the answer."""
     if not with_values:
         return await call.submit(changes, received.key)
     async with values_reserved(call, [change.name for change in changes]):
@@ -146,9 +146,9 @@ async def submit(call: Call, received: Received, changes: Sequence[Change], *, w
 
 @asynccontextmanager
 async def values_reserved(call: Call, names: Collection[str]) -> AsyncIterator[None]:
-    """Reserve memory for the values of those buffers that exist, from now on. Raises `Busy`.
+    """Reserve memory for the values of these buffers until the request ends. Raises `Busy`.
 
-    A request that fails may wait for long before its next attempt: until then it holds nothing.
+    A failed attempt gives the memory back: the request may wait for long before the next attempt.
     """
     size = await call.look_up(len(names), _nbytes, call.store, names)
     call.reserve(size)
@@ -165,5 +165,5 @@ def _nbytes(store: Store, names: Collection[str]) -> int:
         try:
             total += store.record(name).spec.nbytes
         except (UnknownBuffer, BufferCorrupt):
-            continue  # the change, or the read, raises it
+            continue  # the change or the read raises the error
     return total

@@ -29,7 +29,7 @@ from service.api.http.openapi import ONE, READING
 from service.api.http.routing import access
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
-from service.buffers.names import LONGEST_NAME, check_length, check_name
+from service.buffers.names import MAX_NAME_CHARACTERS, check_length, check_name
 from service.buffers.record import Record, Spec
 from service.buffers.store import Store
 from service.dtypes import DTYPES, Array
@@ -54,8 +54,8 @@ async def create(call: CurrentCall, name: str) -> Answer:
     new = parse_model(received, NewBuffer)
     spec = Spec(tuple(new.shape), DTYPES[new.dtype], new.nonfinite, new.quorum, new.keep, new.ttl_seconds)
     refusal = _refusal(call, name, spec)
-    if refusal is not None and (len(name) > LONGEST_NAME or len(spec.shape) > MAX_RANK):  # no buffer is like that
-        raise refusal
+    if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
+        raise refusal  # no buffer can be like this
     match, unless = match_of(call), tags_not_wanted(call)
     change = Create(name=check_name(name), match=match, unless=unless, spec=spec, refusal=refusal)
     outcome = await submit(call, received, [change])
@@ -66,7 +66,7 @@ async def create(call: CurrentCall, name: str) -> Answer:
 
 
 def _refusal(call: Call, name: str, spec: Spec) -> GradserveError | None:
-    """Why a new buffer must not be like this; one that exists may be, by limits that were higher once."""
+    """Return why no new buffer may be like this. A buffer that exists may: the limits can have been higher."""
     try:
         check_length(name, call.settings.max_name_length)
         call.engine.limits.check(None, spec.shape, spec.dtype, label="The buffer")
@@ -137,7 +137,7 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
 
 
 def _record(store: Store, name: str, epoch: int | None) -> Record:
-    """The buffer. Raises `EpochOpen` and `EpochGone` for a closed epoch that cannot be read."""
+    """Return the buffer. Raises `EpochOpen` and `EpochGone` for a closed epoch that cannot be read."""
     record = store.record(name)
     if epoch is not None:
         record.closed_epoch(epoch)
@@ -197,22 +197,21 @@ async def take(call: CurrentCall, name: str, query: Annotated[TakeQuery, Query()
     return await answer_outcome(call, received.answers, outcome, form, single=True, reduce=reduce, dtype=dtype)
 
 
-# ----- what endpoints of many buffers share -----
+# ----- shared with the endpoints of many buffers -----
 
 
 def check_may_read(call: Call, query: AccumulateQuery) -> None:
-    """Raise `Forbidden` if the caller may not read the sum that it asks for."""
+    """Raise `Forbidden` if the caller asks for the sum but may not read it."""
     if query.answered is not None:
         call.caller.require(READ)
 
 
 def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -> Take:
-    """The change that takes the buffer."""
     return Take(name=name, match=match, min_count=query.min_count, epoch=query.epoch, mean=query.reduce == "mean")
 
 
 def new_add(name: str, tensor: str, gradient: Array, query: AccumulateQuery, match: frozenset[str] | None) -> Add:
-    """The change that adds the gradient, which the request calls `tensor`."""
+    """Return the change that adds the gradient, which the request calls `tensor`."""
     return Add(
         name=name,
         match=match,

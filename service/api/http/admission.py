@@ -8,11 +8,11 @@ from service.engine import Engine
 from service.errors import Busy
 
 SMALL_BYTES = 1 << 16
-"""A body up to this size is always admitted: to read it costs less than to refuse it."""
+"""A body of up to 64 KiB is always admitted: to read it costs less than to refuse it."""
 
 
 class Reservation:
-    """The bytes that one request holds until it is released."""
+    """The bytes that a request holds until it is released."""
 
     __slots__ = ("bytes", "released")
 
@@ -22,9 +22,9 @@ class Reservation:
 
 
 class Admission:
-    """Counts the bytes that requests in flight hold: at most `max_bytes` together.
+    """Counts the bytes that requests in flight hold: together at most `max_bytes`.
 
-    One request alone may always hold as much as the other limits allow. Thread-safe.
+    A request alone may always hold as much as the other limits allow. Thread-safe.
     """
 
     def __init__(self, max_bytes: int, max_waiting: int, max_body_bytes: int) -> None:
@@ -34,7 +34,7 @@ class Admission:
         self._lock = threading.Lock()
 
     def admit(self, reservation: Reservation, size: int, engine: Engine | None) -> None:
-        """Reserve `size` bytes for a body that is about to come. Raises `Busy`."""
+        """Reserve `size` bytes for a body before it is read. Raises `Busy`."""
         if not SMALL_BYTES < size <= self._max_body_bytes:  # a larger body is refused with 413
             return
         if engine is not None and engine.waiting >= self._max_waiting:
@@ -50,7 +50,7 @@ class Admission:
         if size <= SMALL_BYTES:
             return
         with self._lock:
-            if reservation.released:  # the client has left; a pool thread still works for it
+            if reservation.released:  # the client has left, but a pool thread still works on its request
                 return
             if self.bytes > reservation.bytes and self.bytes + size > self._max_bytes:
                 raise Busy(
@@ -71,7 +71,7 @@ class Admission:
                 reservation.bytes -= size
 
     def release(self, reservation: Reservation) -> None:
-        """Give back everything: the request has its answer."""
+        """Give back all bytes of a request that has ended."""
         with self._lock:
             self.bytes -= reservation.bytes
             reservation.released = True

@@ -1,4 +1,4 @@
-"""The answer to a request: its status, its headers, and the pieces of its body, which leave in one write."""
+"""The answer to a request: its status, its headers, and the pieces of its body."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from service.api.http.call import Call
 
 JSON = "application/json"
 
-JOINED_BYTES = 1 << 16
-"""Up to this size an answer costs less in one piece."""
-
 
 class Answer(Response):
-    """What goes out. Its pieces are not joined unless they are small."""
+    """An answer. The connection joins its pieces only if they are small."""
 
     def __init__(
         self,
@@ -36,21 +33,20 @@ class Answer(Response):
 
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:  # type: ignore[override]
-        """Its headers, as ASGI has them."""
+        """The headers in ASGI's form."""
         headers = [] if self.media_type is None else [(b"content-type", self.media_type.encode())]
         if self.status_code not in (204, 304):
             headers.append((b"content-length", b"%d" % sum(map(len, self.pieces))))
         return headers + [(name.lower().encode(), value.encode("latin-1")) for name, value in self.fields.items()]
 
     def coded(self, coding: str | None) -> Answer:
-        """The same in a content coding, gzip or deflate; with None, as it is."""
+        """Return the answer compressed with gzip or deflate; with None, the answer itself."""
         if coding is None:
             return self
         fields = {**self.fields, "Content-Encoding": coding}
         return Answer(deflated(self.pieces, coding), self.media_type, fields, self.status_code)
 
     async def reply(self, call: Call) -> None:
-        """Send it as the answer to this request."""
         began = time.perf_counter_ns()
         call.status = self.status_code
         if call.status >= 400:
@@ -58,26 +54,27 @@ class Answer(Response):
         headers = self.raw_headers
         if call.request_id is not None:
             headers.append((b"x-request-id", call.request_id.encode()))
-        pieces = () if call.method == "HEAD" else self.pieces
-        await _send(call.send, self.status_code, headers, pieces)
-        call.sent = sum(map(len, pieces)) if call.exchange is None else call.exchange.written
+        if call.exchange is None:
+            await _send(call.send, self.status_code, headers, () if call.method == "HEAD" else self.pieces)
+            call.sent = sum(map(len, self.pieces))
+        else:
+            await call.exchange.answer(self.status_code, headers, self.pieces)
+            call.sent = call.exchange.written
         call.spent["write"] = time.perf_counter_ns() - began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it as any ASGI response."""
         await _send(send, self.status_code, self.raw_headers, self.pieces)
 
 
 def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | None = None) -> Answer:
-    """`content` as JSON."""
     return Answer([orjson.dumps(content)], JSON, fields, status)
 
 
 async def _send(
     send: Send, status: int, headers: list[tuple[bytes, bytes]], pieces: Sequence[bytes | memoryview]
 ) -> None:
+    """Send an answer under another server."""
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    if sum(map(len, pieces)) <= JOINED_BYTES:
-        pieces = [b"".join(pieces)]
-    for number, piece in enumerate(pieces, 1):
-        await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

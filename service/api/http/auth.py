@@ -1,4 +1,4 @@
-"""Who sends a request, and whether it may: API keys, their scopes and namespaces."""
+"""Authorization: API keys, their scopes and their namespaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORWARDING_HEADERS = (b"x-forwarded-for", b"x-real-ip", b"forwarded")
 
 
 def authorize(call: Call, access: Access, keys: KeyFile | None, metrics_open: str) -> Caller:
-    """The caller, if it may send this request. Raises `Unauthorized` and `Forbidden`."""
+    """Return the caller if it may send this request. Raises `Unauthorized` and `Forbidden`."""
     if keys is None:
         if call.method not in ("GET", "HEAD", "OPTIONS"):
             _refuse_other_sites(call)
@@ -37,10 +37,9 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, metrics_open: st
 
 
 def _refuse_other_sites(call: Call) -> None:
-    """Raise `Forbidden` for a request that a page of another site makes a browser send: without a key it could change
-    buffers.
+    """Raise `Forbidden` for a request from a page of another website: without API keys it could change buffers.
 
-    Browsers say where a request comes from in Sec-Fetch-Site, old ones in Origin; other clients send neither.
+    Browsers send the origin of a request in Sec-Fetch-Site, old browsers in Origin; other clients send neither header.
     """
     site = call.headers.get(b"sec-fetch-site")
     if site in (b"same-origin", b"none"):
@@ -48,9 +47,9 @@ def _refuse_other_sites(call: Call) -> None:
     origin = call.headers.get(b"origin") or None
     if site is None and (origin is None or origin.partition(b"://")[2] == call.headers.get(b"host")):
         return
-    came = "" if origin is None else f", {shown(origin.decode('latin-1'))}"
+    source = "" if origin is None else f", {shown(origin.decode('latin-1'))}"
     raise Forbidden(
-        f"This request comes from a page of another website{came}; without API keys the server refuses those"
+        f"This request comes from a page of another website{source}; without API keys the server refuses those"
     )
 
 
@@ -59,6 +58,6 @@ def _metrics_are_open(call: Call, metrics_open: str) -> bool:
 
 
 def _is_near(call: Call) -> bool:
-    """Whether the request comes from this machine, and not through a proxy on it."""
+    """Return whether the request comes from this machine, and not through a proxy."""
     forwarded = any(header in call.headers for header in _FORWARDING_HEADERS)
     return call.address is not None and ipaddress.ip_address(call.address[0]).is_loopback and not forwarded

@@ -1,4 +1,4 @@
-"""The body of a request: read once, into one buffer, within the limits; and its content coding."""
+"""The body of a request: it is read once, into one buffer, within the limits. And its content coding."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from starlette.types import Receive
 
 from service.api.http.admission import SMALL_BYTES
 from service.api.http.exchange import Exchange
-from service.api.http.receiver import LEAST_RATE
+from service.api.http.receiver import MIN_BYTES_PER_SECOND
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]
 """The headers of a request, their names in lower case."""
 
 DIRECT_BYTES = 1 << 16
-"""Up to this size of a body it costs less to let the HTTP parser collect it."""
+"""A larger body goes directly into its memory; up to 64 KiB it costs less if the connection collects it."""
 
 ALIGNMENT_BYTES = 16
-"""A multiple of every element's size; NumPy's memory begins at a multiple of it."""
+"""A multiple of the size of every element; NumPy's memory is aligned to it."""
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-"""zlib's names of the content codings."""
+"""The content codings, and zlib's number for each."""
 
 
 class Limits(NamedTuple):
-    """What bounds the reading of a body: its size, and the seconds without progress."""
+    """The limits of a body: its size, and the seconds without progress."""
 
     max_bytes: int
     patience_seconds: float
@@ -44,10 +44,10 @@ async def read_body(
     reserve: Callable[[int], None],
     head: int,
 ) -> memoryview:
-    """Read the whole body; if it is large and its length is announced, into memory from `allocate`.
+    """Read the whole body. A large body with a Content-Length goes into memory from `allocate`.
 
-    The byte at `head` is then aligned for NumPy. A chunked body reserves its memory as it comes. Raises `BodyTooLarge`
-    as soon as the size is known, `RequestTimeout`, `Busy` and `ClientDisconnect`.
+    Its byte at `head` is then aligned for NumPy. A chunked body reserves memory as it comes. Raises `BodyTooLarge` as
+    soon as the size is known, `RequestTimeout`, `Busy` and `ClientDisconnect`.
     """
     at_hand = None if exchange is None else exchange.body_at_hand()
     if at_hand is not None:
@@ -55,7 +55,7 @@ async def read_body(
             raise _too_large(f"The body has {len(at_hand)} bytes", limits.max_bytes)
         return memoryview(at_hand)
     length = headers.get(b"content-length")
-    announced = None if length is None else int(length)  # the HTTP parser accepts nothing but a number
+    announced = None if length is None else int(length)  # the HTTP parser accepts only a number
     if announced is not None and announced > limits.max_bytes:
         raise _too_large(f"The body has {announced} bytes", limits.max_bytes)
     try:
@@ -69,13 +69,13 @@ async def read_body(
     except TimeoutError:
         raise RequestTimeout(
             f"The body is incomplete: nothing came for {limits.patience_seconds:g} seconds"
-            f" (GRADSERVE_REQUEST_TIMEOUT), or less than {LEAST_RATE} bytes a second",
+            f" (GRADSERVE_REQUEST_TIMEOUT), or less than {MIN_BYTES_PER_SECOND} bytes a second",
             limit=limits.patience_seconds,
         ) from None
 
 
 async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], None] | None) -> memoryview:
-    """Collect a body that is small, of unknown length, or comes under another server."""
+    """Collect a body that is small, has no Content-Length, or comes through another server."""
     body, more, reserved = bytearray(), True, 0
     clock = asyncio.get_running_loop().time
     began, patience = clock(), limits.patience_seconds
@@ -91,7 +91,7 @@ async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], 
             if reserve is not None and len(body) - reserved > SMALL_BYTES:
                 reserve(len(body) - reserved)
                 reserved = len(body)
-            if more and len(body) + SMALL_BYTES >= LEAST_RATE * (clock() - began - patience):
+            if more and len(body) + SMALL_BYTES >= MIN_BYTES_PER_SECOND * (clock() - began - patience):
                 timeout.reschedule(clock() + patience)
     return memoryview(body)
 
@@ -101,7 +101,7 @@ def _too_large(fault: str, limit: int) -> BodyTooLarge:
 
 
 def check_transfer_coding(lines: Sequence[bytes]) -> None:
-    """Raise `MalformedBody` for a transfer coding other than chunked: the server undoes no other."""
+    """Raise `MalformedBody` for a transfer coding other than chunked."""
     coding = b", ".join(lines).decode("latin-1")
     if coding.strip().lower() != "chunked":
         raise MalformedBody(
@@ -110,7 +110,7 @@ def check_transfer_coding(lines: Sequence[bytes]) -> None:
 
 
 def coding_of(headers: Headers) -> str | None:
-    """The coding of the body, gzip or deflate; None for neither. Raises `UnsupportedMediaType`."""
+    """Return the coding of the body, gzip or deflate; None without a coding. Raises `UnsupportedMediaType`."""
     if b"content-encoding" not in headers:
         return None
     coding = headers[b"content-encoding"].decode("latin-1").strip().lower()
@@ -120,10 +120,10 @@ def coding_of(headers: Headers) -> str | None:
 
 
 def wanted_coding(headers: Headers) -> str | None:
-    """The coding of the answer: the only one that Accept-Encoding names.
+    """Return the coding of the answer, if Accept-Encoding names exactly one coding.
 
-    HTTP libraries offer several with every request. To compress tensors takes far longer than to send them, so the
-    server does it only for a client that asks for nothing else.
+    HTTP libraries offer several codings with every request, but to compress tensors takes far longer than to send them.
+    So the server compresses only for a client that accepts nothing else.
     """
     if b"accept-encoding" not in headers:
         return None
@@ -132,7 +132,7 @@ def wanted_coding(headers: Headers) -> str | None:
 
 
 def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
-    """Undo the coding of the body. Raises `MalformedBody`, and `BodyTooLarge` beyond `limit` bytes."""
+    """Decompress the body. Raises `MalformedBody`, and `BodyTooLarge` beyond `limit` bytes."""
     if not len(body):
         return body
     stream = zlib.decompressobj(_WINDOW_BITS[coding])
@@ -154,6 +154,6 @@ def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
 
 
 def deflated(pieces: Sequence[Any], coding: str) -> list[bytes]:
-    """Compress the pieces as one stream, fast rather than small."""
+    """Compress the pieces as one stream, at zlib's fastest level."""
     stream = zlib.compressobj(1, wbits=_WINDOW_BITS[coding])
     return [*map(stream.compress, pieces), stream.flush()]

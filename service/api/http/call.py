@@ -1,4 +1,4 @@
-"""One request: made at the door, and handed on to whatever needs to know about it."""
+"""A request as one object, which every step from its head to its answer takes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
@@ -16,11 +17,10 @@ from starlette.types import Receive, Scope, Send
 from service.api.http.admission import Admission, Reservation
 from service.api.http.body import Limits, check_transfer_coding, coding_of, inflate, read_body
 from service.api.http.caller import ANYONE, Caller
-from service.api.http.exchange import Exchange, exchange_of
+from service.api.http.exchange import EXCHANGE, Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
-from service.buffers.namespaced import Namespaced
 from service.buffers.perform import Outcome
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.record import Key
@@ -32,12 +32,12 @@ from service.settings import Settings
 R = TypeVar("R")
 
 MAX_REQUEST_ID_CHARACTERS = 128
-"""A longer X-Request-ID of a client is not used: it would fill the log."""
+"""A longer X-Request-ID of a client is ignored: it would fill the log."""
 
 
 @dataclass
 class Services:
-    """What a process serves requests with. The engine, the store and `waiting` are there from startup to shutdown."""
+    """The services of a process. The engine, the store and `waiting` exist from startup to shutdown."""
 
     settings: Settings
     admission: Admission
@@ -47,7 +47,7 @@ class Services:
 
 
 class Call:
-    """One request: what came, who sent it, what it holds, and what it has cost so far."""
+    """A request: its head, its caller, the bytes that it holds, and its time by phase."""
 
     __slots__ = (
         "_scope",
@@ -81,22 +81,22 @@ class Call:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        """By name, in lower case; of a header that came twice, the last line."""
-        self.exchange: Exchange | None = exchange_of(scope)
-        """The request and its answer on the connection; None under another server."""
+        """Headers by name, in lower case. Of a header with several lines, the last line."""
+        self.exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
+        """The exchange on the connection; None under another server."""
         self.caller: Caller = ANYONE
         self.route: str | None = None
-        """The path as the documentation has it, with the names of its parameters."""
+        """The path of the endpoint, with the names of its parameters."""
         self.label = "other"
-        """How metrics count it: one of the few words that endpoints declare."""
+        """The value of the label `route` in metrics, as the endpoint declares it."""
         self.parameters: Mapping[str, str] = {}
         """The values of the parameters in the path."""
         self.operator: str | None = None
-        """The operator that the request runs, once the body is about to be read."""
+        """The operator that the request runs, set before the body is read."""
         self.reservation = Reservation()
         self.request_id: str | None = None
         self.trace: tuple[str, str] | None = None
-        """The ids of its trace and its span, if it has a span."""
+        """The ids of the trace and the span, if the request has a span."""
         self.status = 0
         """The status of the answer, once there is an answer."""
         self.received = 0
@@ -106,15 +106,15 @@ class Call:
         self.spent: dict[str, int] = {}
         """Nanoseconds by phase."""
 
-    # ----- what came -----
+    # ----- the request -----
 
     def lines(self, header: bytes) -> list[bytes]:
-        """The values of all lines of a header, whose name is in lower case."""
+        """Return the values of all lines of a header, whose name is in lower case."""
         return [value for name, value in self._scope["headers"] if name == header]
 
     @property
     def query_string(self) -> bytes:
-        """The query, as it came."""
+        """The query in its encoded form."""
         query: bytes = self._scope["query_string"]
         return query
 
@@ -130,7 +130,7 @@ class Call:
         return self._scope
 
     async def body(self, head: int = 0) -> memoryview:
-        """Read the whole body, and inflate it. If it is large, the byte at `head` is aligned for NumPy.
+        """Read the whole body, and decompress it. In a large body the byte at `head` is aligned for NumPy.
 
         Raises `BodyTooLarge`, `RequestTimeout`, `MalformedBody`, `UnsupportedMediaType`, `Busy` and `ClientDisconnect`.
         """
@@ -148,21 +148,21 @@ class Call:
             self.reserve(len(body))
         return body
 
-    # ----- what serves it -----
+    # ----- the services -----
 
     @property
     def engine(self) -> Engine:
-        """The engine. Raises `NotReady` before the startup has finished and after the shutdown has begun."""
+        """The engine. Raises `NotReady` before the end of the startup and after the begin of the shutdown."""
         return _there(self._services.engine)
 
     @property
     def store(self) -> Store:
-        """The store as the caller sees it. Raises `NotReady` like `engine`."""
-        return Namespaced(_there(self._services.store), self.caller.namespace)
+        """The store of the caller's namespace. Raises `NotReady` like `engine`."""
+        return _there(self._services.store).within(self.caller.namespace)
 
     @property
     def waiting(self) -> Waiting:
-        """What wakes requests that wait for a buffer. Raises `NotReady` like `engine`."""
+        """The object that wakes requests that wait for a buffer. Raises `NotReady` like `engine`."""
         return _there(self._services.waiting)
 
     @property
@@ -172,7 +172,7 @@ class Call:
 
     @property
     def patience_seconds(self) -> float:
-        """How long the client waits: its Request-Timeout, up to the server's own. Raises `InvalidParameter`."""
+        """Seconds that the client waits: its Request-Timeout, up to the server's. Raises `InvalidParameter`."""
         longest = self.settings.request_timeout
         value = self.headers.get(b"request-timeout")
         if value is None:
@@ -188,10 +188,10 @@ class Call:
             )
         return min(seconds, longest)
 
-    # ----- what it holds and has done -----
+    # ----- the work -----
 
     def reserve(self, size: int) -> None:
-        """Let the request hold `size` bytes more, until it has its answer. Raises `Busy`."""
+        """Let the request hold `size` bytes more until it has its answer. Raises `Busy`."""
         self._services.admission.reserve(self.reservation, size)
 
     def give_back(self, size: int) -> None:
@@ -201,30 +201,30 @@ class Call:
     async def offload(
         self, inline: bool, work: Callable[..., R], *arguments: Any, phase: str | None = None, changed: bool = False
     ) -> R:
-        """Call `work` with the arguments: here if `inline`, else in the pool. The body must have been read.
+        """Call `work` in the event loop if `inline`, else in the pool. The body must have been read.
 
-        Its time counts as the `phase`. A request that has `changed` a buffer does not expire. Raises `Expired` and
-        `ClientDisconnect`.
+        The time of the call counts as the `phase`. A request that has `changed` a buffer does not expire. Raises
+        `Expired` and `ClientDisconnect`.
         """
-        asked = time.perf_counter_ns()
+        start = time.perf_counter_ns()
         if inline:
             result = work(*arguments)
             if phase is not None:
-                self.spent[phase] = time.perf_counter_ns() - asked
+                self.spent[phase] = time.perf_counter_ns() - start
             return result
-
-        def timed() -> R:
-            began = time.perf_counter_ns()
-            result = work(*arguments)
-            if phase is not None:
-                self.spent[phase] = time.perf_counter_ns() - began
-                self.spent["queue"] = self.spent.get("queue", 0) + began - asked
-            return result
-
+        timed = partial(self._timed, start, phase, work, arguments)
         return await in_pool(self.engine, self.receive, timed, None if changed else self.patience_seconds)
 
+    def _timed(self, submitted: int, phase: str | None, work: Callable[..., R], arguments: tuple[Any, ...]) -> R:
+        began = time.perf_counter_ns()
+        result = work(*arguments)
+        if phase is not None:
+            self.spent[phase] = time.perf_counter_ns() - began
+            self.spent["queue"] = self.spent.get("queue", 0) + began - submitted
+        return result
+
     async def submit(self, changes: Sequence[Change], key: Key | None, sources: Sequence[str] = ()) -> Outcome:
-        """Let the store make the changes, which were computed from `sources`. Raises what `Store.submit` does."""
+        """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does."""
         began = time.perf_counter_ns()
         try:
             return await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources)))
@@ -232,7 +232,7 @@ class Call:
             self.spent["store"] = time.perf_counter_ns() - began
 
     async def look_up(self, count: int, work: Callable[..., R], *arguments: Any) -> R:
-        """Call `work`, which looks up `count` buffers or keys in the store: here where that is quick, else in the pool.
+        """Call `work`, which looks up `count` buffers or keys: in the event loop if that is quick, else in the pool.
 
         Raises what `work` raises, `Expired` and `ClientDisconnect`.
         """
@@ -240,11 +240,11 @@ class Call:
         return await self.offload(inline, work, *arguments)
 
     async def wait_for(self, seconds: float, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY) -> R:
-        """Return what `attempt` does, once other requests have done what it waits for: see `Waiting.until`."""
+        """Return the result of `attempt`, repeated while it waits for other requests, as `Waiting.until` does."""
         return await self.waiting.until(self.caller.namespace, self.receive, seconds, attempt, match)
 
     def identify(self) -> str:
-        """The request's id: its X-Request-ID if that is fit to be logged, or a new one."""
+        """Return the request's id: its X-Request-ID if the log can hold it, else a new id."""
         if self.request_id is None:
             text = self.headers.get(b"x-request-id", b"").decode("latin-1")
             fit = 0 < len(text) <= MAX_REQUEST_ID_CHARACTERS and text.isascii() and text.isprintable()
@@ -259,7 +259,7 @@ def _there(service: R | None) -> R:
 
 
 def _declared() -> Call:
-    """FastAPI reads the parameter `call` from an endpoint's signature; the table of routes passes it."""
+    """Declare the parameter `call` of endpoints to FastAPI. The table of routes passes the argument."""
     raise NotImplementedError
 
 

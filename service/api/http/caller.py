@@ -1,4 +1,4 @@
-"""Who sends a request: a namespace, and the scopes of an API key."""
+"""The sender of a request: a namespace, and the scopes of an API key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from service.keys import SCOPES
 
 
 class Caller(NamedTuple):
-    """The sender of a request: the namespace that it sees, and what it may do there."""
+    """The namespace that the sender of a request sees, and its scopes there."""
 
     namespace: str
     scopes: frozenset[str]
@@ -24,4 +24,4 @@ class Caller(NamedTuple):
 
 
 ANYONE = Caller("", frozenset(SCOPES))
-"""The caller of a server without API keys."""
+"""Every caller of a server without API keys."""

@@ -1,7 +1,7 @@
-"""A client's connection, which starts the application for one request after the other. uvicorn's `http=` takes it.
+"""A client's connection: it runs the application for one request at a time. uvicorn's `http=` takes it.
 
-What comes behind a request stays as it came until that request is answered. Reading goes on meanwhile, though not
-without end: only so a client is seen to leave.
+Bytes behind a request stay unparsed until that request is answered. Up to a limit the connection still reads them,
+because only a connection that reads sees its client leave.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from urllib.parse import unquote
 
 import uvicorn
-from starlette.types import Scope
+from starlette.types import Message, Scope
 
 from service.api.http.answer_head import head_of
 from service.api.http.endings import ServerState, Wire
-from service.api.http.exchange import EXCHANGE, Exchange
+from service.api.http.exchange import CLOSES, EXCHANGE, Exchange
 from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
 from service.errors import MalformedBody
 
-MOST_WAITING_BYTES = 1 << 16
-"""If more bytes wait behind a request, or of a body that nobody reads, the connection reads no more."""
+MAX_WAITING_BYTES = 1 << 16
+"""Bytes that may wait for the application before the connection stops reading. uvicorn has the same limit."""
 
 logger = logging.getLogger("uvicorn.error")
 
 
 class Connection(Wire):
-    """Parses what comes into requests, of which one runs at a time."""
+    """Parses requests from the bytes of a client, and runs one at a time."""
 
     def __init__(
         self,
@@ -38,18 +38,17 @@ class Connection(Wire):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`config` is of an application that can say `unreadable`; the arguments' names are uvicorn's."""
+        """Take uvicorn's arguments; the application in `config` must have `unreadable` and `stop_waiting`."""
         super().__init__(_loop or asyncio.get_running_loop(), server_state, config.timeout_keep_alive)
         self._app: Any = config.loaded_app
-        self._state = app_state
         self._incoming = Incoming()
-        self._reader: HeadReader | None = None  # of a head that has begun
-        self._exchange: Exchange | None = None  # until its answer is complete
-        self._body: SizedBody | ChunkedBody = SizedBody(0)  # of the same request
+        self._reader: HeadReader | None = None  # while a head is incomplete
+        self._exchange: Exchange | None = None  # while a request runs
+        self._body: SizedBody | ChunkedBody = SizedBody(0)  # of that request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._ends = {
+        self._addresses = {
             "server": _address(transport.get_extra_info("sockname")),
             "client": _address(transport.get_extra_info("peername")),
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
@@ -63,10 +62,10 @@ class Connection(Wire):
         super().connection_lost(exc)
         if self._exchange is not None:
             self._exchange.lose()
-        self._exchange = self._reader = None  # the exchange leads back here
+        self._exchange = self._reader = None  # breaks a reference cycle
 
     def shutdown(self) -> None:
-        """Take no more requests, as the server stops; those that wait for an epoch are answered now."""
+        """Take no more requests: the server stops. Answer now what waits for an epoch."""
         self._app.stop_waiting()
         if self._exchange is None:
             self.end(at_once=True)
@@ -74,28 +73,28 @@ class Connection(Wire):
             self._exchange.keeps_alive = False
 
     def _advance(self) -> None:
-        """Take what came up to the end of the request that runs; read on unless too much is left."""
+        """Parse the bytes at hand, up to the end of the running request."""
+        incoming = self._incoming
         try:
-            while self._takes():
-                pass
+            while (size := incoming.size) and not self.is_ending:
+                exchange = self._exchange
+                if exchange is None:
+                    self._take_head()
+                elif exchange.more_body:
+                    self._take_body(exchange)
+                if incoming.size == size:
+                    break
         except MalformedBody as error:
             self._refuse(error.detail)
-        exchange = self._exchange
-        untaken = len(self._incoming) + (0 if exchange is None else len(exchange.body))
-        self.read(untaken <= MOST_WAITING_BYTES)
+        self._balance()
 
-    def _takes(self) -> bool:
-        """Take the next piece of what came, if there is one that is wanted now; return whether there was."""
-        exchange, before = self._exchange, len(self._incoming)
-        if not before or self.is_ending or self.transport.is_closing():
-            return False
-        if exchange is None:
-            self._take_head()
-        elif exchange.more_body:
-            piece = self._body.take(self._incoming)
-            if piece or self._body.is_complete:
-                exchange.add_body(piece, more=not self._body.is_complete)
-        return len(self._incoming) < before
+    def _balance(self) -> None:
+        """Stop reading if too many bytes wait, else read on."""
+        waiting = self._incoming.size
+        if self._exchange is not None:
+            waiting += len(self._exchange.body)
+        if (waiting > MAX_WAITING_BYTES) is not self.is_paused:
+            self.pause_reading(not self.is_paused)
 
     def _take_head(self) -> None:
         self._reader = self._reader or HeadReader()
@@ -104,14 +103,19 @@ class Connection(Wire):
             self._reader, self.due = None, math.inf
             self._start(head)
 
+    def _take_body(self, exchange: Exchange) -> None:
+        piece = self._body.take(self._incoming)
+        if piece or self._body.is_complete:
+            exchange.add_body(piece, more=not self._body.is_complete)
+
     def _start(self, head: Head) -> None:
-        """Start the application. By the time that it runs, what came of the body is taken."""
+        """Create the task of the application. `_advance` adds the body at hand before the task runs."""
         scope, self._body = self._scope(head), body_of(head)
-        self._exchange = scope["extensions"][EXCHANGE] = exchange = Exchange(self, head, self._moved)
+        self._exchange = scope["extensions"][EXCHANGE] = exchange = Exchange(self, head, self._progressed)
         if self._body.is_complete:
             exchange.add_body(b"", more=False)
         tasks = self.server_state.tasks
-        task = self.loop.create_task(exchange.run(self._app, scope))
+        task = self.loop.create_task(self._run(exchange, scope))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -128,38 +132,59 @@ class Connection(Wire):
             "query_string": query,
             "root_path": "",
             "headers": head.headers,
-            "state": self._state.copy(),
             "extensions": {},
-            **self._ends,
+            **self._addresses,
         }
 
-    def _moved(self) -> None:
-        """Go on: the application took a part of the body, or has answered."""
+    async def _run(self, exchange: Exchange, scope: Scope) -> None:
+        """Run the application. If it fails, answer 500, or cut off an answer that has begun."""
+        try:
+            await self._app(scope, exchange.receive, _no_send)
+        except (Exception, asyncio.CancelledError) as error:
+            logger.error("The application failed", exc_info=error)
+        else:
+            if not (exchange.is_complete or exchange.is_lost):
+                logger.error("The application gave no whole answer")
+        if exchange.is_started and not exchange.is_complete:
+            self.end(at_once=True)
+        elif not exchange.is_started:
+            await exchange.answer(500, [CLOSES, (b"content-length", b"0")], ())
+
+    def _progressed(self) -> None:
+        """Go on after the application has taken a part of the body, or has answered."""
         exchange = self._exchange
-        if exchange is not None and exchange.is_complete:
-            self.server_state.total_requests += 1
-            self._exchange, self.due = None, self.loop.time() + self.idle_seconds
-            if not exchange.keeps_alive:
-                self.end()
-        self._advance()
+        if exchange is None or not exchange.is_complete:
+            if self.is_paused:
+                self._balance()
+            return
+        self.server_state.total_requests += 1
+        self._exchange, self.due = None, self.loop.time() + self.idle_seconds
+        if not exchange.keeps_alive:
+            self.end()
+        elif not self.transport.is_closing():
+            self._advance()
 
     def _refuse(self, message: str) -> None:
-        """Answer that what came cannot be read, and end; unless the request that it belongs to is being answered."""
+        """Answer that the request is not readable, unless its answer has begun; then end the connection."""
         exchange = self._exchange
         if exchange is not None and exchange.is_started:
             logger.warning(message)
-            self._body = SizedBody(sys.maxsize)  # the answer goes on, and is the last
+            self._body = SizedBody(sys.maxsize)  # discard all that follows; the answer goes on, and is the last
             return
         answer = self._app.unreadable(message)
-        logger.warning("%s (answered as %s)", message, answer.fields["X-Request-ID"])
+        logger.warning("%s. The request id of its answer is %s.", message.rstrip("."), answer.fields["X-Request-ID"])
         head = head_of(answer.status_code, (*self.server_state.default_headers, *answer.raw_headers))
-        self.transport.write(b"".join([head.text, b"connection: close\r\n\r\n", *answer.pieces]))
+        self.transport.writelines([head, b"\r\n", *answer.pieces])
         if exchange is not None:
             exchange.is_refused = True
             exchange.lose()
         self.end()
 
 
+async def _no_send(message: Message) -> None:
+    raise RuntimeError("The application answers by Exchange.answer")
+
+
 def _address(name: Any) -> tuple[str, int] | None:
-    """Return host and port of a socket's name; None without them."""
+    """Return the host and the port of a socket's name; None for a Unix socket."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

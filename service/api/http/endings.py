@@ -1,6 +1,6 @@
-"""How a connection ends: after its last answer, what still comes is discarded for a while, and it is closed.
+"""The end of a connection: after its last answer it discards what the client still sends for a while, then closes.
 
-A client that still sends when its connection is closed gets a reset, and often loses the answer that was on its way.
+A client that still sends when the server closes gets a reset, and often loses the answer on its way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 
 class ServerState(Protocol):
-    """What uvicorn's server shares with its connections."""
+    """The state that uvicorn's server shares with its connections."""
 
     connections: set[Any]
     tasks: set[asyncio.Task[None]]
@@ -21,9 +21,9 @@ class ServerState(Protocol):
 
 
 class Wire(asyncio.Protocol):
-    """The side of a connection that faces the transport: backpressure, silence, and the end.
+    """The part of a connection that faces the transport: backpressure, timeouts and the end.
 
-    One timer serves a connection for all its life: a new one for each request takes longer than to parse its head.
+    A connection has one timer for all its life: a new timer for each request takes longer than to parse its head.
     """
 
     transport: asyncio.Transport
@@ -31,31 +31,31 @@ class Wire(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, server_state: ServerState, idle_seconds: float) -> None:
         self.loop, self.server_state, self.idle_seconds = loop, server_state, idle_seconds
         self.due = loop.time() + idle_seconds
-        """When the connection is closed, unless a whole head comes before."""
+        """The loop's time when the connection closes unless a whole head has come."""
         self.is_paused = self.is_ending = False
         self._writable = asyncio.Event()
         self._writable.set()
-        self._unsent = 0  # bytes that the socket had not taken when they were last looked at
+        self._unsent = 0  # the size of the write buffer at the last check
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.server_state.connections.add(self)
-        self._timer = self.loop.call_at(self.due, self._judge)
+        self._timer = self.loop.call_at(self.due, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server_state.connections.discard(self)
         self._timer.cancel()
         self._writable.set()
 
-    def _judge(self) -> None:
-        """Close the connection on which no request comes; break off one whose client reads nothing of an answer."""
+    def _check_progress(self) -> None:
+        """Close an idle connection; abort a connection whose client has stopped reading its answer."""
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         if unsent and unsent == self._unsent:
             self.transport.abort()
         elif now >= self.due:
             self.end(at_once=True)
         self._unsent, later = unsent, now + self.idle_seconds
-        self._timer = self.loop.call_at(min(self.due, later) if now < self.due else later, self._judge)
+        self._timer = self.loop.call_at(min(self.due, later) if now < self.due else later, self._check_progress)
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -65,27 +65,26 @@ class Wire(asyncio.Protocol):
         self._writable.set()
 
     async def drain(self) -> None:
-        """Wait until the client has read enough of what was written."""
+        """Wait while the write buffer is over its limit."""
         if not self._writable.is_set():
             await self._writable.wait()
 
-    def read(self, reads: bool) -> None:
-        """Read what comes, or let it wait in the socket."""
-        if reads is self.is_paused and not self.transport.is_closing():
-            self.is_paused = not reads
-            (self.transport.resume_reading if reads else self.transport.pause_reading)()
+    def pause_reading(self, paused: bool) -> None:
+        """Leave incoming bytes in the socket, or read on."""
+        if not self.transport.is_closing():
+            self.is_paused = paused
+            (self.transport.pause_reading if paused else self.transport.resume_reading)()
 
     def give_way_to(self, protocol: asyncio.BaseProtocol) -> None:
-        """Let what comes go to `protocol`, which may be this one."""
-        self.transport.pause_reading()  # uvloop looks for the kind of protocol when reading starts
+        """Pass incoming bytes to `protocol`, which may be this one."""
+        self.pause_reading(True)  # uvloop reads the type of the protocol only when reading starts
         self.transport.set_protocol(protocol)
-        self.transport.resume_reading()
-        self.is_paused = False
+        self.pause_reading(False)
 
     def end(self, *, at_once: bool = False) -> None:
-        """Close the connection after what is written. Only if nobody waits for an answer may that be `at_once`.
+        """Close the connection once its last answer has left; `at_once`, only if no client waits for an answer.
 
-        With TLS nothing can be half closed: the transport discards what comes until the client says goodbye.
+        TLS cannot close one direction: there the transport discards incoming bytes until the client closes.
         """
         if self.is_ending or self.transport.is_closing():
             return
@@ -94,12 +93,12 @@ class Wire(asyncio.Protocol):
         if at_once or not self.transport.can_write_eof():
             self.transport.close()
         else:
-            with suppress(OSError):  # the client has broken it off
+            with suppress(OSError):  # the client has closed it
                 self.transport.write_eof()
 
 
 class StandIn(asyncio.BaseProtocol):
-    """Takes what comes in the place of `owner`, which still hears of all else."""
+    """Receives in place of `owner`, and passes it every other event of the transport."""
 
     def __init__(self, owner: Wire) -> None:
         self.owner = owner
@@ -115,32 +114,32 @@ class StandIn(asyncio.BaseProtocol):
 
 
 class Ending(StandIn, asyncio.Protocol):
-    """Discards what comes behind the last answer, until the client closes the connection."""
+    """Discards incoming bytes after the last answer, until the client closes the connection."""
 
-    most_bytes: ClassVar[int] = 1 << 30
-    """Bytes that are discarded: as many as requests in flight may hold by default."""
+    max_bytes: ClassVar[int] = 1 << 30
+    """Bytes to discard before the connection is aborted: what requests in flight may hold by default."""
 
-    most_seconds: ClassVar[float] = 5.0
-    """Seconds for which they are, from when the answer has left this process: half as many bytes come at 1 Gb/s."""
+    max_seconds: ClassVar[float] = 5.0
+    """Seconds to discard after the answer has left this process: at 1 Gb/s half of `max_bytes` come in them."""
 
     def __init__(self, owner: Wire) -> None:
         super().__init__(owner)
-        self._came = 0
+        self._discarded = 0
         self._wait()
 
     def _wait(self) -> None:
-        self._timer = self.owner.loop.call_later(self.most_seconds, self._part)
+        self._timer = self.owner.loop.call_later(self.max_seconds, self._abort)
 
-    def _part(self) -> None:
-        """Break the connection off, but not while the client reads an answer: its owner judges whether it does."""
+    def _abort(self) -> None:
+        """Abort the connection, unless an answer is still leaving: then `owner` checks that the client reads."""
         if self.owner.transport.get_write_buffer_size():
             self._wait()
         else:
             self.owner.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._came += len(data)
-        if self._came > self.most_bytes:
+        self._discarded += len(data)
+        if self._discarded > self.max_bytes:
             self.owner.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

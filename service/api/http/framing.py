@@ -1,59 +1,56 @@
-"""Where a request's head ends, and where its body does: bytes behind a request stay unparsed until it is answered.
+"""Framing: where a request's head ends, and where its body ends. Bytes behind a request stay unparsed.
 
-httptools passes no body of a request that offers another protocol (MagicStack/httptools#124), and uvicorn loses it
-(Kludex/uvicorn#2722). Java's client offers HTTP/2 with every first request. So httptools parses heads and chunks here,
-and a body of known length is counted.
+httptools does not pass on the body of a request that offers another protocol (MagicStack/httptools#124), and uvicorn
+loses it (Kludex/uvicorn#2722). Java's client offers HTTP/2 with every first request. So httptools parses only heads and
+chunks here; the bytes of a body with a Content-Length are counted.
 """
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import httptools
 
 from service.errors import MalformedBody
 
 BLANK_LINE = b"\r\n\r\n"
-"""The end of each head, and of each chunked body, for the parser takes no other line break."""
+"""The end of each head and of each chunked body: the parser accepts no other line break."""
 
-LONGEST_HEAD_BYTES = 1 << 16
-"""Most bytes of a head, or of what is neither head nor body, such as the trailers behind a chunked body."""
-
-Buffer: TypeAlias = bytes | memoryview
+MAX_HEAD_BYTES = 1 << 16
+"""Bytes of a head, or of the trailers behind a chunked body. deploy/nginx.conf has the same limit."""
 
 
 class Incoming:
-    """Bytes that came and that nobody has parsed."""
+    """The bytes that have come and are not parsed yet."""
 
-    __slots__ = ("_data", "_start")
+    __slots__ = ("_data", "_start", "size")
 
     def __init__(self) -> None:
         self._data, self._start = b"", 0
-
-    def __len__(self) -> int:
-        return len(self._data) - self._start
+        self.size = 0
 
     def add(self, data: bytes) -> None:
-        """Put `data` behind the others."""
-        self._data = self._data[self._start :] + data if len(self) else data
-        self._start = 0
+        self._data = self._data[self._start :] + data if self.size else data
+        self._start, self.size = 0, len(self._data)
 
     def take(self, count: int) -> memoryview:
         """Return the first `count` bytes, or all if there are fewer."""
-        start, self._start = self._start, min(self._start + count, len(self._data))
-        return memoryview(self._data)[start : self._start]
+        piece = memoryview(self._data)[self._start : self._start + count]
+        self._start += len(piece)
+        self.size -= len(piece)
+        if not self.size:
+            self._data = b""  # free what may be much memory, once the piece is freed
+        return piece
 
     def take_to_blank_line(self) -> memoryview:
-        """Return the bytes up to the next blank line, with it; without one, all but what may be its beginning."""
-        found = self._data.find(BLANK_LINE, self._start)
-        if found >= 0:
-            return self.take(found + len(BLANK_LINE) - self._start)
-        begun = next((count for count in (3, 2, 1) if self._data.endswith(BLANK_LINE[:count])), 0)
-        return self.take(max(0, len(self) - begun))
+        """Return the bytes through the next blank line; if there is none, all but a possible beginning of it."""
+        place = self._data.find(BLANK_LINE, self._start)
+        if place >= 0:
+            return self.take(place + len(BLANK_LINE) - self._start)
+        partial = next((count for count in (3, 2, 1) if self._data.endswith(BLANK_LINE[:count])), 0)
+        return self.take(max(0, self.size - partial))
 
 
 class Head:
-    """A request's head. Its methods are called by the parser."""
+    """A request's head. The parser calls its `on_` methods."""
 
     def __init__(self) -> None:
         self.url = b""
@@ -70,36 +67,37 @@ class Head:
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
+        self.names = {name for name, _ in self.headers}
 
     def on_message_begin(self) -> None:
         if self.is_complete:
             raise MalformedBody("The head ends before its blank line.")
 
     def on_body(self, body: bytes) -> None:
-        raise MalformedBody("The body begins before the blank line.")
-
-    def has(self, name: bytes, word: bytes) -> bool:
-        """Return whether a header has this word, both in lower case."""
-        return any(word in value.lower() for value in self.values(name))
+        self.on_message_begin()
 
     def values(self, wanted: bytes) -> list[bytes]:
-        """Return the values of all headers of a name in lower case."""
+        """Return the values of all headers with the name `wanted`, in lower case."""
         return [value for name, value in self.headers if name == wanted]
+
+    def has(self, name: bytes, word: bytes) -> bool:
+        """Return whether a header of this name has the word; both are in lower case."""
+        return name in self.names and any(word in value.lower() for value in self.values(name))
 
 
 class HeadReader:
-    """Takes the bytes of one head."""
+    """Parses the bytes of one head."""
 
     def __init__(self) -> None:
         self._head, self._size = Head(), 0
         self._parser = httptools.HttpRequestParser(self._head)
 
     def take(self, incoming: Incoming) -> Head | None:
-        """Return the head once it is complete. Raises `MalformedBody` for what is no head, or a very long one."""
-        piece, head, parser = incoming.take_to_blank_line(), self._head, self._parser
+        """Return the head once it is complete. Raises `MalformedBody` if it is not valid, or too long."""
+        head, parser, piece = self._head, self._parser, incoming.take_to_blank_line()
         self._size += len(piece)
-        if self._size > LONGEST_HEAD_BYTES:
-            raise MalformedBody(f"The head of this request has more than {LONGEST_HEAD_BYTES} bytes.")
+        if self._size > MAX_HEAD_BYTES:
+            raise MalformedBody(f"The head of the request has more than {MAX_HEAD_BYTES} bytes, the limit")
         upgraded = _feed(parser, piece)
         if not head.is_complete:
             return None
@@ -109,53 +107,49 @@ class HeadReader:
 
 
 class SizedBody:
-    """Takes the bytes of a body of known length."""
-
-    __slots__ = ("_left",)
+    """Counts the bytes of a body whose length is known."""
 
     def __init__(self, length: int) -> None:
         self._left = length
 
     @property
     def is_complete(self) -> bool:
-        """Whether all has come."""
+        """Whether the whole body has come."""
         return not self._left
 
     def take(self, incoming: Incoming) -> memoryview:
-        """Return the body's next bytes."""
         piece = incoming.take(self._left)
         self._left -= len(piece)
         return piece
 
 
 class ChunkedBody:
-    """Takes the bytes of a body in chunks, of which `codings` are the values of Transfer-Encoding."""
+    """Parses the bytes of a chunked body; `codings` are the values of its Transfer-Encoding."""
 
     def __init__(self, codings: list[bytes]) -> None:
-        self._chunks, self._idle = _Chunks(), 0
+        self._chunks, self._overhead = _Chunks(), 0
         self._parser = httptools.HttpRequestParser(self._chunks)
-        lines = [b"Transfer-Encoding: %b\r\n" % coding for coding in codings]
-        _feed(self._parser, b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
+        _feed(self._parser, b"POST / HTTP/1.1\r\nTransfer-Encoding: %b\r\n\r\n" % b", ".join(codings))
 
     @property
     def is_complete(self) -> bool:
-        """Whether all has come, the trailers too."""
+        """Whether the whole body has come, and its trailers."""
         return self._chunks.is_complete
 
     def take(self, incoming: Incoming) -> bytes:
-        """Return the body's next bytes. Raises `MalformedBody` for what is no chunk, and for very long trailers."""
+        """Return the body's next bytes. Raises `MalformedBody` for an invalid chunk, and for too long trailers."""
         piece, pieces = incoming.take_to_blank_line(), self._chunks.pieces
         _feed(self._parser, piece)
         body = b"".join(pieces)
         pieces.clear()
-        self._idle = 0 if body else self._idle + len(piece)
-        if self._idle > LONGEST_HEAD_BYTES:
-            raise MalformedBody(f"Beside its chunks, this body has more than {LONGEST_HEAD_BYTES} bytes.")
+        self._overhead = 0 if body else self._overhead + len(piece)
+        if self._overhead > MAX_HEAD_BYTES:
+            raise MalformedBody(f"Beside its chunks, this body has more than {MAX_HEAD_BYTES} bytes.")
         return body
 
 
 class _Chunks:
-    """What the parser finds in a chunked body. It drops trailers, which so never become headers."""
+    """The chunks that the parser finds in a body. It ignores trailers, so they never become headers."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -173,14 +167,14 @@ class _Chunks:
 
 
 def body_of(head: Head) -> SizedBody | ChunkedBody:
-    """Return what takes the body behind a head. Raises `MalformedBody` for a transfer coding that has no end."""
-    if codings := head.values(b"transfer-encoding"):
-        return ChunkedBody(codings)
-    return SizedBody(sum(map(int, head.values(b"content-length"))))  # the parser takes one at most
+    """Return the parser of the body behind this head. Raises `MalformedBody` for a transfer coding without an end."""
+    if b"transfer-encoding" in head.names:
+        return ChunkedBody(head.values(b"transfer-encoding"))
+    return SizedBody(int(head.values(b"content-length")[0]) if b"content-length" in head.names else 0)
 
 
 def split(url: bytes) -> tuple[bytes, bytes]:
-    """Return path and query of a request's target, which may name its host. Raises `MalformedBody`."""
+    """Return the path and the query of a request's target. Raises `MalformedBody`."""
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserError as error:
@@ -188,7 +182,7 @@ def split(url: bytes) -> tuple[bytes, bytes]:
     return parsed.path or b"/", parsed.query or b""
 
 
-def _feed(parser: httptools.HttpRequestParser, piece: Buffer) -> bool:
+def _feed(parser: httptools.HttpRequestParser, piece: bytes | memoryview) -> bool:
     """Parse `piece`; return whether the request offers another protocol."""
     try:
         parser.feed_data(piece)
@@ -200,5 +194,4 @@ def _feed(parser: httptools.HttpRequestParser, piece: Buffer) -> bool:
 
 
 def _unreadable(error: httptools.HttpParserError) -> MalformedBody:
-    reason = error.__context__ or error
-    return MalformedBody(f"The request is no HTTP that this server reads: {str(reason)[:200]}")
+    return MalformedBody(f"The request is not valid HTTP/1.1: {str(error.__context__ or error)[:200]}")

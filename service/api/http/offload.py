@@ -1,4 +1,4 @@
-"""Work for a request: at once in the event loop, or in the thread pool, and never for a client that left."""
+"""Work for a request: in the event loop or in the thread pool. Work that waits is dropped if the client leaves."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from service.errors import Expired
 R = TypeVar("R")
 
 INLINE_TEXT_BYTES = 1 << 18
-"""Up to this much text is read or written in the event loop: the way to the pool and back takes as long.
+"""Text up to this size is read or written in the event loop: the way to the pool and back takes as long.
 
-A health probe then waits about a millisecond, no longer than for a thread that holds the interpreter's lock.
+A health probe then waits about a millisecond, as it does for a thread that holds the interpreter's lock.
 """
 
 INLINE_BYTES = 3 << 20
-"""Up to this size of tensors the event loop computes, for the same reason."""
+"""The event loop computes tensors up to this size, for the same reason."""
 
 INLINE_HALF_BYTES = 1 << 19
 """The same for 16-bit floats, which are converted on the way."""
 
 ALONE_BYTES = 9 << 20
-"""In place of INLINE_BYTES while no other large request is in flight: the pool takes a tenth longer then."""
+"""INLINE_BYTES while no other large request is in flight: the pool then takes a tenth longer."""
 
 INLINE_LOOKUPS = 256
-"""Up to this number of buffers is looked up in the event loop: more take longer than the way to the pool."""
+"""Buffers that the event loop looks up itself: more take longer than the way to the pool."""
 
 
 async def in_pool(engine: Engine, receive: Receive, work: Callable[[], R], patience_seconds: float | None) -> R:
     """Call `work` in the engine's pool and return its result. The body must have been read.
 
-    If the client leaves before `work` starts, or `patience_seconds` pass, `work` is dropped. A request that has changed
-    a buffer has no patience (None): a client would send an expired request again. Raises `ClientDisconnect` and
-    `Expired`.
+    `work` is dropped if the client leaves or `patience_seconds` pass before it starts. After a change of a buffer they
+    are None: a client would send an expired request again. Raises `ClientDisconnect` and `Expired`.
     """
     future, expired = engine.submit(work), list[bool]()
     timer = None
@@ -59,7 +58,7 @@ async def in_pool(engine: Engine, receive: Receive, work: Callable[[], R], patie
     finally:
         if timer is not None:
             timer.cancel()
-        del future  # its exception has a traceback with this frame: only the garbage collector could free the body
+        del future  # its traceback holds this frame: a cycle that only the garbage collector would free
 
 
 async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
@@ -75,7 +74,7 @@ async def while_connected(receive: Receive, work: Awaitable[R]) -> R:
         raise
     finally:
         leaving.cancel()
-        del work, working, leaving  # as above
+        del work, working, leaving  # break the same cycle
 
 
 def _cancel(working: asyncio.Future[Any], _: object) -> None:

@@ -1,4 +1,4 @@
-"""What the OpenAPI entries of several endpoints share: media types, headers, the form of errors."""
+"""The parts that the OpenAPI entries of several endpoints share: media types, headers, the form of errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REF = "#/components/schemas/{model}"
 
 
 PROBLEM = {"content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}}}
-"""An error, wherever it is answered."""
+"""The answer of an error, in every entry."""
 
 
 _HEADERS: dict[str, dict[str, Any]] = {
@@ -37,8 +37,14 @@ _HEADERS: dict[str, dict[str, Any]] = {
 }
 
 
-ONE, MANY, READING = ("Idempotency-Key", "If-Match"), ("Idempotency-Key",), ("If-None-Match",)
-"""The headers of requests that change one buffer, that change several, and that read one."""
+ONE = ("Idempotency-Key", "If-Match")
+"""The headers of a request that changes one buffer."""
+
+MANY = ("Idempotency-Key",)
+"""The headers of a request that changes several buffers."""
+
+READING = ("If-None-Match",)
+"""The headers of a request that reads one buffer."""
 
 
 def answer_header(name: str, description: str) -> dict[str, Any]:
@@ -46,5 +52,5 @@ def answer_header(name: str, description: str) -> dict[str, Any]:
 
 
 def header_parameters(*names: str) -> dict[str, Any]:
-    """The headers that an endpoint knows."""
+    """Return the entry of the headers that an endpoint reads."""
     return {"parameters": [{"name": name, "in": "header", **_HEADERS[name]} for name in names]}

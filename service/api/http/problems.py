@@ -1,4 +1,4 @@
-"""Errors as answers, made in one place: RFC 9457 `application/problem+json`, and on `/v2` the protocol's own form."""
+"""Errors as answers: RFC 9457 `application/problem+json`, and on `/v2` the form of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CLIENT_GONE = 499
 """The status, in logs and metrics, of a request whose client left before the answer; nginx uses the same number."""
 
 _PROTOCOL_STATUSES = {406: 400, 408: 400, 415: 400, 422: 400}
-"""The statuses of the Open Inference Protocol, where they differ."""
+"""The statuses on `/v2`, if they differ: the Open Inference Protocol knows few."""
 
 
 def answer_error(path: str, error: GradserveError, fields: Mapping[str, str] | None = None) -> Answer:
-    """`error` as an answer, in the form of the API that `path` belongs to."""
+    """Return the answer of `error`, in the form of the API at `path`."""
     if isinstance(error, RequestTimeout):
-        fields = {"Connection": "close"}  # the rest of the body may still come, and is no request
+        fields = {"Connection": "close"}  # the rest of the body may still come, and must not be read as a request
     if isinstance(error, (Busy, Expired, NotReady)):
         fields = {"Retry-After": "1"}
     if isinstance(error, Unauthorized):
@@ -44,7 +44,7 @@ def answer_error(path: str, error: GradserveError, fields: Mapping[str, str] | N
 
 
 def answer_bug(path: str) -> Answer:
-    """The answer to a request that failed by a fault of the server's own. It closes the connection."""
+    """Return the answer to a request that failed by a bug of the server. It closes the connection."""
     error = GradserveError("The server failed to answer this request; its log says why")
     return answer_error(path, error, {"Connection": "close"})
 

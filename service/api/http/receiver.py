@@ -1,4 +1,4 @@
-"""A body is received straight into the memory where its tensors are wanted."""
+"""The receiver of a large body: bytes go from the socket straight into the memory of its tensors."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from service.api.http.endings import StandIn, Wire
 from service.api.http.sockets import receive_now
 
 FAST_BYTES = 1 << 17
-"""If so many bytes of a body come at once, more are on their way, and the receiver looks for them at once."""
+"""After a read of this size more bytes are usually on their way, so the receiver polls the socket at once."""
 
-LEAST_RATE = 1 << 14
-"""Bytes a second, on the average, that a body must come at if it takes longer than a request may be silent."""
+MIN_BYTES_PER_SECOND = 1 << 14
+"""The lowest average rate of a body that takes longer than its `patience`: a slower client holds memory too long."""
 
 
 class Receiver(StandIn, asyncio.BufferedProtocol):
-    """Receives the last bytes of a body of `size` bytes into `memory`; if it has the plain socket, at once too.
+    """Receives the rest of a body of `size` bytes into `memory`, and polls the plain `socket` if it has one.
 
-    `done` becomes True once all have come and False if the client goes. It raises TimeoutError if nothing comes for
-    `patience` seconds, or, over a longer time, less than `LEAST_RATE`.
+    `done` becomes True once the body is complete, and False if the client leaves. It raises TimeoutError if nothing
+    comes for `patience` seconds, or if, over a longer time, less comes than `MIN_BYTES_PER_SECOND`.
     """
 
     def __init__(self, owner: Wire, memory: memoryview, size: int, patience: float, socket: int | None) -> None:
         super().__init__(owner)
         self._rest, self._size, self._patience, self._socket = memory, size, patience, socket
         self.done: asyncio.Future[bool] = owner.loop.create_future()
-        self._began = self._last = owner.loop.time()
+        self._start = self._last = owner.loop.time()
         self._wait()
 
     def settle(self, done: bool) -> None:
-        """Set the result, unless there is one."""
+        """Set the result unless `done` has a result."""
         if not self.done.done():
             self.done.set_result(done)
 
     def stop(self) -> None:
-        """Measure no more time."""
         self._timer.cancel()
 
     def _wait(self) -> None:
-        self._timer = self.owner.loop.call_at(self._last + self._patience, self._judge)
+        self._timer = self.owner.loop.call_at(self._last + self._patience, self._check_progress)
 
-    def _judge(self) -> None:
-        now, came = self.owner.loop.time(), self._size - len(self._rest)
-        if now < self._last + self._patience and came >= LEAST_RATE * (now - self._began - self._patience):
+    def _check_progress(self) -> None:
+        now, received = self.owner.loop.time(), self._size - len(self._rest)
+        required = MIN_BYTES_PER_SECOND * (now - self._start - self._patience)
+        if now < self._last + self._patience and received >= required:
             self._wait()
         elif not self.done.done():
             self.done.set_exception(TimeoutError())
@@ -55,7 +55,7 @@ class Receiver(StandIn, asyncio.BufferedProtocol):
         if nbytes >= FAST_BYTES and self._socket is not None:
             self._rest = receive_now(self._socket, self._rest)
         if not len(self._rest):
-            self.owner.transport.pause_reading()  # what follows is another request
+            self.owner.transport.pause_reading()  # what follows belongs to the next request
             self.settle(True)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,7 +1,7 @@
 """The table of routes, read from the endpoints as FastAPI's routers declare them.
 
-Every request, hot or not, takes its way from here to its endpoint; OpenAPI, keys, metrics and tracing read the same
-declarations. FastAPI's own dispatch is not used: to find and call an endpoint it takes longer than a small request.
+The table dispatches every request. OpenAPI, keys, metrics and tracing read the same declarations. FastAPI's dispatch
+is not used: to find and call an endpoint it takes longer than a small request.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter
@@ -18,31 +19,30 @@ from pydantic import BaseModel
 from service.api.http.answer import Answer
 from service.api.http.call import Call
 from service.api.http.negotiation import parse_query
-from service.errors import GradserveError
 
 Handler = Callable[..., Awaitable[Answer]]
 H = TypeVar("H", bound=Handler)
 
 
 class Access(NamedTuple):
-    """Who may use an endpoint, and how metrics count it."""
+    """The access to an endpoint, and its label in metrics."""
 
     scopes: tuple[str, ...]
-    """What an API key needs."""
+    """The scopes that an API key needs."""
     label: str
     """The value of the label `route` in metrics."""
     open: bool
-    """Whether it needs no key, on a server with keys too."""
+    """Whether a caller needs no key, even on a server with keys."""
     operator: str | None = None
     """The operator that the endpoint runs, for its errors."""
 
 
 UNKNOWN = Access((), "other", False)
-"""For a path that no endpoint has."""
+"""The access of a path that no endpoint has."""
 
 
 def access(*scopes: str, label: str = "other", open: bool = False, operator: str | None = None) -> Callable[[H], H]:
-    """Declare the access of an endpoint. It stands below the decorator of FastAPI's router."""
+    """Declare the access of an endpoint. This decorator stands below the decorator of FastAPI's router."""
 
     def declare(handler: H) -> H:
         handler.access = Access(scopes, label, open, operator)  # type: ignore[attr-defined]
@@ -52,33 +52,31 @@ def access(*scopes: str, label: str = "other", open: bool = False, operator: str
 
 
 class Endpoint(NamedTuple):
-    """What answers a method at a path."""
+    """The handler of a method at a path."""
 
     path: str
     handler: Handler
     names: Sequence[str]
-    """The parameters of the path that the handler takes."""
+    """The parameters of the path, which the handler takes."""
     query: type[BaseModel] | None
     access: Access
 
-    async def answer(self, call: Call) -> Answer:
-        """Answer the request. An error that it raises names the operator."""
+    def answer(self, call: Call) -> Awaitable[Answer]:
         arguments: dict[str, Any] = {name: call.parameters[name] for name in self.names}
-        try:
-            if self.query is not None:
-                arguments["query"] = parse_query(call, self.query)
-            return await self.handler(call, **arguments)
-        except GradserveError as error:
-            if (operator := call.operator or self.access.operator) is not None:
-                error.context["op"] = operator
-            raise
+        if self.query is not None:
+            arguments["query"] = parse_query(call, self.query)
+        return self.handler(call, **arguments)
 
 
-class Match(NamedTuple):
-    """A path of the table: its endpoints by method, and the values of its parameters."""
+class _Pattern(NamedTuple):
+    """A path with parameters, and its endpoints by method."""
 
-    methods: Mapping[str, Endpoint]
-    parameters: Mapping[str, str]
+    regex: re.Pattern[str]
+    methods: dict[str, Endpoint]
+
+
+MAX_CACHED_CHARACTERS = 300
+"""A longer path is not cached: no buffer has a longer name, and 4,096 paths take a few megabytes at most."""
 
 
 class Table:
@@ -86,7 +84,8 @@ class Table:
 
     def __init__(self, routers: Iterable[APIRouter]) -> None:
         self._exact: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)
-        self._patterns: defaultdict[int, dict[str, tuple[re.Pattern[str], dict[str, Endpoint]]]] = defaultdict(dict)
+        self._patterns: dict[str, _Pattern] = {}
+        self._cached = lru_cache(4096)(self._search)
         for router in routers:
             for route in router.routes:
                 assert isinstance(route, APIRoute)
@@ -99,24 +98,28 @@ class Table:
         if "{" not in route.path:
             methods = self._exact[route.path]
         else:
-            pattern = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.path))
-            methods = self._patterns[route.path.count("/")].setdefault(route.path, (pattern, {}))[1]
+            regex = re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", route.path))
+            methods = self._patterns.setdefault(route.path, _Pattern(regex, {})).methods
         for method in route.methods or ():
             assert method not in methods, f"two endpoints answer {method} {route.path}"
             methods[method] = endpoint
 
-    def matches(self, path: str) -> list[Match]:
-        """The paths of the table that fit, the one without parameters first."""
-        found = [Match(self._exact[path], {})] if path in self._exact else []
-        for pattern, methods in self._patterns.get(path.count("/"), {}).values():
-            if (fits := pattern.fullmatch(path)) is not None:
-                found.append(Match(methods, fits.groupdict()))
-        return found
+    def find(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]] | None:
+        """Return the endpoint and the parameters of the path; None without an endpoint."""
+        return (self._cached if len(path) <= MAX_CACHED_CHARACTERS else self._search)(method, path)
 
-    def endpoints(self) -> Iterable[tuple[str, Endpoint]]:
-        """Every method with its endpoint."""
-        for methods in self._exact.values():
-            yield from methods.items()
-        for patterns in self._patterns.values():
-            for _, methods in patterns.values():
-                yield from methods.items()
+    def _search(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]] | None:
+        if (exact := self._exact.get(path)) is not None and method in exact:
+            return exact[method], {}
+        for pattern, methods in self._patterns.values():
+            if method in methods and (fits := pattern.fullmatch(path)) is not None:
+                return methods[method], fits.groupdict()
+        return None
+
+    def methods(self, path: str) -> Mapping[str, Endpoint]:
+        """Return all endpoints of the path, by method."""
+        endpoints = dict(self._exact.get(path, {}))
+        for pattern, methods in self._patterns.values():
+            if pattern.fullmatch(path) is not None:
+                endpoints |= {method: endpoint for method, endpoint in methods.items() if method not in endpoints}
+        return endpoints

@@ -51,7 +51,7 @@ class Form(BaseModel):
 
 
 def parse_form(name: str, value: Any) -> Form:
-    """The member `name` of a request as a `Form`. Raises `InvalidTensor`."""
+    """Return the member `name` of a request as a `Form`. Raises `InvalidTensor`."""
     try:
         return Form.model_validate(value if isinstance(value, dict) else {"data": value})
     except ValidationError as invalid:
@@ -60,12 +60,12 @@ def parse_form(name: str, value: Any) -> Form:
         if error["type"] == "extra_forbidden":
             members = ", ".join(Form.model_fields)
             raise InvalidTensor(f"{place} is unknown; the members of a tensor are {members}", tensor=name) from None
-        came = f", but is {shown(error['input'])}" if error["loc"] else ""
-        raise InvalidTensor(f"{place}: {error['msg']}{came}", tensor=name) from None
+        actual = f", but is {shown(error['input'])}" if error["loc"] else ""
+        raise InvalidTensor(f"{place}: {error['msg']}{actual}", tensor=name) from None
 
 
 def tensor_of(document: json_codec.Document, name: str, form: Form, default: str) -> Array:
-    """The tensor that the member `name` of the document describes; a list without a dtype is of the `default` one."""
+    """Return the tensor of the member `name` of the document. A list without a dtype has the `default` dtype."""
     dtype = DTYPES[form.dtype or default]
     if form.base64 is None:
         return document.tensor(name, form.data, dtype, form.shape)
@@ -73,7 +73,7 @@ def tensor_of(document: json_codec.Document, name: str, form: Form, default: str
 
 
 def form_of_answer(forms: Iterable[Form]) -> json_codec.Encoding:
-    """How an answer writes its tensors unless it is told: in base64 if the request has any."""
+    """Return the default form of tensors in an answer: base64 if the request has any, else lists."""
     return "base64" if any(form.base64 is not None for form in forms) else "list"
 
 
@@ -90,15 +90,15 @@ Booleans = TypeAliasType("Booleans", bool | list[Any])
 
 
 Values = TypeAliasType("Values", Number | bool | list[Any])
-"""A number, or lists of them as deep as the tensor has dimensions. Types that hold themselves would say all of it, but
-most programs that make clients of OpenAPI cannot read them."""
+"""A number, or nested lists of numbers. A recursive type would be exact, but most generators of OpenAPI clients fail on
+it."""
 
 
 _DATA: Mapping[str, Any] = {"float": Numbers, "integer": Integers, "flag": Booleans, "any": Values}
 
 
 def absent() -> Any:
-    """A default of what is left out rather than null: one that is made, not named, stays out of the schema."""
+    """Return the default of a member that an answer omits. Unlike a named default, it stays out of the schema."""
 
 
 @cache

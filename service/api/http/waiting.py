@@ -1,4 +1,4 @@
-"""Waiting for an epoch of a buffer: requests sleep until what they wait for may be there."""
+"""Waiting for an epoch of a buffer: a request sleeps until its next attempt may succeed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, NamedTuple
 from starlette.types import Receive
 
 from service.api.http.offload import R, while_connected
-from service.buffers.namespaced import Namespaced
 from service.buffers.store import Store
 from service.errors import EpochOpen, GradserveError, NotReady, TooFewGradients
 
 POLL_SECONDS = 0.002
-"""How often a process with requests that wait looks whether another process has changed anything."""
+"""Seconds between looks for changes by other processes, while requests wait: a delay that no client notices."""
 
-AT_ONCE, REST = 100, 4
-"""Buffers that are looked at before it is the turn of others, and times as long as all of them took until the next look
-at least."""
+TURN_BUFFERS = 100
+"""Buffers to look at before other tasks have their turn."""
+
+REST_FACTOR = 4
+"""The poller rests four times as long as its last look at all buffers took: it uses a fifth of the time."""
 
 ANY = frozenset({"*"})
-"""Every tag."""
+"""A `match` that every tag fits."""
 
 
 class _Key(NamedTuple):
-    """What requests wait for: the next epoch of a buffer, or a count that is not below `least`; or that its tag is none
-    of `match`."""
+    """The end of a wait: the next epoch of a buffer, a count of at least `least`, or a tag that `match` lacks."""
 
     namespace: str
     name: str
@@ -35,7 +35,7 @@ class _Key(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a buffer is to those that wait; `over` if its count is not below theirs, or its tag is none of theirs."""
+    """The state of a buffer. It is `over` if the count is reached, or if `match` lacks the tag."""
 
     id: int
     epoch: int
@@ -43,7 +43,7 @@ class _State(NamedTuple):
 
 
 class _Watched:
-    """A state that requests wait for to be over."""
+    """A state that requests wait to see end."""
 
     def __init__(self, state: _State) -> None:
         self.state = state
@@ -54,8 +54,8 @@ class _Watched:
 class Waiting:
     """Wakes requests that wait for a buffer, whichever process changes it.
 
-    After a commit each buffer is looked at once, however many wait for it, and they are woken only if what they wait
-    for may be there: a thousand workers wait for an epoch, and as many gradients come before it closes.
+    After a commit the poller looks at each buffer once, however many requests wait for it. It wakes them only if their
+    next attempt may succeed. A thousand workers may wait for an epoch that needs a thousand gradients.
     """
 
     def __init__(self, store: Store) -> None:
@@ -63,9 +63,11 @@ class Waiting:
         self._watched: dict[_Key, _Watched] = {}
         self._stopping = False
         self._poller: asyncio.Task[None] | None = None
+        self._seen = 0
+        """The generation of the store at the poller's last look."""
 
     def stop(self) -> None:
-        """Let nobody wait any longer: the server stops."""
+        """Wake all requests: the server stops."""
         self._stopping = True
         self._wake([*self._watched])
 
@@ -77,11 +79,10 @@ class Waiting:
         attempt: Callable[[], Awaitable[R]],
         match: frozenset[str] = ANY,
     ) -> R:
-        """What `attempt` returns; while it raises `EpochOpen` or `TooFewGradients` of a buffer in the namespace, it is
-        called again when that may be over, or the tag of the buffer is none of `match`.
+        """Return the result of `attempt`. While it raises `EpochOpen` or `TooFewGradients`, wait and call it again.
 
-        After `seconds` it is called a last time. The body must have been read. Raises `ClientDisconnect` if the client
-        goes.
+        A wait ends when the attempt may succeed, or when the buffer's tag is not in `match` any more. After `seconds`
+        the last attempt follows. The body must have been read. Raises `ClientDisconnect` if the client leaves.
         """
         if seconds <= 0:
             return await attempt()
@@ -95,24 +96,25 @@ class Waiting:
             try:
                 return await attempt()
             except (EpochOpen, TooFewGradients) as error:
-                about: dict[str, Any] = error.context
-            key = _Key(namespace, about["buffer"], about.get("min_count"), match)
-            if not await self._change(key, about["epoch"], end):
-                return await attempt()  # which says what is missing; a buffer that expires changes nothing, and is gone
+                context: dict[str, Any] = error.context
+            key = _Key(namespace, context["buffer"], context.get("min_count"), match)
+            if not await self._change(key, context["epoch"], end):
+                return await attempt()  # it raises what is missing; a buffer can also expire without a change
 
     async def _change(self, key: _Key, epoch: int, end: float) -> bool:
-        """Wait for an end of the state in which the buffer was, in this epoch. False if there is none by `end`."""
-        seen = self._store.generation()
-        state = self._state(key)
+        """Wait until the buffer leaves its state in this epoch. Return False if it has not by `end`."""
+        seen = await self._look(self._store.generation)
+        state = await self._look(self._state, key)
         if state is None or state.epoch != epoch or state.over:
-            await asyncio.sleep(POLL_SECONDS)  # were this to come again and again, others are served
+            await asyncio.sleep(POLL_SECONDS)  # other tasks have their turn
             return True
         watched = self._watched.get(key)
         if watched is None or watched.state != state:
             self._wake([key])
             watched = self._watched[key] = _Watched(state)
         if self._poller is None:
-            self._poller = asyncio.create_task(self._poll(seen))
+            self._seen, self._poller = seen, asyncio.create_task(self._poll())
+        self._seen = min(self._seen, seen)  # the poller may have seen a change later than this state
         watched.requests += 1
         try:
             async with asyncio.timeout_at(end):
@@ -129,36 +131,43 @@ class Waiting:
                 del self._watched[key]
 
     def _state(self, key: _Key) -> _State | None:
-        """None where whoever waits is to find out what is wrong."""
+        """Return the state, or None if the buffer cannot be read: the next attempt raises the reason."""
         try:
-            record = Namespaced(self._store, key.namespace).record(key.name)
+            record = self._store.within(key.namespace).record(key.name)
         except GradserveError:
             return None
         ready = key.least is not None and record.count >= key.least
         return _State(record.id, record.epoch, ready or not key.match & {"*", record.etag})
 
-    def _is_over(self, key: _Key) -> bool:
-        return self._state(key) != self._watched[key].state
+    async def _look(self, work: Callable[..., R], *arguments: Any) -> R:
+        """Call `work`, which reads the store: in a thread if the store blocks."""
+        return await asyncio.to_thread(work, *arguments) if self._store.blocks else work(*arguments)
 
-    async def _poll(self, seen: int) -> None:
+    def _states(self, keys: Iterable[_Key]) -> dict[_Key, _State | None]:
+        return {key: self._state(key) for key in keys}
+
+    async def _poll(self) -> None:
         clock, took = asyncio.get_running_loop().time, 0.0
         try:
             while self._watched:
-                await asyncio.sleep(max(POLL_SECONDS, REST * took))
-                now, took = self._store.generation(), 0.0
-                if now == seen:
+                await asyncio.sleep(max(POLL_SECONDS, REST_FACTOR * took))
+                generation, took = await self._look(self._store.generation), 0.0
+                if generation == self._seen:
                     continue
-                seen, keys = now, [*self._watched]
-                for start in range(0, len(keys), AT_ONCE):
-                    began, some = clock(), keys[start : start + AT_ONCE]
-                    self._wake([key for key in some if key in self._watched and self._is_over(key)])
+                self._seen, keys = generation, [*self._watched]
+                for start in range(0, len(keys), TURN_BUFFERS):
+                    began = clock()
+                    states = await self._look(self._states, keys[start : start + TURN_BUFFERS])
+                    self._wake(
+                        [key for key in states if key in self._watched and states[key] != self._watched[key].state]
+                    )
                     took += clock() - began
-                    await asyncio.sleep(0)  # others are served
+                    await asyncio.sleep(0)  # other tasks have their turn
         except GradserveError:
-            pass  # of which whoever waits is told
+            pass  # each waiting request meets the error itself
         finally:
             self._poller = None
-            self._wake([*self._watched])  # were it to fail, whoever waits looks for itself
+            self._wake([*self._watched])  # if the poller has failed, each request looks for itself
 
     def _wake(self, keys: Iterable[_Key]) -> None:
         for key in keys:

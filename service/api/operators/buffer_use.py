@@ -1,4 +1,4 @@
-"""A job that takes inputs from buffers, or adds outputs to buffers: exactly once, however often it is repeated."""
+"""Jobs that take inputs from buffers or add outputs to buffers. A repeated job adds once."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from service.errors import Busy, EpochGone, GradserveError, InvalidParameter, Un
 
 
 class Computed(NamedTuple):
-    """What is known before buffers change: the outputs, and the states of the buffers that they come from."""
+    """The result of a job before buffers change: the outputs, and the states of the buffers that were read."""
 
     outputs: Mapping[str, Any]
     states: Sequence[str]
     key: Key | None
     outcome: Outcome | None = None
-    """Of a repeated request whose outputs all went to buffers: there is nothing left to do."""
+    """The outcome of a repeated request whose outputs all went to buffers; it needs no other step."""
 
 
 async def run(call: Call, job: Job) -> tuple[dict[str, Array], dict[str, Receipt], dict[str, str]]:
-    """Run the job, and add its outputs to the buffers: the outputs to answer, the receipts, and headers."""
+    """Run the job and add its outputs to the buffers. Return the outputs to answer, the receipts and headers."""
     sources, targets = job.buffers.sources, job.buffers.targets
     _check(call, job)
     match = match_of(call)
@@ -52,7 +52,7 @@ async def run(call: Call, job: Job) -> tuple[dict[str, Array], dict[str, Receipt
 
 
 def _check(call: Call, job: Job) -> None:
-    """Raise `Forbidden`, and `InvalidParameter` for headers that mean nothing here."""
+    """Raise `Forbidden`, and `InvalidParameter` for headers that this job would ignore."""
     if job.buffers.sources:
         call.caller.require("buffers:read")
     if job.buffers.targets:
@@ -63,13 +63,12 @@ def _check(call: Call, job: Job) -> None:
 
 
 def _answered(job: Job) -> list[str]:
-    """The outputs that the answer holds."""
     names = job.operator.output_names if job.wanted is None else job.wanted
     return [name for name in names if name not in job.buffers.targets]
 
 
 def _compute(call: Call, job: Job, inline: bool) -> Computed:
-    """Compute the outputs from the buffers as they are, unless the request only repeats an add."""
+    """Compute the outputs from the buffers, unless the request only repeats an add."""
     store, sources, targets = call.store, job.buffers.sources, job.buffers.targets
     key = key_of(call, job.body) if targets else None
     answered = _answered(job)
@@ -103,7 +102,7 @@ def _read(call: Call, store: Store, sources: Mapping[str, str]) -> list[Snapshot
 
 
 def _taken(job: Job, snapshots: Sequence[Snapshot]) -> dict[str, Array]:
-    """The inputs that are taken from buffers, which have these states."""
+    """Return the inputs from buffers: the values of these snapshots."""
     for name, buffer in job.buffers.sources.items():
         if name in job.tensors:
             raise InvalidParameter(
@@ -115,7 +114,7 @@ def _taken(job: Job, snapshots: Sequence[Snapshot]) -> dict[str, Array]:
 def _check_unchanged(
     sources: Mapping[str, str], before: Sequence[str], now: Sequence[str], receipts: Mapping[str, Receipt]
 ) -> None:
-    """Raise `EpochGone` if a source had another state when the original request was made."""
-    for buffer, old, new in zip(sources.values(), before, now, strict=False):  # a request that is not repeated has none
+    """Raise `EpochGone` if a source has changed since the original request."""
+    for buffer, old, new in zip(sources.values(), before, now, strict=False):  # a first request has no `before`
         if old != new:
             raise counted_once(f"its input, the buffer {buffer!r}, has changed since", receipts)

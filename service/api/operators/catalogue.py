@@ -1,4 +1,4 @@
-"""`/v2`: the server and its models, as the Open Inference Protocol describes them, and their statistics."""
+"""`/v2`: the server, its models and their statistics, in the terms of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "
 
 
 def find_model(call: Call, name: str) -> Operator:
-    """The operator that is this model, in the version that the path names. Raises `UnknownOperator`."""
+    """Return the operator of this model, in the version of the path. Raises `UnknownOperator`."""
     operator, version = find(name), call.parameters.get("version", VERSION)
     if version != VERSION:
         raise UnknownOperator(f"{name} has version {VERSION} only, not {shown(version)}", op=name)
@@ -31,7 +31,7 @@ def find_model(call: Call, name: str) -> Operator:
 
 
 def routes(statistics: Statistics) -> APIRouter:
-    """The endpoints, and those that answer these statistics."""
+    """Return the endpoints, which report these statistics."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
     @router.get("", summary="Describe the server", response_model=dict[str, Any])
@@ -70,7 +70,12 @@ def routes(statistics: Statistics) -> APIRouter:
         records = [(name, statistics.of(call.caller.namespace, name)) for name in OPERATORS]
         return json_answer({"model_stats": [record.as_json(name, VERSION) for name, record in records]})
 
-    @router.get("/models/{op}/stats", summary="A model's statistics", response_model=dict[str, Any])
+    @router.get(
+        "/models/{op}/stats",
+        summary="A model's statistics",
+        operation_id="statistics_v2_models__op__stats_get",
+        response_model=dict[str, Any],
+    )
     @router.get("/models/{op}/versions/{version}/stats", include_in_schema=False)
     @access("ops")
     async def one_statistics(call: CurrentCall, op: str) -> Answer:

@@ -1,4 +1,4 @@
-"""The kernel's part of a job, and whether the event loop may do it."""
+"""The kernel's part of a job, and the decision whether the event loop runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.dtypes import Array
 
 
 def is_small(call: Call, job: Job) -> bool:
-    """Whether the event loop may compute the job: to hand it to the pool would take as long."""
+    """Return whether the event loop may compute the job: the way to the pool would take as long."""
     size = len(job.body)
     if not job.operator.linear or size > (ALONE_BYTES if call.is_alone else INLINE_BYTES):
         return False
@@ -21,12 +21,13 @@ def is_small(call: Call, job: Job) -> bool:
 def compute(
     call: Call, job: Job, tensors: Mapping[str, Array], wanted: Sequence[str] | None, inline: bool
 ) -> dict[str, Array]:
-    """Run the kernel, and reserve memory for its outputs as far as they are larger than the body.
+    """Run the kernel, and reserve memory for the outputs beyond the size of the body.
 
-    In the event loop it works alone, unless the tensors are large. Raises `Busy`, and what `Engine.run` raises.
+    In the event loop the kernel uses one thread, unless the tensors are large. Raises `Busy` and the errors of
+    `Engine.run`.
     """
     alone = inline and len(job.body) <= INLINE_BYTES
     outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, alone=alone)
-    # Now, not when the answer leaves: by then the outputs could be in buffers already.
+    # Reserve now: when the answer leaves, the outputs may be in buffers already.
     call.reserve(sum([array.nbytes for array in outputs.values()]) - len(job.body))
     return outputs

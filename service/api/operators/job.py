@@ -1,4 +1,4 @@
-"""What a request asks of an operator, as plain data: a decoder makes it, the pipeline runs it."""
+"""A job: the data of a request that runs an operator. A decoder makes it, and the pipeline runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.kernels import OPERATORS, Operator
 
 
 class BufferUse(NamedTuple):
-    """The buffers of a request: input -> the buffer to take it from, output -> the buffer to add it to."""
+    """The buffers of a request: the source of each input, and the target of each output."""
 
     sources: Mapping[str, str] = {}
     targets: Mapping[str, str] = {}
@@ -25,27 +25,27 @@ NO_BUFFERS = BufferUse()
 
 
 class Job(NamedTuple):
-    """An operator with its inputs: what `run` computes."""
+    """An operator with its inputs."""
 
     operator: Operator
     body: memoryview
-    """The bytes that the tensors were read from, and most of them are views of."""
+    """The bytes of the tensors; most tensors are views of them."""
     tensors: Mapping[str, Array]
     attributes: Mapping[str, Any]
     wanted: Sequence[str] | None
-    """The outputs to compute; None: all."""
+    """The outputs to compute; None means all."""
     buffers: BufferUse = NO_BUFFERS
 
 
 def find(name: str) -> Operator:
-    """The operator called `name`. Raises `UnknownOperator`."""
+    """Return the operator with this name. Raises `UnknownOperator`."""
     if name not in OPERATORS:
         raise unknown_operator(name)
     return OPERATORS[name]
 
 
 def unknown_operator(name: str) -> UnknownOperator:
-    """The error of a name that no operator has. It suggests the nearest name."""
+    """Return the error of a name that no operator has. It suggests the nearest name."""
     near = difflib.get_close_matches(name, OPERATORS, 1, 0.5)
     hint = f" Did you mean {near[0]}?" if near else ""
     return UnknownOperator(f"There is no operator {shown(name)}.{hint} GET /v1/ops lists all", op=name)
@@ -54,26 +54,26 @@ def unknown_operator(name: str) -> UnknownOperator:
 def buffers_of(
     operator: Operator, sources: Sequence[str], into: Sequence[str], weight: float | None, epoch: int | None
 ) -> BufferUse:
-    """The buffers of a request, given as `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
+    """Parse the buffers of a request from `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
     if not into and not (weight is None and epoch is None):
         name = "epoch" if weight is None else "weight"
         raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
     if not (sources or into):
         return NO_BUFFERS
-    taken = _pairs("from", sources, operator.input_names)
-    added = _pairs("into", into, operator.output_names)
+    sources_by_input = _pairs("from", sources, [tensor.name for tensor in operator.inputs])
+    targets = _pairs("into", into, operator.output_names)
     for output in operator.outputs:
-        if output.name in added and output.kind.dtypes != FLOATS.dtypes:
+        if output.name in targets and output.kind.dtypes != FLOATS.dtypes:
             raise DtypeMismatch(
                 f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=output.name
             )
-    if len(set(added.values())) < len(added):
+    if len(set(targets.values())) < len(targets):
         raise InvalidParameter("into names a buffer twice, but a request may change each once", parameter="into")
-    return BufferUse(taken, added, 1.0 if weight is None else weight, epoch)
+    return BufferUse(sources_by_input, targets, 1.0 if weight is None else weight, epoch)
 
 
 def _pairs(parameter: str, texts: Sequence[str], tensors: Collection[str]) -> dict[str, str]:
-    """Tensor -> buffer, from texts like `dW:gru.W`; each is one of `tensors`, at most once."""
+    """Return the buffer of each tensor, from texts like `dW:gru.W`. Each of `tensors` may occur once."""
     pairs: dict[str, str] = {}
     for text in texts:
         tensor, _, buffer = text.partition(":")

@@ -17,11 +17,9 @@ from service.api.http.tensor_forms import absent, input_type, output_type
 from service.dtypes import FLOATS
 from service.kernels import Operator, Tensor
 
-# What follows is for OpenAPI.
-
 
 def request_model(operator: Operator) -> type[BaseModel]:
-    """The operator's request as OpenAPI shows it."""
+    """Return the model of the operator's request."""
 
     def field(tensor: Tensor) -> Any:
         note = "Optional." if tensor.optional else "Required, here or by `from`."
@@ -31,18 +29,18 @@ def request_model(operator: Operator) -> type[BaseModel]:
 
 
 def answer_model(operator: Operator) -> type[BaseModel]:
-    """The operator's answer as OpenAPI shows it."""
+    """Return the model of the operator's answer."""
 
     def field(tensor: Tensor) -> Any:
-        # Not required: the query parameter `outputs` leaves out what is not asked for.
-        made = output_type(tensor.kind)
+        # Not required: the query parameter `outputs` selects outputs.
+        form = output_type(tensor.kind)
         if tensor.kind.dtypes == FLOATS.dtypes:
-            made |= Receipt  # with `into`
-        return (made, Field(default_factory=absent))
+            form |= Receipt  # with `into`
+        return (form, Field(default_factory=absent))
 
     return _model(f"{operator.name}Answer", ((tensor.name, field(tensor)) for tensor in operator.outputs))
 
 
 def _model(name: str, fields: Iterable[tuple[str, Any]]) -> type[BaseModel]:
-    made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **dict(fields))
-    return made
+    model: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **dict(fields))
+    return model

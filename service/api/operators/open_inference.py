@@ -33,7 +33,7 @@ _IGNORED = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "s
 
 
 class Reply(NamedTuple):
-    """How a request wants its answer: its id, and the outputs that travel as bytes."""
+    """The form of an answer: its id, and the outputs that travel as bytes."""
 
     id: str | None
     binary: Sequence[str]
@@ -62,7 +62,7 @@ async def infer(call: CurrentCall, op: str) -> Answer:
 
 
 def _header_length(call: Call) -> int | None:
-    """Where the JSON ends, if bytes follow."""
+    """Return the length of the JSON if bytes follow, else None."""
     value = call.headers.get(HEADER_LENGTH)
     if value is None:
         return None
@@ -88,7 +88,7 @@ def _decode(operator: Operator, length: int | None, limits: Limits, body: memory
 
 
 def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[Job, Reply]:
-    """Read a body that is one tensor's bytes: the only input, in its default dtype, of rank 1."""
+    """Read a body that is the bytes of the only input, in its default dtype, of rank 1."""
     needed = [tensor for tensor in operator.inputs if not tensor.optional]
     if len(needed) != 1:
         raise MalformedBody(
@@ -129,17 +129,17 @@ def _attribute_model(operator: Operator) -> type[BaseModel]:
 
 
 def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict[str, Any], BufferUse]:
-    """The request's parameters as attributes and buffers. A list, which no parameter can be, is a text with commas."""
+    """Return the attributes and the buffers in the parameters. A list is a text with commas: no parameter is a list."""
     if not parameters:
         return {}, NO_BUFFERS
     lists = {a.name for a in operator.attributes if "list" in a.type_name}
-    given = {
+    values = {
         name: value.split(",") if name in lists and isinstance(value, str) else value
         for name, value in parameters.items()
         if name not in _IGNORED and name not in _BUFFER_PARAMETERS
     }
     try:
-        attributes = _attribute_model(operator).model_validate(given).model_dump()
+        attributes = _attribute_model(operator).model_validate(values).model_dump()
         named = {name: parameters[name] for name in _BUFFER_PARAMETERS & parameters.keys()}
         use = _BufferParameters.model_validate(named)
     except ValidationError as invalid:

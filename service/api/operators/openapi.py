@@ -14,13 +14,12 @@ from service.kernels import Operator
 
 
 def example_answer(operator: Operator) -> Any:
-    """The answer to the operator's example."""
-    tensors = {one.name: np.array(operator.example[one.name], one.kind.default) for one in operator.inputs}
+    tensors = {each.name: np.array(operator.example[each.name], each.kind.default) for each in operator.inputs}
     return orjson.loads(b"".join(json_codec.encode(operator(tensors, {}), "list")))
 
 
 def operation(operator: Operator) -> dict[str, Any]:
-    """The request and the answers of the operator's endpoint."""
+    """Return the entry of the operator's endpoint."""
 
     def json(name: str, example: Any) -> dict[str, Any]:
         return {"application/json": {"schema": {"$ref": REF.format(model=operator.name + name)}, "example": example}}
@@ -117,4 +116,4 @@ INFER: dict[str, Any] = {
         },
     },
 }
-"""The endpoint that runs a model."""
+"""The entry of the endpoint that runs a model."""

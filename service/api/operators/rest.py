@@ -66,7 +66,7 @@ class OperatorList(BaseModel):
 
 @cache
 def describe(operator: Operator) -> OperatorInfo:
-    """The operator's declaration, for users."""
+    """Return the operator's declaration as clients read it."""
     return OperatorInfo(
         name=operator.name,
         formula=operator.formula,
@@ -122,7 +122,7 @@ class EndpointQuery(BaseModel):
 
 
 def query_model(operator: Operator) -> type[EndpointQuery]:
-    """The query parameters of the operator's endpoint, its attributes included."""
+    """Return the query parameters of the operator's endpoint, including its attributes."""
     fields: Any = {a.name: (a.type, a.default) for a in operator.attributes}
     if len(operator.outputs) > 1:
         description = "The outputs to return, separated by commas; by default all."
@@ -133,7 +133,7 @@ def query_model(operator: Operator) -> type[EndpointQuery]:
 
 
 def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
-    """The names in the query parameter `outputs`. Raises `InvalidParameter`."""
+    """Return the names in the query parameter `outputs`. Raises `InvalidParameter`."""
     if outputs is None:
         return None
     known, names = operator.output_names, outputs.split(",")
@@ -162,8 +162,8 @@ async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> 
 def decode_json(
     operator: Operator, query: EndpointQuery, limits: Limits, body: memoryview
 ) -> tuple[Job, json_codec.Encoding]:
-    """Read the job from a JSON body, and the form of tensors in a JSON answer, unless the query sets another."""
-    # A request that takes all its inputs from buffers needs no body.
+    """Read the job from a JSON body. Return it with the default form of tensors in a JSON answer."""
+    # A request needs no body if all its inputs come from buffers.
     document = json_codec.Document(body if len(body) or not query.sources else b"{}", limits)
     buffers = _buffers(operator, query)
     check_names(operator, {**document.members, **buffers.sources})
@@ -180,7 +180,7 @@ def decode_json(
 def decode_safetensors(
     operator: Operator, query: EndpointQuery, limits: Limits, body: memoryview
 ) -> tuple[Job, json_codec.Encoding]:
-    """Read the job from a safetensors body. A JSON answer then has base64."""
+    """Read the job from a safetensors body. A JSON answer to it has base64."""
     tensors = safetensors.decode(body, limits) if len(body) or not query.sources else {}
     return _job(operator, query, body, tensors, _buffers(operator, query)), "base64"
 
@@ -198,12 +198,11 @@ def _job(
 
 
 def encode_json(result: Result, form: json_codec.Encoding) -> Answer:
-    """Write the outputs and the receipts as JSON."""
     return Answer(json_codec.encode(result.outputs, form, result.receipts), JSON)
 
 
 def encode_safetensors(result: Result) -> Answer:
-    """Write the outputs as a safetensors file, the receipts in its metadata."""
+    """Write the outputs as a safetensors file, with the receipts in its metadata."""
     metadata = receipts_text(result.receipts) if result.receipts else None
     return Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE)
 
@@ -236,4 +235,4 @@ for _operator in OPERATORS.values():
 @router.post("/v1/ops/{op}", include_in_schema=False)
 @access("ops", label="ops")
 async def run_unknown(call: CurrentCall, op: str) -> Answer:
-    raise unknown_operator(op)  # each operator has an endpoint of its own
+    raise unknown_operator(op)  # every operator has its own endpoint

@@ -1,12 +1,12 @@
-"""The way of a request through an operator: its body, its job, the outputs, and what buffers they are added to.
+"""The steps of a request that runs an operator: read the body, decode the job, run it, encode the outputs.
 
-Each step decides once, from the data that it has, whether the event loop or the thread pool does it.
+Each step decides once, from its data, whether it runs in the event loop or in the thread pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from service.api.buffers.preconditions import refuse_headers
 from service.api.http.answer import Answer
@@ -20,18 +20,20 @@ from service.buffers.record import Receipt
 from service.dtypes import Array
 from service.kernels import Operator
 
+R = TypeVar("R")
+
 LIST_BYTES = 256
-"""A list in a JSON text takes as long as this many bytes of numbers."""
+"""A list in a JSON text takes as long to decode as this many bytes of numbers."""
 
 HEADER_FACTOR = 16
-"""A byte of a safetensors header takes as long as this many bytes of a JSON text."""
+"""A byte of a safetensors header takes as long to decode as this many bytes of a JSON text."""
 
 TINY_BYTES = 1 << 12
-"""A body up to this size is decoded at once, whatever it is: no work in it could take long."""
+"""A body up to this size is decoded in the event loop: nothing in 4 KiB can take long."""
 
 
 class Result(NamedTuple):
-    """What a job gave: the outputs to answer, and the receipts of the outputs that went to buffers."""
+    """The result of a job: the outputs to answer, and the receipts of the outputs that went to buffers."""
 
     outputs: Mapping[str, Array]
     receipts: Mapping[str, Receipt]
@@ -40,32 +42,33 @@ class Result(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the outputs."""
         return sum([array.nbytes for array in self.outputs.values()])
 
 
-async def read(call: Call, operator: Operator, head: int = 0) -> memoryview:
+def read(call: Call, operator: Operator, head: int = 0) -> Coroutine[Any, Any, memoryview]:
     """Read the body of a request that runs the operator; its tensors begin after `head` bytes."""
     call.operator = operator.name
     call.spent["queue"] = 0
-    return await call.body(head)
+    return call.body(head)
 
 
 def json_cost(text: memoryview) -> int:
-    """What a JSON text costs to decode, in bytes of numbers."""
+    """Return the cost of decoding a JSON text, in bytes of numbers."""
     size = len(text)
     return size if size > INLINE_TEXT_BYTES else size + LIST_BYTES * bytes(text).count(b"[")
 
 
 def safetensors_cost(body: memoryview) -> int:
-    """What a safetensors file costs to decode, in bytes of JSON text: its header's; tensors are views."""
+    """Return the cost of decoding a safetensors file, in bytes of JSON text: its header's, for tensors are views."""
     return HEADER_FACTOR * int.from_bytes(body[:8], "little")
 
 
-async def decode(call: Call, body: memoryview, cost: int, decoder: Callable[..., Any], *arguments: Any) -> Any:
-    """Decode the body, which costs as much as `cost` bytes of JSON text."""
+def decode(
+    call: Call, body: memoryview, cost: int, decoder: Callable[..., R], *arguments: Any
+) -> Coroutine[Any, Any, R]:
+    """Decode the body. `cost` is in bytes of JSON text."""
     inline = len(body) <= TINY_BYTES or cost <= INLINE_TEXT_BYTES
-    return await call.offload(inline, decoder, *arguments, phase="decode")
+    return call.offload(inline, decoder, *arguments, phase="decode")
 
 
 async def run(call: Call, job: Job) -> Result:
@@ -78,12 +81,14 @@ async def run(call: Call, job: Job) -> Result:
     return Result(outputs, {}, {})
 
 
-async def encode(call: Call, result: Result, is_text: bool, encoder: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Encode the result in the coding that the client wants. Only text and compression take time."""
+def encode(
+    call: Call, result: Result, is_text: bool, encoder: Callable[..., Answer], *arguments: Any
+) -> Coroutine[Any, Any, Answer]:
+    """Encode the result in the coding that the client wants. Only text and compression take long."""
     coding = wanted_coding(call.headers)
     inline = result.nbytes <= INLINE_TEXT_BYTES or not (is_text or coding)
     changed = bool(result.receipts)
-    return await call.offload(inline, _encode, result, coding, encoder, arguments, phase="encode", changed=changed)
+    return call.offload(inline, _encode, result, coding, encoder, arguments, phase="encode", changed=changed)
 
 
 def _encode(result: Result, coding: str | None, encoder: Callable[..., Answer], arguments: tuple[Any, ...]) -> Answer:

@@ -1,4 +1,4 @@
-"""What every operator has done so far, in the Open Inference Protocol's terms: counts and nanoseconds."""
+"""The statistics of every operator, as the Open Inference Protocol defines them: counts and nanoseconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.api.telemetry.observer import Observer
 
 @dataclass
 class OperatorRecord:
-    """The requests of one operator, and the nanoseconds that they took; those of successful ones by phase."""
+    """The counts and the nanoseconds of an operator's requests; of successful requests, by phase."""
 
     succeeded: int = 0
     queue: int = 0
@@ -27,7 +27,6 @@ class OperatorRecord:
     """When the last successful request ended, in milliseconds since 1970."""
 
     def succeed(self, spent: dict[str, int]) -> None:
-        """Count a request that spent these nanoseconds by phase."""
         self.succeeded += 1
         self.queue += spent["queue"]
         self.compute_input += spent["decode"]
@@ -36,7 +35,6 @@ class OperatorRecord:
         self.last = time.time_ns() // 1_000_000
 
     def as_json(self, operator: str, version: str) -> dict[str, Any]:
-        """The record in the protocol's form."""
         phases = {
             "queue": self.queue,
             "compute_input": self.compute_input,
@@ -61,13 +59,13 @@ class OperatorRecord:
 
 
 class Statistics(Observer):
-    """Records by namespace and operator. The event loop alone uses them."""
+    """Records by namespace and operator. Only the event loop uses them."""
 
     def __init__(self) -> None:
         self._records: defaultdict[tuple[str, str], OperatorRecord] = defaultdict(OperatorRecord)
 
     def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
-        """Count a request that ran an operator. One that the client gave up counts as neither."""
+        """Count a request that ran an operator, unless its client has left."""
         if call.operator is None:
             return
         record = self._records[call.caller.namespace, call.operator]
@@ -78,5 +76,4 @@ class Statistics(Observer):
             record.fail += nanoseconds - call.spent.get("read", 0)
 
     def of(self, namespace: str, operator: str) -> OperatorRecord:
-        """The record of an operator in a namespace."""
         return self._records.get((namespace, operator), OperatorRecord())

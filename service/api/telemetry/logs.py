@@ -1,4 +1,4 @@
-"""The server's log: a line for each event, for people or, as JSON, for machines. Never a tensor, never a secret."""
+"""The server's log: a line of text or JSON for each event. It never holds a tensor or a secret."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("gradserve.access")
 
 
 def config(settings: Settings) -> dict[str, Any]:
-    """The configuration of Python's logging: everything to stderr."""
+    """Return the configuration of Python's logging: everything goes to stderr."""
     formatter = {"()": _Json if settings.log_format == "json" else _Text}
     return {
         "version": 1,
@@ -41,7 +41,6 @@ class AccessLog(Observer):
     """Logs one line for each request."""
 
     def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
-        """Log the request."""
         fields: dict[str, Any] = {
             "method": call.method,
             "path": call.path,
@@ -67,14 +66,14 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class _Text(logging.Formatter):
-    """A record as a line of text, with its traceback, if any, on lines of their own."""
+    """Formats a record as a line of text, and a traceback on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{_time(record)} {record.levelname}: {super().format(record)}"
 
 
 class _Json(logging.Formatter):
-    """A record as a line of JSON."""
+    """Formats a record as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

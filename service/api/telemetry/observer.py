@@ -1,4 +1,4 @@
-"""What watches requests from outside: metrics, the access log, traces, statistics."""
+"""The base class of what observes requests: metrics, the access log, traces, statistics."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from service.api.http.call import Call
 
 
 class Observer:
-    """Sees every request begin and end, in the event loop. It must not fail, and must not wait."""
+    """Sees every request begin and end, in the event loop. An observer must neither fail nor wait."""
 
     def began(self, call: Call) -> None:
-        """A request came; nothing of it has been checked."""
+        """Note that a request has come. Nothing in it is checked yet."""
 
     def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
-        """The request has its answer after this time. `bug` is the class of an error that nobody foresaw."""
+        """Note that a request has ended after this time. `bug` is the class of an unexpected error."""
 
     def close(self) -> None:
-        """The server has stopped."""
+        """Finish: the server has stopped."""

@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span for each request, with the extra `otel` and `GRADSERVE_TRACING`; else nobody imports this.
+"""OpenTelemetry: a span for each request. It is imported only with `GRADSERVE_TRACING`, and needs the extra `otel`.
 
-FastAPI's own telemetry and OpenTelemetry's middleware for ASGI do not fit: answers pass by `send`, where both look for
-the status. And neither knows the phases.
+FastAPI's telemetry and OpenTelemetry's ASGI middleware do not fit. Both read the status in `send`, which our answers
+bypass, and neither knows the phases.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from service.api.http.call import Call
 from service.api.telemetry.observer import Observer
 
 FLUSH_SECONDS = 5.0
-"""How long the shutdown may wait for the collector of the spans."""
+"""Seconds that a slow collector of spans may delay the shutdown."""
 
 _METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
 
 
 class Tracer(Observer):
-    """Sends a span of each request to where OTEL_EXPORTER_OTLP_ENDPOINT says."""
+    """Sends a span of each request to OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     def __init__(self) -> None:
         named = Resource.create({"service.name": "gradserve", "process.pid": os.getpid()})
@@ -37,7 +37,6 @@ class Tracer(Observer):
         self._spans: dict[Call, Span] = {}
 
     def began(self, call: Call) -> None:
-        """Start the span of the request."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers.items()}
         attributes = _attributes(call, headers)
         name = " ".join(str(attributes[key]) for key in ("http.request.method", "http.route") if key in attributes)
@@ -49,13 +48,12 @@ class Tracer(Observer):
             call.trace = f"{ids.trace_id:032x}", f"{ids.span_id:016x}"
 
     def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
-        """End the span of the request."""
         span = self._spans.pop(call)
         if call.status:
             span.set_attribute("http.response.status_code", call.status)
         if bug is not None or call.status >= 500:
             span.set_status(StatusCode.ERROR)
-            span.set_attribute("error.type", bug or str(call.status))  # not the error's text, which could hold anything
+            span.set_attribute("error.type", bug or str(call.status))  # the text of the error could hold a secret
         span.set_attribute("http.request.body.size", call.received)
         span.set_attribute("http.response.body.size", call.sent)
         for phase, spent in call.spent.items():
@@ -63,7 +61,7 @@ class Tracer(Observer):
         span.end()
 
     def close(self) -> None:
-        """Send what is left, but let a slow collector not hold up the shutdown."""
+        """Send the last spans, for at most FLUSH_SECONDS."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(FLUSH_SECONDS)

@@ -1,4 +1,4 @@
-"""Worker processes: how many of them serve, and that none of them outlives its parent."""
+"""Worker processes: they count how many of them serve, and stop when their parent ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from service.errors import NotReady
 
 
 class Workers:
-    """The `count` processes that share `directory`, or, without one, this process alone.
+    """The `count` worker processes that share `directory`; without a directory, this process alone.
 
-    Each locks a file while it serves. The kernel drops the lock however the process ends, so the others know at once.
+    Each process locks a file while it serves. The kernel drops the lock however the process ends, so the other
+    processes know at once.
     """
 
     def __init__(self, count: int, directory: Path | None) -> None:
@@ -25,19 +26,19 @@ class Workers:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """This process serves meanwhile."""
+        """Mark this process as serving meanwhile."""
         if self._directory is None:
             yield
             return
-        self._directory.mkdir(mode=0o700, exist_ok=True)  # whoever tidies up may have removed it
+        self._directory.mkdir(mode=0o700, exist_ok=True)  # a clean-up of old files may have removed it
         path = self._directory / f"{os.getpid()}.serving"
         with open(path.with_suffix(".starting"), "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            os.rename(file.name, path)  # so that it is never seen without its lock
+            os.rename(file.name, path)  # so that no process ever sees the file without its lock
             yield
 
     def check(self) -> None:
-        """Raise `NotReady` unless all of them serve."""
+        """Raise `NotReady` unless all workers serve."""
         if self._directory is None:
             return
         missing = self._count
@@ -52,7 +53,7 @@ class Workers:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether the process that locked this file lives: a number that it had may be another's by now."""
+    """Return whether the process that locked this file lives. A process id would not tell: the kernel reuses ids."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -64,7 +65,7 @@ def is_locked(path: Path) -> bool:
 
 
 def stop_without_parent() -> None:
-    """Stop this worker process, as SIGTERM does, when its parent is gone, which would have told it to."""
+    """Send SIGTERM to this worker process when its parent ends: a killed parent cannot."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from service.buffers.lmdb.values import Chunk
+from service.buffers.names import BufferName
 from service.buffers.record import Record
 from service.buffers.store import Allocate
 from service.dtypes import Array
@@ -27,14 +28,14 @@ NOBODY = b"nobody"
 """In place of the mark, before this process has written."""
 
 
-class RecordCache(dict[str, Record | None]):
+class RecordCache(dict[BufferName, Record | None]):
     """Records as the last transactions saw and left them, None for no buffer. Too many are all forgotten at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self._epochs = 0
 
-    def remember(self, records: Mapping[str, Record | None]) -> None:
+    def remember(self, records: Mapping[BufferName, Record | None]) -> None:
         """Replace the records of these names. Closed epochs of the old records still count: to find them is slow."""
         self.update(records)
         self._epochs += sum(len(record.closed) for record in records.values() if record is not None)

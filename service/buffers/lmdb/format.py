@@ -23,7 +23,7 @@ The databases of the LMDB environment hold, in format 1:
                b"slots" -> the number of slots, free ones included, 8 bytes
                b"writer" -> the mark of the last transaction, `MARK_BYTES` bytes
                b"count:" and a namespace -> the number of its buffers, 8 bytes
-    buffers    name -> a `Record` as JSON, sealed
+    buffers    `BufferName.joined` -> a `Record` as JSON, sealed
     values     id of a value, 8 bytes -> a small value: its elements and b"i", sealed
                                       -> a large value: slot and checksum of each chunk, 8 bytes each; what waits to be
                                          added, as JSON; the length of this JSON, 4 bytes; and b"c"; sealed
@@ -34,7 +34,7 @@ The databases of the LMDB environment hold, in format 1:
                sealed
     lists      time from which on no request shares the list, 8 bytes, and digest of the list -> names and ids of
                buffers, compressed; sealed
-    deadlines  time, 8 bytes, and name of a buffer -> nothing: when to check whether the buffer has expired
+    deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
 data ends with its XXH3 checksum, seeded by the place where it belongs. The file `format` says that a store was complete
@@ -65,6 +65,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from service.buffers.names import BufferName
 from service.buffers.record import Closed, Key, Record, spec_of
 from service.errors import BufferCorrupt
 
@@ -106,6 +107,19 @@ def microseconds(seconds: float) -> int:
     return int(min(max(0.0, seconds * 1e6), LATEST_MICROSECONDS))
 
 
+def name_of(key: bytes | memoryview) -> BufferName:
+    """Return the buffer under this key in `buffers`. What is not UTF-8 is damaged, and no buffer is found by it."""
+    return BufferName.split(bytes(key).decode(errors="replace"))
+
+
+def key_range(namespace: str, prefix: str, after: str) -> tuple[bytes, bytes]:
+    """Return the first key in `buffers` of the names with this prefix behind `after`, and the key where they end."""
+    own = BufferName(namespace, prefix).joined.encode()
+    behind = BufferName(namespace, after).joined.encode() + b"\0"
+    stop = own + b"\xff"  # which is in no UTF-8
+    return max(own, behind), stop if namespace else min(stop, b"~")
+
+
 def digest_of(key: Key) -> bytes:
     """Return the name of an idempotency key in `keys`."""
     return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=DIGEST_BYTES).digest()
@@ -127,8 +141,8 @@ def unseal(sealed: memoryview, seed: int) -> memoryview | None:
     return data if xxhash.xxh3_64_digest(data, seed) == bytes(sealed[-SEAL_BYTES:]) else None
 
 
-def pack_record(record: Record) -> bytes:
-    """Return a record as it is stored, sealed."""
+def pack_record(record: Record, key: bytes) -> bytes:
+    """Return a record as it is stored under its key, sealed."""
     fields = [
         orjson.Fragment(record.spec.text),
         record.id,
@@ -141,14 +155,14 @@ def pack_record(record: Record) -> bytes:
         record.value,
         [(closed.epoch, closed.version, closed.count, closed.weight, closed.value) for closed in record.closed],
     ]
-    return seal(orjson.dumps(fields), seed_of(record.name.encode()))
+    return seal(orjson.dumps(fields), seed_of(key))
 
 
-def unpack_record(name: str, sealed: memoryview) -> Record:
+def unpack_record(name: BufferName, sealed: memoryview) -> Record:
     """Return a record from what is stored. Raises `BufferCorrupt`."""
-    data = unseal(sealed, seed_of(name.encode()))
+    data = unseal(sealed, seed_of(name.joined.encode()))
     if data is None:
-        raise BufferCorrupt(f"The stored record of the buffer {name!r} is damaged on the disk", buffer=name)
+        raise BufferCorrupt(f"The stored record of the buffer {str(name)!r} is damaged on the disk", buffer=str(name))
     fields: list[Any] = orjson.loads(data)
     spec, *state, epochs = fields
     return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])

@@ -64,8 +64,8 @@ def _read_everything(env: Environment) -> None:
             for _, entry in txn.cursor(db=getattr(env, name)):
                 bytes(entry)
         reader = Reader(env, txn)
-        for name, record in reader.sound_records():
+        for full_name, record in reader.sound_records():
             if record is None:
-                raise BufferCorrupt(f"the buffer {name!r} is damaged")
+                raise BufferCorrupt(f"the buffer {full_name.joined!r} is damaged")
             for value in record.values:
                 reader.values.slots_of(value)

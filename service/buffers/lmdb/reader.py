@@ -18,6 +18,7 @@ from service.buffers.lmdb.format import (
     TIME,
     WRITER,
     microseconds,
+    name_of,
     seed_of,
     unpack_record,
     unseal,
@@ -25,7 +26,7 @@ from service.buffers.lmdb.format import (
 from service.buffers.lmdb.receipts import place_of_list, unpack_known
 from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count
 from service.buffers.lmdb.values import ValueReader
-from service.buffers.names import namespace_of
+from service.buffers.names import BufferName
 from service.buffers.record import Known, Record
 from service.errors import BufferCorrupt
 
@@ -37,39 +38,35 @@ class Reader:
         self._env, self._txn = env, txn
         self.values = ValueReader(env, txn)
 
-    def get(self, name: str) -> Record | None:
+    def get(self, name: BufferName) -> Record | None:
         """Return the buffer, expired or not. Raises `BufferCorrupt`."""
-        sealed = self._txn.get(name.encode(), db=self._env.buffers)
+        sealed = self._txn.get(name.joined.encode(), db=self._env.buffers)
         return None if sealed is None else unpack_record(name, sealed)
 
-    def records(self, prefix: str = "", after: str = "", *, strict: bool = False) -> Iterator[Record]:
-        """Yield the buffers with this prefix behind `after`, in the order of their names.
+    def records(self, start: bytes, stop: bytes, *, strict: bool = False) -> Iterator[Record]:
+        """Yield the buffers whose keys lie from `start` up to, but without, `stop`, in the order of their keys.
 
         Damaged buffers are left out; if `strict`, they raise `BufferCorrupt`.
         """
         with self._txn.cursor(db=self._env.buffers) as cursor:
-            if not cursor.set_range(max(prefix, after).encode() or b"\0"):
+            if not cursor.set_range(start):
                 return
             for key, sealed in cursor:
-                name = bytes(key).decode()
-                if not name.startswith(prefix):
-                    if name > prefix:
-                        return
-                    continue
-                if name != after:
-                    try:
-                        record = unpack_record(name, sealed)
-                    except BufferCorrupt:
-                        if strict:
-                            raise
-                        continue  # a client that asks for this buffer gets the error
-                    yield record
+                if bytes(key) >= stop:
+                    return
+                try:
+                    record = unpack_record(name_of(key), sealed)
+                except BufferCorrupt:
+                    if strict:
+                        raise
+                    continue  # a client that asks for this buffer gets the error
+                yield record
 
-    def sound_records(self) -> Iterator[tuple[str, Record | None]]:
+    def sound_records(self) -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the name of every buffer and its record, None if the record is damaged."""
         with self._txn.cursor(db=self._env.buffers) as cursor:
             for key, sealed in cursor:
-                name = bytes(key).decode(errors="replace")
+                name = name_of(key)
                 try:
                     yield name, unpack_record(name, sealed)
                 except BufferCorrupt:
@@ -123,8 +120,7 @@ class Reader:
     def count_all(self) -> dict[str, int]:
         """Count the buffers of each namespace."""
         with self._txn.cursor(db=self._env.buffers) as cursor:
-            names = (bytes(key).decode(errors="replace") for key in cursor.iternext(values=False))
-            return Counter(map(namespace_of, names))
+            return Counter(name_of(key).namespace for key in cursor.iternext(values=False))
 
     def value_ids(self) -> list[int]:
         """Return the ids of all values."""

@@ -28,7 +28,7 @@ class ReadOnlyStore:
 
 @contextmanager
 def opened_readonly(path: Path, max_bytes: int) -> Iterator[ReadOnlyStore]:
-    """Open the store in the directory `path`. Raises `StoreFailed` if there is none that can be opened."""
+    """Open the store in the directory `path`. Raises `StoreFailed` if it cannot be opened."""
     env = open_environment(path, max_bytes=max_bytes, readonly=True)
     try:
         yield ReadOnlyStore(env)

@@ -14,17 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from service.buffers.lmdb.caches import WriterState
-from service.buffers.lmdb.format import digest_of
+from service.buffers.lmdb.format import digest_of, key_range
 from service.buffers.lmdb.opening import open_environment
 from service.buffers.lmdb.reader import Reader, reading
 from service.buffers.lmdb.writer import Writer
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
-from service.buffers.store import KEY_SECONDS, MOST_BUFFERS, Allocate, Committed, uncounted
+from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted
 from service.errors import BufferCorrupt
 
 
-class LmdbStore:
+class LmdbStore(Store):
     """The store in the directory `path`, which is made if it is not there, for at most `max_bytes` of data.
 
     Raises `StoreFailed` if the store cannot be opened, is damaged, or comes from a newer version.
@@ -41,7 +42,7 @@ class LmdbStore:
         key_seconds: float = KEY_SECONDS,
         clock: Callable[[], float] = time.time,
         committed: Committed = uncounted,
-        max_buffers: int = MOST_BUFFERS,
+        max_buffers: int = MAX_BUFFERS,
     ) -> None:
         self._env = open_environment(path, max_bytes=max_bytes)
         self._allocate, self._clock = allocate, clock
@@ -49,7 +50,7 @@ class LmdbStore:
         self._writer = Writer(self._env, state, key_seconds=key_seconds, clock=clock, committed=committed)
 
     def submit(self, request: Request) -> Future[Outcome]:
-        return self._writer.submit(request)
+        return self._writer.submit(request, self.namespace)
 
     def record(self, name: str) -> Record:
         with reading(self._env) as reader:
@@ -59,9 +60,9 @@ class LmdbStore:
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
     ) -> list[Record]:
         alive: list[Record] = []
-        now = self._clock()
+        now, (start, stop) = self._clock(), key_range(self.namespace, prefix, after)
         with reading(self._env) as reader:
-            for record in reader.records(prefix, after, strict=strict):
+            for record in reader.records(start, stop, strict=strict):
                 if limit is not None and len(alive) == limit:
                     break
                 if record.lives(now):
@@ -99,7 +100,7 @@ class LmdbStore:
             self._env.close()
 
     def _alive(self, reader: Reader, name: str) -> Record:
-        record = reader.get(name)
+        record = reader.get(BufferName(self.namespace, name))
         if record is None or not record.lives(self._clock()):
             raise unknown(name)
         return record

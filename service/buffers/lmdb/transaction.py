@@ -13,6 +13,7 @@ from service.buffers.lmdb.format import (
     TIME,
     digest_of,
     microseconds,
+    name_of,
     pack_record,
     seal,
     seed_of,
@@ -21,7 +22,7 @@ from service.buffers.lmdb.reader import Reader, is_due
 from service.buffers.lmdb.receipts import pack_known
 from service.buffers.lmdb.slots import RESERVE_BYTES, disk_full, store_full
 from service.buffers.lmdb.value_writer import ValueWriter
-from service.buffers.names import namespace_of
+from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.dtypes import Array
 from service.errors import BufferCorrupt
@@ -37,7 +38,7 @@ class LmdbTransaction(Reader):
         super().__init__(env, txn)
         self._state, self._oldest = state, oldest_key
         self._writer = ValueWriter(env, txn, state.values)
-        self.changed: dict[str, Record | None] = {}
+        self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
         self.writes = 0
@@ -45,7 +46,7 @@ class LmdbTransaction(Reader):
         self.expired = 0
         """Changes that removed what has expired: they stay although a request fails."""
 
-    def get(self, name: str) -> Record | None:
+    def get(self, name: BufferName) -> Record | None:
         if name in self.changed:
             return self.changed[name]
         if name in self._state.records:
@@ -56,9 +57,10 @@ class LmdbTransaction(Reader):
 
     def put(self, record: Record) -> None:
         self.writes += 1
-        if record.expires is not None and self.get(record.name) is None:  # `remove_expired` sets the next deadline
-            self._txn.put(TIME.pack(microseconds(record.expires)) + record.name.encode(), b"", db=self._env.deadlines)
-        self.changed[record.name] = record
+        if record.expires is not None and self.get(record.full_name) is None:  # `remove_expired` sets the next deadline
+            deadline = TIME.pack(microseconds(record.expires)) + record.full_name.joined.encode()
+            self._txn.put(deadline, b"", db=self._env.deadlines)
+        self.changed[record.full_name] = record
 
     def check_counts(self, *, closely: bool) -> None:
         """Count all buffers if the last transaction did not count; if `closely`, also if the sum is wrong."""
@@ -67,8 +69,8 @@ class LmdbTransaction(Reader):
             self.writes += 1
             self._counts = {**dict.fromkeys(self.counts(), 0), **self.count_all()}
 
-    def count_new(self, name: str, now: float) -> None:
-        namespace, most, expired = namespace_of(name), self._state.max_buffers, True
+    def count_new(self, name: BufferName, now: float) -> None:
+        namespace, most, expired = name.namespace, self._state.max_buffers, True
         while (count := self._count(namespace)) >= most and expired:
             expired = self.remove_expired(now, MOST_EXPIRED, namespace)
         if count >= most:
@@ -82,20 +84,16 @@ class LmdbTransaction(Reader):
         return 0 if stored is None else int(NUMBER.unpack(stored)[0])
 
     def remove(self, record: Record) -> None:
-        self._remove(record.name)
+        self.remove_damaged(record.full_name)
         if record.spec.ttl_seconds is not None:  # its first deadline; a later deadline finds no buffer
             due = microseconds(record.created + record.spec.ttl_seconds)
-            self._txn.delete(TIME.pack(due) + record.name.encode(), db=self._env.deadlines)
+            self._txn.delete(TIME.pack(due) + record.full_name.joined.encode(), db=self._env.deadlines)
         for value in record.values:
             self.free(value)
 
-    def remove_damaged(self, name: str) -> None:
-        self._remove(name)
-
-    def _remove(self, name: str) -> None:
+    def remove_damaged(self, name: BufferName) -> None:
         self.writes += 1
-        namespace = namespace_of(name)
-        self._counts[namespace] = max(0, self._count(namespace) - 1)
+        self._counts[name.namespace] = max(0, self._count(name.namespace) - 1)
         self.changed[name] = None
 
     def new_id(self) -> int:
@@ -145,10 +143,11 @@ class LmdbTransaction(Reader):
         """Bring large values to the disk, and store what all requests changed: the commit may follow."""
         self._writer.slots.finish()
         for name, record in self.changed.items():
+            key = name.joined.encode()
             if record is None:
-                self._txn.delete(name.encode(), db=self._env.buffers)
+                self._txn.delete(key, db=self._env.buffers)
             else:
-                self._txn.put(name.encode(), pack_record(record), db=self._env.buffers)
+                self._txn.put(key, pack_record(record, key), db=self._env.buffers)
         for namespace, count in self._counts.items():
             if count:
                 self._txn.put(COUNT + namespace.encode(), NUMBER.pack(count), db=self._env.meta)
@@ -179,16 +178,15 @@ class LmdbTransaction(Reader):
         for deadline in deadlines:
             self.writes += 1
             self._txn.delete(deadline, db=self._env.deadlines)
-            name = deadline[TIME.size :]
             try:
-                record = self.get(name.decode())
+                record = self.get(name_of(deadline[TIME.size :]))
             except BufferCorrupt:
                 continue  # a client that asks for this buffer gets the error
             if record is None or record.expires is None:
                 continue
             if record.lives(now):
                 later = max(microseconds(record.expires), limit + 1)
-                self._txn.put(TIME.pack(later) + name, b"", db=self._env.deadlines)
+                self._txn.put(TIME.pack(later) + deadline[TIME.size :], b"", db=self._env.deadlines)
             else:
                 self.remove(record)
         self.expired += self.writes - before
@@ -200,6 +198,6 @@ class LmdbTransaction(Reader):
             for key in cursor.iternext(values=False):
                 if len(deadlines) == most or TIME.unpack_from(key)[0] > limit:
                     break
-                if namespace is None or namespace_of(bytes(key[TIME.size :]).decode()) == namespace:
+                if namespace is None or name_of(key[TIME.size :]).namespace == namespace:
                     deadlines.append(bytes(key))
         return deadlines

@@ -184,7 +184,7 @@ def add_waiting(spec: Spec, waiting: list[tuple[GatheredRows, float]], start: in
     """Add to a piece what waits for it. Return whether anything did."""
     pieces = [(piece, weight) for rows, weight in waiting if (piece := rows.piece(start, stop)) is not None]
     for piece, weight in pieces:
-        add_piece(spec, out, out, piece, weight, anew=False)
+        add_piece(spec, out, out, piece, weight, overwrite=False)
     return bool(pieces)
 
 

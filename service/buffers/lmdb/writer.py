@@ -27,7 +27,7 @@ from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
 from service.buffers.lmdb.transaction import MOST_EXPIRED, LmdbTransaction
 from service.buffers.perform import Outcome, Request, perform
-from service.buffers.store import Committed, told
+from service.buffers.store import Committed, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ EXPIRED_BY_TRY = (500, 20, 1)
 
 class _Job(NamedTuple):
     request: Request
+    namespace: str
     done: Future[Outcome]
 
 
@@ -82,14 +83,14 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> Future[Outcome]:
-        """Put the request into the queue. The future has its result once the request is on the disk."""
+    def submit(self, request: Request, namespace: str) -> Future[Outcome]:
+        """Put the request of a namespace into the queue. The future has its result once the request is on the disk."""
         done: Future[Outcome] = Future()
         with self._lock:
             if self._closed:
                 done.set_exception(StoreFailed("The store is closed"))
             else:
-                self._queue.put(_Job(request, done))
+                self._queue.put(_Job(request, namespace, done))
         return done
 
     def close(self) -> bool:
@@ -127,13 +128,14 @@ class Writer:
                 start = time.perf_counter()
                 answers = self._with_room(jobs)
             except _UndoneError as undone:
-                undone.job.done.set_exception(told(undone.error))
+                undone.job.done.set_exception(without_traceback(undone.error))
                 jobs = [job for job in jobs if job is not undone.job]
                 self._make(jobs[: len(jobs) // 2])  # by halves: if all fail, the writer tries each a few times only
                 jobs = jobs[len(jobs) // 2 :]
             except Exception as error:
                 if len(jobs) == 1:
-                    jobs[0].done.set_exception(told(as_client_error(error, self._env.path, self._env.max_bytes)))
+                    client_error = as_client_error(error, self._env.path, self._env.max_bytes)
+                    jobs[0].done.set_exception(without_traceback(client_error))
                     return
                 for job in jobs:  # there may be no room for all, or one request may be at fault
                     self._make([job])
@@ -168,11 +170,11 @@ class Writer:
             for job in jobs:
                 before = changes.writes - changes.expired
                 try:
-                    answers.append(perform(changes, job.request, now))
+                    answers.append(perform(changes, job.request, job.namespace, now))
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
                         raise _UndoneError(job, error) from None
-                    answers.append(told(error))
+                    answers.append(without_traceback(error))
                 failpoints.hit("made")
             most = 2 * len(jobs) + 8  # more than the requests can add
             changes.forget_keys(most)

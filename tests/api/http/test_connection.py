@@ -1,4 +1,4 @@
-"""Connections of clients that are clumsy, or mean no good: each is answered in turn or closed, and holds nothing."""
+"""Clumsy and hostile clients: the server answers their requests in turn or closes the connection, and keeps nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api.http.sockets import LEAST_BYTES, LOOKS, MOST_BYTES, receive_now
+from service.api.http.sockets import MAX_POLLS, PROGRESS_BYTES, TURN_BYTES, receive_now
 from service.codecs import safetensors
 from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Make, assert_right, v1
 from tests.serving import in_flight, serving, wait_until
@@ -31,7 +31,7 @@ def strict() -> Iterator[str]:
         yield url
 
 
-# ----- what is no head, or a very long one -----
+# ----- unreadable and very long heads -----
 
 ENDLESS = {
     "a path": (b"GET /", b"a" * 10_000),
@@ -43,8 +43,8 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("start", ENDLESS)
-def test_what_has_no_end_is_refused(url: str, start: str) -> None:
-    """`url`'s server would wait for longer than this test takes."""
+def test_an_endless_head_or_trailer_is_refused(url: str, start: str) -> None:
+    """The server refuses at 64 KB: its timeout is longer than this test."""
     first, more = ENDLESS[start]
     with Connection(url) as connection:
         connection.send(first, *[more] * 100, pause=0)
@@ -54,7 +54,7 @@ def test_what_has_no_end_is_refused(url: str, start: str) -> None:
         assert connection.is_closed()
 
 
-def test_a_head_of_60_kilobytes_is_taken(url: str) -> None:
+def test_a_head_of_60_kilobytes_is_read(url: str) -> None:
     message = v1(SMALL)
     with Connection(url) as connection:
         for _ in range(3):
@@ -62,7 +62,7 @@ def test_a_head_of_60_kilobytes_is_taken(url: str) -> None:
             assert_right(connection.answer(), message)
 
 
-def test_nonsense_after_a_request_does_not_cost_it_its_answer(url: str) -> None:
+def test_a_request_before_nonsense_is_answered(url: str) -> None:
     message = v1(SMALL)
     for others in (b"", LIVE, LIVE + LIVE):
         with Connection(url) as connection:
@@ -84,16 +84,19 @@ def test_nonsense_alone_is_refused(url: str) -> None:
 
 
 UNREADABLE = {
-    "a method": (b"FOO /v1/ops HTTP/1.1\r\nHost: x\r\n\r\n", "method"),
+    "a method": (b"FOO /v1/ops HTTP/1.1\r\nHost: x\r\n\r\n", "The request is not valid HTTP/1.1: Invalid method"),
     "a target": (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", "invalid url b'x:80'"),
-    "a query": (b"GET /v1/ops?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 65536), "65536 bytes"),
+    "a query": (
+        b"GET /v1/ops?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 65536),
+        "The head of the request has more than 65536 bytes, the limit",
+    ),
     "lengths": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "Content-Length"),
     "a chunk": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "chunk size"),
 }
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_what_cannot_be_read_is_told_as_every_error_is(url: str, case: str) -> None:
+def test_an_unreadable_request_gets_a_problem(url: str, case: str) -> None:
     sent, word = UNREADABLE[case]
     with Connection(url) as connection:
         connection.send(sent)
@@ -111,22 +114,22 @@ HEADED = ["/v1/ops", "/v2/health/live", "/v2/health/ready", "/v2", "/v1/buffers"
 
 
 @pytest.mark.parametrize("path", HEADED)
-def test_head_is_get_without_the_body(url: str, path: str) -> None:
+def test_head_answers_as_get_without_the_body(url: str, path: str) -> None:
     httpx.put(f"{url}/v1/buffers/open", json={"shape": [100_000]}).raise_for_status()
     with httpx.Client(base_url=url) as client:
-        for _ in range(2):  # the connection is good for more
+        for _ in range(2):  # the connection serves a second request
             head, whole = client.head(path), client.get(path)
             assert (head.status_code, head.content) == (200, b"")
             for name in ("content-type", "etag"):
                 assert head.headers.get(name) == whole.headers.get(name)
-            if path != "/metrics":  # which counts
+            if path != "/metrics":  # its body changes with each request
                 assert head.headers["content-length"] == str(len(whole.content))
     answer = httpx.head(f"{url}/v1/buffers/open/zero")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
-def test_a_slash_too_many_leads_nowhere(url: str) -> None:
-    """Behind a proxy that speaks HTTPS, a redirection would lead to plain HTTP."""
+def test_a_trailing_slash_is_not_found(url: str) -> None:
+    """Behind a proxy that speaks HTTPS, a redirect would lead to plain HTTP."""
     assert httpx.get(f"{url}/v1/ops/").status_code == 404
 
 
@@ -136,8 +139,8 @@ def test_a_slash_too_many_leads_nowhere(url: str) -> None:
 @EITHER_API
 @SIZES
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_request_that_offers_another_protocol_has_its_body(url: str, make: Make, size: int, chunked: bool) -> None:
-    """As Java's client offers HTTP/2 with every first request."""
+def test_a_request_that_offers_an_upgrade_keeps_its_body(url: str, make: Make, size: int, chunked: bool) -> None:
+    """Java's client offers HTTP/2 with the first request of a connection."""
     message = make(size)
     whole = message.chunked(30_000) if chunked else message.whole()
     end_of_line = whole.index(b"\r\n") + 2
@@ -153,7 +156,7 @@ def test_a_request_that_offers_another_protocol_has_its_body(url: str, make: Mak
 
 
 @pytest.mark.parametrize("behind", [b"GET / HTTP/1.1\r\n" + UPGRADE + b"\r\n", b"CONNECT x:1 HTTP/1.1\r\n\r\n" * 600])
-def test_what_follows_a_request_that_offers_another_protocol_is_not_its_body(url: str, behind: bytes) -> None:
+def test_bytes_after_a_request_that_offers_an_upgrade_are_not_its_body(url: str, behind: bytes) -> None:
     message = v1(SMALL)
     with Connection(url) as connection:
         connection.send(LIVE + message.whole(UPGRADE) + behind)
@@ -162,7 +165,7 @@ def test_what_follows_a_request_that_offers_another_protocol_is_not_its_body(url
         assert connection.is_closed()
 
 
-def test_a_body_that_looks_like_a_request_is_none(url: str) -> None:
+def test_a_body_that_looks_like_a_request_is_not_run(url: str) -> None:
     httpx.put(f"{url}/v1/buffers/dear", json={"shape": [2]}).raise_for_status()
     inner = b"DELETE /v1/buffers/dear HTTP/1.1\r\nHost: test\r\n\r\n"
     head = b"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: test\r\n" + UPGRADE + b"Content-Length: %d\r\n\r\n" % len(inner)
@@ -174,7 +177,7 @@ def test_a_body_that_looks_like_a_request_is_none(url: str) -> None:
     assert httpx.get(f"{url}/v1/buffers/dear").status_code == 200
 
 
-def test_a_value_that_is_asked_for_with_a_body_to_come_ends_the_connection(strict: str) -> None:
+def test_an_answer_before_the_expected_body_closes_the_connection(strict: str) -> None:
     with Connection(strict) as connection:
         head = b"GET /v1/buffers/open/value HTTP/1.1\r\nHost: test\r\n"
         connection.send(head + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n")
@@ -183,11 +186,11 @@ def test_a_value_that_is_asked_for_with_a_body_to_come_ends_the_connection(stric
         assert connection.is_closed()
 
 
-# ----- clients that leave, or do not read -----
+# ----- clients that leave or do not read -----
 
 
 @pytest.mark.parametrize("behind", [b"", LIVE, POLL, POLL * 3])
-def test_nobody_waits_for_a_client_that_left_requests_behind(strict: str, behind: bytes) -> None:
+def test_requests_of_a_client_that_left_are_dropped(strict: str, behind: bytes) -> None:
     with Connection(strict) as connection:
         connection.send(POLL + behind)
         wait_until(lambda: in_flight(strict) == 1)
@@ -202,7 +205,7 @@ def ask_for_the_large(url: str, reader: socket.socket, more: bytes = b"") -> Non
     reader.sendall(head.encode() + more + b"\r\n")
 
 
-def test_a_client_that_does_not_read_holds_nothing_for_long(strict: str) -> None:
+def test_a_client_that_does_not_read_holds_no_memory_for_long(strict: str) -> None:
     headers = {"Accept": safetensors.MEDIA_TYPE}
     with socket.socket() as lazy:
         ask_for_the_large(strict, lazy)
@@ -212,19 +215,19 @@ def test_a_client_that_does_not_read_holds_nothing_for_long(strict: str) -> None
     assert httpx.get(f"{strict}/v1/buffers/large/value", headers=headers).status_code == 200
 
 
-def test_a_client_that_reads_slowly_gets_all(strict: str) -> None:
+def test_a_slow_reader_gets_the_whole_answer(strict: str) -> None:
     with socket.socket() as slow:
         ask_for_the_large(strict, slow)
         stream, got = slow.makefile("rb"), 0
-        for _ in range(60):  # three seconds, in which the server looks three times
+        for _ in range(60):  # three seconds: the server checks the connection three times
             time.sleep(0.05)
             got += len(stream.read(4 * HALF // 64))
         got += len(stream.read(4 * HALF - got))
         assert got == 4 * HALF
 
 
-def test_a_client_that_reads_slowly_and_sends_on_gets_all(strict: str) -> None:
-    """Longer than a connection that ends is lingered on."""
+def test_a_slow_reader_that_keeps_sending_gets_the_whole_answer(strict: str) -> None:
+    """The reading takes longer than the server lingers on a closing connection."""
     with socket.socket() as slow:
         ask_for_the_large(strict, slow, b"Connection: close\r\n")
         stream, end = slow.makefile("rb"), 1 << 20
@@ -235,8 +238,8 @@ def test_a_client_that_reads_slowly_and_sends_on_gets_all(strict: str) -> None:
             assert len(stream.read(end // 32)) == end // 32
 
 
-def test_answers_are_right_while_others_do_all_this(strict: str) -> None:
-    """What was closed or refused above has left nothing on any connection of others."""
+def test_other_connections_get_correct_answers(strict: str) -> None:
+    """The requests above, refused or closed, left nothing on other connections."""
     with Connection(strict) as connection:
         for number in range(20):
             message = v1(LARGE if number % 5 == 0 else SMALL, number)
@@ -246,9 +249,11 @@ def test_answers_are_right_while_others_do_all_this(strict: str) -> None:
     assert np.isclose(in_flight(strict), 0)
 
 
-@pytest.mark.parametrize(("step", "most"), [(1, 1), (LEAST_BYTES, 1 << 10)])
-def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch, step: int, most: int) -> None:
-    """All bytes come just before the next look."""
+@pytest.mark.parametrize(("step", "most"), [(1, 1), (PROGRESS_BYTES, 1 << 10)])
+def test_a_client_that_sends_byte_by_byte_does_not_block_others(
+    monkeypatch: pytest.MonkeyPatch, step: int, most: int
+) -> None:
+    """Every byte arrives just before the server looks again."""
     reads: list[int] = []
 
     def readv(socket: int, buffers: list[memoryview]) -> int:
@@ -258,5 +263,34 @@ def test_who_sends_byte_by_byte_does_not_hold_the_others(monkeypatch: pytest.Mon
     monkeypatch.setattr("os.readv", readv)
     rest = receive_now(0, memoryview(bytearray(8 << 20)))
     assert len(rest) == (8 << 20) - sum(reads)
-    assert len(reads) <= LOOKS * most
-    assert sum(reads) == (MOST_BYTES if step > 1 else LOOKS)
+    assert len(reads) <= MAX_POLLS * most
+    assert sum(reads) == (TURN_BYTES if step > 1 else MAX_POLLS)
+
+
+# ----- Expect: 100-continue, and paths -----
+
+
+def test_a_body_sent_before_100_continue_keeps_the_connection(url: str) -> None:
+    head = b"GET /v1/ops HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}"
+    with Connection(url) as connection:
+        connection.send(head + LIVE)
+        for _ in range(2):
+            answer = connection.answer()
+            assert (answer.status, answer.headers.get("connection")) == (200, None)
+
+
+def test_an_http_1_0_client_gets_no_100_continue(url: str) -> None:
+    message = v1(10)
+    whole = message.whole(b"Expect: 100-continue\r\n").replace(b"HTTP/1.1", b"HTTP/1.0")
+    with Connection(url) as connection:
+        connection.send(whole[:-3], whole[-3:], pause=0.1)
+        assert connection.head()[0] == 200
+
+
+@pytest.mark.parametrize("target", ["http://x", "http://x?prefix=none"])
+def test_an_empty_path_means_the_root(url: str, target: str) -> None:
+    with Connection(url) as connection:
+        connection.send(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        status, headers = connection.head()
+    usual = httpx.get(f"{url}/")
+    assert (status, headers.get("location")) == (usual.status_code, usual.headers.get("location"))

@@ -1,4 +1,4 @@
-"""Requests that are sent before the one in front is answered: each has its turn, and little of them is read."""
+"""Pipelined requests: the server answers each in turn and reads only a few ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api.http.connection import MOST_WAITING_BYTES
+from service.api.http.connection import MAX_WAITING_BYTES
 from service.api.http.endings import Wire
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.http.test_endings import CHUNKED, KEEP_ALIVE, count
@@ -36,18 +36,18 @@ def url() -> Iterator[str]:
 SHORT = b"GET /v2/health/live HTTP/1.1\r\n\r\n"
 WAIT = b"GET /v1/buffers/open/value?epoch=0&timeout=%d HTTP/1.1\r\n\r\n"
 MORE = 10 << 20
-"""Bytes that the process may take."""
+"""Bytes that the process may grow by."""
 
 
 def resident_bytes(server: Server) -> int:
-    """What the process has of the memory."""
+    """Return the bytes of memory that the process holds."""
     lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A server whose memory is measured: what it keeps for good is there."""
+    """Yield a server that already holds the memory that it keeps for good."""
     with Server(tmp_path / "store") as server:
         for name in ("open", "sum"):
             httpx.put(f"{server.url}/v1/buffers/{name}", json={"shape": [2]}).raise_for_status()
@@ -62,8 +62,8 @@ LONG = b"GET /v2/health/live HTTP/1.1\r\nX-Long: %b\r\n\r\n" % (b"x" * 3000)
 
 
 @pytest.mark.parametrize(("more", "times"), [(SHORT * 60, 100), (LONG * 9, 400)])
-def test_a_client_that_pipelines_on_does_not_make_the_process_large(server: Server, more: bytes, times: int) -> None:
-    """All of the long requests, which come at once, are twelve megabytes."""
+def test_pipelined_requests_take_little_memory(server: Server, more: bytes, times: int) -> None:
+    """The long requests, sent at once, make twelve megabytes."""
     before, after = resident_bytes(server), 0
     with Connection(server.url) as connection:
         sender = threading.Thread(target=connection.send, args=[(more + ADD) * 20] * (times // 20), kwargs={"pause": 0})
@@ -79,7 +79,7 @@ def test_a_client_that_pipelines_on_does_not_make_the_process_large(server: Serv
 
 @pytest.mark.parametrize("sent", [WAIT % 300 + SHORT * 10_000, b"GET /v1/buffers?limit=1 HTTP/1.1\r\n\r\n" * 10_000])
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_client_that_never_stops_to_send_is_read_no_more(server: Server, sent: bytes, reads: bool) -> None:
+def test_a_client_that_never_stops_sending_takes_little_memory(server: Server, sent: bytes, reads: bool) -> None:
     before, end = resident_bytes(server), time.monotonic() + 1
     with Connection(server.url) as connection:
         connection.socket.setblocking(False)
@@ -94,8 +94,8 @@ def test_a_client_that_never_stops_to_send_is_read_no_more(server: Server, sent:
         assert resident_bytes(server) - before < MORE
 
 
-def test_what_comes_while_a_request_waits_is_kept(url: str) -> None:
-    before, many = count(url), 2 * MOST_WAITING_BYTES // len(ADD)
+def test_requests_behind_a_waiting_request_are_answered(url: str) -> None:
+    before, many = count(url), 2 * MAX_WAITING_BYTES // len(ADD)
     with Connection(url) as connection:
         connection.send(WAIT % 1 + ADD * 3, ADD * many + ADD[:20], ADD[20:], pause=0.1)
         assert connection.answer().status == 409
@@ -113,8 +113,8 @@ def test_requests_may_be_cut_anywhere(url: str) -> None:
                 assert json.loads(connection.answer().body)["count"] == before + 2 * place + number
 
 
-@pytest.mark.parametrize("behind", [LIVE, POLL, LIVE * (MOST_WAITING_BYTES // len(LIVE))])
-def test_a_client_that_leaves_later_requests_behind_is_missed(url: str, behind: bytes) -> None:
+@pytest.mark.parametrize("behind", [LIVE, POLL, LIVE * (MAX_WAITING_BYTES // len(LIVE))])
+def test_a_client_that_leaves_pipelined_requests_is_noticed(url: str, behind: bytes) -> None:
     with Connection(url) as connection:
         connection.send(POLL)
         wait_until(lambda: in_flight(url) == 1)
@@ -123,7 +123,7 @@ def test_a_client_that_leaves_later_requests_behind_is_missed(url: str, behind: 
     wait_until(lambda: in_flight(url) == 0)
 
 
-def test_a_take_is_not_made_for_a_client_that_left(url: str) -> None:
+def test_a_client_that_left_takes_nothing(url: str) -> None:
     with Connection(url) as connection:
         connection.send(b"POST /v1/buffers/open/take?min_count=1&timeout=300 HTTP/1.1\r\nHost: x\r\n\r\n")
         wait_until(lambda: in_flight(url) == 1)
@@ -134,7 +134,7 @@ def test_a_take_is_not_made_for_a_client_that_left(url: str) -> None:
     assert (receipt["epoch"], receipt["count"]) == (0, 1)
 
 
-def test_a_broken_chunk_in_a_later_request_is_told_in_its_turn(url: str) -> None:
+def test_a_broken_chunk_in_a_later_request_is_answered_in_turn(url: str) -> None:
     before = count(url)
     with Connection(url) as connection:
         connection.send(LIVE + CHUNKED % b"" + b"zz\r\n")
@@ -145,7 +145,7 @@ def test_a_broken_chunk_in_a_later_request_is_told_in_its_turn(url: str) -> None
     assert count(url) == before
 
 
-def test_who_sends_on_behind_nonsense_has_the_answer_before(url: str) -> None:
+def test_nonsense_in_a_pipeline_does_not_lose_the_earlier_answer(url: str) -> None:
     with Connection(url) as connection:
         connection.send(LIVE + b"nonsense\r\n\r\n")
         time.sleep(0.1)
@@ -156,11 +156,11 @@ def test_who_sends_on_behind_nonsense_has_the_answer_before(url: str) -> None:
 
 
 @pytest.mark.parametrize("sent", [POLL * 3, LIVE + CHUNKED % b"" + b"zz\r\n", b"nonsense\r\n\r\n"])
-def test_a_connection_that_was_lost_leaves_nothing(url: str, sent: bytes) -> None:
-    """Not even until the collector of cycles comes."""
+def test_a_lost_connection_is_freed_without_the_garbage_collector(url: str, sent: bytes) -> None:
+    """The garbage collector is off: no reference cycle holds the connection."""
 
     def alive() -> int:
-        return sum(isinstance(one, Wire) for one in gc.get_objects())
+        return sum(issubclass(type(one), Wire) for one in gc.get_objects())
 
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What the service uses of uvicorn, whose releases it takes as they come: each test says what has changed."""
+"""The parts of uvicorn that the service uses: a failing test says which part a new release changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHANGED = "uvicorn has changed: service/api/{} relies on {}"
 
 
 class Recorded(asyncio.Protocol):
-    """What uvicorn's `http=` takes."""
+    """A protocol that uvicorn's `http=` accepts."""
 
     made: list[Recorded] = []
 
@@ -42,7 +42,7 @@ async def application(scope: Any, receive: Callable[[], Any], send: Callable[[An
     await send({"type": "lifespan.shutdown.complete"})
 
 
-def test_a_connection_is_made_and_stopped_as_ours_is() -> None:
+def test_uvicorn_makes_and_stops_connections_as_ours_expects() -> None:
     async def connect() -> Recorded:
         server = uvicorn.Server(
             uvicorn.Config(application, port=0, http=Recorded, ws="none", proxy_headers=False, log_config=None)
@@ -77,13 +77,13 @@ USED = [
 
 
 @pytest.mark.parametrize("name", USED)
-def test_what_the_parent_of_workers_uses_is_there(name: str) -> None:
+def test_uvicorn_has_the_members_that_the_supervisor_uses(name: str) -> None:
     source = "\n".join(map(str, (*vars(Multiprocess), *Multiprocess.__init__.__code__.co_names)))
-    if name != "handle_quit":  # which ours adds
+    if name != "handle_quit":  # our class adds handle_quit
         assert name in source, CHANGED.format("server.py", f"Multiprocess.{name}")
 
 
-def test_every_answer_has_a_date_and_no_name_of_the_server() -> None:
+def test_every_answer_has_a_date_and_no_server_header() -> None:
     with serving() as url:
         headers = httpx.get(f"{url}/v2/health/live").headers
     assert ("date" in headers, "server" in headers) == (True, False)

@@ -1,0 +1,67 @@
+"""A store behind a network may block: the event loop calls none of its look-ups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from service.buffers.memory import MemoryStore
+from tests.serving import serving
+
+LOOK_UPS = ("record", "records", "read", "recall", "generation", "size")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the calls of each look-up. A call in an event loop counts as `in the loop`."""
+    counts: Counter[str] = Counter()
+
+    def watched(name: str) -> Any:
+        look_up = getattr(MemoryStore, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            counts[name] += 1
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                return look_up(*arguments, **keywords)
+            counts["in the loop"] += 1
+            raise AssertionError(f"{name} was called in the event loop")
+
+        return call
+
+    for name in LOOK_UPS:
+        monkeypatch.setattr(MemoryStore, name, watched(name))
+    monkeypatch.setattr(MemoryStore, "blocks", True)
+    return counts
+
+
+def test_the_event_loop_makes_no_look_up(calls: Counter[str]) -> None:
+    keyed = {"Idempotency-Key": "k"}
+    with serving() as url, httpx.Client(base_url=url, timeout=30) as http, ThreadPoolExecutor(2) as pool:
+        for name in ("a", "b"):
+            http.put(f"/v1/buffers/{name}", json={"shape": [2], "quorum": 2}).raise_for_status()
+        waiting = pool.submit(http.get, "/v1/buffers/a/value?epoch=0&timeout=30")
+        many = pool.submit(http.post, "/v1/buffers/value?epoch=0&timeout=30", json={"names": ["a", "b"]})
+        for _ in range(2):
+            relu = {"dY": [1, 2], "X": [1, 1]}
+            http.post("/v1/ops/ReluGrad?into=dX:a", json=relu).raise_for_status()
+            http.post("/v1/buffers/b/accumulate?return=value", json={"gradient": [1, 2]}).raise_for_status()
+        assert waiting.result(30).json()["value"]["data"] == [2.0, 4.0]
+        assert many.result(30).json()["buffers"].keys() == {"a", "b"}
+        for _ in range(2):
+            http.post("/v1/ops/ReluGrad?into=dX:a", json=relu, headers=keyed).raise_for_status()
+        http.post("/v1/ops/ReluGrad?from=dY:a", json={"X": [1, 1]}).raise_for_status()
+        for path in ("/v1/buffers", "/v1/buffers/a", "/v1/buffers/a/value", "/v2/health/ready", "/metrics"):
+            assert http.get(path).status_code == 200, path
+        for path in ("zero?prefix=a", "take?prefix=b", "value?prefix="):
+            http.post(f"/v1/buffers/{path}", headers={} if "value" in path else keyed | {"Idempotency-Key": path})
+        for path in ("/v1/buffers/a/take", "/v1/buffers/b/zero"):
+            http.post(path).raise_for_status()
+    assert not calls["in the loop"]
+    assert all(calls[name] for name in LOOK_UPS), calls
