@@ -418,13 +418,13 @@ def test_expired_keys_are_removed_during_adds(reopen: Callable[[], LmdbStore], c
     assert do(store, Add(name="a", gradient=ones(2)), key=key("younger")).replayed
     store.close()
     entries = entries_of(tmp_path / "store")
-    assert (entries["keys"], entries["times"]) == (1, 1)
+    assert (entries["keys"], entries["outcomes"]) == (1, 1)
     store = reopen()
     clock.advance(KEY_SECONDS / 2)
     add(store, "a", [0, 0])
     store.close()
     entries = entries_of(tmp_path / "store")
-    assert (entries["keys"], entries["times"]) == (0, 0)
+    assert (entries["keys"], entries["outcomes"]) == (0, 0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -434,7 +434,7 @@ def test_expired_keys_are_removed_when_idle(reopen: Callable[[], LmdbStore], clo
     for number in range(30):
         do(store, Add(name="a", gradient=ones(2)), key=key(str(number)))
     clock.advance(KEY_SECONDS)
-    wait_for_entries(tmp_path / "store", 0, "keys", "times")
+    wait_for_entries(tmp_path / "store", 0, "keys", "outcomes")
     assert add(store, "a", [1, 2])["count"] == 31
 
 

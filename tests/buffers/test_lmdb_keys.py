@@ -32,6 +32,7 @@ from tests.buffers.calls import (
     spec,
     wrong,
 )
+from tests.buffers.test_lmdb import wait_for_entries
 from tests.buffers.test_lmdb_damage import flip
 
 NAMES = [f"layer.{number}.weight" for number in range(200)]
@@ -220,7 +221,19 @@ def test_a_list_that_no_key_needs_is_removed(reopen: Callable[[], LmdbStore], cl
         do(store, *adds(NAMES[:1]))
     store.close()
     entries = entries_of(tmp_path / "store")
-    assert (entries["keys"], entries["lists"], entries["times"]) == (0, 0, 0)
+    assert (entries["keys"], entries["lists"], entries["outcomes"]) == (0, 0, 0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_list_that_no_key_needs_is_removed_when_idle(
+    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
+) -> None:
+    store = reopen()
+    create(store, *NAMES)
+    for start in range(30):
+        do(store, *adds(NAMES[start:]), key=key(f"{start}"))
+    clock.advance(LIST_SECONDS + KEY_SECONDS)
+    wait_for_entries(tmp_path / "store", 0, "keys", "lists", "outcomes")
 
 
 def test_a_list_stays_while_one_key_needs_it(reopen: Callable[[], LmdbStore], clock: Clock) -> None:
@@ -242,12 +255,14 @@ def test_a_clock_that_was_set_back_loses_no_list(reopen: Callable[[], LmdbStore]
     """As long as a key is there, its list is, whatever the clock said meanwhile."""
     store = reopen()
     create(store, *NAMES)
-    made = [do(store, *adds(), key=key(f"{number}")) for number in range(100)]
+    for number in range(100):
+        made = do(store, *adds(), key=key(f"{number}"))
+        clock.advance(0.01)
     clock.advance(KEY_SECONDS + 2 * LIST_SECONDS)
     do(store, *adds(NAMES[:1]))
     clock.advance(-KEY_SECONDS - 2 * LIST_SECONDS)
     assert store.recall(key("0")) is None
-    assert text(do(store, *adds(), key=key("99"))) == text(made[99])
+    assert text(do(store, *adds(), key=key("99"))) == text(made)
 
 
 OTHER = """
@@ -330,3 +345,30 @@ def test_the_next_request_mends_a_damaged_list(hurt: LmdbStore, tmp_path: Path) 
         assert do(hurt, *adds(), key=key(text)).receipts[NAMES[0]]["updated"]
     hurt.close()
     assert wrong(tmp_path / "store") == []
+
+
+@pytest.mark.parametrize("database", ["keys", "outcomes"])
+def test_a_damaged_key_harms_no_other(
+    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path, database: str
+) -> None:
+    store = reopen()
+    create(store, "a", "b")
+    do(store, *adds(["a"]), key=key("hurt"))
+    store.close()
+    with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
+        cursor = txn.cursor(env.open_db(database.encode(), txn=txn))
+        assert cursor.first()
+        cursor.put(cursor.key(), cursor.value()[:-1] + bytes([cursor.value()[-1] ^ 1]))
+    store = reopen()
+    do(store, *adds(["b"]), key=key("well"))
+    with pytest.raises(BufferCorrupt, match="outcome of this Idempotency-Key is damaged on the disk"):
+        do(store, *adds(["a"]), key=key("hurt"))
+    assert do(store, *adds(["b"]), key=key("well")).replayed
+    assert [record.count for record in store.records()] == [1, 1]
+    store.close()
+    assert wrong(tmp_path / "store") == ["WRONG: 1 idempotency keys are damaged: a retry with one of them fails"]
+    if database == "outcomes":
+        store = reopen()
+        clock.advance(KEY_SECONDS)
+        do(store, *adds(["b"]))
+        assert not do(store, *adds(["a"]), key=key("hurt")).replayed

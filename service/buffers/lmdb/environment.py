@@ -36,8 +36,8 @@ class Environment:
     values: Any
     free: Any
     keys: Any
+    outcomes: Any
     lists: Any
-    times: Any
     deadlines: Any
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:

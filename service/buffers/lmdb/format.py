@@ -28,16 +28,20 @@ The databases of the LMDB environment hold, in format 1:
                                       -> a large value: slot and checksum of each chunk, 8 bytes each; what waits to be
                                          added, as JSON; the length of this JSON, 4 bytes; and b"c"; sealed
     free       number of the transaction that freed them, 8 bytes, and a running number, 4 bytes -> slots, 8 bytes each
-    keys       digest of caller and key -> time, fingerprint, and what a replay answers: receipts, ids of the buffers,
-               states of the buffers that the request was computed from (`receipts.py`); sealed
+    keys       digest of caller and key, 16 bytes -> the time of the request, 8 bytes
+    outcomes   time of the request, 8 bytes, and digest of caller and key -> fingerprint, and what a replay answers:
+               receipts, ids of the buffers, states of the buffers that the request was computed from (`receipts.py`);
+               sealed
     lists      time from which on no request shares the list, 8 bytes, and digest of the list -> names and ids of
                buffers, compressed; sealed
-    times      time, 8 bytes, and number of a transaction, 8 bytes -> digests of the keys that it stored
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
 data ends with its XXH3 checksum, seeded by the place where it belongs. The file `format` says that a store was complete
 once.
+
+Why `keys` and `outcomes` are apart: the store adds and deletes outcomes in the order of time, so that their pages are
+full or free. It adds and deletes digests in any order, which leaves pages half empty, but `keys` is small.
 
 Why large values are outside LMDB: LMDB searches its list of free pages for a run that is long enough, and writes that
 list again with every commit. If large values change, the search can take far longer than the write: 10,873 turns of its
@@ -67,7 +71,7 @@ from service.errors import BufferCorrupt
 
 FORMAT = 1
 
-DATABASES = ("buffers", "values", "free", "keys", "lists", "times", "deadlines")
+DATABASES = ("buffers", "values", "free", "keys", "outcomes", "lists", "deadlines")
 """All databases but `meta`."""
 
 WRITER = b"writer"
@@ -91,8 +95,8 @@ LATEST_MICROSECONDS = 2.0**63
 DIGEST_BYTES = 16
 """Length of the digest of a key or a list: with 128 bits no two of them are ever expected to share a digest."""
 
-KEY_HEAD = struct.Struct(">Q16s")
-"""Time and fingerprint of a request with a key."""
+FINGERPRINT_BYTES = 16
+"""Length of the fingerprint of a request with a key."""
 
 SEAL_BYTES = 8
 """Length of a checksum."""

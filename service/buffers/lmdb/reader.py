@@ -13,7 +13,6 @@ from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import (
     COUNT,
     DATABASES,
-    KEY_HEAD,
     MARK_BYTES,
     NUMBER,
     TIME,
@@ -75,38 +74,34 @@ class Reader:
 
     def find_key(self, digest: bytes, oldest: int) -> Known | None:
         """Return what is stored with an idempotency key, unless it is older than `oldest`. Raises `BufferCorrupt`."""
-        data = self.living_key(digest, oldest)
-        if data is None:
+        time = self._txn.get(digest, db=self._env.keys)
+        if time is None:
             return None
-        place = place_of_list(data)
-        names = None if place is None else self.name_list(place)
-        if place is not None and names is None:
-            raise _corrupt_key()
-        return unpack_known(data, names)
-
-    def living_key(self, digest: bytes, oldest: int) -> memoryview | None:
-        """Return the data of an idempotency key, unless it is older than `oldest`. Raises `BufferCorrupt`."""
-        sealed = self._txn.get(digest, db=self._env.keys)
-        if sealed is None:
-            return None
-        data = unseal(sealed, seed_of(digest))
-        if data is None:
-            raise _corrupt_key()
-        return data if KEY_HEAD.unpack_from(data)[0] > oldest else None
-
-    def name_list(self, place: bytes) -> memoryview | None:
-        """Return the list of names at this place; None if it is missing or damaged."""
-        sealed = self._txn.get(place, db=self._env.lists)
-        return None if sealed is None else unseal(sealed, seed_of(place))
+        found = self._outcome(bytes(time), digest)
+        if found is None:
+            raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk")
+        return unpack_known(*found) if TIME.unpack(time)[0] > oldest else None
 
     def damaged_keys(self) -> int:
-        """Return the number of idempotency keys whose data is damaged, or whose list of names is."""
-        with self._txn.cursor(db=self._env.lists) as cursor:
-            sound: set[bytes | None] = {bytes(place) for place, _ in cursor if self.name_list(bytes(place)) is not None}
-        sound.add(None)
+        """Return the number of idempotency keys whose outcome is damaged, or the list of names that it needs."""
         with self._txn.cursor(db=self._env.keys) as cursor:
-            found = (unseal(sealed, seed_of(bytes(digest))) for digest, sealed in cursor)
-            return sum(data is None or place_of_list(data) not in sound for data in found)
+            return sum(self._outcome(bytes(time), bytes(digest)) is None for digest, time in cursor)
+
+    def _outcome(self, time: bytes, digest: bytes) -> tuple[memoryview, memoryview | None] | None:
+        """Return the outcome of a key and the list that it needs, if any; None if one is missing or damaged."""
+        data = self._unsealed(time + digest, self._env.outcomes)
+        if data is None:
+            return None
+        place = place_of_list(data, TIME.unpack(time)[0])
+        if place is None:
+            return data, None
+        names = self._unsealed(place, self._env.lists)
+        return None if names is None else (data, names)
+
+    def _unsealed(self, place: bytes, db: Any) -> memoryview | None:
+        """Return what is sealed in a database at this place; None if it is missing or damaged."""
+        sealed = self._txn.get(place, db=db)
+        return None if sealed is None else unseal(sealed, seed_of(place))
 
     def is_counted(self) -> bool:
         """Return whether the last transaction kept the counts of buffers."""
@@ -165,8 +160,8 @@ class Reader:
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
         """Return whether a key or a list of names has expired, or the deadline of a buffer is over."""
-        keys, lists, deadlines = self._env.times, self._env.lists, self._env.deadlines
-        for db, limit in ((keys, oldest_key), (lists, oldest_key), (deadlines, microseconds(now))):
+        outcomes, lists, deadlines = self._env.outcomes, self._env.lists, self._env.deadlines
+        for db, limit in ((outcomes, oldest_key), (lists, oldest_key), (deadlines, microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
                 if is_due(cursor, limit):
                     return True
@@ -187,7 +182,3 @@ def reading(env: Environment) -> Iterator[Reader]:
 def is_due(cursor: Any, limit: int) -> bool:
     """Move the cursor to the first entry. Return whether its time is up to `limit`."""
     return bool(cursor.first()) and bool(TIME.unpack_from(cursor.key())[0] <= limit)
-
-
-def _corrupt_key() -> BufferCorrupt:
-    return BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk")

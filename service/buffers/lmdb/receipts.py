@@ -1,4 +1,4 @@
-"""How the store keeps what a replay answers: the receipts of a request, and the ids of its buffers.
+"""How the store packs what a replay answers: the receipts of a request, and the ids of its buffers.
 
 Few receipts are JSON. From `MANY` receipts on, the names and the ids are a list of their own, because they repeat with
 every step of a training: all requests for these buffers share the list for an hour. The key keeps the digest of the
@@ -11,7 +11,7 @@ second bytes, and so on. zlib packs them. For 200 buffers this takes, in bytes p
     the epochs are random, too, up to 1,000                                   9.4
     all numbers are random, and as large as a number can be: the worst case    32
 
-A key takes 200 bytes more, in `keys` and `times`.
+A key takes about 200 bytes more in `keys` and `outcomes`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from service.buffers.lmdb.format import DIGEST_BYTES, KEY_HEAD, TIME
+from service.buffers.lmdb.format import DIGEST_BYTES, FINGERPRINT_BYTES, TIME
 from service.buffers.record import Known, Receipt
 
-MANY = 8
+MANY = 4
 """Receipts that are worth a list: from here on, to pack them takes no longer than to store them as JSON."""
 
 LIST_MICROSECONDS = 3_600_000_000
@@ -52,27 +52,27 @@ class NameList(NamedTuple):
 
 
 def pack_known(known: Known, time: int) -> tuple[bytes, NameList | None]:
-    """Return what the store keeps with a key from `time` on, in microseconds, and the list that the key needs."""
-    head, receipts, ids = KEY_HEAD.pack(time, known.fingerprint), [*known.receipts.values()], [*known.ids.values()]
+    """Return the outcome of a request that was made at `time`, in microseconds, and the list that it needs."""
+    receipts, ids = [*known.receipts.values()], [*known.ids.values()]
     numbers = _pack_numbers(receipts) if len(receipts) >= MANY else None
     if numbers is None:
         rows = [[one[field] for field in _FIELDS] if len(one) == len(_FIELDS) else one for one in receipts]
-        return head + orjson.dumps([rows, ids, known.sources]), None
+        return known.fingerprint + orjson.dumps([rows, ids, known.sources]), None
     names = orjson.dumps([[*known.receipts], ids])
     digest = hashlib.blake2b(names, digest_size=DIGEST_BYTES).digest()
     packed = zlib.compress(numbers + orjson.dumps(known.sources), 1)
-    return head + _SPLIT + digest + packed, NameList(_place(time, digest), names)
+    return known.fingerprint + _SPLIT + digest + packed, NameList(_place(time, digest), names)
 
 
-def place_of_list(data: memoryview) -> bytes | None:
-    """Return where `lists` has the list that a key needs; None if the key needs none."""
-    start = bytes(data[KEY_HEAD.size :][: 1 + DIGEST_BYTES])
-    return _place(KEY_HEAD.unpack_from(data)[0], start[1:]) if start[:1] == _SPLIT else None
+def place_of_list(outcome: memoryview, time: int) -> bytes | None:
+    """Return where `lists` has the list that an outcome needs; None if it needs none."""
+    start = bytes(outcome[FINGERPRINT_BYTES:][: 1 + DIGEST_BYTES])
+    return _place(time, start[1:]) if start[:1] == _SPLIT else None
 
 
-def unpack_known(data: memoryview, shared: memoryview | None) -> Known:
-    """Return what `pack_known` took, from what the store keeps with the key and from the list that the key needs."""
-    fingerprint, body = KEY_HEAD.unpack_from(data)[1], data[KEY_HEAD.size :]
+def unpack_known(outcome: memoryview, shared: memoryview | None) -> Known:
+    """Return what `pack_known` took, from an outcome and the list that it needs, as `lists` has it."""
+    fingerprint, body = bytes(outcome[:FINGERPRINT_BYTES]), outcome[FINGERPRINT_BYTES:]
     if shared is None:
         rows, ids, sources = orjson.loads(body)
     else:

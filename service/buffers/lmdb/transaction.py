@@ -9,7 +9,6 @@ from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import (
     COUNT,
-    DIGEST_BYTES,
     NUMBER,
     TIME,
     digest_of,
@@ -42,7 +41,6 @@ class LmdbTransaction(Reader):
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
-        self._digests: list[bytes] = []
         self.writes = 0
         """Changes so far."""
         self.expired = 0
@@ -120,10 +118,14 @@ class LmdbTransaction(Reader):
         self.writes += 1
         digest, stored = digest_of(key), microseconds(now)
         data, names = pack_known(known, stored)
-        if names is not None and self.name_list(names.place) is None:
-            self._txn.put(names.place, seal(names.compressed(), seed_of(names.place)), db=self._env.lists)
-        self._txn.put(digest, seal(data, seed_of(digest)), db=self._env.keys)
-        self._digests.append(digest)
+        if names is not None and self._unsealed(names.place, self._env.lists) is None:
+            self._put_sealed(names.place, names.compressed(), self._env.lists)
+        time = TIME.pack(stored)
+        self._put_sealed(time + digest, data, self._env.outcomes)
+        self._txn.put(digest, time, db=self._env.keys)
+
+    def _put_sealed(self, place: bytes, data: bytes, db: Any) -> None:
+        self._txn.put(place, seal(data, seed_of(place)), db=db)
 
     def check_room(self) -> None:
         """Raise `StoreFull` unless the store stays within its limit, and LMDB keeps its reserve."""
@@ -151,31 +153,20 @@ class LmdbTransaction(Reader):
                 self._txn.put(COUNT + namespace.encode(), NUMBER.pack(count), db=self._env.meta)
             else:
                 self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
-        if self._digests:
-            when = TIME.pack(microseconds(now)) + TIME.pack(self._txn.id())
-            self._txn.put(when, b"".join(self._digests), db=self._env.times)
 
     def forget_keys(self, most: int) -> None:
         """Delete up to `most` keys that have expired, and lists of names that no key needs any more."""
-        with self._txn.cursor(db=self._env.times) as cursor:
+        with self._txn.cursor(db=self._env.outcomes) as cursor:
             while most > 0 and is_due(cursor, self._oldest):
-                digests = bytes(cursor.value())
-                for start in range(0, len(digests), DIGEST_BYTES):
-                    self._forget_key(digests[start : start + DIGEST_BYTES])
+                time, digest = bytes(cursor.key()[: TIME.size]), bytes(cursor.key()[TIME.size :])
+                if self._txn.get(digest, db=self._env.keys) == time:  # else the key was used again
+                    self._txn.delete(digest, db=self._env.keys)
                 cursor.delete()
-                most, self.writes = most - len(digests) // DIGEST_BYTES, self.writes + 1
+                most, self.writes = most - 1, self.writes + 1
         with self._txn.cursor(db=self._env.lists) as cursor:
             while most > 0 and is_due(cursor, self._oldest):  # no key is left that is as old
                 cursor.delete()
                 most, self.writes = most - 1, self.writes + 1
-
-    def _forget_key(self, digest: bytes) -> None:
-        try:
-            used_again = self.living_key(digest, self._oldest) is not None
-        except BufferCorrupt:
-            used_again = False
-        if not used_again:
-            self._txn.delete(digest, db=self._env.keys)
 
     def remove_expired(self, now: float, most: int, namespace: str | None = None) -> bool:
         """Remove up to `most` expired buffers, of one namespace or of all. Return whether any deadline was over.

@@ -44,11 +44,8 @@ GATHER_SECONDS = 0.0003
 IDLE_SECONDS = 1.0
 """How long the writer waits for a request before it looks for what has expired."""
 
-EXPIRED_BY_TRY = (500, 60, 7, 1)
+EXPIRED_BY_TRY = (500, 20, 1)
 """Expired keys that a transaction deletes. A full store has room for few: LMDB copies every page that it changes."""
-
-MOST_CLEARINGS = 20
-"""Transactions that remove what has expired before the writer refuses a request: 10,000 keys, or 0.1 s of commits."""
 
 
 class _Job(NamedTuple):
@@ -229,16 +226,15 @@ class Writer:
                 made = not due and reader.last_mark() == self._room_made
             if made:
                 return self._give_back() or killed
+            if due:
+                self._clear(now)
             disk_full = disk_is_full(self._env.path)
-            for turn in range(MOST_CLEARINGS):
-                due = due and self._clear(now)
+            for _ in range(1 + disk_full):  # the second transaction gives back what the last request freed
                 with self._changing() as changes:
                     if disk_full:
                         changes.give_back()
                     changes.finish(now)
                     changes.writes += 1  # so that the transaction leaves a mark, and counts
-                if not due and turn >= disk_full:  # the second transaction gives back what the last request freed
-                    break
             self._room_made = self._state.mark
         except (lmdb.Error, OSError, GradserveError):
             return False  # the request that found no room gets the error
