@@ -45,7 +45,7 @@ def infer(client: httpx.Client, **more: Any) -> httpx.Response:
 
 
 def parts(answer: httpx.Response) -> tuple[dict[str, Any], bytes]:
-    length = int(answer.headers[LENGTH])
+    length = int(dict(answer.headers.raw)[LENGTH.encode()])  # some clients look for this spelling only
     return json.loads(answer.content[:length]), answer.content[length:]
 
 

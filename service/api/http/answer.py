@@ -33,11 +33,11 @@ class Answer(Response):
 
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:  # type: ignore[override]
-        """The headers in ASGI's form."""
+        """The headers as pairs of bytes."""
         headers = [] if self.media_type is None else [(b"content-type", self.media_type.encode())]
         if self.status_code not in (204, 304):
             headers.append((b"content-length", b"%d" % sum(map(len, self.pieces))))
-        return headers + [(name.lower().encode(), value.encode("latin-1")) for name, value in self.fields.items()]
+        return headers + [(name.encode(), value.encode("latin-1")) for name, value in self.fields.items()]
 
     def coded(self, coding: str | None) -> Answer:
         """Return the answer compressed with gzip or deflate; with None, the answer itself."""
@@ -73,8 +73,9 @@ def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | Non
 async def _send(
     send: Send, status: int, headers: list[tuple[bytes, bytes]], pieces: Sequence[bytes | memoryview]
 ) -> None:
-    """Send an answer under another server."""
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    """Send an answer under another server. ASGI wants the names of headers in lower case."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    await send({"type": "http.response.start", "status": status, "headers": lowered})
     for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -30,7 +30,7 @@ LARGE_BYTES = 8 << 20
 TURN_BYTES = 1 << 19
 """The size of a part of a large answer: after each, other connections have their turn."""
 
-CLOSES = (b"connection", b"close")
+CLOSES = (b"Connection", b"close")
 
 Pieces: TypeAlias = Sequence[bytes | memoryview]
 
@@ -139,8 +139,8 @@ class Exchange:
     async def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], pieces: Pieces) -> None:
         """Send the whole answer in one write. During a large answer other connections have their turn.
 
-        `headers` have names in lower case, and a Content-Length. The connection ends after the answer if a header says
-        so, or if the request's body is incomplete: its rest may never come.
+        `headers` have a Content-Length. The connection ends after the answer if a header says so, or if the request's
+        body is incomplete: its rest may never come.
         """
         await self._wire.drain()
         if self.is_lost:
