@@ -30,6 +30,12 @@ LARGE_BYTES = 8 << 20
 TURN_BYTES = 1 << 19
 """The size of a part of a large answer: after each, other connections have their turn."""
 
+PAUSE_SECONDS = 0.003
+"""The pause of a large answer after each part, while others are answered: small requests keep their pace."""
+
+BUSY_SECONDS = 0.02
+"""How long a large answer makes such pauses after another request was answered: more of them are likely to come."""
+
 CLOSES = (b"Connection", b"close")
 
 Pieces: TypeAlias = Sequence[bytes | memoryview]
@@ -164,11 +170,14 @@ class Exchange:
             self._progressed()
 
     async def _write_by_turns(self, pieces: Pieces) -> None:
-        """Write the pieces in parts, as fast as the client reads."""
-        self.written = 0
+        """Write the pieces in parts, as fast as the client reads, with pauses while others are answered."""
+        state, time, busy_until = self._wire.server_state, self._wire.loop.time, 0.0
+        self.written, answered = 0, state.total_requests
         for piece in pieces:
             for start in range(0, len(piece), TURN_BYTES):
-                await asyncio.sleep(0)
+                if state.total_requests != answered:
+                    answered, busy_until = state.total_requests, time() + BUSY_SECONDS
+                await asyncio.sleep(PAUSE_SECONDS if time() < busy_until else 0)
                 await self._wire.drain()
                 if self.is_lost:
                     return
