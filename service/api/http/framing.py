@@ -17,6 +17,9 @@ BLANK_LINE = b"\r\n\r\n"
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a head, or of the trailers behind a chunked body. deploy/nginx.conf has the same limit."""
 
+WHITE_SPACE = b" \t"
+"""The bytes around a header's value that are no part of it (RFC 9110, 5.5)."""
+
 
 class Incoming:
     """The bytes that have come and are not parsed yet."""
@@ -63,7 +66,7 @@ class Head:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        self.headers.append((name.lower(), value.strip(WHITE_SPACE)))
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
