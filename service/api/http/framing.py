@@ -7,9 +7,11 @@ chunks here; the bytes of a body with a Content-Length are counted.
 
 from __future__ import annotations
 
+import re
+
 import httptools
 
-from service.errors import MalformedBody
+from service.errors import MalformedBody, shown
 
 BLANK_LINE = b"\r\n\r\n"
 """The end of each head and of each chunked body: the parser accepts no other line break."""
@@ -19,6 +21,9 @@ MAX_HEAD_BYTES = 1 << 16
 
 WHITE_SPACE = b" \t"
 """The bytes around a header's value that are no part of it (RFC 9110, 5.5)."""
+
+_HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
+"""The value of Host: a name, an address, or nothing, and a port (RFC 3986, 3.2.2)."""
 
 
 class Incoming:
@@ -87,6 +92,18 @@ class Head:
         """Return whether a header of this name has the word; both are in lower case."""
         return name in self.names and any(word in value.lower() for value in self.values(name))
 
+    def check_host(self) -> None:
+        """Raise `MalformedBody` unless the head has one valid Host, or none in HTTP/1.0 (RFC 9112, 3.2)."""
+        hosts = self.values(b"host")
+        if len(hosts) > 1:
+            raise MalformedBody(f"The request has {len(hosts)} Host headers, but must have one")
+        if not hosts and self.version == "1.1":
+            raise MalformedBody("The request has no Host header, but HTTP/1.1 needs one")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            raise MalformedBody(
+                f"Host is {shown(hosts[0].decode('latin-1'))}, but must be a name or an address, and perhaps a port"
+            )
+
 
 class HeadReader:
     """Parses the bytes of one head."""
@@ -105,6 +122,7 @@ class HeadReader:
         if not head.is_complete:
             return None
         head.method, head.version = parser.get_method().decode("ascii"), parser.get_http_version()
+        head.check_host()
         head.keeps_alive = head.version == "1.1" and not upgraded and not head.has(b"connection", b"close")
         return head
 

@@ -1,4 +1,4 @@
-"""Heads: white space around the values of headers."""
+"""Heads: white space around the values of headers, and the header Host."""
 
 from __future__ import annotations
 
@@ -80,3 +80,40 @@ def test_white_space_is_no_part_of_an_origin(url: str, space: bytes) -> None:
             lines = padded([b"Host: x", b"Content-Length: 0", *more], space)
             connection.send(b"POST /v2/repository/index HTTP/1.1\r\n" + lines + b"\r\n")
             assert connection.answer().status == 200
+
+
+# ----- Host -----
+
+HOSTS = {
+    "none": (b"", "no Host header"),
+    "two": (b"Host: a\r\nHost: b\r\n", "2 Host headers"),
+    "the same twice": (b"Host: a\r\nX: y\r\nhost: a\r\n", "2 Host headers"),
+    "a path": (b"Host: a/b\r\n", "'a/b'"),
+    "a user": (b"Host: me@a\r\n", "'me@a'"),
+    "a word too many": (b"Host: a b\r\n", "'a b'"),
+    "a name that is no ASCII": (b"Host: \xc3\xa9.example\r\n", "Host is "),
+    "a port that is no number": (b"Host: a:b\r\n", "'a:b'"),
+    "an open bracket": (b"Host: [::1\r\n", "'[::1'"),
+}
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("case", HOSTS)
+def test_a_request_without_one_valid_host_is_refused(url: str, case: str, version: bytes) -> None:
+    lines, word = HOSTS[case]
+    with Connection(url) as connection:
+        connection.send(b"GET /v2/health/live HTTP/%b\r\n%b\r\n" % (version, lines))
+        answer = connection.answer()
+        if (case, version) == ("none", b"1.0"):
+            assert answer.status == 200
+            return
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert word in json.loads(answer.body)["detail"]
+        assert connection.is_closed()
+
+
+@pytest.mark.parametrize("host", [b"", b"a_b.example", b"127.0.0.1:80", b"[::1]:8000", b"a:", b"a%20b", b"xn--e1a.x"])
+def test_a_valid_host_is_taken(url: str, host: bytes) -> None:
+    with Connection(url) as connection:
+        connection.send(b"GET /v2/health/live HTTP/1.1\r\nHost: %b\r\n\r\n" % host)
+        assert connection.answer().status == 200
