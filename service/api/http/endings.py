@@ -33,6 +33,8 @@ class Wire(asyncio.Protocol):
         self.due = loop.time() + idle_seconds
         """The loop's time when the connection closes unless a whole head has come."""
         self.is_paused = self.is_ending = False
+        self.client_ended = False
+        """Whether the client has closed its direction. It sends no more, but may still read."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._unsent = 0  # the size of the write buffer at the last check
@@ -90,7 +92,7 @@ class Wire(asyncio.Protocol):
             return
         self.is_ending, self.due = True, math.inf
         self.give_way_to(Ending(self))
-        if at_once or not self.transport.can_write_eof():
+        if at_once or self.client_ended or not self.transport.can_write_eof():
             self.transport.close()
         else:
             with suppress(OSError):  # the client has closed it

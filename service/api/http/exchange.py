@@ -62,10 +62,14 @@ class Exchange:
         self.more_body = more
         self._arrival.set()
 
+    def wake(self) -> None:
+        """Wake the application that receives: the client has left, or sends no more."""
+        self._arrival.set()
+
     def lose(self) -> None:
         """Note that the client has left."""
         self.is_lost, self._expects = True, False
-        self._arrival.set()
+        self.wake()
         if self._receiver is not None:
             self._receiver.settle(False)
 
@@ -92,6 +96,14 @@ class Exchange:
         if self.is_lost or self.is_complete:
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": self._take_body(), "more_body": self.more_body}
+
+    async def receive_while_open(self) -> Message:
+        """Return what `receive` does, and `http.disconnect` already once the client has closed its direction."""
+        if not self._wire.client_ended:
+            message = await self.receive()
+            if not self._wire.client_ended:
+                return message
+        return {"type": "http.disconnect"}
 
     def _take_body(self) -> bytearray:
         body, self.body = self.body, bytearray()
