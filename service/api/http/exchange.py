@@ -7,13 +7,13 @@ the memory of its tensors, and an answer leaves in one write.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from starlette.types import Message
 
 from service.api.http.answer_head import head_of
-from service.api.http.endings import Wire
+from service.api.http.endings import Wire, is_slow
 from service.api.http.framing import Head
 from service.api.http.receiver import Receiver
 from service.api.http.sockets import plain_socket, receive_now
@@ -29,6 +29,9 @@ LARGE_BYTES = 8 << 20
 
 TURN_BYTES = 1 << 19
 """The size of a part of a large answer: after each, other connections have their turn."""
+
+TLS_TURN_BYTES = 1 << 16
+"""The same with TLS, for each answer that is not joined: of one write, its transport holds any number of bytes."""
 
 CLOSES = (b"Connection", b"close")
 
@@ -149,10 +152,10 @@ class Exchange:
     # ----- the answer -----
 
     async def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], pieces: Pieces) -> None:
-        """Send the whole answer in one write. During a large answer other connections have their turn.
+        """Send the whole answer. If it is not joined, wait until all of it has left the process.
 
-        `headers` have a Content-Length. The connection ends after the answer if a header says so, or if the request's
-        body is incomplete: its rest may never come.
+        During a large answer other connections have their turn. `headers` have a Content-Length. The connection ends
+        after the answer if a header says so, or if the request's body is incomplete: its rest may never come.
         """
         await self._wire.drain()
         if self.is_lost:
@@ -165,25 +168,41 @@ class Exchange:
         self.written = size = 0 if self._is_head else sum(map(len, pieces))
         if size <= MAX_JOINED_BYTES:
             self._wire.transport.write(b"".join((head, head_end, *(pieces if size else ()))))
-        elif size <= LARGE_BYTES:
-            self._wire.transport.writelines([head, head_end, *pieces])
         else:
-            self._wire.transport.writelines([head, head_end])
-            await self._write_by_turns(pieces)
+            is_whole = size <= LARGE_BYTES and self._wire.transport.can_write_eof()
+            self._wire.transport.writelines([head, head_end, *(pieces if is_whole else ())])
+            if not is_whole:
+                await self._write_by_turns(pieces)
+            await self._wire.drain()
         if not self.is_lost:
             self.is_complete = True
             self._arrival.set()
             self._progressed()
 
     async def _write_by_turns(self, pieces: Pieces) -> None:
-        """Write the pieces in parts, as fast as the client reads."""
-        self.written = 0
-        for piece in pieces:
-            for start in range(0, len(piece), TURN_BYTES):
-                await asyncio.sleep(0)
-                await self._wire.drain()
-                if self.is_lost:
-                    return
-                part = piece[start : start + TURN_BYTES]
-                self._wire.transport.write(part)
-                self.written += len(part)
+        """Write the pieces in parts, as fast as the client reads; abort if that is too slow."""
+        wire, began, self.written = self._wire, self._wire.loop.time(), 0
+        for part in _parts(pieces, TURN_BYTES if wire.transport.can_write_eof() else TLS_TURN_BYTES):
+            await asyncio.sleep(0)
+            await wire.drain()
+            if is_slow(self.written, wire.loop.time() - began, wire.idle_seconds):
+                wire.transport.abort()
+                self.lose()
+            if self.is_lost:
+                return
+            wire.transport.writelines(part)
+            self.written += sum(map(len, part))
+
+
+def _parts(pieces: Pieces, most: int) -> Iterator[list[bytes | memoryview]]:
+    """Yield the pieces in parts of up to `most` bytes."""
+    part, room = list[bytes | memoryview](), most
+    for piece in pieces:
+        for start in range(0, len(piece), most):
+            cut = piece if len(piece) <= most else memoryview(piece)[start : start + most]
+            if len(cut) > room:
+                yield part
+                part, room = [], most
+            part.append(cut)
+            room -= len(cut)
+    yield part
