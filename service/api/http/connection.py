@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import Message, Scope
 
 from service.api.http.answer_head import head_of
+from service.api.http.descriptors import close_longest_idle, max_connections
 from service.api.http.endings import ServerState, Wire
 from service.api.http.exchange import CLOSES, EXCHANGE, Exchange
 from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
@@ -53,6 +54,9 @@ class Connection(Wire):
             "client": _address(transport.get_extra_info("peername")),
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
         }
+        connections = self.server_state.connections
+        if len(connections) > max_connections():
+            connections.difference_update(close_longest_idle(connections))
 
     def data_received(self, data: bytes) -> None:
         self._incoming.add(data)
@@ -115,7 +119,7 @@ class Connection(Wire):
         self._reader = self._reader or HeadReader()
         head = self._reader.take(self._incoming)
         if head is not None:
-            self._reader, self.due = None, math.inf
+            self._reader, self.due, self.has_asked = None, math.inf, True
             self._start(head)
 
     def _take_body(self, exchange: Exchange) -> None:

@@ -41,6 +41,8 @@ class Wire(asyncio.Protocol):
         self.due = loop.time() + idle_seconds
         """The loop's time when the connection closes unless a whole head has come."""
         self.is_paused = self.is_ending = False
+        self.has_asked = False
+        """Whether the head of a request has come."""
         self.client_ended = False
         """Whether the client has closed its direction. It sends no more, but may still read."""
         self._writable = asyncio.Event()
