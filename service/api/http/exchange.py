@@ -30,7 +30,7 @@ LARGE_BYTES = 8 << 20
 TURN_BYTES = 1 << 19
 """The size of a part of a large answer: after each, other connections have their turn."""
 
-TLS_TURN_BYTES = 1 << 16
+TLS_TURN_BYTES = 1 << 17
 """The same with TLS, for each answer that is not joined: of one write, its transport holds any number of bytes."""
 
 CLOSES = (b"Connection", b"close")
