@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -15,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.api import openapi
-from service.api.http.admission import Admission
+from service.api.http.admission import SMALL_BYTES, Admission
 from service.api.http.answer import Answer
 from service.api.http.auth import authorize
 from service.api.http.call import Call, Services
@@ -55,7 +56,8 @@ class Application(FastAPI):
             lifespan=_lifespan,
             openapi_url=None,  # `docs.py` serves it
         )
-        admission = Admission(settings.max_bytes_in_flight, settings.max_waiting, settings.max_body_bytes)
+        show = partial(metrics.set, "gradserve_in_flight_bytes")
+        admission = Admission(settings.max_bytes_in_flight, settings.max_waiting, settings.max_body_bytes, show)
         self.services = Services(settings, admission)
         self.metrics, self.workers, self.observers = metrics, workers, observers
         self.table = Table(routers)
@@ -107,7 +109,10 @@ class Application(FastAPI):
             if endpoint is None:
                 return self._nothing(call)
             operator = endpoint.access.operator
-            return await endpoint.answer(call)
+            answer = await endpoint.answer(call)
+            if answer.size > SMALL_BYTES:
+                self._hold(call, endpoint, answer)
+            return answer
         except GradserveError as error:
             if (operator := call.operator or operator) is not None:
                 error.context["op"] = operator
@@ -125,8 +130,16 @@ class Application(FastAPI):
         if call.method not in ("GET", "HEAD") and b"content-length" in call.headers:  # nobody reads the body of a GET
             size = int(call.headers[b"content-length"])  # the HTTP parser accepts only a number
             services.admission.admit(call.reservation, size, services.engine)
-        if call.reservation.bytes:
-            self.metrics.set("gradserve_in_flight_bytes", services.admission.bytes)
+
+    def _hold(self, call: Call, endpoint: Endpoint, answer: Answer) -> None:
+        """Hold the bytes of the answer until the client has it. Raises `Busy` for a GET, which can be sent again.
+
+        The answers that need no API key are small, or the same bytes for all clients.
+        """
+        more = answer.size - call.reservation.bytes
+        if call.method != "HEAD" and not endpoint.access.open:
+            admission = self.services.admission
+            (admission.reserve if call.method == "GET" else admission.hold)(call.reservation, more)
 
     def _nothing(self, call: Call) -> Answer:
         """Return the answer without an endpoint: 405 if the path has other methods, else 404."""
@@ -145,9 +158,7 @@ class Application(FastAPI):
     def _end(self, call: Call, bug: Exception | None) -> None:
         """Release the request's bytes, and call the observers."""
         exchange = call.exchange
-        admission = self.services.admission
-        admission.release(call.reservation)
-        self.metrics.set("gradserve_in_flight_bytes", admission.bytes)
+        self.services.admission.release(call.reservation)
         if exchange is not None and exchange.is_refused:
             call.status = MalformedBody.status
         elif exchange is not None and exchange.is_abandoned():

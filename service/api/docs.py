@@ -9,12 +9,13 @@ from importlib.resources.abc import Traversable
 from mimetypes import guess_type
 from typing import Any
 
+import orjson
 import xxhash
 from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
 
 from service.api.buffers.preconditions import is_unchanged
-from service.api.http.answer import Answer, json_answer
+from service.api.http.answer import JSON, Answer
 from service.api.http.call import CurrentCall
 from service.api.http.routing import access
 from service.errors import NotFound, shown
@@ -30,6 +31,7 @@ _HEADERS = {
 def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
     """Return the endpoints of the page, its files and the schema, and the redirect at `/`."""
     router = APIRouter(include_in_schema=False)
+    text = cache(lambda: orjson.dumps(schema()))  # all answers share these bytes
     page = get_swagger_ui_html(
         openapi_url="openapi.json",  # relative paths work behind a proxy with a prefix
         title="gradserve",
@@ -60,7 +62,7 @@ def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
     @router.get("/openapi.json")
     @access(open=True)
     async def openapi(call: CurrentCall) -> Answer:
-        return json_answer(schema())
+        return Answer([text()], JSON)
 
     return router
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,6 +19,7 @@ from service.api.http.routing import access
 from service.api.telemetry.metrics import Metrics
 from service.api.telemetry.workers import Workers
 from service.codecs.json import MAX_ELEMENTS, MAX_MEMBERS
+from service.errors import NotReady
 from service.settings import Settings
 
 SETTINGS = (
@@ -60,6 +63,15 @@ def _described() -> type[BaseModel]:
     return model
 
 
+@contextmanager
+def _reading_files() -> Iterator[None]:
+    """Raise `NotReady` for an error of the system: it may have no file descriptor free just now."""
+    try:
+        yield
+    except OSError as error:
+        raise NotReady(f"The server cannot read its own files just now: {error.strerror}") from None
+
+
 def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     """Return the endpoints, which report these metrics and workers."""
     router = APIRouter(tags=["health"])
@@ -75,7 +87,8 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
         """503 while the server starts or stops, while a worker process that died is being replaced, or if the buffer
         store has failed."""
         store = call.store
-        workers.check()
+        with _reading_files():
+            workers.check()
         await call.look_up(1, store.generation)
         return json_answer({"ready": True})
 
@@ -97,6 +110,7 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
         """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""
         metrics.set("gradserve_waiting", call.engine.waiting)
         metrics.store = (*await call.look_up(1, call.store.size), call.settings.store_bytes)
-        return Answer([metrics.text()], CONTENT_TYPE_LATEST)
+        with _reading_files():
+            return Answer([metrics.text()], CONTENT_TYPE_LATEST)
 
     return router

@@ -22,6 +22,7 @@ from service.api import docs, health
 from service.api.app import Application
 from service.api.buffers import many, routes
 from service.api.http.connection import Connection
+from service.api.http.descriptors import raise_limit
 from service.api.operators import catalogue, open_inference, rest
 from service.api.operators.statistics import Statistics
 from service.api.telemetry import logs
@@ -100,6 +101,7 @@ SAME_SECONDS = 0.25
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT."""
+    raise_limit()
     config = server_config(settings)
     for number in ALSO_STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from service.engine import Engine
 from service.errors import Busy
@@ -24,10 +25,13 @@ class Reservation:
 class Admission:
     """Counts the bytes that requests in flight hold: together at most `max_bytes`.
 
-    A request alone may always hold as much as the other limits allow. Thread-safe.
+    A request alone may always hold as much as the other limits allow. `show` gets each new count. Thread-safe.
     """
 
-    def __init__(self, max_bytes: int, max_waiting: int, max_body_bytes: int) -> None:
+    def __init__(
+        self, max_bytes: int, max_waiting: int, max_body_bytes: int, show: Callable[[int], None] = lambda count: None
+    ) -> None:
+        self._show = show
         self._max_bytes, self._max_waiting, self._max_body_bytes = max_bytes, max_waiting, max_body_bytes
         self.bytes = 0
         """Bytes of all reservations."""
@@ -58,8 +62,15 @@ class Admission:
                     f" {self._max_bytes} (GRADSERVE_MAX_BYTES_IN_FLIGHT)",
                     limit=self._max_bytes,
                 )
-            self.bytes += size
-            reservation.bytes += size
+            self._add(reservation, size)
+
+    def hold(self, reservation: Reservation, size: int) -> None:
+        """Note that the request holds `size` bytes more: they are there already, so it is too late to refuse them."""
+        if size <= SMALL_BYTES:
+            return
+        with self._lock:
+            if not reservation.released:
+                self._add(reservation, size)
 
     def give_back(self, reservation: Reservation, size: int) -> None:
         """Undo `reserve` of `size` bytes."""
@@ -67,11 +78,16 @@ class Admission:
             return
         with self._lock:
             if not reservation.released:
-                self.bytes -= size
-                reservation.bytes -= size
+                self._add(reservation, -size)
 
     def release(self, reservation: Reservation) -> None:
         """Give back all bytes of a request that has ended."""
         with self._lock:
-            self.bytes -= reservation.bytes
             reservation.released = True
+            if reservation.bytes:
+                self._add(reservation, -reservation.bytes)
+
+    def _add(self, reservation: Reservation, size: int) -> None:
+        self.bytes += size
+        reservation.bytes += size
+        self._show(self.bytes)

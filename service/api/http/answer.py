@@ -30,13 +30,15 @@ class Answer(Response):
         self.fields: Mapping[str, str] = fields or {}
         """Headers besides Content-Type and Content-Length."""
         self.background = None
+        self.size = sum(map(len, pieces))
+        """Bytes of the body."""
 
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:  # type: ignore[override]
         """The headers as pairs of bytes."""
         headers = [] if self.media_type is None else [(b"content-type", self.media_type.encode())]
         if self.status_code not in (204, 304):
-            headers.append((b"content-length", b"%d" % sum(map(len, self.pieces))))
+            headers.append((b"content-length", b"%d" % self.size))
         return headers + [(name.encode(), value.encode("latin-1")) for name, value in self.fields.items()]
 
     def coded(self, coding: str | None) -> Answer:
@@ -56,7 +58,7 @@ class Answer(Response):
             headers.append((b"x-request-id", call.request_id.encode()))
         if call.exchange is None:
             await _send(call.send, self.status_code, headers, () if call.method == "HEAD" else self.pieces)
-            call.sent = sum(map(len, self.pieces))
+            call.sent = self.size
         else:
             await call.exchange.answer(self.status_code, headers, self.pieces)
             call.sent = call.exchange.written

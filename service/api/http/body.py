@@ -11,8 +11,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from service.api.http.admission import SMALL_BYTES
+from service.api.http.endings import MIN_BYTES_PER_SECOND, is_slow
 from service.api.http.exchange import Exchange
-from service.api.http.receiver import MIN_BYTES_PER_SECOND
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 Headers: TypeAlias = Mapping[bytes, bytes]
@@ -91,7 +91,7 @@ async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], 
             if reserve is not None and len(body) - reserved > SMALL_BYTES:
                 reserve(len(body) - reserved)
                 reserved = len(body)
-            if more and len(body) + SMALL_BYTES >= MIN_BYTES_PER_SECOND * (clock() - began - patience):
+            if more and not is_slow(len(body) + SMALL_BYTES, clock() - began, patience):
                 timeout.reschedule(clock() + patience)
     return memoryview(body)
 

@@ -241,7 +241,8 @@ class Call:
 
     async def wait_for(self, seconds: float, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY) -> R:
         """Return the result of `attempt`, repeated while it waits for other requests, as `Waiting.until` does."""
-        return await self.waiting.until(self.caller.namespace, self.receive, seconds, attempt, match)
+        receive = self.receive if self.exchange is None else self.exchange.receive_while_open
+        return await self.waiting.until(self.caller.namespace, receive, seconds, attempt, match)
 
     def identify(self) -> str:
         """Return the request's id: its X-Request-ID if the log can hold it, else a new id."""

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import Message, Scope
 
 from service.api.http.answer_head import head_of
+from service.api.http.descriptors import close_longest_idle, max_connections
 from service.api.http.endings import ServerState, Wire
 from service.api.http.exchange import CLOSES, EXCHANGE, Exchange
 from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
@@ -53,10 +54,25 @@ class Connection(Wire):
             "client": _address(transport.get_extra_info("peername")),
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
         }
+        connections = self.server_state.connections
+        if len(connections) > max_connections():
+            connections.difference_update(close_longest_idle(connections))
 
     def data_received(self, data: bytes) -> None:
         self._incoming.add(data)
         self._advance()
+
+    def eof_received(self) -> bool:
+        """Keep the connection while a complete request runs: the client may have closed only its own direction.
+
+        TLS cannot close one direction.
+        """
+        exchange = self._exchange
+        if exchange is None or exchange.more_body or not self.transport.can_write_eof():
+            return False
+        self.client_ended = True
+        exchange.wake()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -86,7 +102,10 @@ class Connection(Wire):
                     break
         except MalformedBody as error:
             self._refuse(error.detail)
-        self._balance()
+        if self.client_ended and (self._exchange is None or self._exchange.more_body):
+            self.end(at_once=True)  # what is incomplete stays so
+        else:
+            self._balance()
 
     def _balance(self) -> None:
         """Stop reading if too many bytes wait, else read on."""
@@ -100,7 +119,7 @@ class Connection(Wire):
         self._reader = self._reader or HeadReader()
         head = self._reader.take(self._incoming)
         if head is not None:
-            self._reader, self.due = None, math.inf
+            self._reader, self.due, self.has_asked = None, math.inf, True
             self._start(head)
 
     def _take_body(self, exchange: Exchange) -> None:
@@ -143,11 +162,13 @@ class Connection(Wire):
         except (Exception, asyncio.CancelledError) as error:
             logger.error("The application failed", exc_info=error)
         else:
-            if not (exchange.is_complete or exchange.is_lost):
+            if not (exchange.is_complete or exchange.is_lost or self.client_ended):
                 logger.error("The application gave no whole answer")
-        if exchange.is_started and not exchange.is_complete:
+        if exchange.is_complete:
+            return
+        if exchange.is_started or self.client_ended:  # a wait is given up once its client sends no more
             self.end(at_once=True)
-        elif not exchange.is_started:
+        else:
             await exchange.answer(500, [CLOSES, (b"content-length", b"0")], ())
 
     def _progressed(self) -> None:

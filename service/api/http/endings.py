@@ -10,6 +10,14 @@ import math
 from contextlib import suppress
 from typing import Any, ClassVar, Protocol, cast
 
+MIN_BYTES_PER_SECOND = 1 << 14
+"""The lowest average rate of a body or an answer that takes long: a slower client holds memory too long."""
+
+
+def is_slow(count: int, seconds: float, patience: float) -> bool:
+    """Return whether `count` bytes in `seconds` are less than `MIN_BYTES_PER_SECOND`, after `patience` seconds."""
+    return count < MIN_BYTES_PER_SECOND * (seconds - patience)
+
 
 class ServerState(Protocol):
     """The state that uvicorn's server shares with its connections."""
@@ -33,12 +41,18 @@ class Wire(asyncio.Protocol):
         self.due = loop.time() + idle_seconds
         """The loop's time when the connection closes unless a whole head has come."""
         self.is_paused = self.is_ending = False
+        self.has_asked = False
+        """Whether the head of a request has come."""
+        self.client_ended = False
+        """Whether the client has closed its direction. It sends no more, but may still read."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._unsent = 0  # the size of the write buffer at the last check
+        self._filled_at, self._filled = 0.0, 0  # when the client fell behind, and the size of the write buffer then
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(1)  # so `drain` waits until all bytes have left the process
         self.server_state.connections.add(self)
         self._timer = self.loop.call_at(self.due, self._check_progress)
 
@@ -48,9 +62,10 @@ class Wire(asyncio.Protocol):
         self._writable.set()
 
     def _check_progress(self) -> None:
-        """Close an idle connection; abort a connection whose client has stopped reading its answer."""
+        """Close an idle connection; abort a connection whose client reads nothing of its answer, or too slowly."""
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
-        if unsent and unsent == self._unsent:
+        slow = is_slow(self._filled - unsent, now - self._filled_at, self.idle_seconds)
+        if not self._writable.is_set() and (slow or unsent == self._unsent):
             self.transport.abort()
         elif now >= self.due:
             self.end(at_once=True)
@@ -58,6 +73,7 @@ class Wire(asyncio.Protocol):
         self._timer = self.loop.call_at(min(self.due, later) if now < self.due else later, self._check_progress)
 
     def pause_writing(self) -> None:
+        self._filled_at, self._filled = self.loop.time(), self.transport.get_write_buffer_size()
         self._writable.clear()
 
     def resume_writing(self) -> None:
@@ -65,7 +81,7 @@ class Wire(asyncio.Protocol):
         self._writable.set()
 
     async def drain(self) -> None:
-        """Wait while the write buffer is over its limit."""
+        """Wait until the write buffer is empty, or the connection lost."""
         if not self._writable.is_set():
             await self._writable.wait()
 
@@ -90,7 +106,7 @@ class Wire(asyncio.Protocol):
             return
         self.is_ending, self.due = True, math.inf
         self.give_way_to(Ending(self))
-        if at_once or not self.transport.can_write_eof():
+        if at_once or self.client_ended or not self.transport.can_write_eof():
             self.transport.close()
         else:
             with suppress(OSError):  # the client has closed it

@@ -7,13 +7,13 @@ the memory of its tensors, and an answer leaves in one write.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from starlette.types import Message
 
 from service.api.http.answer_head import head_of
-from service.api.http.endings import Wire
+from service.api.http.endings import Wire, is_slow
 from service.api.http.framing import Head
 from service.api.http.receiver import Receiver
 from service.api.http.sockets import plain_socket, receive_now
@@ -31,10 +31,13 @@ TURN_BYTES = 1 << 19
 """The size of a part of a large answer: after each, other connections have their turn."""
 
 PAUSE_SECONDS = 0.003
-"""The pause of a large answer after each part, while others are answered: small requests keep their pace."""
+"""The pause of a large answer after each `TURN_BYTES`, while others are answered: small requests keep their pace."""
 
 BUSY_SECONDS = 0.02
 """How long a large answer makes such pauses after another request was answered: more of them are likely to come."""
+
+TLS_TURN_BYTES = 1 << 17
+"""The same with TLS, for each answer that is not joined: of one write, its transport holds any number of bytes."""
 
 CLOSES = (b"Connection", b"close")
 
@@ -68,10 +71,14 @@ class Exchange:
         self.more_body = more
         self._arrival.set()
 
+    def wake(self) -> None:
+        """Wake the application that receives: the client has left, or sends no more."""
+        self._arrival.set()
+
     def lose(self) -> None:
         """Note that the client has left."""
         self.is_lost, self._expects = True, False
-        self._arrival.set()
+        self.wake()
         if self._receiver is not None:
             self._receiver.settle(False)
 
@@ -98,6 +105,14 @@ class Exchange:
         if self.is_lost or self.is_complete:
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": self._take_body(), "more_body": self.more_body}
+
+    async def receive_while_open(self) -> Message:
+        """Return what `receive` does, and `http.disconnect` already once the client has closed its direction."""
+        if not self._wire.client_ended:
+            message = await self.receive()
+            if not self._wire.client_ended:
+                return message
+        return {"type": "http.disconnect"}
 
     def _take_body(self) -> bytearray:
         body, self.body = self.body, bytearray()
@@ -143,10 +158,10 @@ class Exchange:
     # ----- the answer -----
 
     async def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], pieces: Pieces) -> None:
-        """Send the whole answer in one write. During a large answer other connections have their turn.
+        """Send the whole answer. If it is not joined, wait until all of it has left the process.
 
-        `headers` have a Content-Length. The connection ends after the answer if a header says so, or if the request's
-        body is incomplete: its rest may never come.
+        During a large answer other connections have their turn. `headers` have a Content-Length. The connection ends
+        after the answer if a header says so, or if the request's body is incomplete: its rest may never come.
         """
         await self._wire.drain()
         if self.is_lost:
@@ -159,28 +174,48 @@ class Exchange:
         self.written = size = 0 if self._is_head else sum(map(len, pieces))
         if size <= MAX_JOINED_BYTES:
             self._wire.transport.write(b"".join((head, head_end, *(pieces if size else ()))))
-        elif size <= LARGE_BYTES:
-            self._wire.transport.writelines([head, head_end, *pieces])
         else:
-            self._wire.transport.writelines([head, head_end])
-            await self._write_by_turns(pieces)
+            is_whole = size <= LARGE_BYTES and self._wire.transport.can_write_eof()
+            self._wire.transport.writelines([head, head_end, *(pieces if is_whole else ())])
+            if not is_whole:
+                await self._write_by_turns(pieces)
+            await self._wire.drain()
         if not self.is_lost:
             self.is_complete = True
             self._arrival.set()
             self._progressed()
 
     async def _write_by_turns(self, pieces: Pieces) -> None:
-        """Write the pieces in parts, as fast as the client reads, with pauses while others are answered."""
-        state, time, busy_until = self._wire.server_state, self._wire.loop.time, 0.0
-        self.written, answered = 0, state.total_requests
-        for piece in pieces:
-            for start in range(0, len(piece), TURN_BYTES):
-                if state.total_requests != answered:
-                    answered, busy_until = state.total_requests, time() + BUSY_SECONDS
-                await asyncio.sleep(PAUSE_SECONDS if time() < busy_until else 0)
-                await self._wire.drain()
-                if self.is_lost:
-                    return
-                part = piece[start : start + TURN_BYTES]
-                self._wire.transport.write(part)
-                self.written += len(part)
+        """Write the pieces in parts, as fast as the client reads; abort if that is too slow.
+
+        While others are answered, there is a pause after each part.
+        """
+        wire, time, state = self._wire, self._wire.loop.time, self._wire.server_state
+        most = TURN_BYTES if wire.transport.can_write_eof() else TLS_TURN_BYTES
+        began, busy_until, answered, self.written = time(), 0.0, state.total_requests, 0
+        for part in _parts(pieces, most):
+            if state.total_requests != answered:
+                answered, busy_until = state.total_requests, time() + BUSY_SECONDS
+            await asyncio.sleep(PAUSE_SECONDS * most / TURN_BYTES if time() < busy_until else 0)
+            await wire.drain()
+            if is_slow(self.written, time() - began, wire.idle_seconds):
+                wire.transport.abort()
+                self.lose()
+            if self.is_lost:
+                return
+            wire.transport.writelines(part)
+            self.written += sum(map(len, part))
+
+
+def _parts(pieces: Pieces, most: int) -> Iterator[list[bytes | memoryview]]:
+    """Yield the pieces in parts of up to `most` bytes."""
+    part, room = list[bytes | memoryview](), most
+    for piece in pieces:
+        for start in range(0, len(piece), most):
+            cut = piece if len(piece) <= most else memoryview(piece)[start : start + most]
+            if len(cut) > room:
+                yield part
+                part, room = [], most
+            part.append(cut)
+            room -= len(cut)
+    yield part

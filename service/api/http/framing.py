@@ -7,15 +7,21 @@ chunks here; the bytes of a body with a Content-Length are counted.
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
+
 import httptools
 
-from service.errors import MalformedBody
+from service.errors import MalformedBody, shown
 
 BLANK_LINE = b"\r\n\r\n"
 """The end of each head and of each chunked body: the parser accepts no other line break."""
 
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a head, or of the trailers behind a chunked body. deploy/nginx.conf has the same limit."""
+
+_is_host = lru_cache(64)(re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?").fullmatch)
+"""The value of Host: a name, an address, or nothing, and a port (RFC 3986, 3.2.2)."""
 
 
 class Incoming:
@@ -63,11 +69,12 @@ class Head:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        """Add a header without the white space behind its value. The parser refuses all but blanks and tabs."""
+        self.headers.append((name.lower(), value.strip()))
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
-        self.names = {name for name, _ in self.headers}
+        self.last = dict(self.headers)  # the last value of each header
 
     def on_message_begin(self) -> None:
         if self.is_complete:
@@ -82,7 +89,18 @@ class Head:
 
     def has(self, name: bytes, word: bytes) -> bool:
         """Return whether a header of this name has the word; both are in lower case."""
-        return name in self.names and any(word in value.lower() for value in self.values(name))
+        return name in self.last and any(word in value.lower() for value in self.values(name))
+
+    def check_host(self) -> None:
+        """Raise `MalformedBody` unless the head has one valid Host, or none in HTTP/1.0 (RFC 9112, 3.2)."""
+        if len(self.last) == len(self.headers) and _is_host(self.last.get(b"host", b"?")):
+            return
+        hosts = self.values(b"host")
+        if len(hosts) > 1 or (hosts and not _is_host(hosts[0])):
+            given = " and ".join(shown(host.decode("latin-1")) for host in hosts[:2])
+            raise MalformedBody(f"Host is {given}, but must be one name or address, and perhaps a port")
+        if not hosts and self.version == "1.1":
+            raise MalformedBody("The request has no Host header, but HTTP/1.1 needs one")
 
 
 class HeadReader:
@@ -102,6 +120,7 @@ class HeadReader:
         if not head.is_complete:
             return None
         head.method, head.version = parser.get_method().decode("ascii"), parser.get_http_version()
+        head.check_host()
         head.keeps_alive = head.version == "1.1" and not upgraded and not head.has(b"connection", b"close")
         return head
 
@@ -168,9 +187,9 @@ class _Chunks:
 
 def body_of(head: Head) -> SizedBody | ChunkedBody:
     """Return the parser of the body behind this head. Raises `MalformedBody` for a transfer coding without an end."""
-    if b"transfer-encoding" in head.names:
+    if b"transfer-encoding" in head.last:
         return ChunkedBody(head.values(b"transfer-encoding"))
-    return SizedBody(int(head.values(b"content-length")[0]) if b"content-length" in head.names else 0)
+    return SizedBody(int(head.last.get(b"content-length", 0)))  # the parser refuses a second length
 
 
 def split(url: bytes) -> tuple[bytes, bytes]:

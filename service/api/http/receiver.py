@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from service.api.http.endings import StandIn, Wire
+from service.api.http.endings import StandIn, Wire, is_slow
 from service.api.http.sockets import receive_now
 
 FAST_BYTES = 1 << 17
 """After a read of this size more bytes are usually on their way, so the receiver polls the socket at once."""
-
-MIN_BYTES_PER_SECOND = 1 << 14
-"""The lowest average rate of a body that takes longer than its `patience`: a slower client holds memory too long."""
 
 
 class Receiver(StandIn, asyncio.BufferedProtocol):
@@ -41,8 +38,8 @@ class Receiver(StandIn, asyncio.BufferedProtocol):
 
     def _check_progress(self) -> None:
         now, received = self.owner.loop.time(), self._size - len(self._rest)
-        required = MIN_BYTES_PER_SECOND * (now - self._start - self._patience)
-        if now < self._last + self._patience and received >= required:
+        slow = is_slow(received, now - self._start, self._patience)
+        if now < self._last + self._patience and not slow:
             self._wait()
         elif not self.done.done():
             self.done.set_exception(TimeoutError())

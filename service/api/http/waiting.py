@@ -82,15 +82,11 @@ class Waiting:
         """Return the result of `attempt`. While it raises `EpochOpen` or `TooFewGradients`, wait and call it again.
 
         A wait ends when the attempt may succeed, or when the buffer's tag is not in `match` any more. After `seconds`
-        the last attempt follows. The body must have been read. Raises `ClientDisconnect` if the client leaves.
+        the last attempt follows. The body must have been read. Raises `ClientDisconnect` if the client leaves during a
+        wait; an attempt goes on.
         """
         if seconds <= 0:
             return await attempt()
-        return await while_connected(receive, self._attempts(namespace, seconds, attempt, match))
-
-    async def _attempts(
-        self, namespace: str, seconds: float, attempt: Callable[[], Awaitable[R]], match: frozenset[str]
-    ) -> R:
         end = asyncio.get_running_loop().time() + seconds
         while True:
             try:
@@ -98,7 +94,7 @@ class Waiting:
             except (EpochOpen, TooFewGradients) as error:
                 context: dict[str, Any] = error.context
             key = _Key(namespace, context["buffer"], context.get("min_count"), match)
-            if not await self._change(key, context["epoch"], end):
+            if not await while_connected(receive, self._change(key, context["epoch"], end)):
                 return await attempt()  # it raises what is missing; a buffer can also expire without a change
 
     async def _change(self, key: _Key, epoch: int, end: float) -> bool:

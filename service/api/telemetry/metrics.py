@@ -76,7 +76,7 @@ FAMILIES = (
     Family("histogram", "gradserve_commit_requests", "Requests in each commit of the store.", {}, SIZES),
     Family("histogram", "gradserve_commit_seconds", "Seconds of each commit of the store.", {}, SECONDS),
     Family("gauge", "gradserve_in_flight", "Requests without an answer yet."),
-    Family("gauge", "gradserve_in_flight_bytes", "Bytes that large requests in flight hold."),
+    Family("gauge", "gradserve_in_flight_bytes", "Bytes that large requests hold, until the client has the answer."),
     Family("gauge", "gradserve_waiting", "Requests that wait for a thread."),
 )
 

@@ -90,8 +90,8 @@ UNREADABLE = {
         b"GET /v1/ops?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 65536),
         "The head of the request has more than 65536 bytes, the limit",
     ),
-    "lengths": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "Content-Length"),
-    "a chunk": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "chunk size"),
+    "lengths": (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "Content-Length"),
+    "a chunk": (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "chunk size"),
 }
 
 

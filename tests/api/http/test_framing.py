@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from service.api.http.framing import BLANK_LINE, Head, HeadReader, Incoming, body_of
 from service.errors import MalformedBody
 
-SIZED = b"POST /a?b HTTP/1.1\r\nContent-Length: 8\r\n\r\n1\r\n\r\n234"
-CHUNKED = b"POST /a?b HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5;x=y\r\n1\r\n\r\n\r\n3\r\n234\r\n0\r\nA: b\r\n\r\n"
+SIZED = b"POST /a?b HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\n1\r\n\r\n234"
+CHUNKED = b"POST /a?b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED += b"5;x=y\r\n1\r\n\r\n\r\n3\r\n234\r\n0\r\nA: b\r\n\r\n"
 OFFER = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
 
 

@@ -33,8 +33,8 @@ def url() -> Iterator[str]:
         yield url
 
 
-SHORT = b"GET /v2/health/live HTTP/1.1\r\n\r\n"
-WAIT = b"GET /v1/buffers/open/value?epoch=0&timeout=%d HTTP/1.1\r\n\r\n"
+SHORT = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+WAIT = b"GET /v1/buffers/open/value?epoch=0&timeout=%d HTTP/1.1\r\nHost: x\r\n\r\n"
 MORE = 10 << 20
 """Bytes that the process may grow by."""
 
@@ -58,7 +58,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-LONG = b"GET /v2/health/live HTTP/1.1\r\nX-Long: %b\r\n\r\n" % (b"x" * 3000)
+LONG = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nX-Long: %b\r\n\r\n" % (b"x" * 3000)
 
 
 @pytest.mark.parametrize(("more", "times"), [(SHORT * 60, 100), (LONG * 9, 400)])
@@ -77,7 +77,9 @@ def test_pipelined_requests_take_little_memory(server: Server, more: bytes, time
     assert after - before < MORE
 
 
-@pytest.mark.parametrize("sent", [WAIT % 300 + SHORT * 10_000, b"GET /v1/buffers?limit=1 HTTP/1.1\r\n\r\n" * 10_000])
+@pytest.mark.parametrize(
+    "sent", [WAIT % 300 + SHORT * 10_000, b"GET /v1/buffers?limit=1 HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000]
+)
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_client_that_never_stops_sending_takes_little_memory(server: Server, sent: bytes, reads: bool) -> None:
     before, end = resident_bytes(server), time.monotonic() + 1

@@ -1,0 +1,136 @@
+"""File descriptors: more clients than the process may have never keep out a probe."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.api.http.descriptors import max_connections, raise_limit
+from service.api.telemetry.metrics import Metrics
+from service.api.telemetry.workers import Workers
+from tests.api.http.test_connection import LIVE, POLL
+from tests.api.test_body import Connection
+from tests.faults.servers import Server
+from tests.serving import assert_problem, in_flight, serving, wait_until
+
+SOFT, HARD = 128, 256
+"""Limits of the descriptors of these servers, which leave room for 192 connections."""
+
+PROBES = ("/v2/health/live", "/v2/health/ready", "/metrics", "/v1/limits")
+
+
+class Limited(Server):
+    """A server that begins with the soft limit SOFT, under the hard limit HARD."""
+
+    def __init__(self, store: Path, **settings: object) -> None:
+        super().__init__(store, **settings)  # type: ignore[arg-type]
+        self._command = ["bash", "-c", f'ulimit -Sn {SOFT}; ulimit -Hn {HARD}; exec "$@"', "bash", *self._command]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Limited(tmp_path_factory.mktemp("limited") / "store", workers=request.param) as server:
+        httpx.put(f"{server.url}/v1/buffers/open", json={"shape": [2]}).raise_for_status()
+        yield server
+
+
+@contextmanager
+def clients(url: str, count: int) -> Iterator[list[Connection]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Connection(url)) for _ in range(count)]
+
+
+def assert_serves(url: str) -> None:
+    for _ in range(10):
+        for path in PROBES:
+            assert httpx.get(url + path, timeout=10).status_code == 200
+
+
+def is_open(connection: Connection) -> bool:
+    connection.socket.setblocking(False)
+    try:
+        return connection.socket.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
+def test_the_soft_limit_is_raised_to_the_hard_limit(server: Server) -> None:
+    for pid in (server.process.pid, *server.workers()):
+        lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith("Max open files"))
+        assert line.split()[3:5] == [str(HARD)] * 2
+
+
+def test_idle_connections_keep_nobody_out(server: Server) -> None:
+    """The connections come at once, so that even those that one look at the sockets finds are too many."""
+    with clients(server.url, 5) as asked:
+        for connection in asked:
+            connection.send(LIVE)
+            assert connection.answer().status == 200
+        with clients(server.url, 10 * HARD) as idle:
+            assert_serves(server.url)
+            assert not any(map(is_open, idle[: 2 * HARD]))
+            assert any(map(is_open, idle[-HARD:]))
+        for connection in asked:
+            connection.send(LIVE)
+            assert connection.answer().status == 200
+    assert_serves(server.url)
+
+
+def test_idle_connections_that_have_asked_keep_nobody_out(server: Server) -> None:
+    """They are closed after those that never asked. A request that waits is not idle."""
+    with ExitStack() as stack:
+        waiting = stack.enter_context(Connection(server.url))
+        waiting.send(POLL)
+        wait_until(lambda: in_flight(server.url) == 1)
+        asked = stack.enter_context(clients(server.url, 2 * HARD))
+        for connection in asked:
+            try:
+                connection.send(LIVE)
+            except ConnectionError:
+                continue  # closed, before it could ask
+        assert_serves(server.url)
+        assert is_open(waiting)
+    assert_serves(server.url)
+
+
+@pytest.mark.parametrize(("path", "part", "name"), [(PROBES[1], Workers, "check"), (PROBES[2], Metrics, "text")])
+def test_a_probe_without_a_free_descriptor_is_503(
+    path: str, part: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "secret")
+
+    monkeypatch.setattr(part, name, fail)
+    with serving() as url:
+        answer = httpx.get(url + path)
+        if path.startswith("/v2"):
+            assert (answer.status_code, "Too many open files" in answer.json()["error"]) == (503, True)
+        else:
+            assert_problem(answer, 503, "not_ready", "Too many open files")
+        assert (answer.headers["retry-after"], "secret" in answer.text) == ("1", False)
+
+
+def test_a_limit_that_the_system_refuses_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hard limit of macOS is infinite, although its kernel refuses large numbers."""
+    limits = [(256, resource.RLIM_INFINITY)]
+
+    def setrlimit(_: int, wanted: tuple[int, int]) -> None:
+        if wanted[0] > 20_000:
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(wanted)
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    raise_limit()
+    assert limits[-1] == (1 << 14, resource.RLIM_INFINITY)
+    assert max_connections() == (1 << 14) * 7 // 8
