@@ -181,8 +181,11 @@ def test_bfloat16_travels_in_bytes_only(call: Call) -> None:
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
 def test_nonfinite_numbers_are_answered_in_json(call: Call, binary: bool) -> None:
     dY, X = np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324]), np.ones(5)
-    result = call("infer", "ReluGrad", inputs({"dY": dY, "X": X}, binary), outputs=outputs(["dX"], binary=False))
-    assert_same(arrays(result), {"dX": dY})
+    for request_id in ("1", 'é "NaN\\'):
+        asked = outputs(["dX"], binary=False)
+        result = call("infer", "ReluGrad", inputs({"dY": dY, "X": X}, binary), outputs=asked, request_id=request_id)
+        assert_same(arrays(result), {"dX": dY})
+        assert result.get_response()["id"] == request_id
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])

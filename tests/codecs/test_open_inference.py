@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.codecs import open_inference as codec
-from service.codecs._inference_head import SMALL_JSON_BYTES
+from service.codecs._inference_head import MAX_QUOTATION_MARKS, SMALL_JSON_BYTES
 from service.codecs.open_inference import InferenceRequest
 from service.dtypes import BFLOAT16, DTYPES, OPEN_INFERENCE, Array
 from service.errors import (
@@ -255,7 +255,7 @@ def test_numbers_that_are_not_finite_may_be_bare_words_as_tritonclient_writes_th
     text = json.dumps({"inputs": inputs, "id": "-Infinity, NaN"})
     got = decode(text.replace('"data": [1]', '"data": [-Infinity]').encode() + padding)
     assert (got.id, got.tensors["Infinity NaN"].tolist()) == ("-Infinity, NaN", [-math.inf])
-    for bad in (b"[-NaN]", b"[NaNNaN]", b"[+Infinity]", b"[nan]", b"[1NaN]", b"[NaN"):
+    for bad in (b"[-NaN]", b'[NaN, \\"]', b"[NaNNaN]", b"[+Infinity]", b"[nan]", b"[1NaN]", b"[NaN"):
         with pytest.raises(MalformedBody, match="not JSON"):
             read(bad, padding=padding)
 
@@ -317,6 +317,29 @@ def test_integers_and_halves_are_exact(padding: bytes) -> None:
     assert read([1.0, 2], "INT64", [2], padding).tolist() == [1, 2]
     assert read([65519.9, 6e-8], "FP16", [2], padding).tolist() == [65504.0, 2**-24]
     assert read([True, False], "BOOL", [2], padding).tolist() == [True, False]
+
+
+ESCAPED = ["é", "NaN\u00e9 NaN", "\\", '"', '\\"', '"NaN, "\\', 'NaN\\\\"-Infinity\\\\\\', "\n, NaN"]
+"""Strings that JSON writes with backslashes."""
+
+
+@EITHER_READER
+@pytest.mark.parametrize("text", ESCAPED)
+def test_bare_words_may_stand_beside_strings_with_escapes(text: str, padding: bytes) -> None:
+    head = {"id": text, "parameters": {text: text}, "inputs": [one(shape=[2, 2], data=[[1, 2], [3, 4]])]}
+    bare = json.dumps(head).replace("[[1, 2], [3, 4]]", "[[NaN, Infinity], [-Infinity, 4]]")
+    request = decode(bare.encode() + padding)
+    assert (request.id, request.parameters) == (text, {text: text})
+    assert list(map(str, request.tensors["a"].ravel().tolist())) == ["nan", "inf", "-inf", "4.0"]
+    before_bytes = json.dumps({**head, "inputs": [one(**size(4))]}).replace(json.dumps(text) + "}", "NaN}")
+    assert decode(before_bytes.encode() + padding, F).parameters == {text: "NaN"}
+
+
+def test_bare_words_beside_too_many_strings_are_refused() -> None:
+    strings = MAX_QUOTATION_MARKS // 2
+    assert np.isnan(read([*["NaN"] * strings, 1], "FP32", [strings + 1])[:-1]).all()
+    with pytest.raises(MalformedBody, match="not JSON"):
+        read(b"[" + b'"NaN",' * strings + b"NaN]", "FP32", [strings + 1])
 
 
 # ----- mistakes -----
