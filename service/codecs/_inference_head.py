@@ -55,7 +55,7 @@ class RequestHead(NamedTuple):
 def read_head(text: memoryview | bytes) -> RequestHead:
     """Read the JSON of a request. Raises `MalformedBody`, `InvalidTensor` and `InvalidParameter`."""
     document = _read(text)
-    parameters = dict(as_object(document.get("parameters", {}), "parameters"))
+    parameters = dict(_parameters_of(document, "parameters"))
     identity = document.get("id")
     if identity is not None and not isinstance(identity, str):
         raise MalformedBody(f"id is {shown(identity)}, but must be a string")
@@ -123,17 +123,17 @@ def _read_input(entry: Mapping[str, Any]) -> InputHead:
     if dtype is None:
         raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
     shape = check_shape(name, entry.get("shape"))
-    parameters = entry.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise MalformedBody(f"{name}.parameters is {shown(parameters)}, but must be an object")
-    size = parameters.get("binary_data_size")
-    if size is None and _SHARED_MEMORY in parameters:
+    parameters = _parameters_of(entry, f"{name}.parameters")
+    size, data = parameters.get("binary_data_size"), entry.get("data")
+    if size is None and parameters.get(_SHARED_MEMORY) is not None:
         raise InvalidTensor(f"{name} is in shared memory, which this server does not read; send its bytes", tensor=name)
-    if (size is None) is ("data" not in entry):
+    if size is None and data is None and 0 in shape:
+        size = 0
+    if (size is None) is (data is None):
         raise InvalidTensor(f"{name} must have either data or the parameter binary_data_size", tensor=name)
     if size is not None and (type(size) is not int or size < 0):
         raise InvalidTensor(f"{name}.binary_data_size is {shown(size)}, but must be a number of bytes", tensor=name)
-    return InputHead(name, dtype, shape, size, entry.get("data"))
+    return InputHead(name, dtype, shape, size, data)
 
 
 def _read_outputs(entries: list[dict[str, Any]], binary: bool) -> dict[str, bool]:
@@ -148,12 +148,18 @@ def _read_outputs(entries: list[dict[str, Any]], binary: bool) -> dict[str, bool
 
 def _read_output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool]:
     name = _name_of(entry, "outputs")
-    parameters = as_object(entry.get("parameters", {}), "an output's parameters")
-    for unknown in parameters.keys() - {"binary_data"}:
+    parameters = _parameters_of(entry, "an output's parameters")
+    for unknown in parameters.keys() - {"binary_data", "content_type"}:  # MLServer decodes by content_type
         raise InvalidParameter(
             f"{name} has the parameter {shown(unknown)}, but outputs only have binary_data", parameter=unknown
         )
     return name, _as_boolean(parameters.get("binary_data", binary), "binary_data")
+
+
+def _parameters_of(entry: Mapping[str, Any], title: str) -> dict[str, Any]:
+    """Return the parameters of a request, an input or an output. Null is absence."""
+    parameters = entry.get("parameters")
+    return {} if parameters is None else as_object(parameters, title)
 
 
 def _as_objects(value: Any, title: str) -> list[dict[str, Any]]:

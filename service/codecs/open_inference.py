@@ -105,8 +105,8 @@ class _Inputs:
     """Reads the inputs in their order. An input in bytes begins where the previous one ends."""
 
     def __init__(self, text: memoryview, data: memoryview | None, limits: Limits) -> None:
-        self._text, self._data, self._limits = text, data, limits
-        self._end, self._lists = 0, ListReader()
+        self._text, self._data, self._limits = text, data or memoryview(b""), limits
+        self._has_length, self._end, self._lists = data is not None, 0, ListReader()
 
     def read(self, head: RequestHead) -> dict[str, Array]:
         self._limits.check_count(len(head.inputs))
@@ -119,13 +119,13 @@ class _Inputs:
                 tensors[name] = self._from_list(name, data, dtype, shape)
             else:
                 tensors[name] = self._from_bytes(name, size, dtype, shape)
-        if self._data is not None and self._end != len(self._data):
+        if self._end != len(self._data):
             raise MalformedBody(f"{len(self._data)} bytes follow the JSON, but the inputs take {self._end}")
         self._lists.finish(self._text, lambda: count_lists(head.document))
         return tensors
 
     def _from_bytes(self, name: str, size: int, dtype: DType, shape: Sequence[int]) -> Array:
-        if self._data is None:
+        if size and not self._has_length:
             raise InvalidTensor(
                 f"{name} has a binary_data_size, but the header Inference-Header-Content-Length is missing", tensor=name
             )

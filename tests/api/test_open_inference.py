@@ -201,6 +201,28 @@ def test_an_answer_is_compressed_if_the_client_accepts_one_coding(
     assert [one["name"] for one in json.loads(plain)["outputs"]] == ["updated", "accumulated_gradient"]
 
 
+def test_a_request_may_be_written_for_mlserver(client: httpx.Client) -> None:
+    """With null for what is absent, and with the content type that MLServer decodes tensors by."""
+    numpy = {"content_type": "np"}
+    request = {
+        "id": None,
+        "parameters": numpy,
+        "inputs": [{**listed("dY", [1, 2]), "parameters": numpy}, {**listed("X", [1, 0]), "parameters": None}],
+        "outputs": [{"name": "dX", "parameters": numpy}],
+    }
+    expected = [listed("dX", [1.0, 0.0])]
+    assert client.post(RELU, json=request).json()["outputs"] == expected
+    for outputs in (None, [{"name": "dX", "parameters": None}]):
+        assert client.post(RELU, json={**request, "parameters": None, "outputs": outputs}).json()["outputs"] == expected
+
+
+def test_empty_tensors_need_no_data(client: httpx.Client) -> None:
+    inputs = [{"name": name, "datatype": "BF16", "shape": [2, 0]} for name in ("dY", "X")]
+    answer = client.post(RELU, json={"inputs": inputs, "parameters": {"binary_data_output": True}})
+    parameters = {"binary_data_size": 0}
+    assert parts(answer)[0]["outputs"] == [{**inputs[0], "name": "dX", "parameters": parameters}]
+
+
 # ----- raw bodies -----
 
 

@@ -87,15 +87,17 @@ def test_the_client_reads_the_servers_health_and_metadata(call: Call) -> None:
     assert call("is_server_ready") is True
     metadata = call("get_server_metadata")
     assert metadata["name"] == "gradserve"
-    assert {"binary_tensor_data", "statistics", "model_repository", "model_configuration"} <= set(
-        metadata["extensions"]
-    )
+    assert metadata["extensions"] == ["binary_tensor_data", "model_configuration", "statistics"]
 
 
 def test_the_client_reads_the_model_repository(call: Call) -> None:
     index = call("get_model_repository_index")
     assert [one["name"] for one in index] == list(OPERATORS)
     assert {(one["version"], one["state"]) for one in index} == {("1", "READY")}
+    for method in ("load_model", "unload_model"):  # the extension model_repository, which is not named
+        status, message = refused(call, method, "ReluGrad")
+        assert status == "404"
+        assert "/v2/repository/models/ReluGrad" in message
 
 
 @EVERY

@@ -19,7 +19,8 @@ from service.kernels import OPERATORS, Operator, Tensor
 VERSION = "1"
 """The only version of every model."""
 
-EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics"]
+"""Not `model_repository`, which promises that clients can load and unload models. The index is there all the same."""
 
 
 def find_model(call: Call, name: str) -> Operator:

@@ -28,8 +28,8 @@ router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
 HEADER_LENGTH = b"inference-header-content-length"
 
-_IGNORED = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"})
-"""Parameters of Triton's scheduler, which clients may set for any model."""
+_IGNORED = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "content_type"})
+"""Parameters of Triton's scheduler and of MLServer, which clients may set for any model."""
 
 
 class Reply(NamedTuple):
