@@ -52,9 +52,16 @@ class RequestHead(NamedTuple):
     binary: bool
 
 
-def read_head(text: memoryview | bytes) -> RequestHead:
-    """Read the JSON of a request. Raises `MalformedBody`, `InvalidTensor` and `InvalidParameter`."""
-    document = _read(text)
+def read_head(text: memoryview | bytes, has_length: bool) -> RequestHead:
+    """Read the JSON of a request. `has_length` says whether a header has told where it ends.
+
+    Raises `MalformedBody`, `InvalidTensor` and `InvalidParameter`.
+    """
+    try:
+        document = _read(text)
+    except MalformedBody as error:
+        error.detail += _about_length(text, has_length)
+        raise
     parameters = dict(_parameters_of(document, "parameters"))
     identity = document.get("id")
     if identity is not None and not isinstance(identity, str):
@@ -82,6 +89,18 @@ def _read(text: memoryview | bytes) -> dict[str, Any]:
         if quoted == text:
             raise
         return _parse(quoted)
+
+
+def _about_length(text: memoryview | bytes, has_length: bool) -> str:
+    """Return what an error about the JSON says of its end. A client may forget or miscount it."""
+    if has_length:
+        return f"; Inference-Header-Content-Length says that it has {len(text)} bytes"
+    if b"binary_data_size" not in bytes(text):
+        return ""
+    return (
+        "; an input has a binary_data_size, but the header Inference-Header-Content-Length is missing:"
+        " it says how many bytes the JSON has"
+    )
 
 
 def _parse(text: memoryview | bytes) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def decode(body: memoryview, header_length: int | None, limits: Limits) -> Infer
     `InvalidParameter`, `TensorTooLarge` and `TooManyDimensions`.
     """
     if header_length is None:
-        text, data, head = body, None, read_head(body)
+        text, data, head = body, None, read_head(body, has_length=False)
     else:
         if header_length > len(body):
             raise MalformedBody(
@@ -60,7 +60,7 @@ def decode(body: memoryview, header_length: int | None, limits: Limits) -> Infer
                 tensors = {name: view_at(body, header_length + start, *form) for name, start, form in places}
                 return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary)
         else:
-            head = read_head(text)
+            head = read_head(text, has_length=True)
     tensors = _Inputs(text, data, limits).read(head)
     return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary)
 
@@ -83,7 +83,7 @@ def _cached_head(text: bytes, limits: Limits) -> tuple[RequestHead, _Places | No
     The requests of a client have other numbers, but mostly the same JSON. The places are None if each request needs
     more checks: for lists, booleans and mistakes.
     """
-    head, end = read_head(text), 0
+    head, end = read_head(text, has_length=True), 0
     places: _Places = []
     for name, dtype, shape, size, _ in head.inputs:
         if size is None or size != math.prod(shape) * dtype.itemsize or dtype == BOOL:
