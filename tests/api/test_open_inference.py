@@ -89,6 +89,13 @@ def test_a_model_describes_its_tensors(client: httpx.Client) -> None:
         assert [one["name"] for one in client.get(f"{path}/stats").json()["model_stats"]] == ["GatherGrad"]
 
 
+def test_a_model_tells_the_rank_of_its_tensors(client: httpx.Client) -> None:
+    described = client.get("/v2/models/GRUTraining").json()
+    shapes = {one["name"]: one["shape"] for one in described["inputs"] + described["outputs"]}
+    ranks = {"X": 3, "W": 3, "R": 3, "B": 2, "SL": 1, "H0": 3, "HAll": 4, "HFinal": 3, "ZRH": 4}
+    assert shapes == {name: [-1] * rank for name, rank in ranks.items()}
+
+
 def test_the_index_lists_every_model(client: httpx.Client) -> None:
     for content in (b"", b"{}"):
         index = client.post("/v2/repository/index", content=content).json()

@@ -117,6 +117,19 @@ def test_the_client_reads_each_models_metadata(call: Call, operator: Operator, v
     assert [one["data_type"] for one in config["output"]] == [f"TYPE_{one['datatype']}" for one in metadata["outputs"]]
 
 
+@EVERY
+def test_tensors_work_in_the_ranks_of_the_metadata(call: Call, operator: Operator) -> None:
+    """NVIDIA's perf_analyzer sends no other rank."""
+    metadata, config = call("get_model_metadata", operator.name), call("get_model_config", operator.name)
+    ranks = {one["name"]: len(one["shape"]) for one in metadata["inputs"] + metadata["outputs"]}
+    assert {one["name"]: len(one["dims"]) for one in config["input"] + config["output"]} == ranks
+    tensors = example(operator)
+    if any(tensor.ndim != ranks[name] for name, tensor in tensors.items()):
+        tensors = {name: np.full((1,) * ranks[name], one.flat[0], one.dtype) for name, one in tensors.items()}
+    for name, output in run(call, operator, tensors).items():
+        assert output.ndim == ranks[name]
+
+
 @pytest.mark.parametrize("version", ["", "1"])
 def test_statistics_count_successes_and_failures(call: Call, version: str) -> None:
     def counts() -> tuple[int, int, int]:

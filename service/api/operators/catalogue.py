@@ -88,7 +88,7 @@ def routes(statistics: Statistics) -> APIRouter:
 
 def _described(operator: Operator) -> dict[str, Any]:
     def described(tensor: Tensor) -> dict[str, Any]:
-        return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1]}
+        return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1] * tensor.rank}
 
     return {
         "name": operator.name,
@@ -101,7 +101,7 @@ def _described(operator: Operator) -> dict[str, Any]:
 
 def _configuration(operator: Operator) -> dict[str, Any]:
     def described(tensor: Tensor) -> dict[str, Any]:
-        return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1]}
+        return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1] * tensor.rank}
 
     return {
         "name": operator.name,
