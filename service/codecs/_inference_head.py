@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import simdjson
 
 from service.codecs._headers import as_object, check_shape, load
-from service.codecs._lists import LISTS
+from service.codecs._lists import LISTS, count
 from service.codecs.json import Pairs, members_of, parse
 from service.dtypes import OPEN_INFERENCE, DType
 from service.errors import InvalidParameter, InvalidTensor, MalformedBody, shown
@@ -22,6 +22,9 @@ SMALL_JSON_BYTES = 1 << 16
 
 MAX_LIST_ITEMS = 1 << 12
 """The most items of a list in large JSON that does not hold a tensor's numbers: each item becomes a Python object."""
+
+MAX_QUOTATION_MARKS = 1 << 18
+"""The most quotation marks in JSON that may have bare NaN and infinities: it is cut at each, in up to 0.5 us."""
 
 _DTYPES: dict[Any, DType] = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
 
@@ -49,10 +52,17 @@ class RequestHead(NamedTuple):
     binary: bool
 
 
-def read_head(text: memoryview | bytes) -> RequestHead:
-    """Read the JSON of a request. Raises `MalformedBody`, `InvalidTensor` and `InvalidParameter`."""
-    document = _read(text)
-    parameters = dict(as_object(document.get("parameters", {}), "parameters"))
+def read_head(text: memoryview | bytes, has_length: bool) -> RequestHead:
+    """Read the JSON of a request. `has_length` says whether a header has told where it ends.
+
+    Raises `MalformedBody`, `InvalidTensor` and `InvalidParameter`.
+    """
+    try:
+        document = _read(text)
+    except MalformedBody as error:
+        error.detail += _about_length(text, has_length)
+        raise
+    parameters = dict(_parameters_of(document, "parameters"))
     identity = document.get("id")
     if identity is not None and not isinstance(identity, str):
         raise MalformedBody(f"id is {shown(identity)}, but must be a string")
@@ -81,6 +91,18 @@ def _read(text: memoryview | bytes) -> dict[str, Any]:
         return _parse(quoted)
 
 
+def _about_length(text: memoryview | bytes, has_length: bool) -> str:
+    """Return what an error about the JSON says of its end. A client may forget or miscount it."""
+    if has_length:
+        return f"; Inference-Header-Content-Length says that it has {len(text)} bytes"
+    if b"binary_data_size" not in bytes(text):
+        return ""
+    return (
+        "; an input has a binary_data_size, but the header Inference-Header-Content-Length is missing:"
+        " it says how many bytes the JSON has"
+    )
+
+
 def _parse(text: memoryview | bytes) -> dict[str, Any]:
     if len(text) <= SMALL_JSON_BYTES:
         return as_object(load(text, "The request"), "The request")
@@ -92,9 +114,10 @@ def _parse(text: memoryview | bytes) -> dict[str, Any]:
 
 def _quote_nonfinite(text: bytes) -> bytes:
     """Make strings of NaN and infinities that are bare words, as Python's `json` writes them."""
-    if b"\\" in text or not (b"NaN" in text or b"Infinity" in text):
-        return text  # with backslashes, a quotation mark need not begin or end a string
-    parts = text.split(b'"')
+    if not (b"NaN" in text or b"Infinity" in text) or count(text, b'"') > MAX_QUOTATION_MARKS:
+        return text
+    # Write escaped backslashes and quotation marks as numbers: every other quotation mark begins or ends a string.
+    parts = text.replace(rb"\\", rb"\u005c").replace(rb"\"", rb"\u0022").split(b'"')
     for number in range(0, len(parts), 2):  # the parts between strings
         part = parts[number].replace(b"Infinity", b'"Infinity"').replace(b'-"Infinity"', b'"-Infinity"')
         parts[number] = part.replace(b"NaN", b'"NaN"')
@@ -119,17 +142,17 @@ def _read_input(entry: Mapping[str, Any]) -> InputHead:
     if dtype is None:
         raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
     shape = check_shape(name, entry.get("shape"))
-    parameters = entry.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise MalformedBody(f"{name}.parameters is {shown(parameters)}, but must be an object")
-    size = parameters.get("binary_data_size")
-    if size is None and _SHARED_MEMORY in parameters:
+    parameters = _parameters_of(entry, f"{name}.parameters")
+    size, data = parameters.get("binary_data_size"), entry.get("data")
+    if size is None and parameters.get(_SHARED_MEMORY) is not None:
         raise InvalidTensor(f"{name} is in shared memory, which this server does not read; send its bytes", tensor=name)
-    if (size is None) is ("data" not in entry):
+    if size is None and data is None and 0 in shape:
+        size = 0
+    if (size is None) is (data is None):
         raise InvalidTensor(f"{name} must have either data or the parameter binary_data_size", tensor=name)
     if size is not None and (type(size) is not int or size < 0):
         raise InvalidTensor(f"{name}.binary_data_size is {shown(size)}, but must be a number of bytes", tensor=name)
-    return InputHead(name, dtype, shape, size, entry.get("data"))
+    return InputHead(name, dtype, shape, size, data)
 
 
 def _read_outputs(entries: list[dict[str, Any]], binary: bool) -> dict[str, bool]:
@@ -137,19 +160,25 @@ def _read_outputs(entries: list[dict[str, Any]], binary: bool) -> dict[str, bool
     pairs = [_read_output(entry, binary) for entry in entries]
     outputs = dict(pairs)
     if len(outputs) < len(pairs):
-        duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        duplicate = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
         raise MalformedBody(f"The request has two outputs named {shown(duplicate)}")
     return outputs
 
 
 def _read_output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool]:
     name = _name_of(entry, "outputs")
-    parameters = as_object(entry.get("parameters", {}), "an output's parameters")
-    for unknown in parameters.keys() - {"binary_data"}:
+    parameters = _parameters_of(entry, "an output's parameters")
+    for unknown in parameters.keys() - {"binary_data", "content_type"}:  # MLServer decodes by content_type
         raise InvalidParameter(
             f"{name} has the parameter {shown(unknown)}, but outputs only have binary_data", parameter=unknown
         )
     return name, _as_boolean(parameters.get("binary_data", binary), "binary_data")
+
+
+def _parameters_of(entry: Mapping[str, Any], title: str) -> dict[str, Any]:
+    """Return the parameters of a request, an input or an output. Null is absence."""
+    parameters = entry.get("parameters")
+    return {} if parameters is None else as_object(parameters, title)
 
 
 def _as_objects(value: Any, title: str) -> list[dict[str, Any]]:

@@ -196,7 +196,9 @@ def parse(body: Body) -> Any:
         return _parser(body).parse(body)
     except (ValueError, RuntimeError) as error:
         if len(body) > DIAGNOSED_BYTES:
-            raise MalformedBody(f"The body is not JSON, or has a number beyond 64 bits: {error}") from None
+            raise MalformedBody(
+                f'The body is not JSON (NaN is the string "NaN"), or has a number beyond 64 bits: {error}'
+            ) from None
         # simdjson tells neither the place of a mistake nor the tensor of a number beyond 64 bits. Parse again, slowly.
         try:
             return json.loads(

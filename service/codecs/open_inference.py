@@ -47,7 +47,7 @@ def decode(body: memoryview, header_length: int | None, limits: Limits) -> Infer
     `InvalidParameter`, `TensorTooLarge` and `TooManyDimensions`.
     """
     if header_length is None:
-        text, data, head = body, None, read_head(body)
+        text, data, head = body, None, read_head(body, has_length=False)
     else:
         if header_length > len(body):
             raise MalformedBody(
@@ -60,7 +60,7 @@ def decode(body: memoryview, header_length: int | None, limits: Limits) -> Infer
                 tensors = {name: view_at(body, header_length + start, *form) for name, start, form in places}
                 return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary)
         else:
-            head = read_head(text)
+            head = read_head(text, has_length=True)
     tensors = _Inputs(text, data, limits).read(head)
     return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary)
 
@@ -83,7 +83,7 @@ def _cached_head(text: bytes, limits: Limits) -> tuple[RequestHead, _Places | No
     The requests of a client have other numbers, but mostly the same JSON. The places are None if each request needs
     more checks: for lists, booleans and mistakes.
     """
-    head, end = read_head(text), 0
+    head, end = read_head(text, has_length=True), 0
     places: _Places = []
     for name, dtype, shape, size, _ in head.inputs:
         if size is None or size != math.prod(shape) * dtype.itemsize or dtype == BOOL:
@@ -105,8 +105,8 @@ class _Inputs:
     """Reads the inputs in their order. An input in bytes begins where the previous one ends."""
 
     def __init__(self, text: memoryview, data: memoryview | None, limits: Limits) -> None:
-        self._text, self._data, self._limits = text, data, limits
-        self._end, self._lists = 0, ListReader()
+        self._text, self._data, self._limits = text, data or memoryview(b""), limits
+        self._has_length, self._end, self._lists = data is not None, 0, ListReader()
 
     def read(self, head: RequestHead) -> dict[str, Array]:
         self._limits.check_count(len(head.inputs))
@@ -119,13 +119,13 @@ class _Inputs:
                 tensors[name] = self._from_list(name, data, dtype, shape)
             else:
                 tensors[name] = self._from_bytes(name, size, dtype, shape)
-        if self._data is not None and self._end != len(self._data):
+        if self._end != len(self._data):
             raise MalformedBody(f"{len(self._data)} bytes follow the JSON, but the inputs take {self._end}")
         self._lists.finish(self._text, lambda: count_lists(head.document))
         return tensors
 
     def _from_bytes(self, name: str, size: int, dtype: DType, shape: Sequence[int]) -> Array:
-        if self._data is None:
+        if size and not self._has_length:
             raise InvalidTensor(
                 f"{name} has a binary_data_size, but the header Inference-Header-Content-Length is missing", tensor=name
             )

@@ -2,7 +2,7 @@
 
 Positional-only parameters are tensor inputs (`T | None = None`: optional). Keyword-only parameters are attributes,
 except `out`, and `wanted`: the names of the outputs to compute, for a kernel that can compute fewer. The annotation is
-the type constraint; parameters that share a type variable share a dtype.
+the type constraint; parameters that share a type variable share a dtype. `Rank3[T]` is a T with three dimensions.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ Shape = TypeVar("Shape", bound=Annotated[Array, dtypes.INTEGERS])
 Flag = Annotated[Array, dtypes.FLAG]
 AnyTensor = Annotated[Array, dtypes.ANY]
 
+# Tensors whose rank `Tensor.rank` tells clients. The other tensors have one dimension, or work with one.
+AnyArray = TypeVar("AnyArray", bound=Array)
+Rank2 = Annotated[AnyArray, 2]
+Rank3 = Annotated[AnyArray, 3]
+Rank4 = Annotated[AnyArray, 4]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -36,6 +42,8 @@ class Tensor:
     kind: dtypes.Kind
     variable: str | None = None
     optional: bool = False
+    rank: int = 1
+    """The number of dimensions that clients read: the only one, or, if the kernel takes several, one that works."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,10 @@ def _tensor(name: str, hint: Any) -> Tensor:
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
         optional = True
-    variable = hint.__name__ if isinstance(hint, TypeVar) else None
-    constraint: Any = hint.__bound__ if isinstance(hint, TypeVar) else hint
-    (kind,) = constraint.__metadata__
-    return Tensor(name, kind, variable, optional)
+    notes = getattr(hint, "__metadata__", ())
+    base: Any = hint.__origin__ if notes else hint
+    variable = base.__name__ if isinstance(base, TypeVar) else None
+    notes += base.__bound__.__metadata__ if variable else ()
+    (kind,) = (note for note in notes if isinstance(note, dtypes.Kind))
+    (rank,) = [note for note in notes if isinstance(note, int)] or [1]
+    return Tensor(name, kind, variable, optional, rank)

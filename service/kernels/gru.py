@@ -28,7 +28,7 @@ from service.dtypes import compute_dtype
 from service.kernels._gru_backward import Backward
 from service.kernels._gru_forward import Forward
 from service.kernels._gru_plan import Direction, check_shape, make_outputs, make_plan, round_output, widen_input
-from service.kernels._op import T, TSize, op
+from service.kernels._op import Rank2, Rank3, Rank4, T, TSize, op
 
 _INPUTS = {
     "X": [[[1.0]], [[-0.5]]],
@@ -44,12 +44,12 @@ _GRADIENTS = {"grad_HAll": [[[[1.0]]], [[[0.5]]]], "grad_Ht": [[[1.0]]]}
 
 @op("GRUTraining", outputs="HAll HFinal ZRH", example=_INPUTS, linear=False)
 def gru_training(
-    X: T,
-    W: T,
-    R: T,
-    B: T | None = None,
+    X: Rank3[T],
+    W: Rank3[T],
+    R: Rank3[T],
+    B: Rank2[T] | None = None,
     SL: TSize | None = None,
-    H0: T | None = None,
+    H0: Rank3[T] | None = None,
     /,
     *,
     hidden_size: int | None = None,
@@ -57,7 +57,7 @@ def gru_training(
     linear_before_reset: int = 0,
     activations: list[str] | None = None,
     clip: float | None = None,
-) -> tuple[T, T, T]:
+) -> tuple[Rank4[T], Rank3[T], Rank4[T]]:
     """H' = (1 - z) * h + z * H at every step, with the gates z and r and the candidate h kept in ZRH.
 
     z = sigmoid(X Wz' + H Rz' + bz), r = sigmoid(X Wr' + H Rr' + br), h = tanh(X Wh' + (r * H) Rh' + bh), or, with
@@ -93,16 +93,16 @@ def gru_training(
 
 @op("GRUGrad", outputs="dX dW dR dB dH0", example={**_INPUTS, **_GATES, **_GRADIENTS}, linear=False)
 def gru_grad(
-    X: T,
-    W: T,
-    R: T,
-    B: T | None,
+    X: Rank3[T],
+    W: Rank3[T],
+    R: Rank3[T],
+    B: Rank2[T] | None,
     SL: TSize | None,
-    H0: T | None,
-    HAll: T,
-    ZRH: T,
-    grad_HAll: T | None = None,
-    grad_Ht: T | None = None,
+    H0: Rank3[T] | None,
+    HAll: Rank4[T],
+    ZRH: Rank4[T],
+    grad_HAll: Rank4[T] | None = None,
+    grad_Ht: Rank3[T] | None = None,
     /,
     *,
     hidden_size: int | None = None,
@@ -111,7 +111,7 @@ def gru_grad(
     activations: list[str] | None = None,
     clip: float | None = None,
     wanted: Collection[str] = ("dX", "dW", "dR", "dB", "dH0"),
-) -> tuple[T, T, T, T, T]:
+) -> tuple[Rank3[T], Rank3[T], Rank3[T], Rank2[T], Rank3[T]]:
     """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
 
     X [S, N, I], W [D, 3H, I], R [D, 3H, H], B [D, 6H], SL [N], H0 [D, N, H], HAll [S, D, N, H], ZRH [S, D, N, 3H],

@@ -18,7 +18,7 @@ import numpy as np
 from service.dtypes import Array
 from service.kernels._blocks import block_length, prepare, scratch, share_out, widen
 from service.kernels._checks import normalize_axis, same_shape
-from service.kernels._op import T, op
+from service.kernels._op import Rank2, T, op
 
 MIN_TILE_COLUMNS = 4096
 """The fewest columns in a tile, unless the tensor has fewer: short pieces of distant rows are slow to read."""
@@ -52,7 +52,7 @@ _LOG_SOFTMAX = _Rule(lambda dY, Y: np.einsum("odi->oi", dY), _log_softmax_apply)
 
 
 @op("SoftmaxGrad", outputs="dX", example=_PROBABILITIES)
-def softmax_grad(dY: T, Y: T, /, *, axis: int = 1, out: T | None = None) -> T:
+def softmax_grad(dY: Rank2[T], Y: Rank2[T], /, *, axis: int = 1, out: T | None = None) -> Rank2[T]:
     """dX = Y * (dY - sum(dY * Y)), the sum over all dimensions from `axis` on.
 
     The default axis, 1, needs a rank of 2 or more.
@@ -62,7 +62,7 @@ def softmax_grad(dY: T, Y: T, /, *, axis: int = 1, out: T | None = None) -> T:
 
 
 @op("LogSoftmaxGrad", outputs="dX", example=_LOGARITHMS)
-def log_softmax_grad(dY: T, Y: T, /, *, axis: int = 1, out: T | None = None) -> T:
+def log_softmax_grad(dY: Rank2[T], Y: Rank2[T], /, *, axis: int = 1, out: T | None = None) -> Rank2[T]:
     """dX = dY - exp(Y) * sum(dY), the sum over all dimensions from `axis` on.
 
     The default axis, 1, needs a rank of 2 or more.

@@ -89,6 +89,13 @@ def test_a_model_describes_its_tensors(client: httpx.Client) -> None:
         assert [one["name"] for one in client.get(f"{path}/stats").json()["model_stats"]] == ["GatherGrad"]
 
 
+def test_a_model_tells_the_rank_of_its_tensors(client: httpx.Client) -> None:
+    described = client.get("/v2/models/GRUTraining").json()
+    shapes = {one["name"]: one["shape"] for one in described["inputs"] + described["outputs"]}
+    ranks = {"X": 3, "W": 3, "R": 3, "B": 2, "SL": 1, "H0": 3, "HAll": 4, "HFinal": 3, "ZRH": 4}
+    assert shapes == {name: [-1] * rank for name, rank in ranks.items()}
+
+
 def test_the_index_lists_every_model(client: httpx.Client) -> None:
     for content in (b"", b"{}"):
         index = client.post("/v2/repository/index", content=content).json()
@@ -201,13 +208,35 @@ def test_an_answer_is_compressed_if_the_client_accepts_one_coding(
     assert [one["name"] for one in json.loads(plain)["outputs"]] == ["updated", "accumulated_gradient"]
 
 
+def test_a_request_may_be_written_for_mlserver(client: httpx.Client) -> None:
+    """With null for what is absent, and with the content type that MLServer decodes tensors by."""
+    numpy = {"content_type": "np"}
+    request = {
+        "id": None,
+        "parameters": numpy,
+        "inputs": [{**listed("dY", [1, 2]), "parameters": numpy}, {**listed("X", [1, 0]), "parameters": None}],
+        "outputs": [{"name": "dX", "parameters": numpy}],
+    }
+    expected = [listed("dX", [1.0, 0.0])]
+    assert client.post(RELU, json=request).json()["outputs"] == expected
+    for outputs in (None, [{"name": "dX", "parameters": None}]):
+        assert client.post(RELU, json={**request, "parameters": None, "outputs": outputs}).json()["outputs"] == expected
+
+
+def test_empty_tensors_need_no_data(client: httpx.Client) -> None:
+    inputs = [{"name": name, "datatype": "BF16", "shape": [2, 0]} for name in ("dY", "X")]
+    answer = client.post(RELU, json={"inputs": inputs, "parameters": {"binary_data_output": True}})
+    parameters = {"binary_data_size": 0}
+    assert parts(answer)[0]["outputs"] == [{**inputs[0], "name": "dX", "parameters": parameters}]
+
+
 # ----- raw bodies -----
 
 
 @pytest.mark.parametrize(("op", "names"), [("ReluGrad", "dY, X"), ("GatherGrad", "shape, indices, grad")])
 def test_a_raw_body_needs_a_model_with_one_input(client: httpx.Client, op: str, names: str) -> None:
     answer = client.post(f"/v2/models/{op}/infer", content=bytes(8), headers={LENGTH: "0"})
-    assert_error(answer, 400, "models with one input", f"{op} needs {names}")
+    assert_error(answer, 400, f"{LENGTH} is 0", "models with one input", f"{op} needs {names}")
 
 
 def test_a_raw_body_is_the_only_input(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,12 +275,25 @@ def test_a_length_header_that_is_not_a_number_is_refused(client: httpx.Client, v
 
 @pytest.mark.parametrize(("value", "words"), [("3", "whole body has 2"), ("9" * 18, "whole body"), ("1", "not JSON")])
 def test_a_wrong_length_header_is_refused(client: httpx.Client, value: str, words: str) -> None:
-    assert_error(client.post(RELU, content=b"{}", headers={LENGTH: value}), 400, words)
+    assert_error(client.post(RELU, content=b"{}", headers={LENGTH: value}), 400, LENGTH, words)
+
+
+@pytest.mark.parametrize("spaces", [0, 5000, 100_000])
+def test_a_miscounted_length_header_is_named(client: httpx.Client, spaces: int) -> None:
+    content, headers = with_bytes({"dY": [1], "X": [1]}, id=" " * spaces)
+    for wrong in (-1, 1):
+        length = str(int(headers[LENGTH]) + wrong)
+        answer = client.post(RELU, content=content, headers={LENGTH: length})
+        assert_error(answer, 400, "not JSON", f"{LENGTH} says that it has {length} bytes")
+    answer = client.post(RELU, json={"inputs": ONE, "id": " " * spaces}, headers={LENGTH: "40"})
+    assert_error(answer, 400, "not JSON", f"{LENGTH} says that it has 40 bytes")
 
 
 def test_binary_inputs_without_the_length_header_are_refused(client: httpx.Client) -> None:
-    content, _ = with_bytes({"dY": [1], "X": [1]})
-    assert_error(client.post(RELU, content=content), 400, "not JSON")
+    for length in (1, 200_000):
+        content, _ = with_bytes({"dY": [1] * length, "X": [1] * length})
+        assert_error(client.post(RELU, content=content), 400, "not JSON", "binary_data_size", LENGTH, "missing")
+    assert LENGTH not in client.post(RELU, content=b"{").json()["error"]
     inputs = [{"name": "dY", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}}]
     assert_error(client.post(RELU, json={"inputs": inputs}), 400, "dY", LENGTH, "missing")
 

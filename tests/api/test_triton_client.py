@@ -87,15 +87,17 @@ def test_the_client_reads_the_servers_health_and_metadata(call: Call) -> None:
     assert call("is_server_ready") is True
     metadata = call("get_server_metadata")
     assert metadata["name"] == "gradserve"
-    assert {"binary_tensor_data", "statistics", "model_repository", "model_configuration"} <= set(
-        metadata["extensions"]
-    )
+    assert metadata["extensions"] == ["binary_tensor_data", "model_configuration", "statistics"]
 
 
 def test_the_client_reads_the_model_repository(call: Call) -> None:
     index = call("get_model_repository_index")
     assert [one["name"] for one in index] == list(OPERATORS)
     assert {(one["version"], one["state"]) for one in index} == {("1", "READY")}
+    for method in ("load_model", "unload_model"):  # the extension model_repository, which is not named
+        status, message = refused(call, method, "ReluGrad")
+        assert status == "404"
+        assert "/v2/repository/models/ReluGrad" in message
 
 
 @EVERY
@@ -113,6 +115,19 @@ def test_the_client_reads_each_models_metadata(call: Call, operator: Operator, v
         (one.name, one.optional) for one in operator.inputs
     ]
     assert [one["data_type"] for one in config["output"]] == [f"TYPE_{one['datatype']}" for one in metadata["outputs"]]
+
+
+@EVERY
+def test_tensors_work_in_the_ranks_of_the_metadata(call: Call, operator: Operator) -> None:
+    """NVIDIA's perf_analyzer sends no other rank."""
+    metadata, config = call("get_model_metadata", operator.name), call("get_model_config", operator.name)
+    ranks = {one["name"]: len(one["shape"]) for one in metadata["inputs"] + metadata["outputs"]}
+    assert {one["name"]: len(one["dims"]) for one in config["input"] + config["output"]} == ranks
+    tensors = example(operator)
+    if any(tensor.ndim != ranks[name] for name, tensor in tensors.items()):
+        tensors = {name: np.full((1,) * ranks[name], one.flat[0], one.dtype) for name, one in tensors.items()}
+    for name, output in run(call, operator, tensors).items():
+        assert output.ndim == ranks[name]
 
 
 @pytest.mark.parametrize("version", ["", "1"])
@@ -181,8 +196,11 @@ def test_bfloat16_travels_in_bytes_only(call: Call) -> None:
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
 def test_nonfinite_numbers_are_answered_in_json(call: Call, binary: bool) -> None:
     dY, X = np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324]), np.ones(5)
-    result = call("infer", "ReluGrad", inputs({"dY": dY, "X": X}, binary), outputs=outputs(["dX"], binary=False))
-    assert_same(arrays(result), {"dX": dY})
+    for request_id in ("1", 'é "NaN\\'):
+        asked = outputs(["dX"], binary=False)
+        result = call("infer", "ReluGrad", inputs({"dY": dY, "X": X}, binary), outputs=asked, request_id=request_id)
+        assert_same(arrays(result), {"dX": dY})
+        assert result.get_response()["id"] == request_id
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])

@@ -199,9 +199,9 @@ def test_an_integer_that_is_far_too_long_is_out_of_range(digits: int) -> None:
 
 
 def test_a_large_body_that_is_not_json_is_refused_without_a_search() -> None:
-    body = b'{"a": [' + b"1," * (DIAGNOSED_BYTES // 2) + b"}"
-    with pytest.raises(MalformedBody, match="not JSON"):
-        read(body)
+    for end in (b"}", b"NaN]}"):
+        with pytest.raises(MalformedBody, match='not JSON .*"NaN"'):
+            read(b'{"a": [' + b"1," * (DIAGNOSED_BYTES // 2) + end)
 
 
 @pytest.mark.parametrize("encoding", ["list", "base64"])

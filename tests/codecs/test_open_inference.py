@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.codecs import open_inference as codec
-from service.codecs._inference_head import SMALL_JSON_BYTES
+from service.codecs._inference_head import MAX_QUOTATION_MARKS, SMALL_JSON_BYTES
 from service.codecs.open_inference import InferenceRequest
 from service.dtypes import BFLOAT16, DTYPES, OPEN_INFERENCE, Array
 from service.errors import (
@@ -212,7 +212,7 @@ def test_lists_are_flat_or_nested(data: Any, shape: list[int], datatype: str, pa
         ([1], [0], r"a.data has shape \[1\]"),
         (5, [], r"a.data is 5, but must be a list"),
         ("AAAA", [1], "a.data is 'AAAA', but must be a list"),
-        (None, [1], "a.data is null, but must be a list"),
+        (None, [1], "a must have either data or the parameter binary_data_size"),
         ({"a": 1}, [1], "a.data is .*, but must be a list"),
     ],
 )
@@ -255,7 +255,7 @@ def test_numbers_that_are_not_finite_may_be_bare_words_as_tritonclient_writes_th
     text = json.dumps({"inputs": inputs, "id": "-Infinity, NaN"})
     got = decode(text.replace('"data": [1]', '"data": [-Infinity]').encode() + padding)
     assert (got.id, got.tensors["Infinity NaN"].tolist()) == ("-Infinity, NaN", [-math.inf])
-    for bad in (b"[-NaN]", b"[NaNNaN]", b"[+Infinity]", b"[nan]", b"[1NaN]", b"[NaN"):
+    for bad in (b"[-NaN]", b'[NaN, \\"]', b"[NaNNaN]", b"[+Infinity]", b"[nan]", b"[1NaN]", b"[NaN"):
         with pytest.raises(MalformedBody, match="not JSON"):
             read(bad, padding=padding)
 
@@ -317,6 +317,55 @@ def test_integers_and_halves_are_exact(padding: bytes) -> None:
     assert read([1.0, 2], "INT64", [2], padding).tolist() == [1, 2]
     assert read([65519.9, 6e-8], "FP16", [2], padding).tolist() == [65504.0, 2**-24]
     assert read([True, False], "BOOL", [2], padding).tolist() == [True, False]
+
+
+ESCAPED = ["é", "NaN\u00e9 NaN", "\\", '"', '\\"', '"NaN, "\\', 'NaN\\\\"-Infinity\\\\\\', "\n, NaN"]
+"""Strings that JSON writes with backslashes."""
+
+
+@EITHER_READER
+@pytest.mark.parametrize("text", ESCAPED)
+def test_bare_words_may_stand_beside_strings_with_escapes(text: str, padding: bytes) -> None:
+    head = {"id": text, "parameters": {text: text}, "inputs": [one(shape=[2, 2], data=[[1, 2], [3, 4]])]}
+    bare = json.dumps(head).replace("[[1, 2], [3, 4]]", "[[NaN, Infinity], [-Infinity, 4]]")
+    request = decode(bare.encode() + padding)
+    assert (request.id, request.parameters) == (text, {text: text})
+    assert list(map(str, request.tensors["a"].ravel().tolist())) == ["nan", "inf", "-inf", "4.0"]
+    before_bytes = json.dumps({**head, "inputs": [one(**size(4))]}).replace(json.dumps(text) + "}", "NaN}")
+    assert decode(before_bytes.encode() + padding, F).parameters == {text: "NaN"}
+
+
+def test_bare_words_beside_too_many_strings_are_refused() -> None:
+    strings = MAX_QUOTATION_MARKS // 2
+    assert np.isnan(read([*["NaN"] * strings, 1], "FP32", [strings + 1])[:-1]).all()
+    with pytest.raises(MalformedBody, match="not JSON"):
+        read(b"[" + b'"NaN",' * strings + b"NaN]", "FP32", [strings + 1])
+
+
+# ----- what is absent -----
+
+
+@EITHER_READER
+def test_null_is_absence(padding: bytes) -> None:
+    """As for KServe, whose types write every optional member, and for Triton in inputs and outputs."""
+    none: dict[str, Any] = {"parameters": None}
+    listed = {**one("a", data=[1]), **none}
+    flat = {**one("b", data=None), "parameters": {"binary_data_size": 4, "shared_memory_region": None}}
+    text = {"id": None, **none, "inputs": [listed, flat], "outputs": [{"name": "x", **none}]}
+    request = decode(json.dumps(text).encode() + padding, F)
+    assert (request.id, request.parameters, request.outputs) == (None, {}, {"x": False})
+    assert {name: a.tolist() for name, a in request.tensors.items()} == {"a": [1], "b": [0]}
+    assert decode(json.dumps({**text, "outputs": None}).encode() + padding, F).outputs is None
+
+
+@EITHER_READER
+@pytest.mark.parametrize("more", [{}, {"data": None}, {"parameters": None}, {"parameters": {"x": 1}}, size(0)])
+@pytest.mark.parametrize("data", [None, b""])
+def test_an_empty_tensor_needs_no_data(more: dict[str, Any], data: bytes | None, padding: bytes) -> None:
+    shapes = {datatype: shape for datatype, shape in zip(DATATYPES, itertools.cycle([[0], [3, 0], [0, 1 << 50]]))}
+    text = {"inputs": [one(datatype, datatype, shape, **more) for datatype, shape in shapes.items()]}
+    for datatype, tensor in decode(json.dumps(text).encode() + padding, data).tensors.items():
+        assert (tensor.shape, tensor.dtype) == (tuple(shapes[datatype]), DATATYPES[datatype])
 
 
 # ----- mistakes -----
@@ -499,6 +548,7 @@ def test_what_is_asked_for(padding: bytes) -> None:
         ({"outputs": [{"name": "x", "parameters": {"binary_data": "yes"}}]}, "binary_data is 'yes'"),
         ({"outputs": [{"name": "x", "parameters": {"classification": 3}}]}, "x has the parameter 'classification'"),
         ({"outputs": [{"name": "x", "parameters": {"shared_memory_region": "r"}}]}, "'shared_memory_region'"),
+        ({"outputs": [{"name": "x", "parameters": {"content-type": "np"}}]}, "'content-type'"),
     ],
 )
 def test_what_cannot_be_asked_for(more: dict[str, Any], words: str) -> None:

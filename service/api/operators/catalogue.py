@@ -19,7 +19,8 @@ from service.kernels import OPERATORS, Operator, Tensor
 VERSION = "1"
 """The only version of every model."""
 
-EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics"]
+"""Not `model_repository`, which promises that clients can load and unload models. The index is there all the same."""
 
 
 def find_model(call: Call, name: str) -> Operator:
@@ -87,7 +88,7 @@ def routes(statistics: Statistics) -> APIRouter:
 
 def _described(operator: Operator) -> dict[str, Any]:
     def described(tensor: Tensor) -> dict[str, Any]:
-        return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1]}
+        return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1] * tensor.rank}
 
     return {
         "name": operator.name,
@@ -100,7 +101,7 @@ def _described(operator: Operator) -> dict[str, Any]:
 
 def _configuration(operator: Operator) -> dict[str, Any]:
     def described(tensor: Tensor) -> dict[str, Any]:
-        return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1]}
+        return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1] * tensor.rank}
 
     return {
         "name": operator.name,

@@ -28,8 +28,8 @@ router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
 HEADER_LENGTH = b"inference-header-content-length"
 
-_IGNORED = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"})
-"""Parameters of Triton's scheduler, which clients may set for any model."""
+_IGNORED = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "content_type"})
+"""Parameters of Triton's scheduler and of MLServer, which clients may set for any model."""
 
 
 class Reply(NamedTuple):
@@ -92,8 +92,8 @@ def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[J
     needed = [tensor for tensor in operator.inputs if not tensor.optional]
     if len(needed) != 1:
         raise MalformedBody(
-            f"A body of bytes alone is for models with one input, but {operator.name} needs"
-            f" {', '.join(tensor.name for tensor in needed)}"
+            "Inference-Header-Content-Length is 0, so the body is bytes alone: that is for models with one input, but"
+            f" {operator.name} needs {', '.join(tensor.name for tensor in needed)}"
         )
     name, dtype = needed[0].name, DTYPES[needed[0].kind.default]
     tensor = codec.decode_raw(name, dtype, body, limits)

@@ -50,7 +50,10 @@ _TENSOR = {
         "name": {"type": "string"},
         "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
         "datatype": {"enum": list(OPEN_INFERENCE.values())},
-        "parameters": {"type": "object", "properties": {"binary_data_size": {"type": "integer", "minimum": 0}}},
+        "parameters": {
+            "type": ["object", "null"],
+            "properties": {"binary_data_size": {"type": "integer", "minimum": 0}},
+        },
         "data": {"type": "array", "items": {}},
     },
 }
@@ -60,7 +63,7 @@ _NAMED = {"type": "string", "examples": ["dW:gru.W"]}
 
 
 _PARAMETERS = {
-    "type": "object",
+    "type": ["object", "null"],
     "description": "The model's attributes, and parameters of the query of its endpoint under /v1/ops.",
     "properties": {
         "from": {"description": "Inputs to take from buffers, separated by commas.", **_NAMED},
