@@ -20,6 +20,9 @@ from service.errors import InvalidParameter, InvalidTensor, MalformedBody, shown
 SMALL_JSON_BYTES = 1 << 16
 """The largest JSON, in bytes, to read into Python objects: each number becomes an object."""
 
+MAX_ID_CHARACTERS = 1 << 12
+"""Characters of a request's id, which the answer repeats."""
+
 MAX_LIST_ITEMS = 1 << 12
 """The most items of a list in large JSON that does not hold a tensor's numbers: each item becomes a Python object."""
 
@@ -56,6 +59,8 @@ def read_head(text: memoryview | bytes) -> RequestHead:
     identity = document.get("id")
     if identity is not None and not isinstance(identity, str):
         raise MalformedBody(f"id is {shown(identity)}, but must be a string")
+    if identity is not None and len(identity) > MAX_ID_CHARACTERS:
+        raise MalformedBody(f"id has {len(identity)} characters; the limit is {MAX_ID_CHARACTERS}")
     inputs = [_read_input(entry) for entry in _as_objects(document.get("inputs"), "inputs")]
     binary = _as_boolean(parameters.pop("binary_data_output", False), "binary_data_output")
     outputs = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from service.codecs import _lists
 from service.codecs import json as json_codec
 from service.codecs.json import DIAGNOSED_BYTES, Document, Encoding
 from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64, Array
@@ -266,6 +268,28 @@ def test_of_too_many_elements_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BodyTooLarge, match="base64") as refused:
         read(b'{"a": [1,1,1,1,1,1,1,1,1,1],"b":1}')
     assert refused.value.context["limit"] == 10
+
+
+def test_of_too_many_lists_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_codec, "MAX_LISTS", 4)
+    assert read(b'{"a": [[1],[1],[1]]}').size == 3
+    with pytest.raises(BodyTooLarge, match="4 lists") as refused:
+        read(b'{"a": [[1],[1],[1],[1]]}')
+    assert refused.value.context["limit"] == 4
+
+
+def test_lists_are_compared_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lists, "_BATCH_ITEMS", 3)
+    array = np.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    assert np.array_equal(read(json.dumps({"a": array.tolist()}).encode()), array)
+    for place, wrong in (((1, 2), 0), ((1, 2, 3), 0), ((1, 2, 3), [0.0]), ((1,), [[0.0]]), ((0, 1, 2, 4), "x")):
+        lists: Any = array.tolist()
+        inner = lists
+        for index in place[:-1]:
+            inner = inner[index]
+        inner[place[-1]] = wrong
+        with pytest.raises(InvalidTensor, match=re.escape("a" + "".join(f"[{k}]" for k in place))):
+            read(json.dumps({"a": lists}).encode())
 
 
 def test_a_byte_order_mark_is_nothing_whatever_follows() -> None:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from service.api.buffers.preconditions import key_of, refuse_headers
 from service.api.http.answer import JSON
 from service.api.http.call import Call
+from service.api.http.costs import decode_json, decode_safetensors
 from service.api.http.negotiation import invalid_parameter, media_types, parameters_of
-from service.api.http.offload import INLINE_TEXT_BYTES
 from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
 from service.buffers.changes import Change
 from service.buffers.perform import Outcome
@@ -22,6 +22,7 @@ from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import FLOATS, NAMES, Array
 from service.errors import (
+    BodyTooLarge,
     BufferCorrupt,
     DtypeMismatch,
     GradserveError,
@@ -36,8 +37,8 @@ from service.limits import Limits
 
 M = TypeVar("M", bound=BaseModel)
 
-MAX_LIST_ELEMENTS = 1 << 21
-"""Elements of the lists in a body of names or rules: the event loop parses it, and more would take too long."""
+MAX_LIST_ELEMENTS = 1 << 17
+"""Elements of the lists in a body without tensors: more than names that a request may have. Each becomes an object."""
 
 MAX_EMPTY_BYTES = 64
 """Bytes of a body that can count as empty: a longer body is not searched for blanks."""
@@ -73,44 +74,54 @@ def check_no_body(received: Received) -> None:
         raise Invalid("This request takes no body; its parameters go in the query, like ?min_count=3")
 
 
-def parse_model(received: Received, model: type[M]) -> M:
-    """Return the body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
+def parse_model(received: Received, model: type[M], max_bytes: int) -> M:
+    """Return the body, of at most `max_bytes`, as a model.
+
+    Raises `UnsupportedMediaType`, `BodyTooLarge`, `MalformedBody`, `UnknownParameter` and `InvalidParameter`.
+    """
     if received.sent != JSON:
         raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here")
-    text, members = bytes(received.body), parameters_of(model)
-    if text.count(b",") > MAX_LIST_ELEMENTS:  # to parse them would take long
-        raise Invalid(f"The lists in the body have more than {MAX_LIST_ELEMENTS} elements, the limit")
-    if not text:
+    size, members = len(received.body), parameters_of(model)
+    if size > max_bytes:
+        raise BodyTooLarge(f"The body has {size} bytes; this request takes {max_bytes}, the limit", limit=max_bytes)
+    if not size:
         raise MalformedBody(
             f"The body is empty, so not JSON; it must be an object with the members {', '.join(members)}"
         )
+    text = bytes(received.body)
+    if text.count(b",") > MAX_LIST_ELEMENTS:
+        raise Invalid(f"The lists in the body have more than {MAX_LIST_ELEMENTS} elements, the limit")
+    _check_members(text, members)
     try:
-        parsed = model.model_validate_json(text)
-        # pydantic takes the last of two members with one name; this refuses them.
-        dict(json_codec.members_of(json_codec.parse(received.body), "The body"))
-        return parsed
+        return model.model_validate_json(text)
     except ValidationError as invalid:
         raise _complaint(invalid, members) from None
 
 
-def _complaint(invalid: ValidationError, members: Sequence[str]) -> GradserveError:
-    errors = invalid.errors()
-    # An unknown member comes first: it may be a misspelt member that is missing.
-    error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
+def _check_members(text: bytes, known: Collection[str]) -> None:
+    """Raise unless the body is an object with `known` members, each once.
+
+    pydantic takes the last of two members with one name, and makes an error of each unknown member.
+    """
+    for name, _ in json_codec.members_of(json_codec.parse(text), "The body"):
+        if name not in known:
+            raise invalid_parameter({"type": "extra_forbidden", "loc": (name,)}, "member", known)
+
+
+def _complaint(invalid: ValidationError, members: Collection[str]) -> GradserveError:
+    error = invalid.errors(include_url=False, include_context=False)[0]
     if error["type"] == "json_invalid":
         return MalformedBody(f"The body is not JSON: {error['msg']}")
-    if not error["loc"]:
-        return MalformedBody(f"The body is {shown(error['input'])}, but must be an object")
     place = ".".join(map(str, error["loc"]))
     return invalid_parameter({**error, "loc": (place,)}, "member", members)
 
 
 async def gradients(call: Call, received: Received) -> tuple[dict[str, Array], json_codec.Encoding]:
     """Return the tensors in the body, and the default form of tensors in the answer."""
-    is_json = received.sent == JSON
-    text_bytes = len(received.body) if is_json else int.from_bytes(received.body[:8], "little")  # the header
-    inline = text_bytes <= INLINE_TEXT_BYTES
-    return await call.offload(inline, _gradients, received.body, is_json, call.engine.limits)
+    body, limits = received.body, call.engine.limits
+    if received.sent == JSON:
+        return await decode_json(call, body, body, _gradients, body, True, limits)
+    return await decode_safetensors(call, body, _gradients, body, False, limits)
 
 
 def _gradients(body: memoryview, is_json: bool, limits: Limits) -> tuple[dict[str, Array], json_codec.Encoding]:

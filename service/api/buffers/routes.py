@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
 from service.api.buffers.models import (
+    MAX_RULES_BYTES,
     AccumulateQuery,
     BufferList,
     ListQuery,
@@ -51,7 +52,7 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 async def create(call: CurrentCall, name: str) -> Answer:
     check_no_query(call)
     received = await receive(call)
-    new = parse_model(received, NewBuffer)
+    new = parse_model(received, NewBuffer, MAX_RULES_BYTES)
     spec = Spec(tuple(new.shape), DTYPES[new.dtype], new.nonfinite, new.quorum, new.keep, new.ttl_seconds)
     refusal = _refusal(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):

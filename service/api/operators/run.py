@@ -6,7 +6,7 @@ Each step decides once, from its data, whether it runs in the event loop or in t
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from service.api.buffers.preconditions import refuse_headers
 from service.api.http.answer import Answer
@@ -19,17 +19,6 @@ from service.api.operators.job import NO_BUFFERS, Job
 from service.buffers.record import Receipt
 from service.dtypes import Array
 from service.kernels import Operator
-
-R = TypeVar("R")
-
-LIST_BYTES = 256
-"""A list in a JSON text takes as long to decode as this many bytes of numbers."""
-
-HEADER_FACTOR = 16
-"""A byte of a safetensors header takes as long to decode as this many bytes of a JSON text."""
-
-TINY_BYTES = 1 << 12
-"""A body up to this size is decoded in the event loop: nothing in 4 KiB can take long."""
 
 
 class Result(NamedTuple):
@@ -50,25 +39,6 @@ def read(call: Call, operator: Operator, head: int = 0) -> Coroutine[Any, Any, m
     call.operator = operator.name
     call.spent["queue"] = 0
     return call.body(head)
-
-
-def json_cost(text: memoryview) -> int:
-    """Return the cost of decoding a JSON text, in bytes of numbers."""
-    size = len(text)
-    return size if size > INLINE_TEXT_BYTES else size + LIST_BYTES * bytes(text).count(b"[")
-
-
-def safetensors_cost(body: memoryview) -> int:
-    """Return the cost of decoding a safetensors file, in bytes of JSON text: its header's, for tensors are views."""
-    return HEADER_FACTOR * int.from_bytes(body[:8], "little")
-
-
-def decode(
-    call: Call, body: memoryview, cost: int, decoder: Callable[..., R], *arguments: Any
-) -> Coroutine[Any, Any, R]:
-    """Decode the body. `cost` is in bytes of JSON text."""
-    inline = len(body) <= TINY_BYTES or cost <= INLINE_TEXT_BYTES
-    return call.offload(inline, decoder, *arguments, phase="decode")
 
 
 async def run(call: Call, job: Job) -> Result:
