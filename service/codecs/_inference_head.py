@@ -6,12 +6,12 @@ Small JSON becomes Python objects. In large JSON the numbers of tensors stay in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import simdjson
 
-from service.codecs._headers import as_object, check_shape, load
+from service.codecs._headers import MAX_HEADER_VALUES, as_object, check_shape, load
 from service.codecs._lists import LISTS
 from service.codecs.json import Pairs, members_of, parse
 from service.dtypes import OPEN_INFERENCE, DType
@@ -90,7 +90,7 @@ def _parse(text: memoryview | bytes) -> dict[str, Any]:
     if len(text) <= SMALL_JSON_BYTES:
         return as_object(load(text, "The request"), "The request")
     try:
-        return as_object(_unpack(parse(text)), "The request")
+        return as_object(_unpack(parse(text), iter(range(MAX_HEADER_VALUES))), "The request")
     except RecursionError:
         raise MalformedBody("The request is nested too deeply") from None
 
@@ -106,15 +106,18 @@ def _quote_nonfinite(text: bytes) -> bytes:
     return b'"'.join(parts)
 
 
-def _unpack(value: Any, key: str = "") -> Any:
-    """Make Python objects of the parser's, except of the lists of tensors' numbers."""
+def _unpack(value: Any, budget: Iterator[int], key: str = "") -> Any:
+    """Make Python objects of the parser's, except of the lists of tensors' numbers: as many as `budget` has numbers."""
+    if next(budget, None) is None:
+        raise MalformedBody(f"The request has more than {MAX_HEADER_VALUES} values besides its tensors")
     if isinstance(value, (simdjson.Object, Pairs)):
-        return {name: _unpack(member, name) for name, member in members_of(value, shown(key) if key else "The request")}
+        members = members_of(value, shown(key) if key else "The request")
+        return {name: _unpack(member, budget, name) for name, member in members}
     if type(value) not in LISTS or key == "data":
         return value
     if len(value) > MAX_LIST_ITEMS:
         raise MalformedBody(f"{shown(key)} has {len(value)} items; the limit is {MAX_LIST_ITEMS}")
-    return [_unpack(item) for item in value]
+    return [_unpack(item, budget) for item in value]
 
 
 def _read_input(entry: Mapping[str, Any]) -> InputHead:
