@@ -135,6 +135,15 @@ def encode(
     return [*(pieces or [b"{"]), b"}"]
 
 
+def encoded_bytes(shape: Sequence[int], dtype: DType, encoding: Encoding) -> int:
+    """Return how many bytes the text of such a tensor takes at most."""
+    size = math.prod(shape)
+    if encoding == "base64":
+        return -(-size * dtype.itemsize // 3) * 4
+    brackets = 3 * sum(math.prod(shape[:depth]) for depth in range(len(shape)))  # with a comma behind each list
+    return size * _NUMBER_BYTES[dtype.kind, dtype.itemsize] + (brackets if size else 2)
+
+
 def encode_tensor(tensor: Array, encoding: Encoding) -> list[bytes]:
     """Return the pieces of a tensor's JSON object."""
     head = orjson.dumps({"dtype": NAMES[tensor.dtype], "shape": tensor.shape})[:-1]
@@ -177,6 +186,9 @@ def _list_text(tensor: Array) -> bytes:
     replacements = [names[repr(value)] for value in tensor[~finite].tolist()]
     return b"".join(itertools.chain.from_iterable(zip(text.split(b"null"), [*replacements, b""], strict=True)))
 
+
+_NUMBER_BYTES = {("b", 1): 6, ("i", 4): 12, ("i", 8): 21, ("f", 2): 18, ("V", 2): 18, ("f", 4): 18, ("f", 8): 26}
+"""The most bytes of a number in a list, with a comma, by the dtype's kind and size."""
 
 _thread = threading.local()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import numpy as np
@@ -39,12 +39,16 @@ CACHE_LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Workspace:
-    """A pool whose idle threads help, how many threads work at once, and allocators of outputs and of spare memory."""
+    """A pool whose idle threads help, how many threads work at once, and the allocators.
+
+    They allocate outputs, spare memory for intermediate results, and large scratch, which is freed after each block.
+    """
 
     pool: Executor | None = None
     threads: int = 1
     allocate: Callable[[tuple[int, ...], DType], Array] = np.empty
     spare: Callable[[tuple[int, ...], DType], Array] = np.empty
+    scratch: Callable[[tuple[int, ...], DType], Array] = np.empty
 
 
 _DEFAULT = Workspace()
@@ -135,8 +139,10 @@ def helpers() -> Iterator[Callable[[Callable[[], None]], None]]:
     started: list[Future[None]] = []
     functions: list[Callable[[], None]] = []
 
+    alone = replace(space, pool=None, threads=1)
+
     def run_quietly(number: int) -> None:
-        with np.errstate(all="ignore"):
+        with workspace(alone), np.errstate(all="ignore"):
             functions[number]()
 
     def start_helper(function: Callable[[], None]) -> None:
@@ -163,7 +169,7 @@ def scratch(slot: int, size: int, dtype: DType) -> Array:
     memory for such an array.
     """
     if size * dtype.itemsize > SCRATCH_BYTES:
-        return spare_memory((size,), dtype)
+        return _allocate("an intermediate result", _current.get().scratch, (size,), dtype)
     slots: dict[tuple[int, DType], Array] = _scratch.__dict__.setdefault("slots", {})
     memory = slots.get((slot, dtype))
     if memory is None or memory.size < size:

@@ -20,7 +20,7 @@ from service.api.buffers.models import (
 )
 from service.api.buffers.preconditions import recalled, refuse_headers
 from service.api.buffers.receipts import answer_outcome, read_values
-from service.api.buffers.request import Received, gradients, parse_model, receive, submit, values_reserved
+from service.api.buffers.request import Received, form_of, gradients, parse_model, receive, submit, values_reserved
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_take
 from service.api.http.answer import Answer
 from service.api.http.body import wanted_coding
@@ -63,7 +63,8 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
         return [new_add(check_name(name), name, tensor, query, None) for name, tensor in tensors.items()]
 
     changes = await call.offload(len(tensors) <= INLINE_LOOKUPS, adds)
-    outcome = await submit(call, received, changes, with_values=query.answered is not None)
+    wanted = None if query.answered is None else form_of(call, received, query, form)
+    outcome = await submit(call, received, changes, wanted)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=False)
 
 
@@ -103,7 +104,7 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
     async def take(names: list[str]) -> Outcome:
         _check_some(names, query.prefix)
         changes = await call.offload(len(names) <= INLINE_LOOKUPS, lambda: [new_take(query, name) for name in names])
-        return await submit(call, received, changes, with_values=True)
+        return await submit(call, received, changes, form_of(call, received, query, "list"))
 
     outcome = await for_buffers(call, received, query.prefix, query.timeout, look, take)
     form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
@@ -131,7 +132,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
         _check_some(names, query.prefix)
         if query.epoch is not None:
             await call.look_up(len(names), lambda: [*map(look, names)])
-        async with values_reserved(call, names):
+        async with values_reserved(call, names, form_of(call, received, query, "list")):
             return await call.offload(False, read_values, call.store, names, query, received.answers, coding, False)
 
     return await for_buffers(call, received, query.prefix, query.timeout, look, read)

@@ -8,10 +8,12 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from service.api.buffers.models import AccumulateQuery, TakeQuery, ValueQuery
 from service.api.buffers.preconditions import key_of, refuse_headers
 from service.api.http.answer import JSON
+from service.api.http.body import wanted_coding
 from service.api.http.call import Call
-from service.api.http.costs import decode_json, decode_safetensors
+from service.api.http.costs import Form, decode_json, decode_safetensors
 from service.api.http.negotiation import invalid_parameter, media_types, parameters_of
 from service.api.http.offload import INLINE_BYTES
 from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
@@ -44,6 +46,9 @@ MAX_LIST_ELEMENTS = 1 << 17
 MAX_EMPTY_BYTES = 64
 """Bytes of a body that can count as empty: a longer body is not searched for blanks."""
 
+RECEIPT_BYTES = 1 << 10
+"""Bytes of memory for a change and its receipt, as objects and as text."""
+
 
 class Received(NamedTuple):
     """The body of a request, the media types of the body and of the answer, and the idempotency key."""
@@ -66,7 +71,7 @@ async def receive(call: Call, *, changes: bool = True) -> Received:
     if call.method != "PUT":
         refuse_headers(call, "If-None-Match")
     body = await call.body()
-    # The key has a hash of the body: 3 MB take a third of a millisecond.
+    # The key has a hash of the body: 3 MB take half a millisecond.
     key = await call.offload(len(body) <= INLINE_BYTES, key_of, call, body) if changes else None
     return Received(body, sent, answers, key)
 
@@ -150,21 +155,33 @@ def check_gradient(tensors: Collection[str]) -> None:
             raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
 
 
-async def submit(call: Call, received: Received, changes: Sequence[Change], *, with_values: bool = False) -> Outcome:
-    """Make the changes, once for the idempotency key. `with_values` reserves memory for values in the answer."""
-    if not with_values:
+def form_of(
+    call: Call, received: Received, query: AccumulateQuery | ValueQuery | TakeQuery, default: json_codec.Encoding
+) -> Form:
+    """Return the form of values in the answer; `default` is how JSON writes them if the query does not say."""
+    encoding = (query.encoding or default) if received.answers == JSON else None
+    is_coded = wanted_coding(call.headers) is not None
+    if isinstance(query, AccumulateQuery):
+        return Form(encoding, is_coded)
+    return Form(encoding, is_coded, query.dtype, query.reduce == "mean")
+
+
+async def submit(call: Call, received: Received, changes: Sequence[Change], form: Form | None = None) -> Outcome:
+    """Make the changes, once for the idempotency key. With a `form`, reserve memory for values in the answer."""
+    if form is None:
+        call.reserve(RECEIPT_BYTES * len(changes))
         return await call.submit(changes, received.key)
-    async with values_reserved(call, [change.name for change in changes]):
+    async with values_reserved(call, [change.name for change in changes], form):
         return await call.submit(changes, received.key)
 
 
 @asynccontextmanager
-async def values_reserved(call: Call, names: Collection[str]) -> AsyncIterator[None]:
-    """Reserve memory for the values of these buffers until the request ends. Raises `Busy`.
+async def values_reserved(call: Call, names: Collection[str], form: Form) -> AsyncIterator[None]:
+    """Reserve memory for an answer with the values of these buffers until the request ends. Raises `Busy`.
 
     A failed attempt gives the memory back: the request may wait for long before the next attempt.
     """
-    size = await call.look_up(len(names), _nbytes, call.store, names)
+    size = await call.look_up(len(names), _nbytes, call.store, names, form)
     call.reserve(size)
     try:
         yield
@@ -173,11 +190,12 @@ async def values_reserved(call: Call, names: Collection[str]) -> AsyncIterator[N
         raise
 
 
-def _nbytes(store: Store, names: Collection[str]) -> int:
+def _nbytes(store: Store, names: Collection[str], form: Form) -> int:
     total = 0
     for name in names:
         try:
-            total += store.record(name).spec.nbytes
+            spec = store.record(name).spec
+            total += RECEIPT_BYTES + spec.nbytes + form.extra_bytes(spec.shape, spec.dtype)
         except (UnknownBuffer, BufferCorrupt):
             continue  # the change or the read raises the error
     return total

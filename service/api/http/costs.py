@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from service.api.http.call import Call
 from service.api.http.offload import INLINE_TEXT_BYTES
 from service.codecs import json as json_codec
+from service.dtypes import DTYPES, DType
 
 R = TypeVar("R")
 
@@ -23,6 +25,26 @@ HEADER_FACTOR = 16
 
 TINY_BYTES = 1 << 12
 """A body up to this size is decoded in the event loop: nothing in 4 KiB can take long."""
+
+
+class Form(NamedTuple):
+    """The form of tensors in an answer."""
+
+    encoding: json_codec.Encoding | None
+    """How JSON writes them; None if they are bytes."""
+    is_coded: bool = False
+    """Whether the answer is compressed."""
+    dtype: str | None = None
+    """Their dtype, if it is not their own."""
+    is_mean: bool = False
+
+    def extra_bytes(self, shape: Sequence[int], dtype: DType) -> int:
+        """Return how much memory the answer takes for such a tensor, beside the tensor itself."""
+        target = dtype if self.dtype is None else DTYPES[self.dtype]
+        size = math.prod(shape) * target.itemsize
+        text = 0 if self.encoding is None else json_codec.encoded_bytes(shape, target, self.encoding)
+        copied = size if self.is_mean or target != dtype else 0
+        return copied + text + (text or size) * self.is_coded
 
 
 def json_cost(text: memoryview) -> int:

@@ -61,7 +61,7 @@ async def infer(call: CurrentCall, op: str) -> Answer:
     body = await read(call, operator, head=length or 0)
     given = operator, length, call.engine.limits, body
     job, reply = await decode_json(call, body, body[:length], _decode, *given)
-    result = await run(call, job)
+    result = await run(call, job, "list" if reply.is_text else None, reply.binary)
     return await encode(call, result, reply.is_text, _encode, operator, reply)
 
 

@@ -157,9 +157,10 @@ async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> 
         job, form = await costs.decode_json(call, body, body, decode_json, *given)
     else:
         job, form = await costs.decode_safetensors(call, body, decode_safetensors, *given)
-    result = await run(call, job)
+    encoding = query.encoding or form
+    result = await run(call, job, encoding if answers == JSON else None)
     if answers == JSON:
-        return await encode(call, result, True, encode_json, query.encoding or form)
+        return await encode(call, result, True, encode_json, encoding)
     return await encode(call, result, False, encode_safetensors)
 
 
