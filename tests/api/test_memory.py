@@ -56,8 +56,10 @@ class Memory:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a server in a process of its own that may hold 48 MB. It has a buffer of 16 MB."""
     store = tmp_path_factory.mktemp("memory") / "store"
-    settings = {"max_bytes_in_flight": IN_FLIGHT_BYTES, "reuse_bytes": 0, "threads": 2}
-    with Server(store, **settings) as server, httpx.Client(base_url=server.url) as client:
+    with (
+        Server(store, max_bytes_in_flight=IN_FLIGHT_BYTES, reuse_bytes=0, threads=2) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
         create(client, "half", (SIZE,), dtype="float16")
         yield server
 
