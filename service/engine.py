@@ -119,7 +119,7 @@ class Engine:
             reserve(math.prod(shape) * dtype.itemsize)
             return self._arena.allocate(shape, dtype)
 
-        return replace(self._workspace, allocate=allocate, spare=spare)
+        return replace(self._workspace, allocate=allocate, spare=spare, claim=reserve)
 
     def _check(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
         _check_types(operator, tuple([(name, tensor.dtype) for name, tensor in tensors.items()]))

@@ -42,6 +42,7 @@ class Workspace:
     """A pool whose idle threads help, how many threads work at once, and the allocators.
 
     They allocate outputs, spare memory for intermediate results, and large scratch, which is freed after each block.
+    `claim` gets the bytes of what NumPy allocates by itself.
     """
 
     pool: Executor | None = None
@@ -49,6 +50,7 @@ class Workspace:
     allocate: Callable[[tuple[int, ...], DType], Array] = np.empty
     spare: Callable[[tuple[int, ...], DType], Array] = np.empty
     scratch: Callable[[tuple[int, ...], DType], Array] = np.empty
+    claim: Callable[[int], None] = lambda size: None
 
 
 _DEFAULT = Workspace()
@@ -92,6 +94,11 @@ def spare_memory(shape: tuple[int, ...], dtype: DType) -> Array:
     Raises `TensorTooLarge` if there is not enough memory.
     """
     return _allocate("an intermediate result", _current.get().spare, shape, dtype)
+
+
+def claim(size: int) -> None:
+    """Tell the workspace that NumPy is about to allocate `size` bytes by itself. Raises what the workspace raises."""
+    _current.get().claim(size)
 
 
 def _allocate(

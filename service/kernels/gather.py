@@ -13,10 +13,16 @@ from scipy.sparse._sparsetools import csc_matvecs
 
 from service.dtypes import INT64, Array, DType, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch, TooManyDimensions
-from service.kernels._blocks import block_length, new_output, share_out, spare_memory
+from service.kernels._blocks import block_length, claim, new_output, share_out, spare_memory
 from service.kernels._checks import normalize_axis
 from service.kernels._op import Shape, T, Tind, op
 from service.limits import MAX_RANK
+
+SORT_BYTES = 16
+"""Bytes that NumPy takes to sort an index: its place, and as much to merge."""
+
+UNIQUE_BYTES = 40
+"""Bytes that NumPy takes to find out whether an index is the first of its value."""
 
 SPARSE_NUMBERS_PER_INDEX = 32
 """Numbers of the output for each index from which on it is faster to find first which rows occur."""
@@ -36,6 +42,7 @@ class GatheredRows:
         if not grad.size:
             outer = 0  # nothing to add, however many rows there are
         count = outer * targets.size
+        claim(SORT_BYTES * count)
         rows, self._rows = spare_memory((2, count), INT64)
         np.add(np.arange(outer)[:, None] * self.shape[axis], targets, out=rows.reshape(outer, targets.size))
         self._order = rows.argsort(kind="stable")
@@ -151,7 +158,8 @@ def _targets(indices: Array, size: int) -> Array:
             f"indices{subscripts} is {flat[place]}, but {allowed}", tensor="indices", index=int(flat[place])
         )
     if lowest < 0:
-        flat = flat.astype(np.int64)
+        given, flat = flat, spare_memory(flat.shape, INT64)
+        flat[...] = given
         np.add(flat, size, out=flat, where=flat < 0)
     return flat
 
@@ -180,6 +188,7 @@ def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
     count, dtype = targets.size, compute_dtype(grad.dtype)
     occurring: Array | slice = slice(None)
     if dtype != grad.dtype and size > count and size * inner > SPARSE_NUMBERS_PER_INDEX * count:
+        claim(UNIQUE_BYTES * count)
         occurring, targets = np.unique(targets, return_inverse=True)
         size = len(occurring)
     height = min(outer, max(1, block_length(grad.dtype) // (count * inner)))
