@@ -31,7 +31,7 @@ test: $(VENV)/.dev  ## run every test in two processes, or WHAT="tests/codecs/te
 test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
 
-fuzz: $(VENV)/.dev  ## decode damaged frames for SECONDS=60, then send random requests and random changes of buffers
+fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then send random requests and random changes of buffers
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
 	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py tests/buffers/test_state_machine.py
 

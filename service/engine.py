@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -18,6 +20,9 @@ from service.kernels import Operator, Tensor, Workspace, workspace
 from service.limits import Limits
 
 R = TypeVar("R")
+
+Reserve: TypeAlias = Callable[[int], None]
+"""A function that reserves bytes, or raises."""
 
 MAX_REMEMBERED_CHECKS = 1024
 """Valid combinations of operator and dtypes. Clients send few, and a look-up takes a seventh of a check's 1 us."""
@@ -35,8 +40,9 @@ class Engine:
         self.waiting = 0
         """The number of submitted tasks that have neither started nor been cancelled."""
         self._arena = Arena(reuse_bytes)
-        self._workspace = Workspace(self._pool, threads, self._allocate, self._arena.allocate)
-        self._alone = Workspace(allocate=self._allocate, spare=self._arena.allocate)
+        empty = self._arena.allocate
+        self._workspace = Workspace(self._pool, threads, self._allocate, spare=empty, scratch=empty)
+        self._alone = Workspace(allocate=self._allocate, spare=empty, scratch=empty)
 
     def buffer(self, size: int) -> memoryview:
         """Return `size` uninitialised bytes, in memory of past tensors if some is free."""
@@ -81,19 +87,39 @@ class Engine:
         wanted: Sequence[str] | None = None,
         *,
         alone: bool = False,
+        reserve: Reserve | None = None,
     ) -> dict[str, Array]:
         """Return the operator's outputs, name -> array: all, or those `wanted`. `alone` uses the calling thread only.
 
-        Raises `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, and the kernel's own errors.
+        `reserve` gets the bytes of each output and intermediate result before there is memory for it. Raises
+        `UnknownTensor`, `MissingTensor`, `DtypeMismatch`, `TensorTooLarge`, what `reserve` raises, and the kernel's own
+        errors.
         """
         self._check(operator, tensors)
-        with workspace(self._alone if alone else self._workspace):
+        space = self._alone if alone else self._workspace
+        with workspace(space if reserve is None else self._reserving(reserve)):
             return operator(tensors, attributes, wanted)
 
-    def in_pieces(self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any]) -> Any:
+    def in_pieces(
+        self, operator: Operator, tensors: Mapping[str, Array], attributes: Mapping[str, Any], reserve: Reserve
+    ) -> Any:
         """Return the only output of a `sparse` operator in pieces, never whole in memory. Raises like `run`."""
         self._check(operator, tensors)
-        return operator.in_pieces(tensors, attributes)
+        with workspace(self._reserving(reserve)):
+            return operator.in_pieces(tensors, attributes)
+
+    def _reserving(self, reserve: Reserve) -> Workspace:
+        """Return the pool's workspace, whose memory is reserved first."""
+
+        def allocate(shape: tuple[int, ...], dtype: DType) -> Array:
+            self.limits.check(None, shape, dtype, label="The output")
+            return spare(shape, dtype)
+
+        def spare(shape: tuple[int, ...], dtype: DType) -> Array:
+            reserve(math.prod(shape) * dtype.itemsize)
+            return self._arena.allocate(shape, dtype)
+
+        return replace(self._workspace, allocate=allocate, spare=spare, claim=reserve)
 
     def _check(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
         _check_types(operator, tuple([(name, tensor.dtype) for name, tensor in tensors.items()]))

@@ -62,6 +62,7 @@ class GradserveError(Exception):
 
     def __init__(self, detail: str, **context: Any) -> None:
         """Make an error from `detail`, a sentence for a person, and `context` (tensor, limit, ...), for programs."""
+        detail = cut(detail, MAX_DETAIL_CHARACTERS)
         super().__init__(detail)
         self.detail = detail
         self.context = {
@@ -347,6 +348,9 @@ class StoreFull(GradserveError):
 
 MAX_SHOWN_CHARACTERS = 80
 """The longest value in a detail: enough to recognise it, and short enough to keep the sentence readable."""
+
+MAX_DETAIL_CHARACTERS = 4000
+"""The longest detail: a shape of 64 dimensions has 1,300 characters. Names of tensors have no limit of their own."""
 
 MAX_MEMBER_CHARACTERS = 1000
 """The longest text in `context`: programs look up buffer names there, and a name has at most 200 characters."""

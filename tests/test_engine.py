@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 
 from service.arena import MIN_REUSED_BYTES
 from service.engine import Engine
-from service.errors import DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor
+from service.errors import Busy, DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor
 from service.kernels import OPERATORS
 from service.limits import Limits
 
@@ -99,3 +100,61 @@ def test_a_cancelled_task_is_released_at_once(engine: Engine) -> None:
     assert engine.waiting == 0
     release.set()
     assert all(future.result() for future in busy)
+
+
+def large_tensors(operator: str, dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return inputs of this operator whose outputs and intermediate results take several megabytes."""
+    steps, batch, size = 500, 16, 128
+    rows = np.zeros(1 << 18, np.int32)
+    tensors: dict[str, dict[str, np.ndarray[Any, Any]]] = {
+        "SoftmaxGrad_13": dict.fromkeys(("dY", "Y"), np.ones((1, 1 << 21), dtype)),
+        "InPlaceAccumulatorV2": {"gradient_buffer": np.ones(1 << 21, dtype), "gradient": np.ones(1, np.float64)},
+        "GatherGrad": {"shape": np.array([1 << 24]), "indices": rows - 1, "grad": np.ones(rows.size, dtype)},
+        "GRUTraining": {
+            "X": np.ones((steps, batch, size), dtype),
+            "W": np.ones((1, 3 * size, size), dtype),
+            "R": np.ones((1, 3 * size, size), dtype),
+        },
+    }
+    return tensors[operator]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("operator", ["SoftmaxGrad_13", "InPlaceAccumulatorV2", "GatherGrad", "GRUTraining", "GRUGrad"])
+def test_the_memory_of_a_kernel_is_reserved(operator: str, dtype: Any) -> None:
+    engine = Engine(threads=2, limits=Limits(1 << 30), reuse_bytes=0)
+    tensors = large_tensors("GRUTraining" if operator == "GRUGrad" else operator, dtype)
+    if operator == "GRUGrad":
+        outputs = engine.run(OPERATORS["GRUTraining"], tensors, {})
+        tensors |= {"HAll": outputs["HAll"], "ZRH": outputs["ZRH"], "grad_HAll": outputs["HAll"]}
+    reserved: list[int] = []
+    tracemalloc.start()
+    try:
+        engine.run(OPERATORS[operator], tensors, {}, reserve=reserved.append)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        engine.close()
+    assert sum(reserved) > 1 << 20
+    assert peak < sum(reserved) + (6 << 20)  # the scratch of two threads, and the kernel's objects
+
+
+def test_what_a_sparse_kernel_keeps_is_reserved(engine: Engine) -> None:
+    tensors, reserved = large_tensors("GatherGrad", np.float16), list[int]()
+    tracemalloc.start()
+    try:
+        engine.in_pieces(GATHER, tensors, {}, reserved.append)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < sum(reserved) + (2 << 20)
+
+
+def test_a_refused_reservation_leaves_no_output(engine: Engine) -> None:
+    def refuse(size: int) -> None:
+        raise Busy(f"{size} bytes")
+
+    with pytest.raises(Busy, match="4194304 bytes"):
+        engine.run(
+            GATHER, {"shape": np.array([1 << 20]), "indices": np.array([0]), "grad": ones(1)}, {}, reserve=refuse
+        )

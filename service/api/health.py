@@ -18,7 +18,7 @@ from service.api.http.openapi import MAX_KEY_CHARACTERS
 from service.api.http.routing import access
 from service.api.telemetry.metrics import Metrics
 from service.api.telemetry.workers import Workers
-from service.codecs.json import MAX_ELEMENTS, MAX_MEMBERS
+from service.codecs.json import MAX_ELEMENTS, MAX_LISTS, MAX_MEMBERS
 from service.errors import NotReady
 from service.settings import Settings
 
@@ -47,6 +47,7 @@ CONSTANTS: dict[str, tuple[int | float, str]] = {
         MAX_ELEMENTS,
         "Elements in the lists of a JSON body, at most; send more as base64 or safetensors.",
     ),
+    "max_json_lists": (MAX_LISTS, "Lists in a JSON body, at most, with the lists in lists."),
     "max_json_members": (MAX_MEMBERS, "Members of a JSON object, at most; each may be a tensor."),
 }
 """The limits without a setting."""

@@ -25,6 +25,7 @@ from service.errors import (
     ShapeMismatch,
     StaleEpoch,
     TooFewGradients,
+    cut,
     shown,
 )
 
@@ -42,7 +43,8 @@ class Change:
             raise unknown(self.name)
         if self.match is not None and not self.match & {"*", record.etag}:
             raise PreconditionFailed(
-                f"If-Match is {', '.join(sorted(self.match))}, but {self.name!r} is at {record.etag}", buffer=self.name
+                f"If-Match is {cut(', '.join(sorted(self.match)))}, but {self.name!r} is at {record.etag}",
+                buffer=self.name,
             )
 
     def apply(self, txn: Transaction, name: BufferName, record: Any, now: float) -> tuple[Receipt, Array | None]:
@@ -73,7 +75,7 @@ class Create(Change):
         super().admit(record)
         if self.unless & {"*", record.etag}:
             raise PreconditionFailed(
-                f"If-None-Match is {', '.join(sorted(self.unless))}, but {self.name!r} exists, at {record.etag}",
+                f"If-None-Match is {cut(', '.join(sorted(self.unless)))}, but {self.name!r} exists, at {record.etag}",
                 buffer=self.name,
             )
         new, old = self.spec.as_json(), record.spec.as_json()

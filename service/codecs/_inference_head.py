@@ -6,12 +6,12 @@ Small JSON becomes Python objects. In large JSON the numbers of tensors stay in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import simdjson
 
-from service.codecs._headers import as_object, check_shape, load
+from service.codecs._headers import MAX_HEADER_VALUES, as_object, check_shape, load
 from service.codecs._lists import LISTS, count
 from service.codecs.json import Pairs, members_of, parse
 from service.dtypes import OPEN_INFERENCE, DType
@@ -19,6 +19,9 @@ from service.errors import InvalidParameter, InvalidTensor, MalformedBody, shown
 
 SMALL_JSON_BYTES = 1 << 16
 """The largest JSON, in bytes, to read into Python objects: each number becomes an object."""
+
+MAX_ID_CHARACTERS = 1 << 12
+"""Characters of a request's id, which the answer repeats."""
 
 MAX_LIST_ITEMS = 1 << 12
 """The most items of a list in large JSON that does not hold a tensor's numbers: each item becomes a Python object."""
@@ -66,6 +69,8 @@ def read_head(text: memoryview | bytes, has_length: bool) -> RequestHead:
     identity = document.get("id")
     if identity is not None and not isinstance(identity, str):
         raise MalformedBody(f"id is {shown(identity)}, but must be a string")
+    if identity is not None and len(identity) > MAX_ID_CHARACTERS:
+        raise MalformedBody(f"id has {len(identity)} characters; the limit is {MAX_ID_CHARACTERS}")
     inputs = [_read_input(entry) for entry in _as_objects(document.get("inputs"), "inputs")]
     binary = _as_boolean(parameters.pop("binary_data_output", False), "binary_data_output")
     outputs = None
@@ -107,7 +112,7 @@ def _parse(text: memoryview | bytes) -> dict[str, Any]:
     if len(text) <= SMALL_JSON_BYTES:
         return as_object(load(text, "The request"), "The request")
     try:
-        return as_object(_unpack(parse(text)), "The request")
+        return as_object(_unpack(parse(text), iter(range(MAX_HEADER_VALUES))), "The request")
     except RecursionError:
         raise MalformedBody("The request is nested too deeply") from None
 
@@ -124,15 +129,18 @@ def _quote_nonfinite(text: bytes) -> bytes:
     return b'"'.join(parts)
 
 
-def _unpack(value: Any, key: str = "") -> Any:
-    """Make Python objects of the parser's, except of the lists of tensors' numbers."""
+def _unpack(value: Any, budget: Iterator[int], key: str = "") -> Any:
+    """Make Python objects of the parser's, except of the lists of tensors' numbers: as many as `budget` has numbers."""
+    if next(budget, None) is None:
+        raise MalformedBody(f"The request has more than {MAX_HEADER_VALUES} values besides its tensors")
     if isinstance(value, (simdjson.Object, Pairs)):
-        return {name: _unpack(member, name) for name, member in members_of(value, shown(key) if key else "The request")}
+        members = members_of(value, shown(key) if key else "The request")
+        return {name: _unpack(member, budget, name) for name, member in members}
     if type(value) not in LISTS or key == "data":
         return value
     if len(value) > MAX_LIST_ITEMS:
         raise MalformedBody(f"{shown(key)} has {len(value)} items; the limit is {MAX_LIST_ITEMS}")
-    return [_unpack(item) for item in value]
+    return [_unpack(item, budget) for item in value]
 
 
 def _read_input(entry: Mapping[str, Any]) -> InputHead:

@@ -79,10 +79,12 @@ def shape_of(name: str, data: Any, limits: Limits) -> Shape:
     first = data
     while type(first) in LISTS:
         limits.check_rank(name, len(shape) + 1)
-        shape.append(_length(name, data, tuple(shape)))
+        shape.append(_length(first))
         if not shape[-1]:
             break
         first = first[0]
+    if len(shape) > 1:
+        _check_lengths(name, iter(data), tuple(shape), 1, [0] * len(shape))
     return tuple(shape)
 
 
@@ -123,12 +125,24 @@ def _read_items(name: str, data: Any, shape: Shape, dtype: DType) -> Array:
     for batch in _items(data, len(shape)):
         converted = _convert(batch, wide)
         if converted is None:
-            wrong = next(k for k, item in enumerate(batch) if _convert([item], wide) is None)
+            wrong = _first_wrong(batch, wide)
             place = _place(name, seen + wrong, shape)
             raise InvalidTensor(f"{place} is {_describe(batch[wrong])}, but must be {_EXPECTED[wide]}", tensor=name)
         numbers[seen : seen + len(batch)] = converted
         seen += len(batch)
     return numbers
+
+
+def _first_wrong(batch: list[Any], dtype: DType) -> int:
+    """Return the place of the first item that `dtype` cannot hold. There must be such an item."""
+    start, stop = 0, len(batch)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        if _convert(batch[start:middle], dtype) is None:
+            stop = middle
+        else:
+            start = middle
+    return start
 
 
 _TYPES: dict[DType, set[type]] = {BOOL: {bool}, INT64: {int, float}, FLOAT64: {int, float, str}}
@@ -190,29 +204,38 @@ def _items(data: Any, depth: int) -> Iterator[list[Any]]:
     items: Iterator[Any] = iter([data])
     for _ in range(depth):
         items = itertools.chain.from_iterable(items)
+    return _batches(items)
+
+
+def _batches(items: Iterator[Any]) -> Iterator[list[Any]]:
     return iter(lambda: list(itertools.islice(items, _BATCH_ITEMS)), [])
 
 
-def _length(name: str, data: Any, shape: Shape) -> int:
-    """Return the length of the lists `len(shape)` deep in `data`. There must be such a list."""
-    expected, seen = -1, 0
-    for batch in _items(data, len(shape)):
+def _check_lengths(name: str, lists: Iterator[Any], shape: Shape, depth: int, seen: list[int]) -> None:
+    """Raise `InvalidTensor` unless `lists`, `depth` deep, are lists of the `shape`, each visited once.
+
+    `seen` has how many lists of each depth were visited before.
+    """
+    for batch in _batches(lists):
         if set(map(type, batch)) - set(LISTS):
             wrong = next(k for k, item in enumerate(batch) if type(item) not in LISTS)
-            place = _place(name, seen + wrong, shape)
+            place = _place(name, seen[depth] + wrong, shape[:depth])
             raise InvalidTensor(f"{place} is {_describe(batch[wrong])}, but its neighbours are lists", tensor=name)
-        lengths = list(map(len, batch))
-        if _MAX_LENGTH in lengths:
-            lengths = [sum(1 for _ in item) if n == _MAX_LENGTH else n for n, item in zip(lengths, batch, strict=True)]
-        expected = expected if seen else lengths[0]
-        if set(lengths) != {expected}:
-            wrong = next(k for k, n in enumerate(lengths) if n != expected)
-            place = _place(name, seen + wrong, shape)
+        lengths = list(map(_length if shape[depth] >= _MAX_LENGTH else len, batch))
+        if set(lengths) != {shape[depth]}:
+            wrong = next(k for k, length in enumerate(lengths) if length != shape[depth])
+            place = _place(name, seen[depth] + wrong, shape[:depth])
             raise InvalidTensor(
-                f"{place} has {lengths[wrong]} elements, but its neighbours have {expected}", tensor=name
+                f"{place} has {_length(batch[wrong])} elements, but its neighbours have {shape[depth]}", tensor=name
             )
-        seen += len(batch)
-    return expected
+        seen[depth] += len(batch)
+        if depth + 1 < len(shape):
+            _check_lengths(name, itertools.chain.from_iterable(batch), shape, depth + 1, seen)
+
+
+def _length(item: Any) -> int:
+    length = len(item)
+    return length if length < _MAX_LENGTH or isinstance(item, list) else sum(1 for _ in item)
 
 
 def _place(name: str, number: int, shape: Shape) -> str:

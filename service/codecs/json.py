@@ -21,7 +21,7 @@ import pybase64
 import simdjson
 
 from service.codecs._bytes import bytes_of, view, wrong_size
-from service.codecs._lists import NONFINITE, ListReader, count, is_empty, shape_of
+from service.codecs._lists import LISTS, NONFINITE, ListReader, count, is_empty, shape_of
 from service.dtypes import NAMES, Array, DType
 from service.errors import BodyTooLarge, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
@@ -41,8 +41,17 @@ MAX_INTEGER_CHARACTERS = 4000
 WRITTEN_ELEMENTS = 1 << 16
 """Elements to write in one call of orjson, which holds the interpreter's lock meanwhile."""
 
+TEXT_COPIES = 3
+"""Times that a text is in memory while it is parsed: the parser's copy, its strings, and ours of one of them."""
+
+VALUE_BYTES = 32
+"""Bytes of a number while it is parsed: 24 in the parser, and 8 in the array. As a Python object it takes as much."""
+
 MAX_ELEMENTS = 1 << 25
 """The most elements of all lists in a body: simdjson holds the interpreter's lock for up to a second to read them."""
+
+MAX_LISTS = 1 << 22
+"""The most lists in a body: to look at each takes up to a microsecond, most of it with the interpreter's lock."""
 
 MAX_MEMBERS = 4096
 """The most members of an object: to find a member, simdjson goes through all members before it."""
@@ -106,6 +115,11 @@ class Document:
         self._limits.check(name, shape, dtype)
 
 
+def parsed_bytes(text: Body) -> int:
+    """Return about how much memory it takes to parse `text`: the parser's, and that of the values."""
+    return TEXT_COPIES * len(text) + VALUE_BYTES * count(text, b",")
+
+
 def encode(
     tensors: Mapping[str, Array], encoding: Encoding, others: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[bytes]:
@@ -119,6 +133,15 @@ def encode(
     for name, other in (others or {}).items():
         pieces.append((b"," if pieces else b"{") + orjson.dumps(name) + b":" + orjson.dumps(other))
     return [*(pieces or [b"{"]), b"}"]
+
+
+def encoded_bytes(shape: Sequence[int], dtype: DType, encoding: Encoding) -> int:
+    """Return how many bytes the text of such a tensor takes at most."""
+    size = math.prod(shape)
+    if encoding == "base64":
+        return -(-size * dtype.itemsize // 3) * 4
+    brackets = 3 * sum(math.prod(shape[:depth]) for depth in range(len(shape)))  # with a comma behind each list
+    return size * _NUMBER_BYTES[dtype.kind, dtype.itemsize] + (brackets if size else 2)
 
 
 def encode_tensor(tensor: Array, encoding: Encoding) -> list[bytes]:
@@ -164,6 +187,9 @@ def _list_text(tensor: Array) -> bytes:
     return b"".join(itertools.chain.from_iterable(zip(text.split(b"null"), [*replacements, b""], strict=True)))
 
 
+_NUMBER_BYTES = {("b", 1): 6, ("i", 4): 12, ("i", 8): 21, ("f", 2): 18, ("V", 2): 18, ("f", 4): 18, ("f", 8): 26}
+"""The most bytes of a number in a list, with a comma, by the dtype's kind and size."""
+
 _thread = threading.local()
 
 
@@ -186,12 +212,8 @@ def parse(body: Body) -> Any:
     """Parse JSON; numbers stay in the parser. Raises `MalformedBody` and `BodyTooLarge`."""
     if not body:
         raise MalformedBody("The body is empty, so it is not JSON; it must be an object")
-    if len(body) > MAX_ELEMENTS and count(body, b",") >= MAX_ELEMENTS:
-        raise BodyTooLarge(
-            f"The lists in the body have more than {MAX_ELEMENTS} elements; send large tensors as base64 or in a"
-            " safetensors file",
-            limit=MAX_ELEMENTS,
-        )
+    _check_count(body, b",", MAX_ELEMENTS, "The lists in the body have more than {} elements")
+    _check_count(body, b"[", MAX_LISTS, "The body has more than {} lists")
     try:
         return _parser(body).parse(body)
     except (ValueError, RuntimeError) as error:
@@ -211,6 +233,12 @@ def parse(body: Body) -> Any:
             raise MalformedBody("The body is nested too deeply") from None
         except ValueError as error:
             raise MalformedBody(f"The body is not JSON: {error}") from None
+
+
+def _check_count(body: Body, byte: bytes, limit: int, fault: str) -> None:
+    """Raise `BodyTooLarge` if the `byte` parts or begins more than `limit` values: n commas part n + 1 values."""
+    if len(body) > limit and count(body, byte) + (byte == b",") > limit:
+        raise BodyTooLarge(f"{fault.format(limit)}; send large tensors as base64 or in a safetensors file", limit=limit)
 
 
 class Pairs(list[tuple[str, Any]]):
@@ -245,8 +273,10 @@ def _read_member(name: str, value: Any, limits: Limits) -> Any:
     if not isinstance(value, (simdjson.Object, Pairs)):
         return value
     members = dict(members_of(value, shown(name)))
-    shape = members.get("shape")
-    if isinstance(shape, simdjson.Array):
+    shape: Any = members.get("shape")
+    if type(shape) in LISTS:
         limits.check_rank(name, len(shape), label=f"{name}.shape")
-        members["shape"] = [[] if isinstance(item, simdjson.Array) else item for item in shape]
+        members["shape"] = [[] if type(item) in LISTS else item for item in shape]
+    elif isinstance(shape, (simdjson.Object, Pairs)):
+        members["shape"] = {}  # no shape, whatever it has
     return members

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import numpy as np
@@ -39,12 +39,18 @@ CACHE_LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Workspace:
-    """A pool whose idle threads help, how many threads work at once, and allocators of outputs and of spare memory."""
+    """A pool whose idle threads help, how many threads work at once, and the allocators.
+
+    They allocate outputs, spare memory for intermediate results, and large scratch, which is freed after each block.
+    `claim` gets the bytes of what NumPy allocates by itself.
+    """
 
     pool: Executor | None = None
     threads: int = 1
     allocate: Callable[[tuple[int, ...], DType], Array] = np.empty
     spare: Callable[[tuple[int, ...], DType], Array] = np.empty
+    scratch: Callable[[tuple[int, ...], DType], Array] = np.empty
+    claim: Callable[[int], None] = lambda size: None
 
 
 _DEFAULT = Workspace()
@@ -88,6 +94,11 @@ def spare_memory(shape: tuple[int, ...], dtype: DType) -> Array:
     Raises `TensorTooLarge` if there is not enough memory.
     """
     return _allocate("an intermediate result", _current.get().spare, shape, dtype)
+
+
+def claim(size: int) -> None:
+    """Tell the workspace that NumPy is about to allocate `size` bytes by itself. Raises what the workspace raises."""
+    _current.get().claim(size)
 
 
 def _allocate(
@@ -135,8 +146,10 @@ def helpers() -> Iterator[Callable[[Callable[[], None]], None]]:
     started: list[Future[None]] = []
     functions: list[Callable[[], None]] = []
 
+    alone = replace(space, pool=None, threads=1)
+
     def run_quietly(number: int) -> None:
-        with np.errstate(all="ignore"):
+        with workspace(alone), np.errstate(all="ignore"):
             functions[number]()
 
     def start_helper(function: Callable[[], None]) -> None:
@@ -163,7 +176,7 @@ def scratch(slot: int, size: int, dtype: DType) -> Array:
     memory for such an array.
     """
     if size * dtype.itemsize > SCRATCH_BYTES:
-        return spare_memory((size,), dtype)
+        return _allocate("an intermediate result", _current.get().scratch, (size,), dtype)
     slots: dict[tuple[int, DType], Array] = _scratch.__dict__.setdefault("slots", {})
     memory = slots.get((slot, dtype))
     if memory is None or memory.size < size:

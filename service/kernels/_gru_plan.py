@@ -11,7 +11,7 @@ import numpy as np
 
 from service.dtypes import Array, DType, compute_dtype
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
-from service.kernels._blocks import new_output, spare_memory
+from service.kernels._blocks import claim, new_output, spare_memory
 from service.kernels._gru_rows import EvenRows, RaggedRows, RowLayout
 
 BLOCK_SEQUENCES = 32
@@ -183,4 +183,11 @@ def round_output(output: Array, computed: Array) -> Array:
 
 def widen_input(tensor: Array | None, dtype: DType) -> Array | None:
     """Return the tensor, if there is one, row-major and as `dtype`."""
-    return None if tensor is None else np.ascontiguousarray(tensor, dtype)
+    return None if tensor is None else widen_tensor(tensor, dtype)
+
+
+def widen_tensor(tensor: Array, dtype: DType) -> Array:
+    """Return the tensor row-major and as `dtype`."""
+    if tensor.dtype != dtype:
+        claim(tensor.size * dtype.itemsize)
+    return np.ascontiguousarray(tensor, dtype)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from service.dtypes import Array
-from service.errors import ShapeMismatch, shown
+from service.errors import ShapeMismatch, TooManyDimensions, shown
 from service.kernels._op import Shape, op
+
+MAX_LENGTH = 1 << 16
+"""Dimensions of an operand: a thousand times as many as a tensor has. Each takes up to 40 bytes on the way."""
 
 
 @op(
@@ -19,10 +22,16 @@ def broadcast_gradient_args(A_shape: Shape, B_shape: Shape, /) -> tuple[Shape, S
 
     `A_shape` and `B_shape` hold the shapes of the two operands, as tensors of any rank, read flat. The results are 1-D
     and list axes of the broadcast result in descending order; they may be empty. A leading dimension that one operand
-    lacks is listed even if the other operand has 1 there. Raises `ShapeMismatch` if the two do not broadcast.
+    lacks is listed even if the other operand has 1 there. Raises `ShapeMismatch` if the two do not broadcast, and
+    `TooManyDimensions`.
     """
     a: Array = A_shape.ravel()
     b: Array = B_shape.ravel()
+    for name, shape in (("A_shape", a), ("B_shape", b)):
+        if shape.size > MAX_LENGTH:
+            raise TooManyDimensions(
+                f"{name} has {shape.size} dimensions; the limit is {MAX_LENGTH}", tensor=name, limit=MAX_LENGTH
+            )
     rank, common = max(a.size, b.size), min(a.size, b.size)
     lead = rank - common  # the number of axes that one operand lacks
     last_a, last_b = a[a.size - common :], b[b.size - common :]

@@ -11,12 +11,18 @@ import numpy as np
 # array of the output's size and takes 3 to 100 times as long. tests/kernels/test_scipy_private.py fails if it changes.
 from scipy.sparse._sparsetools import csc_matvecs
 
-from service.dtypes import Array, compute_dtype
+from service.dtypes import INT64, Array, DType, compute_dtype
 from service.errors import IndexOutOfRange, InvalidTensor, ShapeMismatch, TooManyDimensions
-from service.kernels._blocks import block_length, new_output, share_out
+from service.kernels._blocks import block_length, claim, new_output, share_out, spare_memory
 from service.kernels._checks import normalize_axis
 from service.kernels._op import Shape, T, Tind, op
 from service.limits import MAX_RANK
+
+SORT_BYTES = 16
+"""Bytes that NumPy takes to sort an index: its place, and as much to merge."""
+
+UNIQUE_BYTES = 40
+"""Bytes that NumPy takes to find out whether an index is the first of its value."""
 
 SPARSE_NUMBERS_PER_INDEX = 32
 """Numbers of the output for each index from which on it is faster to find first which rows occur."""
@@ -35,10 +41,13 @@ class GatheredRows:
         outer, self._inner = math.prod(self.shape[:axis]), math.prod(self.shape[axis + 1 :])
         if not grad.size:
             outer = 0  # nothing to add, however many rows there are
-        rows = (np.arange(outer)[:, None] * self.shape[axis] + targets).ravel()
+        count = outer * targets.size
+        claim(SORT_BYTES * count)
+        rows, self._rows = spare_memory((2, count), INT64)
+        np.add(np.arange(outer)[:, None] * self.shape[axis], targets, out=rows.reshape(outer, targets.size))
         self._order = rows.argsort(kind="stable")
-        self._rows = rows[self._order]
-        self.grad = np.ascontiguousarray(grad).reshape(rows.size, self._inner)
+        np.take(rows, self._order, out=self._rows)
+        self.grad = np.ascontiguousarray(grad).reshape(count, self._inner)
 
     @classmethod
     def of(cls, shape: tuple[int, ...], index: Array, grad: Array) -> GatheredRows:
@@ -149,7 +158,8 @@ def _targets(indices: Array, size: int) -> Array:
             f"indices{subscripts} is {flat[place]}, but {allowed}", tensor="indices", index=int(flat[place])
         )
     if lowest < 0:
-        flat = flat.astype(np.int64)
+        given, flat = flat, spare_memory(flat.shape, INT64)
+        flat[...] = given
         np.add(flat, size, out=flat, where=flat < 0)
     return flat
 
@@ -163,6 +173,12 @@ def _clear(output: Array) -> None:
     share_out(clear, -(-flat.size // length))
 
 
+def _zeros(shape: tuple[int, ...], dtype: DType) -> Array:
+    zeros = spare_memory(shape, dtype)
+    zeros[...] = 0
+    return zeros
+
+
 def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
     """output[o, targets[k]] += grad[o, k], k in order; output is [outer, size, inner], grad [outer, count, inner].
 
@@ -172,6 +188,7 @@ def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
     count, dtype = targets.size, compute_dtype(grad.dtype)
     occurring: Array | slice = slice(None)
     if dtype != grad.dtype and size > count and size * inner > SPARSE_NUMBERS_PER_INDEX * count:
+        claim(UNIQUE_BYTES * count)
         occurring, targets = np.unique(targets, return_inverse=True)
         size = len(occurring)
     height = min(outer, max(1, block_length(grad.dtype) // (count * inner)))
@@ -180,7 +197,7 @@ def _scatter_add(output: Array, targets: Array, grad: Array) -> None:
 
     def add(number: int) -> None:
         target, source = (tensor[number * height : (number + 1) * height] for tensor in (output, grad))
-        sums = target if dtype == grad.dtype else np.zeros((len(source), size, inner), dtype)
+        sums = target if dtype == grad.dtype else _zeros((len(source), size, inner), dtype)
         rows = source.reshape(-1, inner)
         _add_rows(sums.reshape(-1, inner), targets[: len(rows)], rows.__getitem__)
         if sums is not target:

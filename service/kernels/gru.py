@@ -22,12 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
-
 from service.dtypes import compute_dtype
 from service.kernels._gru_backward import Backward
 from service.kernels._gru_forward import Forward
-from service.kernels._gru_plan import Direction, check_shape, make_outputs, make_plan, round_output, widen_input
+from service.kernels._gru_plan import (
+    Direction,
+    check_shape,
+    make_outputs,
+    make_plan,
+    round_output,
+    widen_input,
+    widen_tensor,
+)
 from service.kernels._op import Rank2, Rank3, Rank4, T, TSize, op
 
 _INPUTS = {
@@ -87,7 +93,7 @@ def gru_training(
     outputs = make_outputs(X.dtype, (S, D, N, H), (D, N, H), (S, D, N, 3 * H))
     inputs = {name: widen_input(tensor, dtype) for name, tensor in {"W": W, "R": R, "B": B, "H0": H0}.items()}
     memory = {name: wide for name, (_, wide) in zip(("HAll", "HFinal", "ZRH"), outputs, strict=True)}
-    Forward(plan, np.ascontiguousarray(X, dtype), inputs, memory).run()
+    Forward(plan, widen_tensor(X, dtype), inputs, memory).run()
     return tuple(round_output(*pair) for pair in outputs)  # type: ignore[return-value]
 
 
@@ -145,7 +151,7 @@ def gru_grad(
         check_shape(name, tensor, *shape)
     dtype = compute_dtype(X.dtype)
     inputs = {name: widen_input(tensor, dtype) for name, (tensor, _) in shapes.items()}
-    x = np.ascontiguousarray(X, dtype)
+    x = widen_tensor(X, dtype)
     gradients = {"dX": X.shape, "dW": W.shape, "dR": R.shape, "dB": (D, 6 * H), "dH0": (D, N, H)}
     computed = [name for name in gradients if name in wanted or name == "dH0"]
     outputs = dict(zip(computed, make_outputs(X.dtype, *(gradients[name] for name in computed)), strict=True))

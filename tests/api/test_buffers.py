@@ -128,12 +128,22 @@ def test_a_bad_member_is_named(http: httpx.Client, case: str) -> None:
         httpx.delete(f"{http.base_url}/v1/buffers/{name}")  # on its own connection: a bug would close the other
 
 
-def test_a_list_of_too_many_elements_is_refused_before_it_is_parsed(http: httpx.Client) -> None:
+def test_a_body_without_tensors_is_bounded_before_it_is_parsed(http: httpx.Client) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    for method, path, member in (("PUT", fresh(), "shape"), ("POST", "take", "names")):
-        content = gzip.compress(f'{{"{member}": [{"1," * ((1 << 21) + 1)}1]}}'.encode(), 1)
-        answer = http.request(method, f"/v1/buffers/{path}", content=content, headers=headers)
-        assert_problem(answer, 422, "invalid_request", "2097152 elements")
+
+    def ask(method: str, path: str, text: str) -> httpx.Response:
+        return http.request(method, f"/v1/buffers/{path}", content=gzip.compress(text.encode(), 1), headers=headers)
+
+    many = "1," * ((1 << 17) + 1)
+    assert_problem(ask("PUT", fresh(), f'{{"shape": [{many}1]}}'), 413, "body_too_large", "65536")
+    assert_problem(ask("POST", "take", f'{{"names": [{many}1]}}'), 422, "invalid_request", "131072 elements")
+    long = '{"names": ["a"' + " " * (256 * 100_000) + "]}"
+    assert assert_problem(ask("POST", "take", long), 413, "body_too_large")["limit"] == 256 * 100_000
+
+
+def test_names_beyond_the_limit_are_refused(http: httpx.Client) -> None:
+    answer = http.post("/v1/buffers/take", json={"names": [f"b{number}" for number in range(100_001)]})
+    assert_problem(answer, 422, "invalid_parameter", "names", "100000 items")
 
 
 def test_an_unknown_member_is_named(http: httpx.Client) -> None:

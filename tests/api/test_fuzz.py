@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,6 +16,8 @@ from service.kernels import OPERATORS
 from tests.serving import assert_problem
 
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
 
@@ -80,6 +85,23 @@ def test_damaged_bodies_get_an_answer_or_a_problem(client: httpx.Client, data: s
         place = data.draw(st.integers(0, len(body)))
         body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     headers = {"Content-Type": "application/json"}
+    plain = client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers)
+    check(plain)
+    coding = data.draw(st.sampled_from(sorted(COMPRESS)))
+    headers["Content-Encoding"] = coding
+    coded = client.post(f"/v1/ops/{operator.name}", content=COMPRESS[coding](bytes(body)), headers=headers)
+    assert (coded.status_code, coded.content) == (plain.status_code, plain.content)
+
+
+@FUZZ
+@given(st.data())
+def test_damaged_compressed_bodies_get_an_answer_or_a_problem(client: httpx.Client, data: st.DataObject) -> None:
+    operator = OPERATORS[data.draw(st.sampled_from(sorted(OPERATORS)))]
+    coding = data.draw(st.sampled_from(sorted(COMPRESS)))
+    body = bytearray(COMPRESS[coding](json.dumps(dict(operator.example)).encode()))
+    place = data.draw(st.integers(0, len(body)))
+    body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
     check(client.post(f"/v1/ops/{operator.name}", content=bytes(body), headers=headers))
 
 

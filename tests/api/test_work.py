@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from service.api.http.costs import json_cost, safetensors_cost
 from service.api.http.offload import INLINE_TEXT_BYTES
-from service.api.operators.run import json_cost, safetensors_cost
 from service.codecs import safetensors
 from service.limits import Limits
 from tests.api.calls import saved
@@ -73,8 +73,9 @@ def test_small_requests_are_answered_beside_large_ones(client: httpx.Client) -> 
 
 
 def test_slow_to_parse_bodies_are_decoded_in_the_pool() -> None:
-    """Many lists, and a long safetensors header, cost more than their bytes."""
+    """Many lists or members, and a long safetensors header, cost more than their bytes."""
     assert json_cost(memoryview(b"[1, 2, 3]" * 100)) < INLINE_TEXT_BYTES < json_cost(memoryview(b"[1]" * 2000))
+    assert json_cost(memoryview(b'"a": 1' * 10)) < INLINE_TEXT_BYTES < json_cost(memoryview(b'"a": 1' * 200))
     assert json_cost(memoryview(bytes(INLINE_TEXT_BYTES + 1))) > INLINE_TEXT_BYTES
     few, many = ({str(k): np.zeros(0, np.float32) for k in range(count)} for count in (10, 1000))
     assert safetensors_cost(memoryview(saved(few))) < INLINE_TEXT_BYTES < safetensors_cost(memoryview(saved(many)))

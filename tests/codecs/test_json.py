@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from service.codecs import _lists
 from service.codecs import json as json_codec
 from service.codecs.json import DIAGNOSED_BYTES, Document, Encoding
-from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64, Array
+from service.dtypes import BOOL, DTYPES, FLOAT32, FLOAT64, INT64, Array, DType
 from service.errors import BodyTooLarge, GradserveError, InvalidTensor, MalformedBody, TensorTooLarge, TooManyDimensions
 from service.limits import Limits
 
 LIMITS = Limits(1 << 30)
+ENCODINGS: tuple[Encoding, ...] = ("list", "base64")
 
 
 def encode(tensors: dict[str, Array], encoding: Encoding) -> bytes:
@@ -260,12 +263,52 @@ def test_lists_are_the_same_however_they_are_cut(
     assert b"".join(json_codec.list_text(tensor.T)) == b"".join(json_codec.list_text(tensor.T.copy()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0), (60,), (3, 20), (60, 1), (20, 1, 3, 1, 1)])
+def test_the_text_of_a_tensor_is_no_longer_than_expected(dtype: DType, shape: tuple[int, ...]) -> None:
+    worst: Array
+    if dtype == BOOL:
+        worst = np.zeros(shape, BOOL)
+    elif dtype.kind == "i":
+        worst = np.full(shape, np.iinfo(dtype).min, dtype)
+    else:
+        longest = [-1.1754943508222875e-38, -1234567890123.5678, -0.000012345678901234567, -2.2250738585072014e-308]
+        with np.errstate(over="ignore"):
+            worst = np.resize(np.array([*longest, -np.inf, -1 / 3, -1234567890123456.7]).astype(dtype), shape)
+    for encoding in ENCODINGS:
+        text = b"".join(json_codec.encode_tensor(worst, encoding))
+        head = len(json.dumps({"dtype": "bfloat16", "shape": [20] * 5, encoding: ""}))
+        assert len(text) <= json_codec.encoded_bytes(shape, dtype, encoding) + head
+
+
 def test_of_too_many_elements_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_codec, "MAX_ELEMENTS", 10)
     assert read(b'{"a": [1,1,1,1,1,1,1,1,1,1]}').size == 10
     with pytest.raises(BodyTooLarge, match="base64") as refused:
         read(b'{"a": [1,1,1,1,1,1,1,1,1,1],"b":1}')
     assert refused.value.context["limit"] == 10
+
+
+def test_of_too_many_lists_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_codec, "MAX_LISTS", 4)
+    assert read(b'{"a": [[1],[1],[1]]}').size == 3
+    with pytest.raises(BodyTooLarge, match="4 lists") as refused:
+        read(b'{"a": [[1],[1],[1],[1]]}')
+    assert refused.value.context["limit"] == 4
+
+
+def test_lists_are_compared_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lists, "_BATCH_ITEMS", 3)
+    array = np.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    assert np.array_equal(read(json.dumps({"a": array.tolist()}).encode()), array)
+    for place, wrong in (((1, 2), 0), ((1, 2, 3), 0), ((1, 2, 3), [0.0]), ((1,), [[0.0]]), ((0, 1, 2, 4), "x")):
+        lists: Any = array.tolist()
+        inner = lists
+        for index in place[:-1]:
+            inner = inner[index]
+        inner[place[-1]] = wrong
+        with pytest.raises(InvalidTensor, match=re.escape("a" + "".join(f"[{k}]" for k in place))):
+            read(json.dumps({"a": lists}).encode())
 
 
 def test_a_byte_order_mark_is_nothing_whatever_follows() -> None:

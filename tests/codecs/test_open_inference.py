@@ -376,6 +376,7 @@ DATA = one(data=[1])
 
 MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
     "nothing": ((b"",), {}, ("not JSON",)),
+    "many values": ((b'{"inputs":[' + b",".join([b"[" + b"1," * 4000 + b"1]"] * 70) + b"]}",), {}, ("262144 values",)),
     "not JSON": ((b"{'inputs': []}",), {}, ("not JSON",)),
     "not UTF-8": ((b'{"inputs": "\xff"}',), {}, ("not JSON",)),
     "a list": (([],), {}, ("The request is []", "an object")),

@@ -1,4 +1,6 @@
-"""Fuzzes both binary decoders: valid frames, damaged again and again, must give tensors or a GradserveError.
+"""Fuzzes the decoders of binary bodies: valid frames, damaged again and again, must give tensors or a GradserveError.
+
+Compressed bodies, damaged after they were compressed, must give what Python's own modules read, or a GradserveError.
 
 Run it with `make fuzz`, or `make fuzz SECONDS=3600`. A frame that gives anything else is shown, and the exit code is 1.
 """
@@ -6,21 +8,26 @@ Run it with `make fuzz`, or `make fuzz SECONDS=3600`. A frame that gives anythin
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import re
 import sys
 import time
 import traceback
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 
+from service.api.http.admission import SMALL_BYTES
+from service.api.http.body import inflate
 from service.codecs import _inference_head, open_inference, safetensors
 from service.dtypes import DTYPES, OPEN_INFERENCE, Array
 from service.errors import GradserveError
@@ -114,6 +121,33 @@ def of_open_inference() -> Target:
     return Target("open inference", [frame(in_bytes) for in_bytes in (False, True)], decode)
 
 
+def of_compressed(coding: str) -> Target:
+    """Return the target of bodies in a content coding. The first bytes of each body that is read are its tensor."""
+    library = {"gzip": gzip, "deflate": zlib}[coding]
+
+    def decode(frame: Frame) -> Iterable[Array]:
+        body = frame.head + frame.data
+        reserved: list[int] = []
+        whole = inflate(memoryview(body), coding, LIMITS.max_tensor_bytes, reserved.append)
+        if body and whole != library.decompress(body):
+            raise AssertionError("the library reads something else")
+        if not 0 <= len(whole) - sum(reserved) <= SMALL_BYTES:
+            raise AssertionError(f"{sum(reserved)} bytes were reserved for {len(whole)}")
+        return [np.frombuffer(whole[: len(body)], np.uint8)]
+
+    texts = [frame.head + frame.data for target in (of_safetensors(), of_open_inference()) for frame in target.frames]
+    texts += [b"", b"a", bytes(1 << 19), bytes(1 << 20), random.Random(0).randbytes(5000)]
+    bodies = [bytes(library.compress(text, level)) for text in texts for level in (0, 1, 9)]
+    return Target(coding, [Frame(body, b"") for body in bodies], decode)
+
+
+TARGETS: Mapping[str, Callable[[], Target]] = {
+    "safetensors": of_safetensors,
+    "open inference": of_open_inference,
+    "gzip": partial(of_compressed, "gzip"),
+    "deflate": partial(of_compressed, "deflate"),
+}
+
 # ----- damage -----
 
 
@@ -170,13 +204,13 @@ def fuzz(target: Target, seed: int) -> Iterator[Frame]:
 
 
 def main() -> int:
-    """Fuzz each decoder for half of the time."""
-    parser = argparse.ArgumentParser(description="Fuzz both binary decoders.")
+    """Fuzz each decoder for its part of the time."""
+    parser = argparse.ArgumentParser(description="Fuzz the decoders of binary and of compressed bodies.")
     parser.add_argument("--seconds", type=float, default=60, help="how long")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="to repeat a run")
     options = parser.parse_args()
-    for target in (of_safetensors(), of_open_inference()):
-        end = time.monotonic() + options.seconds / 2
+    for make in TARGETS.values():
+        target, end = make(), time.monotonic() + options.seconds / len(TARGETS)
         try:
             for _ in fuzz(target, options.seed):
                 if time.monotonic() > end:

@@ -8,21 +8,21 @@ from itertools import islice
 import pytest
 
 from service.errors import GradserveError
-from tests.fuzz.decoders import Target, fuzz, of_open_inference, of_safetensors, report
+from tests.fuzz.decoders import TARGETS, Target, fuzz, of_safetensors, report
 
 
-@pytest.mark.parametrize("make", [of_safetensors, of_open_inference])
-def test_it_reads_valid_frames_and_damages_them_in_many_ways(make: Callable[[], Target]) -> None:
-    target = make()
-    valid = len(target.frames)
+@pytest.mark.parametrize("name", TARGETS)
+def test_it_reads_valid_frames_and_damages_them_in_many_ways(name: str) -> None:
+    target = TARGETS[name]()
+    valid, errors = len(target.frames), 12 if name in ("gzip", "deflate") else 30  # zlib has few errors
     tried = list(islice(fuzz(target, seed=1), 1000))
-    assert len(set(tried)) > 850
-    assert len([outcome for outcome in target.outcomes if "tensors" not in outcome]) > 30
-    assert len(target.frames) > valid + 30
+    assert len(set(tried)) > (780 if errors == 12 else 850)
+    assert len([outcome for outcome in target.outcomes if "tensors" not in outcome]) > errors
+    assert len(target.frames) > valid + errors
     assert report(target, 1).startswith(f"{target.name}, seed 1: 1,000 frames")
 
 
-@pytest.mark.parametrize("make", [of_safetensors, of_open_inference])
+@pytest.mark.parametrize("make", TARGETS.values(), ids=TARGETS)
 def test_all_valid_frames_are_read(make: Callable[[], Target]) -> None:
     target = make()
     list(islice(fuzz(target, seed=1), len(target.frames)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from service.api.buffers.models import MAX_WAIT_SECONDS
+from service.api.http.call import ALONE_TENSORS
 from service.errors import tree
 from service.settings import Settings
 from tests.integration.stack import ROOT
@@ -22,6 +23,16 @@ def number(pattern: str, text: str) -> int:
 def test_nginx_and_service_have_the_same_body_limit() -> None:
     allowed = number(r'GRADSERVE_MAX_BODY_BYTES: "(\d+)"', COMPOSE)
     assert number(r"client_max_body_size (\d+)m;", NGINX) << 20 == allowed == Settings().max_body_bytes
+
+
+def test_the_memory_limit_follows_from_the_settings() -> None:
+    """The sum is that of the section Memory in docs/operations.md."""
+    settings = Settings(threads=4)
+    assert "GRADSERVE_MAX_TENSOR_BYTES" not in COMPOSE
+    counted = max(settings.max_bytes_in_flight, ALONE_TENSORS * settings.max_tensor_bytes)
+    process = (180 + 500 * settings.threads) * 10**6
+    total = counted + settings.max_bytes_in_flight + settings.reuse_bytes + process
+    assert total < number(r"mem_limit: (\d+)m", COMPOSE) << 20 < 1.2 * total
 
 
 def test_nginx_uses_codes_and_titles_of_the_service() -> None:

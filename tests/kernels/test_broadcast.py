@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.errors import ShapeMismatch
+from service.errors import ShapeMismatch, TooManyDimensions
 from service.kernels.broadcast import broadcast_gradient_args
 
 CASES: list[tuple[list[int], list[int], list[int], list[int]]] = [
@@ -69,3 +69,11 @@ def test_strided_read_only_shapes() -> None:
     numbers.flags.writeable = False
     a_axes, b_axes = broadcast_gradient_args(numbers[::2], numbers[4:1:-2])
     assert (a_axes.tolist(), b_axes.tolist()) == ([1], [2, 0])
+
+
+def test_shapes_have_a_limit() -> None:
+    most, long = np.ones(1 << 16, np.int64), np.ones((1 << 16) + 1, np.int64)
+    assert broadcast_gradient_args(most, most)[0].size == 0
+    for shapes in ((long, most), (most, long)):
+        with pytest.raises(TooManyDimensions, match="65537 dimensions; the limit is 65536"):
+            broadcast_gradient_args(*shapes)

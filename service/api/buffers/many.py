@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
 from service.api.buffers.models import (
+    MAX_NAMES_BYTES,
     AccumulateQuery,
     ManyTakeQuery,
     ManyValueQuery,
@@ -19,7 +20,7 @@ from service.api.buffers.models import (
 )
 from service.api.buffers.preconditions import recalled, refuse_headers
 from service.api.buffers.receipts import answer_outcome, read_values
-from service.api.buffers.request import Received, gradients, parse_model, receive, submit, values_reserved
+from service.api.buffers.request import Received, form_of, gradients, parse_model, receive, submit, values_reserved
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_take
 from service.api.http.answer import Answer
 from service.api.http.body import wanted_coding
@@ -27,12 +28,15 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.openapi import MANY
 from service.api.http.routing import access
-from service.buffers.changes import Zero
+from service.buffers.changes import Add, Zero
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome
 from service.errors import Invalid, MissingTensor, UnknownBuffer, shown
 
 R = TypeVar("R")
+
+INLINE_NAMES_BYTES = 1 << 12
+"""Bytes of names that the event loop reads itself: at most a thousand names, which take a millisecond."""
 
 MAX_LISTINGS = 10
 """Listings of the buffers of a prefix before a request fails because a listed buffer was deleted meanwhile."""
@@ -54,8 +58,13 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
     tensors, form = await gradients(call, received)
     if not tensors:
         raise MissingTensor("The body has no tensors; accumulate needs one per buffer, under the buffer's name")
-    adds = [new_add(check_name(name), name, tensor, query, None) for name, tensor in tensors.items()]
-    outcome = await submit(call, received, adds, with_values=query.answered is not None)
+
+    def adds() -> list[Add]:
+        return [new_add(check_name(name), name, tensor, query, None) for name, tensor in tensors.items()]
+
+    changes = await call.offload(len(tensors) <= INLINE_LOOKUPS, adds)
+    wanted = None if query.answered is None else form_of(call, received, query, form)
+    outcome = await submit(call, received, changes, wanted)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=False)
 
 
@@ -71,7 +80,8 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
     received = await receive(call)
 
     async def zero(names: list[str]) -> Outcome:
-        return await submit(call, received, [Zero(name=name) for name in names])
+        changes = await call.offload(len(names) <= INLINE_LOOKUPS, lambda: [Zero(name=name) for name in names])
+        return await submit(call, received, changes)
 
     outcome = await for_buffers(call, received, query.prefix, 0, call.store.record, zero)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
@@ -93,7 +103,8 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 
     async def take(names: list[str]) -> Outcome:
         _check_some(names, query.prefix)
-        return await submit(call, received, [new_take(query, name) for name in names], with_values=True)
+        changes = await call.offload(len(names) <= INLINE_LOOKUPS, lambda: [new_take(query, name) for name in names])
+        return await submit(call, received, changes, form_of(call, received, query, "list"))
 
     outcome = await for_buffers(call, received, query.prefix, query.timeout, look, take)
     form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
@@ -121,7 +132,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
         _check_some(names, query.prefix)
         if query.epoch is not None:
             await call.look_up(len(names), lambda: [*map(look, names)])
-        async with values_reserved(call, names):
+        async with values_reserved(call, names, form_of(call, received, query, "list")):
             return await call.offload(False, read_values, call.store, names, query, received.answers, coding, False)
 
     return await for_buffers(call, received, query.prefix, query.timeout, look, read)
@@ -182,8 +193,8 @@ async def _names(call: Call, received: Received, prefix: str | None) -> list[str
     if prefix is None and received.is_empty:
         raise Invalid('No buffers are named: send {"names": [...]} in the body, or ?prefix= in the query')
     if prefix is None:
-        count = bytes(received.body).count(b",") + 1
-        return await call.look_up(count, lambda: _different(parse_model(received, Names).names))
+        inline = len(received.body) <= INLINE_NAMES_BYTES
+        return await call.offload(inline, lambda: _different(parse_model(received, Names, MAX_NAMES_BYTES).names))
     if not received.is_empty:
         raise Invalid("The request has both names in its body and prefix in its query; send only one")
     return []

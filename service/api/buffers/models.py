@@ -26,6 +26,12 @@ MAX_LISTED_BUFFERS = 1000
 MAX_NAMED_BUFFERS = 100_000
 """Buffers that a request may name: by default as many as a namespace may have."""
 
+MAX_RULES_BYTES = 1 << 16
+"""Bytes of a body that describes a buffer: a shape of 64 dimensions and all other members take about 2 KB."""
+
+MAX_NAMES_BYTES = 256 * MAX_NAMED_BUFFERS
+"""Bytes of a body that names buffers: a name has at most 200 characters, and JSON puts a few more around it."""
+
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 Timeout = Annotated[
     float,
@@ -48,7 +54,7 @@ class NewBuffer(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"shape": [2, 2], "dtype": "float32"}})
 
-    shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]]
+    shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]] = Field(fail_fast=True)
     dtype: FloatName = "float32"
     nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether the value may become infinite or NaN.")
     quorum: StrictInt | None = Field(
@@ -149,7 +155,7 @@ class Names(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"]}})
 
-    names: list[StrictStr] = Field(min_length=1, max_length=MAX_NAMED_BUFFERS)
+    names: list[StrictStr] = Field(min_length=1, max_length=MAX_NAMED_BUFFERS, fail_fast=True)
 
 
 EXAMPLE_RECEIPT: dict[str, Any] = {

@@ -8,11 +8,14 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from service.api.buffers.models import AccumulateQuery, TakeQuery, ValueQuery
 from service.api.buffers.preconditions import key_of, refuse_headers
 from service.api.http.answer import JSON
+from service.api.http.body import wanted_coding
 from service.api.http.call import Call
+from service.api.http.costs import Form, decode_json, decode_safetensors
 from service.api.http.negotiation import invalid_parameter, media_types, parameters_of
-from service.api.http.offload import INLINE_TEXT_BYTES
+from service.api.http.offload import INLINE_BYTES
 from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
 from service.buffers.changes import Change
 from service.buffers.perform import Outcome
@@ -22,6 +25,7 @@ from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.dtypes import FLOATS, NAMES, Array
 from service.errors import (
+    BodyTooLarge,
     BufferCorrupt,
     DtypeMismatch,
     GradserveError,
@@ -36,11 +40,14 @@ from service.limits import Limits
 
 M = TypeVar("M", bound=BaseModel)
 
-MAX_LIST_ELEMENTS = 1 << 21
-"""Elements of the lists in a body of names or rules: the event loop parses it, and more would take too long."""
+MAX_LIST_ELEMENTS = 1 << 17
+"""Elements of the lists in a body without tensors: more than names that a request may have. Each becomes an object."""
 
 MAX_EMPTY_BYTES = 64
 """Bytes of a body that can count as empty: a longer body is not searched for blanks."""
+
+RECEIPT_BYTES = 1 << 10
+"""Bytes of memory for a change and its receipt, as objects and as text."""
 
 
 class Received(NamedTuple):
@@ -64,7 +71,9 @@ async def receive(call: Call, *, changes: bool = True) -> Received:
     if call.method != "PUT":
         refuse_headers(call, "If-None-Match")
     body = await call.body()
-    return Received(body, sent, answers, key_of(call, body) if changes else None)
+    # The key has a hash of the body: 3 MB take half a millisecond.
+    key = await call.offload(len(body) <= INLINE_BYTES, key_of, call, body) if changes else None
+    return Received(body, sent, answers, key)
 
 
 def check_no_body(received: Received) -> None:
@@ -73,44 +82,54 @@ def check_no_body(received: Received) -> None:
         raise Invalid("This request takes no body; its parameters go in the query, like ?min_count=3")
 
 
-def parse_model(received: Received, model: type[M]) -> M:
-    """Return the body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
+def parse_model(received: Received, model: type[M], max_bytes: int) -> M:
+    """Return the body, of at most `max_bytes`, as a model.
+
+    Raises `UnsupportedMediaType`, `BodyTooLarge`, `MalformedBody`, `UnknownParameter` and `InvalidParameter`.
+    """
     if received.sent != JSON:
         raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here")
-    text, members = bytes(received.body), parameters_of(model)
-    if text.count(b",") > MAX_LIST_ELEMENTS:  # to parse them would take long
-        raise Invalid(f"The lists in the body have more than {MAX_LIST_ELEMENTS} elements, the limit")
-    if not text:
+    size, members = len(received.body), parameters_of(model)
+    if size > max_bytes:
+        raise BodyTooLarge(f"The body has {size} bytes; this request takes {max_bytes}, the limit", limit=max_bytes)
+    if not size:
         raise MalformedBody(
             f"The body is empty, so not JSON; it must be an object with the members {', '.join(members)}"
         )
+    text = bytes(received.body)
+    if text.count(b",") > MAX_LIST_ELEMENTS:
+        raise Invalid(f"The lists in the body have more than {MAX_LIST_ELEMENTS} elements, the limit")
+    _check_members(text, members)
     try:
-        parsed = model.model_validate_json(text)
-        # pydantic takes the last of two members with one name; this refuses them.
-        dict(json_codec.members_of(json_codec.parse(received.body), "The body"))
-        return parsed
+        return model.model_validate_json(text)
     except ValidationError as invalid:
         raise _complaint(invalid, members) from None
 
 
-def _complaint(invalid: ValidationError, members: Sequence[str]) -> GradserveError:
-    errors = invalid.errors()
-    # An unknown member comes first: it may be a misspelt member that is missing.
-    error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
+def _check_members(text: bytes, known: Collection[str]) -> None:
+    """Raise unless the body is an object with `known` members, each once.
+
+    pydantic takes the last of two members with one name, and makes an error of each unknown member.
+    """
+    for name, _ in json_codec.members_of(json_codec.parse(text), "The body"):
+        if name not in known:
+            raise invalid_parameter({"type": "extra_forbidden", "loc": (name,)}, "member", known)
+
+
+def _complaint(invalid: ValidationError, members: Collection[str]) -> GradserveError:
+    error = invalid.errors(include_url=False, include_context=False)[0]
     if error["type"] == "json_invalid":
         return MalformedBody(f"The body is not JSON: {error['msg']}")
-    if not error["loc"]:
-        return MalformedBody(f"The body is {shown(error['input'])}, but must be an object")
     place = ".".join(map(str, error["loc"]))
     return invalid_parameter({**error, "loc": (place,)}, "member", members)
 
 
 async def gradients(call: Call, received: Received) -> tuple[dict[str, Array], json_codec.Encoding]:
     """Return the tensors in the body, and the default form of tensors in the answer."""
-    is_json = received.sent == JSON
-    text_bytes = len(received.body) if is_json else int.from_bytes(received.body[:8], "little")  # the header
-    inline = text_bytes <= INLINE_TEXT_BYTES
-    return await call.offload(inline, _gradients, received.body, is_json, call.engine.limits)
+    body, limits = received.body, call.engine.limits
+    if received.sent == JSON:
+        return await decode_json(call, body, body, _gradients, body, True, limits)
+    return await decode_safetensors(call, body, _gradients, body, False, limits)
 
 
 def _gradients(body: memoryview, is_json: bool, limits: Limits) -> tuple[dict[str, Array], json_codec.Encoding]:
@@ -136,21 +155,33 @@ def check_gradient(tensors: Collection[str]) -> None:
             raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
 
 
-async def submit(call: Call, received: Received, changes: Sequence[Change], *, with_values: bool = False) -> Outcome:
-    """Make the changes, once for the idempotency key. `with_values` reserves memory for values in the answer."""
-    if not with_values:
+def form_of(
+    call: Call, received: Received, query: AccumulateQuery | ValueQuery | TakeQuery, default: json_codec.Encoding
+) -> Form:
+    """Return the form of values in the answer; `default` is how JSON writes them if the query does not say."""
+    encoding = (query.encoding or default) if received.answers == JSON else None
+    is_coded = wanted_coding(call.headers) is not None
+    if isinstance(query, AccumulateQuery):
+        return Form(encoding, is_coded)
+    return Form(encoding, is_coded, query.dtype, query.reduce == "mean")
+
+
+async def submit(call: Call, received: Received, changes: Sequence[Change], form: Form | None = None) -> Outcome:
+    """Make the changes, once for the idempotency key. With a `form`, reserve memory for values in the answer."""
+    if form is None:
+        call.reserve(RECEIPT_BYTES * len(changes))
         return await call.submit(changes, received.key)
-    async with values_reserved(call, [change.name for change in changes]):
+    async with values_reserved(call, [change.name for change in changes], form):
         return await call.submit(changes, received.key)
 
 
 @asynccontextmanager
-async def values_reserved(call: Call, names: Collection[str]) -> AsyncIterator[None]:
-    """Reserve memory for the values of these buffers until the request ends. Raises `Busy`.
+async def values_reserved(call: Call, names: Collection[str], form: Form) -> AsyncIterator[None]:
+    """Reserve memory for an answer with the values of these buffers until the request ends. Raises `Busy`.
 
     A failed attempt gives the memory back: the request may wait for long before the next attempt.
     """
-    size = await call.look_up(len(names), _nbytes, call.store, names)
+    size = await call.look_up(len(names), _nbytes, call.store, names, form)
     call.reserve(size)
     try:
         yield
@@ -159,11 +190,12 @@ async def values_reserved(call: Call, names: Collection[str]) -> AsyncIterator[N
         raise
 
 
-def _nbytes(store: Store, names: Collection[str]) -> int:
+def _nbytes(store: Store, names: Collection[str], form: Form) -> int:
     total = 0
     for name in names:
         try:
-            total += store.record(name).spec.nbytes
+            spec = store.record(name).spec
+            total += RECEIPT_BYTES + spec.nbytes + form.extra_bytes(spec.shape, spec.dtype)
         except (UnknownBuffer, BufferCorrupt):
             continue  # the change or the read raises the error
     return total

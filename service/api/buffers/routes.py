@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
 from service.api.buffers.models import (
+    MAX_RULES_BYTES,
     AccumulateQuery,
     BufferList,
     ListQuery,
@@ -19,10 +20,11 @@ from service.api.buffers.models import (
 )
 from service.api.buffers.preconditions import is_unchanged, match_of, refuse_headers, tags_not_wanted
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
-from service.api.buffers.request import check_gradient, check_no_body, gradients, parse_model, receive, submit
+from service.api.buffers.request import check_gradient, check_no_body, form_of, gradients, parse_model, receive, submit
 from service.api.http.answer import JSON, Answer, json_answer
 from service.api.http.body import wanted_coding
 from service.api.http.call import Call, CurrentCall
+from service.api.http.costs import Form
 from service.api.http.negotiation import check_no_query, media_types
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
 from service.api.http.openapi import ONE, READING
@@ -51,7 +53,7 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 async def create(call: CurrentCall, name: str) -> Answer:
     check_no_query(call)
     received = await receive(call)
-    new = parse_model(received, NewBuffer)
+    new = parse_model(received, NewBuffer, MAX_RULES_BYTES)
     spec = Spec(tuple(new.shape), DTYPES[new.dtype], new.nonfinite, new.quorum, new.keep, new.ttl_seconds)
     refusal = _refusal(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
@@ -130,9 +132,11 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     tag = (record if query.epoch is None else record.closed_epoch(query.epoch)).etag
     if is_unchanged(call, tag):
         return Answer(status=304, fields={"ETag": tag, "Vary": VARY})
-    call.reserve(record.spec.nbytes)
-    inline = record.spec.nbytes <= (INLINE_TEXT_BYTES if answers == JSON else INLINE_BYTES) and not call.store.blocks
-    coding = wanted_coding(call.headers)
+    coding, size = wanted_coding(call.headers), record.spec.nbytes
+    encoding = (query.encoding or "list") if answers == JSON else None
+    form = Form(encoding, coding is not None, query.dtype, query.reduce == "mean")
+    call.reserve(size + form.extra_bytes(record.spec.shape, record.spec.dtype))
+    inline = size <= (INLINE_TEXT_BYTES if answers == JSON else INLINE_BYTES) and not call.store.blocks
     return await call.offload(inline, read_values, call.store, [name], query, answers, coding, True)
 
 
@@ -160,7 +164,8 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
     if "gradient" not in tensors:
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
     change = new_add(name, "gradient", tensors["gradient"], query, match_of(call))
-    outcome = await submit(call, received, [change], with_values=query.answered is not None)
+    wanted = None if query.answered is None else form_of(call, received, query, form)
+    outcome = await submit(call, received, [change], wanted)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=True)
 
 
@@ -190,9 +195,8 @@ async def take(call: CurrentCall, name: str, query: Annotated[TakeQuery, Query()
     received = await receive(call)
     check_no_body(received)
     change = new_take(query, check_name(name), match_of(call))
-    outcome = await call.wait_for(
-        query.timeout, lambda: submit(call, received, [change], with_values=True), change.match or ANY
-    )
+    wanted = form_of(call, received, query, "list")
+    outcome = await call.wait_for(query.timeout, lambda: submit(call, received, [change], wanted), change.match or ANY)
     form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
     return await answer_outcome(call, received.answers, outcome, form, single=True, reduce=reduce, dtype=dtype)
 

@@ -27,6 +27,9 @@ ALIGNMENT_BYTES = 16
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 """The content codings, and zlib's number for each."""
 
+STEP_BYTES = 1 << 14
+"""Bytes to decompress at once: at most 16 MB come out before they are counted."""
+
 
 class Limits(NamedTuple):
     """The limits of a body: its size, and the seconds without progress."""
@@ -131,24 +134,32 @@ def wanted_coding(headers: Headers) -> str | None:
     return accepted if accepted in _WINDOW_BITS else None
 
 
-def inflate(body: memoryview, coding: str, limit: int) -> memoryview:
-    """Decompress the body. Raises `MalformedBody`, and `BodyTooLarge` beyond `limit` bytes."""
+def inflate(body: memoryview, coding: str, limit: int, reserve: Callable[[int], None]) -> memoryview:
+    """Decompress the body. It reserves memory as it grows.
+
+    Raises `MalformedBody`, `BodyTooLarge` beyond `limit` bytes, and `Busy`.
+    """
     if not len(body):
         return body
-    stream = zlib.decompressobj(_WINDOW_BITS[coding])
-    try:
-        whole = stream.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise MalformedBody(f"Content-Encoding is {coding}, but the body is not {coding}: {error}") from None
-    if len(whole) > limit:
-        raise BodyTooLarge(
-            f"The body has more than {limit} bytes once it is decompressed; that is the limit"
-            " (GRADSERVE_MAX_INFLATED_BYTES)",
-            limit=limit,
-        )
-    if not stream.eof:
-        raise MalformedBody(f"The body's {coding} stream ends too early")
-    if stream.unused_data:
+    stream, whole, reserved, at = zlib.decompressobj(_WINDOW_BITS[coding]), bytearray(), 0, 0
+    while not stream.eof:
+        if at >= len(body):
+            raise MalformedBody(f"The body's {coding} stream ends too early")
+        try:
+            whole += stream.decompress(body[at : at + STEP_BYTES], limit + 1 - len(whole))
+        except zlib.error as error:
+            raise MalformedBody(f"Content-Encoding is {coding}, but the body is not {coding}: {error}") from None
+        if len(whole) > limit:
+            raise BodyTooLarge(
+                f"The body has more than {limit} bytes once it is decompressed; that is the limit"
+                " (GRADSERVE_MAX_INFLATED_BYTES)",
+                limit=limit,
+            )
+        if len(whole) - reserved > SMALL_BYTES:
+            reserve(len(whole) - reserved)
+            reserved = len(whole)
+        at += STEP_BYTES
+    if stream.unused_data or at < len(body):
         raise MalformedBody(f"The body's {coding} stream has bytes after its end, but must be a single stream")
     return memoryview(whole)
 

@@ -26,13 +26,16 @@ from service.buffers.perform import Request as StoreRequest
 from service.buffers.record import Key
 from service.buffers.store import Store
 from service.engine import Engine
-from service.errors import InvalidParameter, NotReady, shown
+from service.errors import InvalidParameter, NotReady, TensorTooLarge, shown
 from service.settings import Settings
 
 R = TypeVar("R")
 
 MAX_REQUEST_ID_CHARACTERS = 128
 """A longer X-Request-ID of a client is ignored: it would fill the log."""
+
+ALONE_TENSORS = 4
+"""Largest tensors that a request may hold while it is alone: two inputs, an output, and its copy in the answer."""
 
 
 @dataclass
@@ -144,8 +147,7 @@ class Call:
         self.spent["read"] = time.perf_counter_ns() - began
         self.received = len(body)
         if coding is not None:
-            body = await self.offload(False, inflate, body, coding, settings.max_inflated_bytes)
-            self.reserve(len(body))
+            body = await self.offload(False, inflate, body, coding, settings.max_inflated_bytes, self.reserve)
         return body
 
     # ----- the services -----
@@ -191,7 +193,14 @@ class Call:
     # ----- the work -----
 
     def reserve(self, size: int) -> None:
-        """Let the request hold `size` bytes more until it has its answer. Raises `Busy`."""
+        """Let the request hold `size` bytes more until it has its answer. Raises `Busy` and `TensorTooLarge`."""
+        most = max(self.settings.max_bytes_in_flight, ALONE_TENSORS * self.settings.max_tensor_bytes)
+        if self.reservation.bytes + size > most:
+            raise TensorTooLarge(
+                f"The request holds {self.reservation.bytes} bytes and needs {size} more, but may hold {most}: the"
+                f" larger of GRADSERVE_MAX_BYTES_IN_FLIGHT and {ALONE_TENSORS} times GRADSERVE_MAX_TENSOR_BYTES",
+                limit=most,
+            )
         self._services.admission.reserve(self.reservation, size)
 
     def give_back(self, size: int) -> None:

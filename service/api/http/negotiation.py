@@ -59,8 +59,10 @@ def parse_query(call: Call, model: type[M]) -> M:
     if not call.query_string:
         return cast(M, _defaults(model))
     values: dict[str, Any] = {}
-    lists = lists_of(model)
+    lists, known = lists_of(model), parameters_of(model)
     for name, value in query_pairs(call):
+        if name not in known:  # pydantic would make an error of each
+            raise invalid_parameter({"type": "extra_forbidden", "loc": (name,)}, known=known)
         if name in lists:
             values.setdefault(name, []).append(value)
         elif name not in values:
@@ -70,7 +72,7 @@ def parse_query(call: Call, model: type[M]) -> M:
     try:
         return model.model_validate(values)
     except ValidationError as invalid:
-        raise invalid_parameter(invalid.errors()[0], known=parameters_of(model)) from None
+        raise invalid_parameter(invalid.errors(include_url=False, include_context=False)[0], known=known) from None
 
 
 @cache

@@ -52,14 +52,16 @@ class Form(BaseModel):
 
 def parse_form(name: str, value: Any) -> Form:
     """Return the member `name` of a request as a `Form`. Raises `InvalidTensor`."""
+    members = value if isinstance(value, dict) else {"data": value}
+    for member in members:  # pydantic would make an error of each
+        if member not in Form.model_fields:
+            known = ", ".join(Form.model_fields)
+            raise InvalidTensor(f"{name}.{member} is unknown; the members of a tensor are {known}", tensor=name)
     try:
-        return Form.model_validate(value if isinstance(value, dict) else {"data": value})
+        return Form.model_validate(members)
     except ValidationError as invalid:
         error = invalid.errors(include_url=False, include_context=False)[0]
         place = ".".join([name, *map(str, error["loc"])])
-        if error["type"] == "extra_forbidden":
-            members = ", ".join(Form.model_fields)
-            raise InvalidTensor(f"{place} is unknown; the members of a tensor are {members}", tensor=name) from None
         actual = f", but is {shown(error['input'])}" if error["loc"] else ""
         raise InvalidTensor(f"{place}: {error['msg']}{actual}", tensor=name) from None
 

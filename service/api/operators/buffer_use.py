@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from service.api.buffers.preconditions import key_of, match_of, recalled, refuse_headers
 from service.api.buffers.receipts import replayed
 from service.api.http.call import Call
-from service.api.operators.compute import compute, is_small
+from service.api.http.costs import Form
+from service.api.operators.compute import beyond_body, compute, is_small, reserve_answer
 from service.api.operators.job import Job
 from service.buffers.changes import Add
 from service.buffers.perform import Outcome, check_same_buffer, counted_once
@@ -30,14 +31,20 @@ class Computed(NamedTuple):
     """The outcome of a repeated request whose outputs all went to buffers; it needs no other step."""
 
 
-async def run(call: Call, job: Job) -> tuple[dict[str, Array], dict[str, Receipt], dict[str, str]]:
-    """Run the job and add its outputs to the buffers. Return the outputs to answer, the receipts and headers."""
+async def run(
+    call: Call, job: Job, form: Form, binary: Collection[str]
+) -> tuple[dict[str, Array], dict[str, Receipt], dict[str, str]]:
+    """Run the job and add its outputs to the buffers. Return the outputs to answer, the receipts and headers.
+
+    Memory for the answer is reserved before buffers change; `reserve_answer` has the parameters `form` and `binary`.
+    """
     sources, targets = job.buffers.sources, job.buffers.targets
     _check(call, job)
     match = match_of(call)
     inline = not sources and is_small(call, job) and not call.store.blocks
     computed = await call.offload(inline, _compute, call, job, inline, phase="kernel")
     answered = {name: computed.outputs[name] for name in _answered(job) if name in computed.outputs}
+    reserve_answer(call, answered, form, binary)
     if not targets:
         return answered, {}, {}
     outcome = computed.outcome
@@ -86,7 +93,8 @@ def _compute(call: Call, job: Job, inline: bool) -> Computed:
         tensors = {**job.tensors, **_taken(job, snapshots)}
         if job.operator.sparse is not None and targets and not answered:
             (name,) = targets
-            return Computed({name: call.engine.in_pieces(job.operator, tensors, job.attributes)}, states, key)
+            output = call.engine.in_pieces(job.operator, tensors, job.attributes, beyond_body(call, job))
+            return Computed({name: output}, states, key)
         return Computed(compute(call, job, tensors, [*answered, *targets], inline), states, key)
     except GradserveError as error:
         if known is None or isinstance(error, (EpochGone, Busy)):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from service.api.http.call import Call
+from service.api.http.costs import Form
 from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTES
 from service.api.operators.job import Job
 from service.dtypes import Array
+from service.engine import Reserve
 
 
 def is_small(call: Call, job: Job) -> bool:
@@ -21,13 +24,35 @@ def is_small(call: Call, job: Job) -> bool:
 def compute(
     call: Call, job: Job, tensors: Mapping[str, Array], wanted: Sequence[str] | None, inline: bool
 ) -> dict[str, Array]:
-    """Run the kernel, and reserve memory for the outputs beyond the size of the body.
+    """Run the kernel. Its memory beyond the size of the body is reserved before it is allocated.
 
     In the event loop the kernel uses one thread, unless the tensors are large. Raises `Busy` and the errors of
     `Engine.run`.
     """
-    alone = inline and len(job.body) <= INLINE_BYTES
-    outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, alone=alone)
-    # Reserve now: when the answer leaves, the outputs may be in buffers already.
-    call.reserve(sum([array.nbytes for array in outputs.values()]) - len(job.body))
-    return outputs
+    if inline and len(job.body) <= INLINE_BYTES:
+        return call.engine.run(job.operator, tensors, job.attributes, wanted, alone=True)
+    return call.engine.run(job.operator, tensors, job.attributes, wanted, reserve=beyond_body(call, job))
+
+
+def reserve_answer(call: Call, outputs: Mapping[str, Any], form: Form, binary: Collection[str]) -> None:
+    """Reserve memory for what the answer takes beside these outputs. Those in `binary` are bytes. Raises `Busy`."""
+    if form.encoding is None and not form.is_coded:
+        return
+    as_bytes = form._replace(encoding=None)
+    sizes = [
+        (as_bytes if name in binary else form).extra_bytes(output.shape, output.dtype)
+        for name, output in outputs.items()
+    ]
+    call.reserve(sum(sizes))
+
+
+def beyond_body(call: Call, job: Job) -> Reserve:
+    """Return a function that reserves memory for the request beyond the size of its body. It raises `Busy`."""
+    left = len(job.body)
+
+    def reserve(size: int) -> None:
+        nonlocal left
+        call.reserve(size - left)
+        left = max(0, left - size)
+
+    return reserve

@@ -12,15 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer
 from service.api.http.call import Call, CurrentCall
+from service.api.http.costs import decode_json
 from service.api.http.negotiation import invalid_parameter, parameters_of
 from service.api.http.routing import access
 from service.api.operators import openapi
 from service.api.operators.catalogue import find_model
 from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of
-from service.api.operators.run import Result, decode, encode, json_cost, read, run
+from service.api.operators.run import Result, encode, read, run
 from service.codecs import open_inference as codec
 from service.dtypes import DTYPES
-from service.errors import Invalid, MalformedBody, UnknownParameter, shown
+from service.errors import Invalid, InvalidParameter, MalformedBody, UnknownParameter, shown
 from service.kernels import Operator
 from service.limits import Limits
 
@@ -30,6 +31,9 @@ HEADER_LENGTH = b"inference-header-content-length"
 
 _IGNORED = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "content_type"})
 """Parameters of Triton's scheduler and of MLServer, which clients may set for any model."""
+
+MAX_PARAMETER_CHARACTERS = 1 << 12
+"""Characters of a parameter that is text: a name of a buffer for each tensor of an operator takes 2,500."""
 
 
 class Reply(NamedTuple):
@@ -55,9 +59,9 @@ async def infer(call: CurrentCall, op: str) -> Answer:
         )
     length = _header_length(call)
     body = await read(call, operator, head=length or 0)
-    cost = json_cost(body[:length])
-    job, reply = await decode(call, body, cost, _decode, operator, length, call.engine.limits, body)
-    result = await run(call, job)
+    given = operator, length, call.engine.limits, body
+    job, reply = await decode_json(call, body, body[:length], _decode, *given)
+    result = await run(call, job, "list" if reply.is_text else None, reply.binary)
     return await encode(call, result, reply.is_text, _encode, operator, reply)
 
 
@@ -132,6 +136,13 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict
     """Return the attributes and the buffers in the parameters. A list is a text with commas: no parameter is a list."""
     if not parameters:
         return {}, NO_BUFFERS
+    for name, value in parameters.items():
+        if isinstance(value, str) and len(value) > MAX_PARAMETER_CHARACTERS:
+            raise InvalidParameter(
+                f"The parameter {shown(name)} has {len(value)} characters; the limit is {MAX_PARAMETER_CHARACTERS}",
+                parameter=name,
+                limit=MAX_PARAMETER_CHARACTERS,
+            )
     lists = {a.name for a in operator.attributes if "list" in a.type_name}
     values = {
         name: value.split(",") if name in lists and isinstance(value, str) else value
@@ -144,6 +155,7 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict
         use = _BufferParameters.model_validate(named)
     except ValidationError as invalid:
         known = [*parameters_of(_attribute_model(operator)), *parameters_of(_BufferParameters)]
-        raise invalid_parameter(invalid.errors()[0], "parameter", known) from None
+        error = invalid.errors(include_url=False, include_context=False)[0]
+        raise invalid_parameter(error, "parameter", known) from None
     sources, into = (text.split(",") if text else [] for text in (use.sources, use.into))
     return attributes, buffers_of(operator, sources, into, use.weight, use.epoch)

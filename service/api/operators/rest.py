@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from service.api.buffers.receipts import receipts_text
+from service.api.http import costs
 from service.api.http.answer import JSON, Answer, json_answer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import media_types
@@ -17,7 +18,7 @@ from service.api.http.routing import access
 from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
 from service.api.operators import openapi
 from service.api.operators.job import BufferUse, Job, buffers_of, find, unknown_operator
-from service.api.operators.run import Result, decode, encode, json_cost, read, run, safetensors_cost
+from service.api.operators.run import Result, encode, read, run
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.engine import check_names
@@ -151,11 +152,15 @@ async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> 
     """Answer a request that runs the operator."""
     sent, answers = media_types(call)
     body = await read(call, operator)
-    decoder, cost = (decode_json, json_cost) if sent == JSON else (decode_safetensors, safetensors_cost)
-    job, form = await decode(call, body, cost(body), decoder, operator, query, call.engine.limits, body)
-    result = await run(call, job)
+    given = operator, query, call.engine.limits, body
+    if sent == JSON:
+        job, form = await costs.decode_json(call, body, body, decode_json, *given)
+    else:
+        job, form = await costs.decode_safetensors(call, body, decode_safetensors, *given)
+    encoding = query.encoding or form
+    result = await run(call, job, encoding if answers == JSON else None)
     if answers == JSON:
-        return await encode(call, result, True, encode_json, query.encoding or form)
+        return await encode(call, result, True, encode_json, encoding)
     return await encode(call, result, False, encode_safetensors)
 
 

@@ -5,31 +5,22 @@ Each step decides once, from its data, whether it runs in the event loop or in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any, NamedTuple
 
 from service.api.buffers.preconditions import refuse_headers
 from service.api.http.answer import Answer
 from service.api.http.body import wanted_coding
 from service.api.http.call import Call
+from service.api.http.costs import Form
 from service.api.http.offload import INLINE_TEXT_BYTES
 from service.api.operators import buffer_use
-from service.api.operators.compute import compute, is_small
+from service.api.operators.compute import compute, is_small, reserve_answer
 from service.api.operators.job import NO_BUFFERS, Job
 from service.buffers.record import Receipt
+from service.codecs import json as json_codec
 from service.dtypes import Array
 from service.kernels import Operator
-
-R = TypeVar("R")
-
-LIST_BYTES = 256
-"""A list in a JSON text takes as long to decode as this many bytes of numbers."""
-
-HEADER_FACTOR = 16
-"""A byte of a safetensors header takes as long to decode as this many bytes of a JSON text."""
-
-TINY_BYTES = 1 << 12
-"""A body up to this size is decoded in the event loop: nothing in 4 KiB can take long."""
 
 
 class Result(NamedTuple):
@@ -52,32 +43,19 @@ def read(call: Call, operator: Operator, head: int = 0) -> Coroutine[Any, Any, m
     return call.body(head)
 
 
-def json_cost(text: memoryview) -> int:
-    """Return the cost of decoding a JSON text, in bytes of numbers."""
-    size = len(text)
-    return size if size > INLINE_TEXT_BYTES else size + LIST_BYTES * bytes(text).count(b"[")
+async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary: Collection[str] = ()) -> Result:
+    """Run the job, and add the outputs that it names to their buffers.
 
-
-def safetensors_cost(body: memoryview) -> int:
-    """Return the cost of decoding a safetensors file, in bytes of JSON text: its header's, for tensors are views."""
-    return HEADER_FACTOR * int.from_bytes(body[:8], "little")
-
-
-def decode(
-    call: Call, body: memoryview, cost: int, decoder: Callable[..., R], *arguments: Any
-) -> Coroutine[Any, Any, R]:
-    """Decode the body. `cost` is in bytes of JSON text."""
-    inline = len(body) <= TINY_BYTES or cost <= INLINE_TEXT_BYTES
-    return call.offload(inline, decoder, *arguments, phase="decode")
-
-
-async def run(call: Call, job: Job) -> Result:
-    """Run the job, and add the outputs that it names to their buffers."""
+    Memory for the answer is reserved before buffers change: its outputs are JSON, except those in `binary`, or, without
+    an `encoding`, bytes.
+    """
+    form = Form(encoding, wanted_coding(call.headers) is not None)
     if job.buffers is not NO_BUFFERS:
-        return Result(*await buffer_use.run(call, job))
+        return Result(*await buffer_use.run(call, job, form, binary))
     refuse_headers(call, "If-Match", "If-None-Match")
     inline = is_small(call, job)
     outputs = await call.offload(inline, compute, call, job, job.tensors, job.wanted, inline, phase="kernel")
+    reserve_answer(call, outputs, form, binary)
     return Result(outputs, {}, {})
 
 

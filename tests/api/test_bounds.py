@@ -1,0 +1,157 @@
+"""The worst bodies of 64 KB: small once compressed, tens of megabytes of JSON. Nobody else waits for them for long."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from service.api.http.admission import SMALL_BYTES
+from service.codecs.safetensors import MEDIA_TYPE
+from tests.api.calls import serving_workers
+
+LONGEST_GAP_SECONDS = 5.0
+"""Two answers of a health probe may be this far apart. Bodies like these stopped the server for 13 s to 20 s and more;
+now the longest gap is about half a second, in which the parser holds the interpreter's lock."""
+
+
+class Worst(NamedTuple):
+    """A body: `head`, `piece` again and again up to `size` bytes, and `tail`."""
+
+    head: bytes
+    piece: bytes
+    tail: bytes
+    size: int = 40 << 20
+    media_type: str = "application/json"
+
+    def compressed(self) -> bytes:
+        count = (self.size - len(self.head) - len(self.tail)) // len(self.piece)
+        stream = zlib.compressobj(9, wbits=31)
+        body = stream.compress(self.head + self.piece * count) + stream.compress(self.tail) + stream.flush()
+        assert len(body) <= SMALL_BYTES
+        return body
+
+
+def header(piece: bytes, size: int) -> Worst:
+    """Return a safetensors file of nothing but a header, `{piece piece ...}`."""
+    length = 2 + (size - 10) // len(piece) * len(piece)
+    return Worst(length.to_bytes(8, "little") + b"{", piece, b"}", size, MEDIA_TYPE)
+
+
+NAMES = [
+    Worst(b'{"names":["', b"a", b'"]}'),
+    Worst(b'{"names":[', b'"",', b'""]}'),
+    Worst(b'{"names":[', b"0,", b"0]}", 1 << 18),
+    Worst(b"{", b'"":0,', b'"":0}', 1 << 18),
+]
+"""A long name, and many wrong ones."""
+
+TENSORS = [
+    Worst(b'{"gradient":[', b'"",', b'""]}'),
+    Worst(b'{"gradient":[', b"0,", b'""]}', 1 << 18),
+    Worst(b'{"gradient":[', b"[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]],", b"[]]}", 1 << 24),
+    Worst(b'{"gradient":{"data":0,"shape":{', b'"":0,', b'"":0}}}'),
+    Worst(b'{"gradient":{"data":1e400,"shape":[', b'"",', b'""]}}', 2 << 20),
+    Worst(b'{"gradient":{', b'"":0,', b'"":0}}', 1 << 14),
+]
+"""Lists of wrong items, lists in lists, and shapes that are none."""
+
+BODIES = {
+    "PUT /v1/buffers/{name}": [
+        Worst(b'{"shape":[', b'"",', b'""]}', 10 << 20),
+        Worst(b"{", b" ", b"}"),
+        Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
+    ],
+    "POST /v1/buffers/zero": NAMES,
+    "POST /v1/buffers/take": NAMES,
+    "POST /v1/buffers/value": NAMES,
+    "POST /v1/buffers/accumulate": [
+        *TENSORS,
+        Worst(b'{"', b"a", b'":0}'),
+        header(b" ", 40 << 20),
+        header(b"[],", 1 << 19),
+        header(b"\\", 1 << 24),
+    ],
+    "POST /v1/buffers/{name}/accumulate": TENSORS,
+    "POST /v1/ops/{op}": [*TENSORS, Worst(b'{"X":', b"[", b"")],
+    "POST /v2/models/{op}/infer": [
+        Worst(b'{"inputs":[', b"{},", b"{}]}"),
+        Worst(b'{"id":"', b"a", b'","inputs":[{"name":"X","datatype":"FP32","shape":[],"data":[1]}]}'),
+        Worst(b'{"inputs":[],"parameters":{"activations":"', b",", b'"}}', 30 << 20),
+        Worst(b'{"inputs":[],"parameters":{"from":"', b",", b'"}}', 30 << 20),
+        Worst(b"NaN", b'"', b"", 1 << 20),
+    ],
+}
+"""The worst bodies that we know, by endpoint."""
+
+OPERATOR = "GRUTraining"
+"""The operator to run: its attributes include lists."""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Yield the URL of a server in a process of its own, which does not wait for this one."""
+    with serving_workers(1, tmp_path_factory.mktemp("store"), threads=2) as url:
+        httpx.put(f"{url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()
+        yield url
+
+
+class Probe(threading.Thread):
+    """Asks whether the server is alive, again and again. `longest` is the longest time between two answers."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._address = urlsplit(url).netloc
+        self._stopping = threading.Event()
+        self.longest, self.count = 0.0, 0
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection(self._address)
+        last = time.monotonic()
+        while not self._stopping.is_set():
+            connection.request("GET", "/v2/health/live")
+            assert connection.getresponse().read() == b'{"live":true}'
+            now = time.monotonic()
+            self.longest, last, self.count = max(self.longest, now - last), now, self.count + 1
+        connection.close()
+
+    def __enter__(self) -> Probe:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self.join()
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_no_body_keeps_others_waiting(url: str, endpoint: str) -> None:
+    method, path = endpoint.split()
+    place = url + path.format(name="a", op=OPERATOR)
+    with httpx.Client(timeout=120) as client:
+        for worst in BODIES[endpoint]:
+            content, headers = worst.compressed(), {"Content-Type": worst.media_type, "Content-Encoding": "gzip"}
+            with Probe(url) as probe:
+                answer = client.request(method, place, content=content, headers=headers)
+            assert 400 <= answer.status_code < 500, (worst, answer.text)
+            assert len(answer.content) < 10_000, worst
+            assert probe.count
+            assert probe.longest < LONGEST_GAP_SECONDS, worst
+
+
+def test_every_endpoint_with_a_json_body_has_worst_bodies(url: str) -> None:
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    found = {
+        f"{method.upper()} {'/v1/ops/{op}' if path.startswith('/v1/ops/') else path}"
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    }
+    assert found == set(BODIES)
