@@ -16,7 +16,6 @@ from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises 
 from service import preflight
 from service.api.app import store_at
 from service.api.server import run
-from service.arena import keep_freed_memory
 from service.buffers import doctor, transfer
 from service.buffers.url import path_of
 from service.errors import GradserveError, StoreFailed, shown
@@ -25,6 +24,7 @@ from service.keys import SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
 from service.limits import Limits
 from service.preflight import UsageError
 from service.settings import VARIABLES, Settings
+from service.system import keep_freed_memory
 
 DAY_SECONDS = 24 * 3600
 """Keys expire in days of this length, whatever a local clock does meanwhile."""

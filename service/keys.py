@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from service.errors import shown
+from service.system import sync
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def _changing(path: Path) -> Iterator[list[ApiKey]]:
                 _copy_access(path, file.fileno())
             json.dump({"format": _FORMAT, "keys": [asdict(key) for key in keys]}, file, indent=1)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         replacement.replace(path)
 
 

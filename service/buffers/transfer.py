@@ -32,6 +32,7 @@ from service.codecs import safetensors
 from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, MalformedBody, UnknownBuffer, shown
 from service.limits import Limits
+from service.system import sync
 
 
 def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> tuple[int, int]:
@@ -90,7 +91,7 @@ def _replacing(path: Path | None) -> Iterator[Any]:
                 shutil.copymode(target, unfinished)
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import lmdb
 from service.buffers.lmdb.format import DATABASES, FORMAT
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full, store_full
 from service.errors import StoreFailed
+from service.system import sync_drive, sync_path
 
 MAP_MARGIN_BYTES = 64 << 20
 """LMDB's map beyond twice the limit of the store: LMDB needs room even to delete."""
@@ -49,7 +50,7 @@ class Environment:
             self.file = SlotFile(path / "values", readonly=readonly)
             if not (readonly or mark.exists()):
                 mark.write_text(f"{FORMAT}\n")
-                _sync_directory(path)
+                sync_path(path)
             self._files = {} if readonly else {path / name: _identity(path / name) for name in FILES}
         except (lmdb.Error, OSError) as error:
             self._env.close()
@@ -100,9 +101,12 @@ class Environment:
         except lmdb.Error as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
 
-    def writing(self) -> Any:
+    @contextmanager
+    def writing(self) -> Iterator[Any]:
         """Begin a transaction that writes. It is committed on leaving, unless an exception is raised."""
-        return self._env.begin(write=True, buffers=True)
+        with self._env.begin(write=True, buffers=True) as txn:
+            yield txn
+        sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
 
     def check_files(self) -> None:
         """Raise `StoreFailed` if a file was removed or replaced since it was opened.
@@ -181,14 +185,6 @@ def disk_is_full(path: Path) -> bool:
     except OSError:  # a disk that fails need not be full
         return False
     return disk.f_bavail * disk.f_frsize < FULL_DISK_BYTES
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def as_client_error(error: Exception, path: Path, max_bytes: int) -> Exception:
