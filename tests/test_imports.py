@@ -11,19 +11,22 @@ ROOT = Path(__file__).parent.parent
 SERVICE = ROOT / "service"
 
 BOTTOM = {"errors", "dtypes", "limits"}
+DISK = {"system", "files", "documents"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "dtypes": set(),
     "limits": {"errors", "dtypes"},
     "arena": {"dtypes"},
     "system": set(),
+    "files": {"system"},
+    "documents": {"errors"},
     "settings": {"system"},
-    "keys": {"errors", "system"},
+    "keys": {"errors", *DISK},
     "kernels": BOTTOM,
     "codecs": BOTTOM,
-    "buffers": {"codecs", "kernels", "system", *BOTTOM},
+    "buffers": {"codecs", "kernels", "keys", *DISK, *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
-    "preflight": {"keys", "settings", "errors"},
+    "preflight": {"keys", "settings", "files", "errors"},
     "api.http": {"buffers", "engine", "codecs", "settings", "keys", *BOTTOM},
     "api.telemetry": {"api.http", "settings", "system", "errors"},
     "api.buffers": {"api.http", "buffers", "codecs", "kernels", *BOTTOM},

@@ -115,7 +115,7 @@ def test_the_commands_run_without_linux(synced: Path, tmp_path: Path, monkeypatc
     assert f"GRADSERVE_THREADS={os.cpu_count()}\n" in done.stdout
     assert load_file(saved)["a"].tolist() == [0, 0]
     files = synced.read_text()
-    for durable in (f"{tmp_path}/keys.new\n", f"{saved}.", f"{other}/data.mdb\n"):
+    for durable in (f"{tmp_path}/keys.new\n", f"{tmp_path}\n", f"{saved}.", f"{other}/data.mdb\n"):
         assert durable in files
 
 

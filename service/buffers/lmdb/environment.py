@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import lmdb
 from service.buffers.lmdb.format import DATABASES, FORMAT
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full, store_full
 from service.errors import StoreFailed
+from service.files import check_regular, open_new
 from service.system import sync_drive, sync_path
 
 MAP_MARGIN_BYTES = 64 << 20
@@ -49,7 +50,8 @@ class Environment:
             self._open_databases(readonly)
             self.file = SlotFile(path / "values", readonly=readonly)
             if not (readonly or mark.exists()):
-                mark.write_text(f"{FORMAT}\n")
+                with suppress(FileExistsError), open(open_new(mark), "w") as file:  # another process may be first
+                    file.write(f"{FORMAT}\n")
                 sync_path(path)
             self._files = {} if readonly else {path / name: _identity(path / name) for name in FILES}
         except (lmdb.Error, OSError) as error:
@@ -156,6 +158,8 @@ def open_lmdb(path: Path, *, max_bytes: int, readonly: bool) -> lmdb.Environment
         if (path / "format").exists() and (not data.exists() or not data.stat().st_size):
             raise StoreFailed(f"The store in {path} is damaged: data.mdb is missing or empty")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in FILES:
+            check_regular(path / name)
         return lmdb.open(
             str(path),
             map_size=2 * max_bytes + MAP_MARGIN_BYTES,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from service.buffers.lmdb.format import NUMBER
 from service.errors import StoreFull
+from service.files import open_regular
 from service.system import begin_to_store, free_range, read_into, sync
 
 CHUNK_BYTES = 1 << 18
@@ -60,7 +61,7 @@ class SlotFile:
     """The file of the slots, `CHUNK_BYTES` bytes each."""
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
-        self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = open_regular(path, os.O_NOFOLLOW | (os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT))
         self._written_bytes = 0  # since the last sync
         self._unstored_bytes = 0  # since the disk last began to store
 
