@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 
@@ -12,18 +11,6 @@ from service.dtypes import Array, DType
 
 MIN_REUSED_BYTES = 1 << 20
 """Below this size the C library's allocator already reuses memory."""
-
-_M_TRIM_THRESHOLD = -1
-"""`mallopt`'s number, from malloc.h, for the bytes of freed memory at the end of the heap to keep."""
-
-_M_MMAP_THRESHOLD = -3
-"""`mallopt`'s number, from malloc.h, for the bytes from which memory is mapped, and unmapped once freed."""
-
-_M_ARENA_MAX = -8
-"""`mallopt`'s number, from malloc.h, for the number of heaps."""
-
-_MAX_MMAP_THRESHOLD_BYTES = 32 << 20
-"""The largest threshold that glibc accepts on 64-bit machines."""
 
 
 class Arena:
@@ -81,16 +68,3 @@ class _Lease:
 
     def __del__(self) -> None:
         self._arena.give_back(self._memory)
-
-
-def keep_freed_memory(limit: int) -> None:
-    """Let the C library keep up to `limit` bytes of freed memory, for everything but tensors.
-
-    By default the C library returns large memory to the system at once. Each new page then costs a page fault, which
-    takes longer than filling the page. Without glibc this does nothing.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)  # one heap, so that each thread can reuse what another one freed
-        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, min(limit, (1 << 31) - 1))  # mallopt takes a C int

@@ -16,21 +16,18 @@ from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises 
 from service import preflight
 from service.api.app import store_at
 from service.api.server import run
-from service.arena import keep_freed_memory
 from service.buffers import doctor, transfer
 from service.buffers.url import path_of
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
-from service.keys import SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
+from service.keys import MAX_TIME_SECONDS, SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
 from service.limits import Limits
 from service.preflight import UsageError
 from service.settings import VARIABLES, Settings
+from service.system import keep_freed_memory
 
 DAY_SECONDS = 24 * 3600
 """Keys expire in days of this length, whatever a local clock does meanwhile."""
-
-MAX_TIME_SECONDS = datetime(9999, 1, 1).timestamp()
-"""The latest expiry: `datetime` has no year after 9999."""
 
 SIMILARITY = 0.92
 """The least likeness, from 0 to 1, to call a variable a misspelt setting. KEY passes for KEYS; API_KEY does not."""
@@ -271,7 +268,7 @@ def _expiry(text: str) -> float:
 
 def _date(moment: float) -> str:
     """Return the local date and time of a moment in seconds since 1970."""
-    return datetime.fromtimestamp(min(max(moment, 0), MAX_TIME_SECONDS)).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
 
 
 def _serve(settings: Settings) -> int:

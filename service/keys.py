@@ -11,19 +11,23 @@ import hashlib
 import hmac
 import json
 import logging
-import math
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from service.documents import DocumentInvalid, Members, check, is_number, parse
 from service.errors import shown
+from service.files import open_new, open_regular, put_in_place
+from service.system import sync
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +42,17 @@ SCOPES = {
 PREFIX = "gs"
 """Every secret begins with it, so that people and scanners recognise a leaked one."""
 
+NAME = re.compile(r"[A-Za-z0-9._:@-]{1,100}")
+"""The names of keys, and the namespaces of their buffers."""
+
+NAME_RULE = "1 to 100 characters of A-Z a-z 0-9 . _ : @ -"
+"""`NAME` in words."""
+
+MAX_TIME_SECONDS = datetime(9999, 1, 1).timestamp()
+"""The latest time of a key: `datetime` has no year after 9999."""
+
 _SECRET = re.compile(rf"{PREFIX}_([0-9a-f]{{12}})_[A-Za-z0-9_-]{{43}}")
-_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,100}")
+_ID = re.compile(r"[0-9a-f]{12}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FORMAT = 1
 
@@ -111,52 +124,73 @@ def _file_state(path: Path) -> tuple[int, ...]:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
+def _is_text(value: Any, pattern: re.Pattern[str]) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _are_scopes(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(one, str) and one in SCOPES for one in value)
+
+
+def _is_time(value: Any) -> bool:
+    return is_number(value, 0, MAX_TIME_SECONDS)
+
+
+_KEY: Members = {
+    "id": ("12 hexadecimal digits", lambda value: _is_text(value, _ID)),
+    "name": (NAME_RULE, lambda value: _is_text(value, NAME)),
+    "digest": ("64 hexadecimal digits", lambda value: _is_text(value, _DIGEST)),
+    "scopes": (f"a list of some of {', '.join(SCOPES)}", _are_scopes),
+    "namespace": (f"empty or {NAME_RULE}", lambda value: value == "" or _is_text(value, NAME)),
+    "created": ("seconds since 1970, before the year 9999", _is_time),
+    "expires": ("null or seconds since 1970, before the year 9999", lambda value: value is None or _is_time(value)),
+}
+
+_FILE: Members = {
+    "format": (f"{_FORMAT}, which this gradserve reads", lambda value: type(value) is int and value == _FORMAT),
+    "keys": ("a list", lambda value: isinstance(value, list)),
+}
+
+
 def load(path: Path) -> list[ApiKey]:
-    """Return the keys in the file, or none if the file does not exist. Raises `KeyFileInvalid`."""
+    """Return the keys in the file, or none if the file does not exist. Raises `KeyFileInvalid`.
+
+    Someone may have edited the file, so that each key is checked as `add` checks a new key.
+    """
     try:
-        document = json.loads(path.read_text())
-        if document["format"] != _FORMAT:
-            raise KeyFileInvalid(f"{path} has format {shown(document['format'])}, but this gradserve reads {_FORMAT}")
-        return list(map(_key, document["keys"]))
+        with open(open_regular(path), encoding="utf-8") as file:
+            document = parse("it", file.read())
+        return _keys(document)
     except FileNotFoundError:
         return []
-    except KeyFileInvalid:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise KeyFileInvalid(f"{path} is not a file of API keys: {error}") from None
+    except (OSError, ValueError) as error:
+        raise KeyFileInvalid(f"{path} is not a valid file of API keys: {error}") from None
 
 
-def _key(members: Mapping[str, Any]) -> ApiKey:
-    """Return the key with these members, which someone may have edited. Raises `KeyFileInvalid` and `TypeError`."""
-    key = ApiKey(**members)
-    texts = (key.id, key.name, key.namespace)
-    if not (
-        all(isinstance(text, str) for text in texts)
-        and isinstance(key.digest, str)
-        and _DIGEST.fullmatch(key.digest)
-        and isinstance(key.scopes, list)
-        and SCOPES.keys() >= set(key.scopes)
-        and isinstance(key.created, (int, float))
-        and math.isfinite(key.created)
-        and isinstance(key.expires, (int, float, type(None)))
-        and (key.expires is None or math.isfinite(key.expires))
-    ):
-        raise KeyFileInvalid(
-            f"The key {shown(str(key.name))} is invalid: its values must be as gradserve keys add writes them"
-        )
-    return replace(key, scopes=tuple(key.scopes))
+def _keys(document: Any) -> list[ApiKey]:
+    """Return the keys in a document. Raises `DocumentInvalid`."""
+    check("it", document, _FILE, _FILE.keys())
+    keys = document["keys"]
+    for number, members in enumerate(keys, 1):
+        name = members.get("name") if isinstance(members, dict) else None
+        check(f"key {number}" if name is None else f"key {number}, {shown(name)},", members, _KEY, _KEY.keys())
+    for member in ("id", "name"):
+        for value, count in Counter(members[member] for members in keys).items():
+            if count > 1:
+                raise DocumentInvalid(f"{count} keys have the {member} {shown(value)}")
+    return [ApiKey(**{**members, "scopes": tuple(members["scopes"])}) for members in keys]
 
 
 def add(path: Path, name: str, scopes: list[str], namespace: str = "", expires: float | None = None) -> str:
     """Add a key to the file, which is created if it does not exist. Returns the secret, which is stored nowhere.
 
-    `expires` is in seconds since 1970. Raises `KeyInvalid` and `KeyFileInvalid`.
+    `expires` is in seconds since 1970. Raises `KeyInvalid`, `KeyFileInvalid` and OSError.
     """
-    _check_name("name", name)
-    if namespace:
-        _check_name("namespace", namespace)
-    if not scopes or not SCOPES.keys() >= set(scopes):
-        raise KeyInvalid(f"The scopes are {shown(','.join(scopes))}, but must be some of {', '.join(SCOPES)}")
+    given = {"name": name, "scopes": scopes, "namespace": namespace, "expires": expires}
+    try:
+        check("The new key", given, _KEY, given.keys())
+    except DocumentInvalid as error:
+        raise KeyInvalid(str(error)) from None
     with _changing(path) as keys:
         if any(key.name == name for key in keys):
             raise KeyFileInvalid(f"{path} already has a key {shown(name)}")
@@ -166,13 +200,8 @@ def add(path: Path, name: str, scopes: list[str], namespace: str = "", expires: 
     return secret
 
 
-def _check_name(member: str, text: str) -> None:
-    if not _NAME.fullmatch(text):
-        raise KeyInvalid(f"The {member} is {shown(text)}, but must be 1 to 100 characters of A-Z a-z 0-9 . _ : @ -")
-
-
 def remove(path: Path, name: str) -> None:
-    """Remove the key of this name from the file. Raises `KeyFileInvalid`."""
+    """Remove the key of this name from the file. Raises `KeyFileInvalid` and OSError."""
     if not path.exists():
         raise KeyFileInvalid(f"{path} does not exist")
     with _changing(path) as keys:
@@ -189,21 +218,21 @@ def _digest(secret: str) -> str:
 @contextmanager
 def _changing(path: Path) -> Iterator[list[ApiKey]]:
     """Yield the keys, and write them on leaving. The file is replaced as a whole, by one process at a time."""
-    path = path.resolve()
-    if path.is_dir():
-        raise KeyFileInvalid(f"{path} is a directory, but must be a file of API keys")
-    with path.with_name(f"{path.name}.lock").open("w") as lock:
+    path = Path(os.path.realpath(path))
+    keys = load(path)  # a fault of the file leaves no lock behind
+    with open(open_regular(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = load(path)
         yield keys
         replacement = path.with_name(f"{path.name}.new")
-        with open(os.open(replacement, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        replacement.unlink(missing_ok=True)  # a process that was killed has left it
+        with open(open_new(replacement), "w") as file:
             with suppress(FileNotFoundError):
                 _copy_access(path, file.fileno())
             json.dump({"format": _FORMAT, "keys": [asdict(key) for key in keys]}, file, indent=1)
             file.flush()
-            os.fsync(file.fileno())
-        replacement.replace(path)
+            sync(file.fileno())
+        put_in_place(replacement, path)
 
 
 def _copy_access(path: Path, descriptor: int) -> None:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from service.errors import shown
+from service.files import open_regular
 from service.keys import KeyFileInvalid, load
 from service.settings import VARIABLES, Settings
 
@@ -81,6 +82,8 @@ def _check_certificate(settings: Settings) -> None:
         missing, other = ("KEY", "CERTIFICATE") if key is None else ("CERTIFICATE", "KEY")
         raise UsageError(f"GRADSERVE_TLS_{missing} is not set, but GRADSERVE_TLS_{other} is: HTTPS needs both")
     try:
+        for file in (certificate, key):
+            os.close(open_regular(file))
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, bytes)
     except OSError as error:
         raise UsageError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings validates with pydantic's types
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from service.system import cores
 
 
 class Settings(BaseSettings):
@@ -34,7 +35,7 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, not encrypted.")
     workers: int = Field(1, ge=1, le=256, description="Processes that share the port.")
     threads: PositiveInt = Field(
-        default_factory=lambda fields: max(1, len(os.sched_getaffinity(0)) // fields.get("workers", 1)),
+        default_factory=lambda fields: max(1, cores() // fields.get("workers", 1)),
         description="Threads that compute, in each process. By default the processes share the cores.",
     )
     store: str = Field(

@@ -11,28 +11,32 @@ ROOT = Path(__file__).parent.parent
 SERVICE = ROOT / "service"
 
 BOTTOM = {"errors", "dtypes", "limits"}
+DISK = {"system", "files", "documents"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "dtypes": set(),
     "limits": {"errors", "dtypes"},
     "arena": {"dtypes"},
-    "settings": set(),
-    "keys": {"errors"},
+    "system": set(),
+    "files": {"system"},
+    "documents": {"errors"},
+    "settings": {"system"},
+    "keys": {"errors", *DISK},
     "kernels": BOTTOM,
     "codecs": BOTTOM,
-    "buffers": {"codecs", "kernels", *BOTTOM},
+    "buffers": {"codecs", "kernels", "keys", *DISK, *BOTTOM},
     "engine": {"kernels", "arena", *BOTTOM},
-    "preflight": {"keys", "settings", "errors"},
+    "preflight": {"keys", "settings", "files", "errors"},
     "api.http": {"buffers", "engine", "codecs", "settings", "keys", *BOTTOM},
-    "api.telemetry": {"api.http", "settings", "errors"},
+    "api.telemetry": {"api.http", "settings", "system", "errors"},
     "api.buffers": {"api.http", "buffers", "codecs", "kernels", *BOTTOM},
     "api.operators": {"api.http", "api.buffers", "api.telemetry", "buffers", "engine", "codecs", "kernels", *BOTTOM},
     "api": {
         *("api.http", "api.telemetry", "api.buffers", "api.operators"),
-        *("arena", "buffers", "engine", "codecs", "kernels", "settings", "keys"),
+        *("buffers", "engine", "codecs", "kernels", "settings", "keys", "system"),
         *BOTTOM,
     },
-    "cli": {"keys", "api", "arena", "buffers", "kernels", "preflight", "settings", *BOTTOM},
+    "cli": {"keys", "api", "buffers", "kernels", "preflight", "settings", "system", *BOTTOM},
     "__main__": {"cli"},
 }
 """The rooms that the modules of a room may import."""

@@ -29,8 +29,8 @@ from service.api.telemetry import logs
 from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics
 from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import Workers, stop_without_parent
-from service.arena import keep_freed_memory
 from service.settings import Settings
+from service.system import keep_freed_memory
 
 
 def create_app(settings: Settings) -> Application:

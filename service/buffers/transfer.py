@@ -6,18 +6,17 @@ creates the buffers again. Closed epochs and idempotency keys are not exported.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import shutil
+import stat
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Set
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
@@ -29,9 +28,13 @@ from service.buffers.perform import Request
 from service.buffers.record import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS, Record, name_buffer, spec_of
 from service.buffers.store import Store
 from service.codecs import safetensors
+from service.documents import DocumentInvalid, Members, check, is_number, parse
 from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, MalformedBody, UnknownBuffer, shown
+from service.files import open_new, put_in_place
+from service.keys import NAME, NAME_RULE
 from service.limits import Limits
+from service.system import sync
 
 
 def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> tuple[int, int]:
@@ -77,21 +80,21 @@ def _replacing(path: Path | None) -> Iterator[Any]:
         with path.open("wb") as file:
             yield file
         return
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
-        file = open(unfinished, "xb", opener=partial(os.open, mode=0o600))  # only its user may read it, like the store
+        file = open(open_new(unfinished), "wb")  # only its user may read it, like the store
     except OSError as error:
         error.filename = str(path)
         raise
     try:
         with file:
-            if target.exists():
-                shutil.copymode(target, unfinished)
+            with suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
+            sync(file.fileno())
+        put_in_place(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -125,7 +128,9 @@ def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
     if metadata is None:
         raise MalformedBody(f"{what} was not written by gradserve export: its metadata lacks buffers")
     states = _checked(what, metadata)
-    records = {name: _record(name, state, longest_name) for name, state in states.items()}
+    if unknown := sorted(tensors.keys() - states.keys()):
+        raise MalformedBody(f"{what} has the tensor {shown(unknown[0])}, which its metadata does not describe")
+    records = {name: _record(what, name, state, longest_name) for name, state in states.items()}
     for name, record in records.items():
         tensor = tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype) != (record.spec.shape, record.spec.dtype):
@@ -169,30 +174,29 @@ def restore(store: Store, buffers: Collection[Restore]) -> None:
         raise
 
 
-def _is_whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> bool:
+MOST_CHANGES = 1 << 53
+"""The largest epoch, version and count of a file: JSON readers that use doubles round larger integers."""
+
+MAX_CREATED_SECONDS = 10**11
+"""The latest time of creation, in the year 5138: a time in milliseconds would be later."""
+
+
+def _is_whole(value: Any, least: int = 0, most: int = MOST_CHANGES) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+_WHOLE = (f"an integer from 0 to {MOST_CHANGES}", _is_whole)
 
-
-_Members: TypeAlias = dict[str, tuple[str, Callable[[Any], bool]]]
-"""The rule of each member, in words and as a check."""
-
-_WHOLE = ("an integer, 0 or more", _is_whole)
-_NUMBER = ("a number", _is_number)
-
-_STATE: _Members = {
+_STATE: Members = {
     "spec": ("an object", lambda value: isinstance(value, dict)),
     "epoch": _WHOLE,
     "version": _WHOLE,
     "count": _WHOLE,
-    "weight": _NUMBER,
-    "created": ("seconds since 1970, from 0 to 10^11", lambda value: _is_number(value) and 0 <= value <= 1e11),
+    "weight": ("a number", lambda value: is_number(value, -sys.float_info.max, sys.float_info.max)),
+    "created": ("seconds since 1970, from 0 to 10^11", lambda value: is_number(value, 0, MAX_CREATED_SECONDS)),
 }
 
-_RULES: _Members = {
+_RULES: Members = {
     "shape": ("a list of integers, 0 or more", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
     "dtype": (f"one of {', '.join(FLOATS.dtypes)}", lambda value: value in FLOATS.dtypes),
     "nonfinite": ("allow or reject", lambda value: value in ("allow", "reject")),
@@ -203,44 +207,31 @@ _RULES: _Members = {
     "keep": (f"an integer from 1 to {MAX_KEEP}", lambda value: _is_whole(value, 1, MAX_KEEP)),
     "ttl_seconds": (
         f"null or a number above 0, up to {MAX_TTL_SECONDS}",
-        lambda value: value is None or (_is_number(value) and 0 < value <= MAX_TTL_SECONDS),
+        lambda value: value is None or (is_number(value, 0, MAX_TTL_SECONDS) and value > 0),
     ),
 }
 
 
 def _checked(what: str, metadata: str) -> dict[str, dict[str, Any]]:
     """Return the state of each buffer in the file. Raises `MalformedBody` for a state that `export` cannot write."""
+    everything = f"The metadata of the buffers in {what}"
     try:
-        states = orjson.loads(metadata)
-    except orjson.JSONDecodeError as error:
-        raise MalformedBody(f"The metadata of the buffers in {what} is not JSON: {error}") from None
-    if not isinstance(states, dict):
-        raise MalformedBody(f"The metadata of the buffers in {what} is {shown(states)}, but must be an object")
-    for name, state in states.items():
-        subject = f"The metadata of the buffer {shown(name)} in {what}"
-        _check(subject, "", state, _STATE, _STATE.keys())
-        _check(subject, "spec.", state["spec"], _RULES, {"shape", "dtype"})
+        states: dict[str, dict[str, Any]] = parse(everything, metadata)
+        if not isinstance(states, dict):
+            raise DocumentInvalid(f"{everything} is {shown(states)}, but must be an object")
+        for name, state in states.items():
+            subject = f"The metadata of the buffer {shown(name)} in {what}"
+            check(subject, state, _STATE, _STATE.keys())
+            check(subject, state["spec"], _RULES, {"shape", "dtype"}, "spec.")
+    except DocumentInvalid as error:
+        raise MalformedBody(str(error)) from None
     return states
 
 
-def _check(subject: str, prefix: str, value: Any, rules: _Members, required: Set[str]) -> None:
-    """Raise `MalformedBody` if a member is missing, unknown or wrong."""
-    if not isinstance(value, dict):
-        raise MalformedBody(f"{subject} is {shown(value)}, but must be an object")
-    for name in sorted(required - value.keys()):
-        raise MalformedBody(f"{subject} lacks {prefix}{name}")
-    for name, member in value.items():
-        if name not in rules:
-            raise MalformedBody(f"{subject} has {shown(prefix + name)}, which is unknown")
-        rule, is_valid = rules[name]
-        if not is_valid(member):
-            raise MalformedBody(f"{subject} has {prefix}{name} {shown(member)}, but it must be {rule}")
-
-
-def _record(name: str, state: dict[str, Any], longest_name: int) -> Record:
+def _record(what: str, name: str, state: dict[str, Any], longest_name: int) -> Record:
     full_name = BufferName.split(name)
+    if full_name.joined != name or not (full_name.namespace == "" or NAME.fullmatch(full_name.namespace)):
+        raise MalformedBody(f"{what} has the buffer {shown(name)}, but a namespace must be {NAME_RULE}")
     check_length(check_name(full_name.name), longest_name)
-    spec, created = spec_of(state["spec"]), state["created"]
-    return Record(
-        full_name, spec, 0, created, created, state["epoch"], state["version"], state["count"], state["weight"]
-    )
+    spec, created, weight = spec_of(state["spec"]), float(state["created"]), float(state["weight"])
+    return Record(full_name, spec, 0, created, created, state["epoch"], state["version"], state["count"], weight)

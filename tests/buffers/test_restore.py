@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from service.buffers.transfer import read, restore
-from service.errors import MalformedBody
+from service.buffers.lmdb import LmdbStore
+from service.buffers.transfer import export, read, restore
+from service.errors import GradserveError, MalformedBody, NonfiniteGradient
 from service.limits import Limits
 from tests.buffers.calls import Clock, open_memory, value
 
@@ -24,6 +27,8 @@ RULES: dict[str, Any] = {
     "ttl_seconds": 10.0,
 }
 STATE: dict[str, Any] = {"spec": RULES, "epoch": 1, "version": 5, "count": 3, "weight": 2.5, "created": 1e9}
+
+NUMBERS = ("epoch", "version", "count")
 
 LIMITS = Limits(max_tensor_bytes=1 << 20)
 
@@ -56,6 +61,8 @@ def test_valid_metadata_is_restored(tmp_path: Path, clock: Clock) -> None:
         ("{nonsense", "is not JSON: "),
         ("[1]", r"is \[1\], but must be an object"),
         ("null", "is null, but"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"a": 1, "a": 2}', "has two members named 'a'"),
         ("", "JSON"),
     ],
 )
@@ -79,10 +86,15 @@ def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, w
             {**STATE, "created": 1e12},
             r"has created 1000000000000.0, but .* from 0 to 10\^11$",
         ),
-        ({**STATE, "epoch": -1}, "has epoch -1, but it must be an integer, 0 or more"),
+        ({**STATE, "epoch": -1}, "has epoch -1, but it must be an integer from 0 to 9007199254740992"),
         ({**STATE, "version": 1.0}, "has version 1.0, but"),
         ({**STATE, "count": True}, "has count true, but"),
         ({**STATE, "count": 1 << 63}, "has count 9223372036854775808, but"),
+        *[({**STATE, member: (1 << 53) + 1}, f"has {member} 9007199254740993, but") for member in NUMBERS],
+        *[({**STATE, member: -1}, f"has {member} -1, but") for member in NUMBERS],
+        *[({**STATE, "weight": weight}, "has weight ") for weight in (math.nan, -math.inf, 10**400)],
+        *[({**STATE, "created": created}, "has created ") for created in (math.nan, math.inf, -1, 10**400)],
+        *[(with_rules(ttl_seconds=seconds), "has spec.ttl_seconds ") for seconds in (math.nan, math.inf, 10**400)],
         ({**STATE, "spec": {"dtype": "float32"}}, "lacks spec.shape"),
         ({**STATE, "spec": {"shape": [2]}}, "lacks spec.dtype"),
         (with_rules(shape=2), "has spec.shape 2, but it must be a list"),
@@ -105,3 +117,70 @@ def test_invalid_metadata_of_a_buffer_is_refused(tmp_path: Path, one: Any, words
     file = saved(tmp_path, json.dumps({"a": STATE, "b": one}))
     with pytest.raises(MalformedBody, match=f"^The metadata of the buffer 'b' in .* {words}"):
         read(file, LIMITS, 200)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "~ann/x/y",
+        "~/x",
+        "~ann",
+        "~ann/",
+        "~a b/x",
+        "~\0/x",
+        f"~{'a' * 101}/x",
+        "~\u00e9/x",
+        "~~ann/x",
+        "x/y",
+        "..",
+        "",
+        "~a/..",
+    ],
+)
+def test_a_name_that_no_client_can_use_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({name: np.ones(2, np.float32)}, file, {"buffers": json.dumps({name: STATE})})
+    with pytest.raises(GradserveError, match="buffer"):
+        read(file, LIMITS, 200)
+
+
+def test_a_tensor_without_metadata_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MalformedBody, match="has the tensor 'b', which its metadata does not describe"):
+        read(saved(tmp_path, json.dumps({"a": STATE})), LIMITS, 200)
+
+
+def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+    file = saved(tmp_path, json.dumps({"a": STATE, "b": STATE}))
+    whole = file.read_bytes()
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        with pytest.raises(MalformedBody):
+            read(file, LIMITS, 200)
+
+
+def test_what_was_imported_can_be_exported_and_imported_again(tmp_path: Path) -> None:
+    """The extremes of a state, as JSON may write them: integers in place of numbers with a fraction."""
+    largest = {"epoch": 1 << 53, "version": 1 << 53, "count": 1 << 53, "weight": 1 << 62, "created": 10**11}
+    state = {**STATE, **largest}
+    names = ["a", f"~{'n' * 100}/{'b' * 200}"]
+    file, copy = tmp_path / "x", tmp_path / "copy"
+    save_file(
+        {name: np.ones(2, np.float32) for name in names}, file, {"buffers": json.dumps(dict.fromkeys(names, state))}
+    )
+    with closing(LmdbStore(tmp_path / "store", max_bytes=1 << 24)) as store:
+        restore(store, read(file, LIMITS, 200))
+        assert [type(member) for member in (store.record("a").weight, store.record("a").created)] == [float, float]
+    assert export(tmp_path / "store", 1 << 24, copy)[0] == 2
+    again = {change.record.full_name.joined: change.record for change in read(copy, LIMITS, 200)}
+    assert again.keys() == {*names}
+    for record in again.values():
+        assert {name: getattr(record, name) for name in largest} == largest
+
+
+def test_a_value_that_its_rules_forbid_is_refused(tmp_path: Path, clock: Clock) -> None:
+    file = tmp_path / "x"
+    save_file({"a": np.array([1, np.nan], np.float32)}, file, {"buffers": json.dumps({"a": STATE})})
+    store = open_memory(clock)
+    with pytest.raises(NonfiniteGradient):
+        restore(store, read(file, LIMITS, 200))
+    assert store.records() == []

@@ -26,6 +26,7 @@ from service.api.http.call import Call
 from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import is_locked
 from service.errors import Busy
+from service.system import reserve
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ def _shared(directory: Path) -> Any:
     with NamedTemporaryFile(dir=directory, suffix=".metrics", delete=False) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # for as long as the file is mapped
         try:
-            os.posix_fallocate(file.fileno(), 0, _SIZE * 8)  # else a full disk would kill the process when it counts
+            reserve(file.fileno(), _SIZE * 8)  # else a full disk would kill the process when it counts
         except OSError:
             os.unlink(file.name)
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import lmdb
 from service.buffers.lmdb.format import DATABASES, FORMAT
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full, store_full
 from service.errors import StoreFailed
+from service.files import check_regular, open_new
+from service.system import sync_drive, sync_path
 
 MAP_MARGIN_BYTES = 64 << 20
 """LMDB's map beyond twice the limit of the store: LMDB needs room even to delete."""
@@ -48,8 +50,9 @@ class Environment:
             self._open_databases(readonly)
             self.file = SlotFile(path / "values", readonly=readonly)
             if not (readonly or mark.exists()):
-                mark.write_text(f"{FORMAT}\n")
-                _sync_directory(path)
+                with suppress(FileExistsError), open(open_new(mark), "w") as file:  # another process may be first
+                    file.write(f"{FORMAT}\n")
+                sync_path(path)
             self._files = {} if readonly else {path / name: _identity(path / name) for name in FILES}
         except (lmdb.Error, OSError) as error:
             self._env.close()
@@ -100,9 +103,12 @@ class Environment:
         except lmdb.Error as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
 
-    def writing(self) -> Any:
+    @contextmanager
+    def writing(self) -> Iterator[Any]:
         """Begin a transaction that writes. It is committed on leaving, unless an exception is raised."""
-        return self._env.begin(write=True, buffers=True)
+        with self._env.begin(write=True, buffers=True) as txn:
+            yield txn
+        sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
 
     def check_files(self) -> None:
         """Raise `StoreFailed` if a file was removed or replaced since it was opened.
@@ -152,6 +158,8 @@ def open_lmdb(path: Path, *, max_bytes: int, readonly: bool) -> lmdb.Environment
         if (path / "format").exists() and (not data.exists() or not data.stat().st_size):
             raise StoreFailed(f"The store in {path} is damaged: data.mdb is missing or empty")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in FILES:
+            check_regular(path / name)
         return lmdb.open(
             str(path),
             map_size=2 * max_bytes + MAP_MARGIN_BYTES,
@@ -181,14 +189,6 @@ def disk_is_full(path: Path) -> bool:
     except OSError:  # a disk that fails need not be full
         return False
     return disk.f_bavail * disk.f_frsize < FULL_DISK_BYTES
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def as_client_error(error: Exception, path: Path, max_bytes: int) -> Exception:

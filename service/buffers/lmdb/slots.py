@@ -6,7 +6,6 @@ a slot is free again.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import os
@@ -19,6 +18,8 @@ import numpy.typing as npt
 
 from service.buffers.lmdb.format import NUMBER
 from service.errors import StoreFull
+from service.files import open_regular
+from service.system import begin_to_store, free_range, read_into, sync
 
 CHUNK_BYTES = 1 << 18
 """Length of a slot: a value above 64 KB takes at most four times its size, and a chunk fits into a cache."""
@@ -29,9 +30,6 @@ _FREE_KEY = struct.Struct(">QI")
 _MOST_IN_FREE = 1000
 """Slots in one entry of the free list: a transaction writes back the rest of the entry that it takes from."""
 
-_SYNC_FILE_RANGE_WRITE = 2
-"""Linux's sync_file_range: begin to store. This is a hint, which may fail; only `sync` promises anything."""
-
 _UNSTORED_PARTS = 4
 """The disk begins to store once a quarter of what was written since the last sync waits, and at least a chunk: a small
 value is under way early, and a large value makes few of these calls. A call takes as long as an add to a chunk."""
@@ -39,20 +37,11 @@ value is under way early, and a large value makes few of these calls. A call tak
 _MOST_UNSTORED_BYTES = 1 << 21
 """The disk begins to store at the latest when this much waits, so that it is not idle while a value is written."""
 
-_PUNCH_HOLE = 3
-"""Linux's fallocate: free a part of a file on the disk, and keep the file's size."""
-
 RESERVE_BYTES = 1 << 17
 """What LMDB keeps of the disk or of its own free pages: without any it could not even delete a buffer."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """A full disk, the user's quota, and a limit of the file's size."""
-
-_begin_to_store: Any = getattr(ctypes.CDLL(None), "sync_file_range", lambda *_: None)
-_begin_to_store.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-
-_punch: Any = getattr(ctypes.CDLL(None), "fallocate", lambda *_: None)
-_punch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class Databases(Protocol):
@@ -72,14 +61,14 @@ class SlotFile:
     """The file of the slots, `CHUNK_BYTES` bytes each."""
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
-        self._fd = os.open(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = open_regular(path, os.O_NOFOLLOW | (os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT))
         self._written_bytes = 0  # since the last sync
         self._unstored_bytes = 0  # since the disk last began to store
 
     def read(self, slot: int, memory: memoryview) -> bool:
         """Fill the memory from a slot. Return False if the file is too short or cannot be read."""
         try:
-            return os.preadv(self._fd, [memory], slot * CHUNK_BYTES) == len(memory)
+            return read_into(self._fd, memory, slot * CHUNK_BYTES) == len(memory)
         except OSError:
             return False
 
@@ -93,12 +82,12 @@ class SlotFile:
         self._unstored_bytes += done
         part = min(self._written_bytes // _UNSTORED_PARTS, _MOST_UNSTORED_BYTES)
         if self._unstored_bytes >= max(CHUNK_BYTES, part):
-            _begin_to_store(self._fd, 0, 0, _SYNC_FILE_RANGE_WRITE)  # 0 bytes mean the whole file
+            begin_to_store(self._fd)
             self._unstored_bytes = 0
 
     def sync(self) -> None:
         """Return when everything that was written is on the disk."""
-        os.fdatasync(self._fd)
+        sync(self._fd)
         self._written_bytes = self._unstored_bytes = 0
 
     def has_room(self, size: int = 0) -> bool:
@@ -111,7 +100,7 @@ class SlotFile:
         slots = np.sort(slots)
         for run in np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1):
             if run.size:
-                _punch(self._fd, _PUNCH_HOLE, int(run[0]) * CHUNK_BYTES, run.size * CHUNK_BYTES)
+                free_range(self._fd, int(run[0]) * CHUNK_BYTES, run.size * CHUNK_BYTES)
         if os.fstat(self._fd).st_size > count * CHUNK_BYTES:
             os.ftruncate(self._fd, count * CHUNK_BYTES)
 

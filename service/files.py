@@ -1,0 +1,45 @@
+"""Files that another user may have prepared: no link leads a write elsewhere, no FIFO or device makes a reader wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from service.system import sync_path
+
+_PRIVATE = 0o600
+"""The mode of a new file: only its user may read and write it."""
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, and return its descriptor. Raises OSError for a directory, a FIFO, a socket or a device."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, _PRIVATE)  # else a FIFO waits for its other end
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def open_new(path: Path) -> int:
+    """Create a file to write, and return its descriptor. Raises OSError if there is one, or a link."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE)
+
+
+def put_in_place(new: Path, path: Path) -> None:
+    """Let a new file replace the file at `path`, durably. Raises OSError."""
+    new.replace(path)
+    with suppress(OSError):  # some file systems cannot sync a directory
+        sync_path(path.parent)
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError if there is anything but a regular file at `path`: a link, too."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise _not_regular(path)
+
+
+def _not_regular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "Not a regular file", str(path))
