@@ -17,7 +17,7 @@ from service import preflight
 from service.api.app import store_at
 from service.api.server import run
 from service.buffers import doctor, transfer
-from service.buffers.url import path_of
+from service.buffers.url import check_url, path_of
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
 from service.keys import MAX_TIME_SECONDS, SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
@@ -110,7 +110,7 @@ def _settings_from(options: argparse.Namespace) -> Settings:
     values = {name: getattr(options, name, None) for name in ("host", "port", "store", "keys")}
     try:
         settings = Settings(**{name: value for name, value in values.items() if value is not None})
-        path_of(settings.store)
+        check_url(settings.store)
     except ValidationError as invalid:
         raise UsageError(*_faults(invalid)) from None
     except StoreFailed as error:

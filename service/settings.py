@@ -40,7 +40,18 @@ class Settings(BaseSettings):
     )
     store: str = Field(
         "lmdb:./gradserve-data",
-        description="Where buffers are stored: lmdb:PATH (on disk) or memory: (lost when the process ends).",
+        description="Where buffers are stored: lmdb:PATH (on this machine's disk), postgresql://HOST/DATABASE (for many"
+        " servers) or memory: (lost when the process ends).",
+    )
+    postgres_schema: str = Field(
+        "gradserve",
+        pattern="^[a-z_][a-z0-9_]{0,62}$",
+        description="Schema of the PostgreSQL database that has the tables of the buffers.",
+    )
+    durability: Literal["local", "replicated"] = Field(
+        "local",
+        description="When an add is answered, with PostgreSQL: once its primary has it on the disk (local), or its"
+        " synchronous standby, too (replicated).",
     )
     store_bytes: PositiveInt = Field(
         64 << 30,

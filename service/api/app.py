@@ -217,4 +217,6 @@ def store_at(settings: Settings, allocate: Allocate = np.empty, committed: Commi
         max_buffers=settings.max_buffers,
         allocate=allocate,
         committed=committed,
+        schema=settings.postgres_schema,
+        replicated=settings.durability == "replicated",
     )

@@ -90,7 +90,7 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
         store = call.store
         with _reading_files():
             workers.check()
-        await call.look_up(1, store.generation)
+        await call.look_up(1, store.check)
         return json_answer({"ready": True})
 
     @router.get("/v1/limits", summary="The limits of requests", response_model=_described())

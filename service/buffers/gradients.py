@@ -26,6 +26,7 @@ class Dense:
     """An array, broadcast to `shape`, as a gradient. Raises `ShapeMismatch`, with the array's `name`."""
 
     def __init__(self, array: Array, shape: tuple[int, ...], name: str = "gradient") -> None:
+        source = array
         if array.shape != shape:
             try:
                 array = np.broadcast_to(array, shape)
@@ -35,6 +36,8 @@ class Dense:
                     tensor=name,
                 ) from None
         self.shape, self.dtype = shape, array.dtype
+        self.array = source
+        """The array before it was broadcast."""
         self._flat = _flat(array)
 
     def piece(self, start: int, stop: int) -> Array:

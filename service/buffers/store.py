@@ -98,6 +98,10 @@ class Store(Protocol):
     def generation(self) -> int:
         """Return a number that changes with every change of the store by any process. Raises `StoreFailed`."""
 
+    def check(self) -> None:
+        """Raise `StoreFailed` unless the store serves requests."""
+        self.generation()
+
     def size(self) -> tuple[int, int]:
         """Return the count of buffers in all namespaces, and the bytes in use."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,24 @@ from service.buffers.lmdb import LmdbStore
 from service.buffers.memory import MemoryStore
 from service.buffers.store import MAX_BUFFERS, Allocate, Committed, Store, uncounted
 from service.errors import StoreFailed, shown
+
+if TYPE_CHECKING:
+    from service.buffers.postgres import PostgresStore
+
+
+SCHEMES = ("postgresql", "postgres")
+"""The schemes of libpq's URLs."""
+
+
+def is_postgres(url: str) -> bool:
+    """Return whether the URL is that of a PostgreSQL database."""
+    return url.partition("://")[0] in SCHEMES
+
+
+def check_url(url: str) -> None:
+    """Raise `StoreFailed` unless this is the URL of a store."""
+    if not is_postgres(url):
+        path_of(url)
 
 
 def path_of(url: str) -> Path | None:
@@ -19,7 +38,7 @@ def path_of(url: str) -> Path | None:
         return Path(place)
     if url == "memory:":
         return None
-    raise StoreFailed(f"GRADSERVE_STORE is {shown(url)}, but must be lmdb:PATH or memory:")
+    raise StoreFailed(f"GRADSERVE_STORE is {shown(url)}, but must be lmdb:PATH, postgresql://HOST/DATABASE or memory:")
 
 
 def open_store(
@@ -30,8 +49,21 @@ def open_store(
     allocate: Allocate = np.empty,
     committed: Committed = uncounted,
     max_buffers: int = MAX_BUFFERS,
+    schema: str = "gradserve",
+    replicated: bool = False,
 ) -> Store:
-    """Open or create the store at `url`. Raises `StoreFailed`."""
+    """Open or create the store at `url`. `schema` and `replicated` are for PostgreSQL. Raises `StoreFailed`."""
+    if is_postgres(url):
+        return _postgres()(
+            url,
+            schema=schema,
+            replicated=replicated,
+            max_bytes=max_bytes,
+            allocate=allocate,
+            key_seconds=key_seconds,
+            committed=committed,
+            max_buffers=max_buffers,
+        )
     path = path_of(url)
     if path is None:
         return MemoryStore(allocate=allocate, key_seconds=key_seconds, committed=committed, max_buffers=max_buffers)
@@ -43,3 +75,14 @@ def open_store(
         committed=committed,
         max_buffers=max_buffers,
     )
+
+
+def _postgres() -> type[PostgresStore]:
+    try:
+        from service.buffers.postgres import PostgresStore
+    except ImportError as error:
+        raise StoreFailed(
+            f"GRADSERVE_STORE is a PostgreSQL database, but {error.name} is not installed: pip install"
+            " 'gradserve[postgres]'"
+        ) from None
+    return PostgresStore

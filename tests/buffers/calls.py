@@ -19,6 +19,7 @@ from service.buffers.lmdb import LmdbStore, opened_readonly
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.memory import MemoryStore
 from service.buffers.perform import Outcome, Request
+from service.buffers.postgres import PostgresStore
 from service.buffers.record import Key, Receipt, Record, Spec
 from service.buffers.store import MAX_BUFFERS, Store
 from service.dtypes import DTYPES, Array
@@ -53,6 +54,12 @@ def open_lmdb(
 
 def open_memory(clock: Callable[[], float], *, max_buffers: int = MAX_BUFFERS) -> MemoryStore:
     return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
+
+
+def open_postgres(
+    url: str, clock: Callable[[], float], *, schema: str, max_buffers: int = MAX_BUFFERS
+) -> PostgresStore:
+    return PostgresStore(url, schema=schema, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
 
 
 def key(text: str = "k", *, caller: str = "ann", request: str = "a request") -> Key:

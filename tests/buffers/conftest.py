@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from service.buffers.lmdb import LmdbStore, writer
 from service.buffers.store import MAX_BUFFERS, Store
-from tests.buffers.calls import Clock, open_lmdb, open_memory
+from tests.buffers.calls import Clock, open_lmdb, open_memory, open_postgres
+from tests.postgres import cluster
 
 
 @pytest.fixture
@@ -33,9 +35,21 @@ def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., LmdbStore]]:
         store.close()
 
 
-@pytest.fixture(params=["memory", "lmdb"])
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """Return the URL of a PostgreSQL server that all tests of the session share."""
+    with cluster() as made:
+        yield made.url
+
+
+@pytest.fixture(params=["memory", "lmdb", "postgres"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    store: Store = open_memory(clock) if request.param == "memory" else open_lmdb(tmp_path / "store", clock)
+    store: Store
+    if request.param == "postgres":
+        url: str = request.getfixturevalue("postgres_url")
+        store = open_postgres(url, clock, schema=f"test_{uuid.uuid4().hex}")
+    else:
+        store = open_memory(clock) if request.param == "memory" else open_lmdb(tmp_path / "store", clock)
     yield store
     store.close()
 

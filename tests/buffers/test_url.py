@@ -21,7 +21,7 @@ def test_a_url_names_the_path_of_its_store(url: str, path: Path | None) -> None:
 
 @pytest.mark.parametrize("url", ["", "memory", "lmdb", "lmdb:", "memory:x", "sqlite:a", "LMDB:a", "/a/b"])
 def test_an_unknown_url_is_refused(url: str) -> None:
-    with pytest.raises(StoreFailed, match=r"^GRADSERVE_STORE is .*, but must be lmdb:PATH or memory:$"):
+    with pytest.raises(StoreFailed, match=r"^GRADSERVE_STORE is .*, but must be lmdb:PATH, postgresql://HOST/DATABASE or memory:$"):
         path_of(url)
 
 

@@ -1,0 +1,5 @@
+"""The store over PostgreSQL, which many servers on many machines may share."""
+
+from service.buffers.postgres.store import PostgresStore
+
+__all__ = ["PostgresStore"]

@@ -1,0 +1,194 @@
+"""Deltas: the gradients that a value is the sum of, on their way to the database and back."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import orjson
+import psycopg
+
+from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.postgres.schema import CHUNK_BYTES, INLINE_BYTES
+from service.buffers.record import Spec
+from service.buffers.store import Allocate
+from service.dtypes import DTYPES, NAMES, Array
+from service.errors import BufferCorrupt
+
+Connection: TypeAlias = "psycopg.Connection[Any]"
+
+Cursor: TypeAlias = "psycopg.Cursor[Any]"
+
+_COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+"""The head of a binary COPY, without flags."""
+
+_ROW = struct.Struct("!hiqiii")
+"""A row of `chunks` up to its data: three fields; blob, number and data, each with its length before it."""
+
+_FOUND = struct.Struct("!hi")
+"""A row of one field up to its data."""
+
+
+@dataclass
+class Payload:
+    """The numbers of a delta: a gradient before it is broadcast to its buffer's shape."""
+
+    gradient: Gradient
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.gradient.shape, dtype=object)) * self.gradient.dtype.itemsize
+
+    def onto(self, shape: tuple[int, ...]) -> Gradient:
+        """Return the gradient, broadcast to `shape`."""
+        gradient = self.gradient
+        return Dense(gradient.array, shape) if isinstance(gradient, Dense) else gradient
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the numbers in pieces of a chunk; a piece of zeros may be empty."""
+        gradient = self.gradient
+        step = CHUNK_BYTES // gradient.dtype.itemsize
+        size = self.nbytes // gradient.dtype.itemsize
+        for start in range(0, size, step):
+            piece = gradient.piece(start, min(start + step, size))
+            yield memoryview(b"") if piece is None else np.ascontiguousarray(piece).view(np.uint8).data
+
+    def inline(self) -> bytes | None:
+        """Return all numbers, or None if they are too large for a row."""
+        if self.nbytes > INLINE_BYTES:
+            return None
+        size = self.nbytes // self.gradient.dtype.itemsize
+        piece = self.gradient.piece(0, size) if size else np.empty(0, self.gradient.dtype)
+        return bytes(self.nbytes) if piece is None else np.ascontiguousarray(piece).tobytes()
+
+
+_END = -1
+"""The field count of the row that ends a binary COPY."""
+
+BLOCK_ELEMENTS = 1 << 18
+"""Elements that are added at once: a broadcast gradient is never whole in memory."""
+
+
+class Delta(NamedTuple):
+    """A row of `deltas`: `weight` times the numbers, which are in `data` or in the blob."""
+
+    value: int
+    seq: int
+    weight: float
+    overwrite: bool
+    dtype: str
+    shape: str
+    """As JSON."""
+    nbytes: int
+    blob: int | None
+    data: bytes | None
+
+
+def payload_of(gradient: Array | Gradient) -> Payload:
+    """Return what is stored for a gradient: an array before it is broadcast."""
+    if isinstance(gradient, Dense):
+        gradient = gradient.array
+    if isinstance(gradient, np.ndarray):
+        return Payload(Dense(gradient, gradient.shape))
+    return Payload(gradient)
+
+
+def write_blobs(cursor: Cursor, payloads: Iterable[tuple[int, Payload]]) -> None:
+    """Write the numbers of each payload under its blob's id."""
+    with cursor.copy("copy chunks from stdin (format binary)") as copy:
+        copy.write(_COPY_HEAD)
+        for blob, payload in payloads:
+            for number, data in enumerate(payload.pieces()):
+                copy.write(_ROW.pack(3, 8, blob, 4, number, len(data)) + data)
+        copy.write(b"\xff\xff")
+
+
+def read_numbers(cursor: Cursor, delta: Delta) -> Array:
+    """Return the numbers of a delta. Raises `BufferCorrupt` if a row is missing."""
+    dtype, shape = DTYPES[delta.dtype], orjson.loads(delta.shape)
+    if delta.blob is None:
+        return np.frombuffer(delta.data or b"", dtype).reshape(shape)
+    numbers = np.empty(shape, dtype)
+    flat, filled = numbers.reshape(-1).view(np.uint8), 0
+    query = "copy (select data from chunks where blob = %s order by number) to stdout (format binary)"
+    with cursor.copy(query, (delta.blob,)) as copy:
+        for place, row in enumerate(copy):
+            start = 0 if place else len(_COPY_HEAD)
+            count, length = _FOUND.unpack_from(row, start) if len(row) - start >= _FOUND.size else (_END, 0)
+            if count == _END:
+                continue
+            stop = min(filled + (length or CHUNK_BYTES), len(flat))
+            flat[filled:stop] = np.frombuffer(row, np.uint8, length, start + _FOUND.size) if length else 0
+            filled = stop
+    if filled != len(flat):
+        raise BufferCorrupt(f"{len(flat) - filled} bytes of the blob {delta.blob} are missing in the database")
+    return numbers
+
+
+_SELECT = """
+    select value, seq, weight, overwrite, dtype, shape, bytes, blob, data from deltas
+    where value = any(%s) order by value, seq
+"""
+
+
+_INSERT = """
+    insert into deltas (value, seq, weight, overwrite, dtype, shape, bytes, blob, data)
+    select * from unnest(%s::bigint[], %s::bigint[], %s::double precision[], %s::boolean[], %s::text[], %s::text[],
+                         %s::bigint[], %s::bigint[], %s::bytea[])
+"""
+
+
+def insert_deltas(connection: Connection, deltas: Sequence[Delta]) -> None:
+    """Insert the rows."""
+    connection.execute(_INSERT, [list(column) for column in zip(*deltas, strict=True)])
+
+
+def read_deltas(cursor: Cursor, values: Sequence[int]) -> dict[int, list[Delta]]:
+    """Return the deltas of each value, in order."""
+    found: dict[int, list[Delta]] = {value: [] for value in values}
+    for row in cursor.execute(_SELECT, ([*values],), binary=True).fetchall():
+        found[row[0]].append(Delta(*row))
+    return found
+
+
+def total(
+    cursor: Cursor,
+    spec: Spec,
+    deltas: Sequence[Delta],
+    allocate: Allocate,
+    unwritten: Mapping[int, Payload] | None = None,
+) -> Array:
+    """Return the sum of the deltas of a value, in their order, in memory of its own.
+
+    `unwritten` has the blobs that the database does not have yet. Raises `BufferCorrupt`.
+    """
+    result = allocate(spec.shape, spec.dtype)
+    flat = result.reshape(-1)
+    last = max((place for place, delta in enumerate(deltas) if delta.overwrite), default=0)
+    for place, delta in enumerate(deltas[last:]):
+        gradient: Gradient
+        if unwritten and delta.blob is not None and delta.blob in unwritten:
+            gradient = unwritten[delta.blob].onto(spec.shape)
+        else:
+            gradient = Dense(read_numbers(cursor, delta), spec.shape)
+        for start in range(0, spec.size, BLOCK_ELEMENTS):
+            part = flat[start : start + BLOCK_ELEMENTS]
+            piece = gradient.piece(start, start + len(part))
+            if piece is not None or delta.overwrite:
+                add_piece(spec, part, part if place else 0, piece, delta.weight, delta.overwrite)
+            elif not place:
+                part[...] = 0
+    if not deltas:
+        flat[...] = 0
+    return result
+
+
+def delta_of(value: int, seq: int, payload: Payload, weight: float, overwrite: bool, blob: int | None) -> Delta:
+    """Return the row of a payload, which is inline without a blob."""
+    gradient = payload.gradient
+    data = payload.inline() if blob is None else None
+    dtype, shape = NAMES[gradient.dtype], orjson.dumps(gradient.shape).decode()
+    return Delta(value, seq, weight, overwrite, dtype, shape, payload.nbytes, blob, data)

@@ -1,0 +1,108 @@
+"""The folder thread: it replaces the first deltas of a value by their sum, so that a read has few of them to add.
+
+A fold locks one buffer, and only while it swaps the deltas. It changes no sum: it adds the same numbers in the same
+order as every reader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import psycopg
+from psycopg_pool import PoolTimeout
+
+from service.buffers.names import BufferName
+from service.buffers.postgres.connections import Connection, Database
+from service.buffers.postgres.deltas import (
+    Delta,
+    delta_of,
+    insert_deltas,
+    payload_of,
+    read_deltas,
+    total,
+    write_blobs,
+)
+from service.buffers.postgres.schema import FREED_SECONDS, INLINE_BYTES
+from service.buffers.record import Spec
+from service.buffers.store import Allocate
+from service.errors import GradserveError
+
+logger = logging.getLogger(__name__)
+
+_LEASE = "select pg_try_advisory_xact_lock(3, %s)"
+
+_LOCK = "select 1 from buffers where namespace = %s and name = %s for update"
+
+_FOLDED = """
+    with gone as (delete from deltas where value = %s and seq <= %s returning blob)
+    insert into loose select blob, extract(epoch from clock_timestamp()) + %s from gone where blob is not null
+"""
+
+
+class Fold(NamedTuple):
+    """A value whose deltas are worth a fold, and the buffer that it belongs to."""
+
+    name: BufferName
+    spec: Spec
+    value: int
+
+
+class _OvertakenError(Exception):
+    """Another transaction has changed the value meanwhile."""
+
+
+class Folder:
+    """The folder thread. It ends with `close`."""
+
+    def __init__(self, database: Database, next_id: Callable[[], int], allocate: Allocate) -> None:
+        self._database, self._next_id, self._allocate = database, next_id, allocate
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradserve-folder")
+
+    def submit(self, fold: Fold) -> None:
+        """Make the fold soon."""
+        self._pool.submit(self._try, fold)
+
+    def close(self) -> None:
+        """Drop the folds that wait: a reader, or the next fold, does their work."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _try(self, fold: Fold) -> None:
+        try:
+            with self._database.transaction(durable=False) as connection, np.errstate(all="ignore"):
+                self._make(connection, fold)
+        except _OvertakenError:
+            pass
+        except (psycopg.Error, PoolTimeout, GradserveError) as error:
+            logger.warning(
+                "The deltas of %r stay as they are for now: %s", str(fold.name), " ".join(str(error).split())
+            )
+
+    def _make(self, connection: Connection, fold: Fold) -> None:
+        name, spec, value = fold
+        if connection.execute(_LEASE, (value & 0x7FFFFFFF,)).fetchall() == [(False,)]:
+            return  # another process folds the value
+        with connection.cursor() as cursor:
+            deltas = read_deltas(cursor, [value])[value]
+            if len(deltas) < 2:
+                return
+            payload = payload_of(total(cursor, spec, deltas, self._allocate))
+            blob = self._next_id() if payload.nbytes > INLINE_BYTES else None
+            if blob is not None:
+                write_blobs(cursor, [(blob, payload)])
+            if not connection.execute(_LOCK, name).fetchall():
+                raise _OvertakenError
+            last = deltas[-1].seq
+            if [_identity(each) for each in read_deltas(cursor, [value])[value] if each.seq <= last] != [
+                _identity(each) for each in deltas
+            ]:
+                raise _OvertakenError
+        connection.execute(_FOLDED, (value, last, FREED_SECONDS))
+        insert_deltas(connection, [delta_of(value, last, payload, 1.0, True, blob)])
+
+
+def _identity(delta: Delta) -> tuple[int, bool, int | None]:
+    return delta.seq, delta.overwrite, delta.blob

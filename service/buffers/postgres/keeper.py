@@ -1,0 +1,117 @@
+"""The keeper thread: it deletes what nobody needs any more, and knows how full the store is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import psycopg
+from psycopg_pool import PoolTimeout
+
+from service.buffers.names import BufferName
+from service.buffers.postgres.batch import FREE
+from service.buffers.postgres.connections import Database
+from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
+from service.buffers.postgres.transaction import unpack_record
+
+logger = logging.getLogger(__name__)
+
+ROUND_SECONDS = 5.0
+"""The pause between rounds."""
+
+MOST_BLOBS = 200
+"""Blobs that a transaction deletes."""
+
+MOST_EXPIRED = 200
+"""Expired buffers that a transaction deletes."""
+
+_SWEEP = """
+    with gone as (delete from loose where blob in (
+        select blob from loose where due < extract(epoch from clock_timestamp())
+        order by due limit %s for update skip locked
+    ) returning blob)
+    delete from chunks using gone where chunks.blob = gone.blob
+"""
+
+_EXPIRED = """
+    select namespace, name, record from buffers where expires <= %s
+    order by namespace, name limit %s for update skip locked
+"""
+
+_USED = """
+    select (select coalesce(sum(bytes), 0) from deltas)
+         + (select coalesce(sum(pg_total_relation_size(relid)), 0) from pg_partition_tree('keys'))
+         + pg_total_relation_size('buffers')
+"""
+
+
+class Keeper:
+    """The keeper thread. It begins at once, and ends with `close`."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        max_bytes: int,
+        key_seconds: float,
+        clock: Callable[[], float] | None,
+    ) -> None:
+        self._database, self._max_bytes, self._key_seconds, self._clock = database, max_bytes, key_seconds, clock
+        self._used = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gradserve-keeper", daemon=True)
+        self._thread.start()
+
+    def is_full(self) -> bool:
+        """Return whether the store holds as much as it may, as of the last round."""
+        return self._used >= self._max_bytes
+
+    def used(self) -> int:
+        """Return the bytes in use."""
+        with self._database.transaction() as connection:
+            return int(connection.execute(_USED).fetchall()[0][0])
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._round()
+            except (psycopg.Error, PoolTimeout) as error:
+                logger.warning("The store's keeper goes on later: %s", " ".join(str(error).split()))
+            self._closed.wait(ROUND_SECONDS)
+
+    def _round(self) -> None:
+        now = self._now()
+        make_partitions(self._database, now)
+        drop_partitions(self._database, now - self._key_seconds)
+        while self._sweep() and not self._closed.is_set():
+            pass
+        while self._expire(now) and not self._closed.is_set():
+            pass
+        self._used = self.used()
+
+    def _now(self) -> float:
+        if self._clock is not None:
+            return self._clock()
+        with self._database.transaction() as connection:
+            now: float = connection.execute("select extract(epoch from now())::double precision").fetchall()[0][0]
+            return now
+
+    def _sweep(self) -> bool:
+        """Delete some loose blobs. Return whether there may be more."""
+        with self._database.transaction(durable=False) as connection:
+            return connection.execute(_SWEEP, (MOST_BLOBS,)).rowcount > 0
+
+    def _expire(self, now: float) -> bool:
+        """Delete some expired buffers. Return whether there may be more."""
+        with self._database.transaction() as connection:
+            rows = connection.execute(_EXPIRED, (now, MOST_EXPIRED), binary=True).fetchall()
+            records = [unpack_record(BufferName(namespace, name), packed) for namespace, name, packed in rows]
+            for record in records:
+                connection.execute("delete from buffers where namespace = %s and name = %s", record.full_name)
+            connection.execute(FREE, ([value for record in records for value in record.values], FREED_SECONDS))
+        return bool(records)

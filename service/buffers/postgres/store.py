@@ -1,0 +1,219 @@
+"""The store over PostgreSQL: any number of servers on any machines share it.
+
+The database keeps the promises: a commit is on the disk before its requests are answered, and, with `replicated`, on
+the synchronous standby, too. What this process keeps in memory can be lost at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import numpy as np
+
+from service.buffers.names import BufferName
+from service.buffers.perform import Outcome, Request
+from service.buffers.postgres import schema as tables
+from service.buffers.postgres.connections import Database, retried
+from service.buffers.postgres.deltas import Cursor, read_deltas, total
+from service.buffers.postgres.fence import Fence
+from service.buffers.postgres.folder import Folder
+from service.buffers.postgres.keeper import Keeper
+from service.buffers.postgres.transaction import digest_of, unpack_known, unpack_record
+from service.buffers.postgres.watcher import Watcher
+from service.buffers.postgres.writer import Writer
+from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
+from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted
+from service.errors import BufferCorrupt, StoreFailed
+
+R = TypeVar("R")
+
+POOLED = 10
+"""Connections for reads and for staging, at most."""
+
+JUST_CLOSED_SECONDS = 60.0
+"""How long a closed epoch may not be on the standby yet."""
+
+READ_SECONDS = 10.0
+"""How long a read waits for a database that fails over."""
+
+
+CHECK_SECONDS = 2.0
+"""How long a probe waits for the database."""
+
+_STANDBYS = "select 1 from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum')"
+"""Synchronous standbys. Their state is null for a user who may not see it."""
+
+READ_MODE = "isolation level repeatable read"
+"""All that a read sees is of one moment. It may take ids, so it is not `read only`."""
+
+
+class _Ids:
+    """Numbers that no buffer, value or blob has or had, taken from the database in blocks."""
+
+    def __init__(self, take_block: Callable[[], int]) -> None:
+        self._take_block, self._lock = take_block, threading.Lock()
+        self._next = self._stop = 0
+
+    def __call__(self) -> int:
+        with self._lock:
+            if self._next == self._stop:
+                self._next = self._take_block()
+                self._stop = self._next + tables.ID_BLOCK
+            self._next += 1
+            return self._next - 1
+
+
+class PostgresStore(Store):
+    """The store in a schema of the database at `url`. A `clock` replaces the database's, in tests.
+
+    Raises `StoreFailed` if the database cannot be reached, or has the tables of a newer version.
+    """
+
+    blocks = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        schema: str = "gradserve",
+        max_bytes: int = 1 << 60,
+        replicated: bool = False,
+        allocate: Allocate = np.empty,
+        key_seconds: float = KEY_SECONDS,
+        clock: Callable[[], float] | None = None,
+        committed: Committed = uncounted,
+        max_buffers: int = MAX_BUFFERS,
+    ) -> None:
+        self._allocate, self._clock, self._key_seconds = allocate, clock, key_seconds
+
+        self._database = Database(url, schema, size=POOLED, replicated=replicated)
+        self._database.open()
+        try:
+            retried(lambda: tables.prepare(self._database))
+        except BaseException:
+            self._database.close()
+            raise
+        self._ids = _Ids(lambda: self._read(lambda cursor: cursor.execute("select nextval('ids')").fetchall()[0][0]))
+        self._fence = Fence(self._database)
+        self._folder = Folder(self._database, self._ids, allocate)
+        self._watcher = Watcher(self._database)
+        self._keeper = Keeper(self._database, max_bytes=max_bytes, key_seconds=key_seconds, clock=clock)
+        self._writer = Writer(
+            self._database,
+            self._ids,
+            allocate=allocate,
+            key_seconds=key_seconds,
+            clock=clock,
+            committed=committed,
+            changed=self._watcher.tell,
+            is_full=self._keeper.is_full,
+            max_buffers=max_buffers,
+            fence=self._fence,
+            fold=self._folder.submit,
+        )
+
+    def submit(self, request: Request) -> Future[Outcome]:
+        return self._writer.submit(request, self.namespace)
+
+    def record(self, name: str) -> Record:
+        return self._read(lambda cursor: self._alive(cursor, [name])[name])
+
+    def records(
+        self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
+    ) -> list[Record]:
+        query = """
+            select name, record from buffers
+            where namespace = %s and starts_with(name, %s) and name > %s and name >= %s
+                and (expires is null or expires > %s)
+            order by name limit %s
+        """
+
+        def find(cursor: Cursor) -> list[Record]:
+            arguments = (self.namespace, prefix, after, prefix, self._now(cursor), limit)
+            rows = cursor.execute(query, arguments, binary=True)
+            return [unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows]
+
+        return self._read(find)
+
+    def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
+        def find(cursor: Cursor) -> tuple[float, list[Snapshot]]:
+            records = self._alive(cursor, names)
+            closed = {name: None if epoch is None else records[name].closed_epoch(epoch) for name in names}
+            values = {name: records[name].value if of is None else of.value for name, of in closed.items()}
+            deltas = read_deltas(cursor, [value for value in values.values() if value is not None])
+            snapshots = []
+            for name in names:
+                try:
+                    value = total(cursor, records[name].spec, deltas.get(values[name] or 0, []), self._allocate)
+                except BufferCorrupt as error:
+                    name_buffer(error, name, one_of_many=True)
+                    raise
+                snapshots.append(Snapshot(records[name], value, closed[name]))
+            return self._now(cursor), snapshots
+
+        with np.errstate(all="ignore"):
+            now, snapshots = self._read(find)
+        if any(each.of is not None and each.record.updated > now - JUST_CLOSED_SECONDS for each in snapshots):
+            self._fence.wait()
+        return snapshots
+
+    def recall(self, key: Key) -> Known | None:
+        query = "select outcome from keys where digest = %s and at + %s > %s"
+
+        def find(cursor: Cursor) -> Known | None:
+            rows = cursor.execute(query, (digest_of(key), self._key_seconds, self._now(cursor)), binary=True).fetchall()
+            return unpack_known(rows[0][0]) if rows else None
+
+        return self._read(find)
+
+    def generation(self) -> int:
+        return self._watcher.generation
+
+    def check(self) -> None:
+        def attempt() -> None:
+            with self._database.transaction(patience=CHECK_SECONDS) as connection:
+                connection.execute("select 1 from meta")
+                if self._database.replicated and not connection.execute(_STANDBYS).fetchall():
+                    raise StoreFailed("The database has no synchronous standby just now, and answers no add")
+
+        retried(attempt, seconds=CHECK_SECONDS)
+
+    def size(self) -> tuple[int, int]:
+        count = self._read(lambda cursor: cursor.execute("select count(*) from buffers").fetchall()[0][0])
+        return count, self._keeper.used()
+
+    def close(self) -> None:
+        if self._writer.close():
+            for helper in (self._folder, self._watcher, self._keeper, self._fence):
+                helper.close()
+            self._database.close()
+
+    def _now(self, cursor: Cursor) -> float:
+        if self._clock is not None:
+            return self._clock()
+        now: float = cursor.execute("select extract(epoch from now())::double precision").fetchall()[0][0]
+        return now
+
+    def _read(self, work: Callable[[Cursor], R]) -> R:
+        """Return what `work` reads, all of it of one moment."""
+
+        def attempt() -> R:
+            with self._database.transaction(mode=READ_MODE, patience=READ_SECONDS) as connection:
+                with connection.cursor() as cursor:
+                    return work(cursor)
+
+        return retried(attempt, seconds=READ_SECONDS)
+
+    def _alive(self, cursor: Cursor, names: Sequence[str]) -> dict[str, Record]:
+        """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""
+        now = self._now(cursor)
+        query = "select name, record from buffers where namespace = %s and name = any(%s)"
+        rows = cursor.execute(query, (self.namespace, [*names]), binary=True)
+        found = {name: unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows}
+        for name in names:
+            if name not in found or not found[name].lives(now):
+                raise unknown(name)
+        return found

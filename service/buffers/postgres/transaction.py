@@ -1,0 +1,246 @@
+"""A transaction of the writer: what the database says of the requests' buffers, and what the requests change.
+
+The changes stay in memory until all requests are made, so that a request that fails leaves nothing to undo.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import orjson
+
+from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.names import BufferName
+from service.buffers.postgres.deltas import Cursor, Delta, Payload, delta_of, payload_of, read_deltas, total
+from service.buffers.postgres.folder import Fold
+from service.buffers.postgres.schema import INLINE_BYTES
+from service.buffers.record import Closed, Key, Known, Record, Spec, spec_of, too_many
+from service.buffers.store import Allocate
+from service.dtypes import Array
+
+FOLD_EVERY = 16
+"""Deltas between two folds of a value: a read of 16 small deltas takes no longer than a read of one."""
+
+FOLD_EVERY_LARGE = 8
+"""The same for large values: a read has at most eight times their bytes to add."""
+
+LARGE_BYTES = 1 << 20
+"""From this size on the bytes of a value cost more than its rows."""
+
+FINGERPRINT_BYTES = 16
+"""Length of the fingerprint of a request with a key."""
+
+
+class Stored(NamedTuple):
+    """A buffer, and the `seq` of the last delta of its value."""
+
+    record: Record
+    seq: int
+
+
+def digest_of(key: Key) -> bytes:
+    """Return the name of an idempotency key in `keys`."""
+    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=16).digest()
+
+
+def pack_record(record: Record) -> bytes:
+    """Return a record as `buffers` has it, without its name."""
+    fields = [
+        orjson.Fragment(record.spec.text),
+        record.id,
+        record.created,
+        record.updated,
+        record.epoch,
+        record.version,
+        record.count,
+        record.weight,
+        record.value,
+        [(closed.epoch, closed.version, closed.count, closed.weight, closed.value) for closed in record.closed],
+    ]
+    return orjson.dumps(fields)
+
+
+def unpack_record(name: BufferName, packed: bytes) -> Record:
+    """Return what `pack_record` took."""
+    spec, *state, epochs = orjson.loads(packed)
+    return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])
+
+
+def pack_known(known: Known) -> bytes:
+    """Return what `keys` has of a request."""
+    return known.fingerprint + zlib.compress(orjson.dumps([known.receipts, known.ids, known.sources]), 1)
+
+
+def unpack_known(packed: bytes) -> Known:
+    """Return what `pack_known` took."""
+    receipts, ids, sources = orjson.loads(zlib.decompress(packed[FINGERPRINT_BYTES:]))
+    return Known(packed[:FINGERPRINT_BYTES], receipts, ids, tuple(sources))
+
+
+@dataclass
+class Found:
+    """What the database has of the buffers, keys and namespaces of a batch, all of them locked."""
+
+    records: dict[BufferName, Stored | None]
+    keys: dict[bytes, Known]
+    counts: Counter[str]
+
+
+@dataclass
+class Changes:
+    """What requests have changed."""
+
+    records: dict[BufferName, Stored | None] = field(default_factory=dict)
+    deltas: dict[int, list[Delta]] = field(default_factory=dict)
+    """The new deltas by value."""
+    blobs: dict[int, Payload] = field(default_factory=dict)
+    """Blobs that were not staged."""
+    freed: list[int] = field(default_factory=list)
+    keys: dict[bytes, Known] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    folds: list[Fold] = field(default_factory=list)
+
+    def merge(self, others: Changes) -> None:
+        """Take over the changes of a request that succeeded."""
+        self.records |= others.records
+        for value, deltas in others.deltas.items():
+            self.deltas.setdefault(value, []).extend(deltas)
+        self.blobs |= others.blobs
+        self.freed += others.freed
+        self.keys |= others.keys
+        self.counts.update(others.counts)
+        self.folds += others.folds
+
+
+class PostgresTransaction:
+    """The changes of a request, which `perform` makes. `done` has those of the requests before it in the batch.
+
+    `staged` has the blobs of the request's gradients, by the identity of their arrays.
+    """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        found: Found,
+        done: Changes,
+        staged: Mapping[int, int],
+        next_id: Callable[[], int],
+        allocate: Allocate,
+        max_buffers: int,
+    ) -> None:
+        self._cursor, self._found, self._done, self._staged = cursor, found, done, staged
+        self.new_id, self._allocate, self._max_buffers = next_id, allocate, max_buffers
+        self.changes = Changes()
+
+    def _stored(self, name: BufferName) -> Stored | None:
+        for records in (self.changes.records, self._done.records):
+            if name in records:
+                return records[name]
+        return self._found.records[name]
+
+    def get(self, name: BufferName) -> Record | None:
+        stored = self._stored(name)
+        return None if stored is None else stored.record
+
+    def count_new(self, name: BufferName, now: float) -> None:
+        own = name.namespace
+        count = self._found.counts[own] + self._done.counts[own] + self.changes.counts[own]
+        if count >= self._max_buffers:
+            raise too_many(count, self._max_buffers)
+        self.changes.counts[own] += 1
+
+    def put(self, record: Record) -> None:
+        name, old = record.full_name, self._stored(record.full_name)
+        before = 0 if old is None else old.seq
+        self.changes.records[name] = Stored(record, self._seq(record.value, before))
+        values = [(record.value, False)]
+        if old is not None and record.epoch > old.record.epoch and record.closed:
+            values.append((record.closed[-1].value, True))
+        for value, has_ended in values:
+            if value is not None and _is_worth_a_fold(record.spec, self._seq(value, before), has_ended):
+                self.changes.folds.append(Fold(name, record.spec, value))
+
+    def _seq(self, value: int | None, before: int) -> int:
+        """Return the `seq` of the last delta of a value, which was `before` if the request has added none."""
+        if value is None:
+            return 0
+        deltas = self.changes.deltas.get(value)
+        return deltas[-1].seq if deltas else before
+
+    def remove(self, record: Record) -> None:
+        self.changes.counts[record.full_name.namespace] -= 1
+        self.changes.records[record.full_name] = None
+        for value in record.values:
+            self.free(value)
+
+    def remove_damaged(self, name: BufferName) -> None:
+        self.changes.records[name] = None
+
+    def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
+        spec = record.spec
+        if spec.nonfinite == "reject":
+            self._check(record, gradient, weight, overwrite)
+        if not overwrite and (not spec.size or _is_zero(gradient, spec.size)):
+            return record.value
+        stored = self._stored(record.full_name)
+        value, seq = record.value, 0 if stored is None else stored.seq
+        if overwrite and value is not None:
+            self.free(value)
+            value = None
+        if value is None:
+            value, seq = self.new_id(), 0
+        payload = payload_of(gradient)
+        source = gradient.array if isinstance(gradient, Dense) else gradient
+        blob = self._staged.get(id(source))
+        if blob is None and payload.nbytes > INLINE_BYTES:
+            blob = self.new_id()
+            self.changes.blobs[blob] = payload
+        self.changes.deltas.setdefault(value, []).append(delta_of(value, seq + 1, payload, weight, overwrite, blob))
+        return value
+
+    def _check(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> None:
+        """Raise `NonfiniteGradient` if the buffer refuses the sum with the gradient."""
+        spec = record.spec
+        if not spec.size:
+            return
+        before = 0 if overwrite or record.value is None else self.load(spec, record.value).reshape(-1)
+        piece = gradient.piece(0, spec.size)
+        if piece is not None or overwrite:
+            add_piece(spec, np.empty(spec.size, spec.dtype), before, piece, weight, overwrite)
+
+    def free(self, value: int | None) -> None:
+        if value is not None:
+            self.changes.freed.append(value)
+
+    def load(self, spec: Spec, value: int | None) -> Array:
+        deltas: list[Delta] = []
+        if value is not None:
+            deltas = read_deltas(self._cursor, [value])[value]
+            for changes in (self._done, self.changes):
+                deltas += changes.deltas.get(value, ())
+        return total(self._cursor, spec, deltas, self._allocate, {**self._done.blobs, **self.changes.blobs})
+
+    def recall(self, key: Key) -> Known | None:
+        digest = digest_of(key)
+        return self._done.keys.get(digest) or self._found.keys.get(digest)
+
+    def remember(self, key: Key, known: Known, now: float) -> None:
+        self.changes.keys[digest_of(key)] = known
+
+
+def _is_worth_a_fold(spec: Spec, seq: int, has_ended: bool) -> bool:
+    """Return whether to fold a value now: often while it grows, and at the end of an epoch that all workers read."""
+    if spec.nbytes < LARGE_BYTES:
+        return not has_ended and seq % FOLD_EVERY == 0
+    return seq > 1 and spec.quorum is not None if has_ended else seq % FOLD_EVERY_LARGE == 0
+
+
+def _is_zero(gradient: Gradient, size: int) -> bool:
+    """Return whether a sparse gradient adds nothing."""
+    return not isinstance(gradient, Dense) and gradient.piece(0, size) is None

@@ -1,0 +1,85 @@
+"""Changes by other servers: each notifies the others after its commits, and requests that wait look again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import psycopg
+from psycopg import sql
+
+from service.buffers.postgres.connections import Connection, Database
+
+QUIET_SECONDS = 0.25
+"""Without a notification the watcher asks after this time: a notification can be lost, and poolers pass none on."""
+
+COALESCE_SECONDS = 0.002
+"""The pause between notifications: requests that wait cannot look more often anyway."""
+
+PAUSE_SECONDS = 0.2
+"""The pause before a lost connection is opened again."""
+
+
+class Watcher:
+    """Counts the changes of the store, by this process and by others. `tell` says that this process made some."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.generation = 0
+        """A number that grows when the store may have changed."""
+        self._closed = False
+        self._told = threading.Event()
+        self._own: set[int] = set()
+        """The backends from which this process notifies."""
+        self._threads = [
+            threading.Thread(target=self._keep, args=(work,), name="gradserve-watcher", daemon=True)
+            for work in (self._listen, self._notify)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self) -> None:
+        """Count a change by this process, and notify the other processes soon."""
+        self.generation += 1
+        self._told.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._told.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _keep(self, work: Callable[[Connection], None]) -> None:
+        """Do the work on a connection, and on a new connection whenever that is lost."""
+        while not self._closed:
+            try:
+                with self._database.connect() as connection:
+                    work(connection)
+            except psycopg.Error:
+                time.sleep(PAUSE_SECONDS)
+
+    def _listen(self, connection: Connection) -> None:
+        connection.execute(sql.SQL("listen {}").format(sql.Identifier(self._database.schema)))
+        self.generation += 1  # anything may have changed while there was no connection
+        seen = _snapshot(connection)
+        while not self._closed:
+            told = [note for note in connection.notifies(timeout=QUIET_SECONDS, stop_after=1)]
+            before, seen = seen, _snapshot(connection)
+            if seen != before and not (told and all(note.pid in self._own for note in told)):
+                self.generation += 1
+
+    def _notify(self, connection: Connection) -> None:
+        self._own = {connection.info.backend_pid}
+        connection.execute("set synchronous_commit to off")
+        while not self._closed:
+            self._told.wait()
+            self._told.clear()
+            connection.execute("select pg_notify(%s, '')", (self._database.schema,))
+            time.sleep(COALESCE_SECONDS)
+
+
+def _snapshot(connection: Connection) -> str:
+    """Return a text that differs once a transaction has been committed."""
+    text: str = connection.execute("select pg_current_snapshot()::text").fetchall()[0][0]
+    return text

@@ -1,0 +1,226 @@
+"""The writer thread of a PostgreSQL store: it makes all requests that wait in one transaction, with one commit.
+
+Large gradients are staged before, by a pool of threads: no lock is held while their bytes move.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+
+import numpy as np
+from psycopg.errors import CheckViolation, Diagnostic
+
+from service.buffers import failpoints
+from service.buffers.changes import Add, Change, Restore
+from service.buffers.perform import Outcome, Request, perform
+from service.buffers.postgres.batch import Batch, Job, StagedLostError
+from service.buffers.postgres.connections import Connection, Database, retried
+from service.buffers.postgres.deltas import Payload, payload_of, write_blobs
+from service.buffers.postgres.fence import Fence
+from service.buffers.postgres.folder import Fold
+from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
+from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
+from service.buffers.store import Allocate, Committed, without_traceback
+from service.errors import GradserveError, StoreFailed, StoreFull
+
+MOST_IN_BATCH = 256
+"""Requests in one transaction: more of them would hold their locks for too long."""
+
+STAGING_THREADS = 2
+"""Threads that stage gradients: two keep the database busy."""
+
+STAGED_SECONDS = 3600.0
+"""How long a staged blob that no transaction took is kept."""
+
+_STAGE = """
+    insert into loose select blob, extract(epoch from clock_timestamp()) + %s from unnest(%s::bigint[]) as blob
+"""
+
+
+class Writer:
+    """The writer thread and the threads that stage. They begin at once, and end with `close`."""
+
+    def __init__(
+        self,
+        database: Database,
+        next_id: Callable[[], int],
+        *,
+        allocate: Allocate,
+        key_seconds: float,
+        clock: Callable[[], float] | None,
+        committed: Committed,
+        changed: Callable[[], None],
+        is_full: Callable[[], bool],
+        max_buffers: int,
+        fence: Fence,
+        fold: Callable[[Fold], None],
+    ) -> None:
+        self._database, self._next_id, self._allocate = database, next_id, allocate
+        self._key_seconds, self._clock = key_seconds, clock
+        self._committed, self._changed, self._is_full, self._max_buffers = committed, changed, is_full, max_buffers
+        self._fence, self._fold = fence, fold
+        self._is_unsure = False  # whether the database warned of a commit
+        self._connection: Connection | None = None
+        self._stagers = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="gradserve-staging")
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._closed, self._lock = False, threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, namespace: str) -> Future[Outcome]:
+        """Put the request of a namespace into the queue. The future has its result once the request is durable."""
+        job = Job(request, namespace)
+        with self._lock:
+            if self._closed:
+                job.done.set_exception(StoreFailed("The store is closed"))
+            elif payloads := _large(request.changes):
+                self._stagers.submit(self._stage_and_queue, job, payloads)
+            else:
+                self._queue.put(job)
+        return job.done
+
+    def close(self) -> bool:
+        """Finish what was submitted, and end the threads. Return False if this was done before."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+        self._stagers.shutdown()
+        self._queue.put(None)
+        self._thread.join()
+        return True
+
+    # ----- staging -----
+
+    def _stage_and_queue(self, job: Job, payloads: dict[int, Payload]) -> None:
+        try:
+            retried(lambda: self._stage(job, payloads), self._is_closed)
+        except Exception as error:
+            job.done.set_exception(without_traceback(error))
+        else:
+            self._queue.put(job)
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _stage(self, job: Job, payloads: dict[int, Payload]) -> None:
+        """Write the gradients, without waiting for the disk: the commit that admits them waits for it."""
+        blobs = {key: self._next_id() for key in payloads}
+        with self._database.transaction(durable=False) as connection, connection.cursor() as cursor:
+            cursor.execute(_STAGE, (STAGED_SECONDS, [*blobs.values()]))
+            write_blobs(cursor, [(blobs[key], payload) for key, payload in payloads.items()])
+        job.staged = blobs
+        failpoints.hit("staged")
+
+    # ----- the writer thread -----
+
+    def _run(self) -> None:
+        taken: list[Job | None] = []
+        with np.errstate(all="ignore"):
+            while None not in taken:
+                taken = [self._queue.get()]
+                taken += [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH - 1))]
+                jobs = [job for job in taken if job is not None and job.done.set_running_or_notify_cancel()]
+                if jobs:
+                    self._make(jobs)
+        if self._connection is not None:
+            self._connection.close()
+
+    def _make(self, jobs: list[Job]) -> None:
+        """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""
+        start, batch = time.perf_counter(), Batch(jobs)
+        try:
+            retried(lambda: self._attempt(batch))
+        except StagedLostError:
+            for job in jobs:
+                self._stage_again(job)
+            self._make(jobs)
+            return
+        except Exception as error:
+            if len(jobs) > 1 and not isinstance(error, StoreFailed):
+                for job in jobs:
+                    self._make([job])
+                return
+            for job in jobs:
+                job.done.set_exception(without_traceback(error))
+            return
+        failpoints.hit("committed")
+        self._committed(len(jobs), time.perf_counter() - start)
+        for job, answer in zip(jobs, batch.answers, strict=True):
+            if isinstance(answer, Outcome):
+                job.done.set_result(answer)
+            else:
+                job.done.set_exception(answer)
+
+    def _stage_again(self, job: Job) -> None:
+        payloads = _large(job.request.changes)
+        if payloads:
+            retried(lambda: self._stage(job, payloads))
+
+    def _attempt(self, batch: Batch) -> None:
+        """Make the batch. After an error the connection is closed, which undoes everything."""
+        connection = self._connection
+        if connection is None or connection.closed:
+            connection = self._connection = self._database.connect()
+            connection.add_notice_handler(self._warned)
+        try:
+            self._transact(connection, batch)
+        except CheckViolation:
+            connection.close()
+            make_partitions(self._database, batch.now)
+            self._attempt(batch)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _transact(self, connection: Connection, batch: Batch) -> None:
+        found = batch.lock(
+            self._database, connection, None if self._clock is None else self._clock(), self._key_seconds
+        )
+        if found is not None:
+            changes = Changes()
+            batch.answers = [self._perform(connection, batch, job, found, changes) for job in batch.jobs]
+            failpoints.hit("made")
+            if changes.blobs:
+                with connection.cursor() as cursor:
+                    write_blobs(cursor, changes.blobs.items())
+            self._is_unsure = False
+            if batch.write(connection, changes, found):
+                self._changed()
+            for fold in changes.folds:
+                self._fold(fold)
+        if self._is_unsure or batch.replayed or found is None:
+            self._fence.wait()
+
+    def _warned(self, warning: Diagnostic) -> None:
+        """Note that the wait for the standby was cancelled: the commit is done here, and perhaps nowhere else."""
+        self._is_unsure = True
+
+    def _perform(
+        self, connection: Connection, batch: Batch, job: Job, found: Found, done: Changes
+    ) -> Outcome | GradserveError:
+        with connection.cursor() as cursor:
+            txn = PostgresTransaction(cursor, found, done, job.staged, self._next_id, self._allocate, self._max_buffers)
+            try:
+                outcome = perform(txn, job.request, job.namespace, batch.now)
+                if (txn.changes.deltas or txn.changes.keys) and self._is_full():
+                    raise StoreFull(
+                        "The store holds as many bytes as it may (GRADSERVE_STORE_BYTES): delete buffers first"
+                    )
+            except GradserveError as error:
+                return without_traceback(error)
+        done.merge(txn.changes)
+        batch.replayed |= outcome.replayed
+        return outcome
+
+
+def _large(changes: Sequence[Change]) -> dict[int, Payload]:
+    """Return the gradients that are too large for a row, by the identity of their arrays."""
+    gradients = [change.gradient for change in changes if isinstance(change, Add) and change.do_update]
+    arrays = [change.value for change in changes if isinstance(change, Restore)]
+    payloads = {id(gradient): payload_of(gradient) for gradient in (*gradients, *arrays)}
+    return {key: payload for key, payload in payloads.items() if payload.nbytes > INLINE_BYTES}

