@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
 from service.buffers.lmdb.format import DATABASES, FORMAT
+from service.buffers.lmdb.mapped import MappedFile
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full, store_full
 from service.errors import StoreFailed
 
@@ -43,6 +44,7 @@ class Environment:
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes
         self._env = open_lmdb(path, max_bytes=max_bytes, readonly=readonly)
+        self._mapped = MappedFile(self._env)
         mark = path / "format"
         try:
             self._open_databases(readonly)
@@ -63,8 +65,9 @@ class Environment:
         if create:
             self.check_readers()
         self.meta = self._env.open_db(b"meta", create=create)
-        with self._env.begin() as txn:
+        with self._mapped.transaction() as txn:
             stored = txn.get(b"format", db=self.meta)
+            stored = None if stored is None else bytes(stored)
         if stored is not None and not (stored.isdigit() and int(stored) <= FORMAT):
             raise StoreFailed(
                 f"The store in {self.path} has format {stored.decode(errors='replace')}, but this version of gradserve"
@@ -73,7 +76,7 @@ class Environment:
         for name in DATABASES:
             setattr(self, name, self._env.open_db(name.encode(), create=create))
         if create and stored is None:
-            with self._env.begin(write=True) as txn:
+            with self.writing() as txn:
                 txn.put(b"format", str(FORMAT).encode(), db=self.meta)
 
     def oldest_reader(self) -> int | None:
@@ -94,15 +97,15 @@ class Environment:
     def reading(self) -> Iterator[Any]:
         """Begin a transaction that reads. Raises `StoreFailed`."""
         try:
-            with self._env.begin(buffers=True) as txn:
+            with self._mapped.transaction() as txn:
                 yield txn
             self.check_files()  # a process with another lock.mdb does not see this reader, and may reuse what it read
         except lmdb.Error as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
 
-    def writing(self) -> Any:
+    def writing(self) -> AbstractContextManager[Any]:
         """Begin a transaction that writes. It is committed on leaving, unless an exception is raised."""
-        return self._env.begin(write=True, buffers=True)
+        return self._mapped.transaction(write=True)
 
     def check_files(self) -> None:
         """Raise `StoreFailed` if a file was removed or replaced since it was opened.
@@ -118,12 +121,8 @@ class Environment:
 
     def generation(self) -> int:
         """Return the number of the last committed transaction. Raises `StoreFailed`."""
-        self.check_files()
-        try:
-            with self._env.begin() as txn:  # what info() says may not be visible to readers yet
-                return int(txn.id())
-        except lmdb.Error as error:
-            raise as_client_error(error, self.path, self.max_bytes) from None
+        with self.reading() as txn:  # what info() says may not be visible to readers yet
+            return int(txn.id())
 
     def allocated(self) -> int:
         """Return the bytes of the disk that LMDB has for its pages, used or free."""
