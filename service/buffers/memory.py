@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from service.buffers.clock import Clock
 from service.buffers.gradients import Gradient, add_piece
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
@@ -35,12 +36,13 @@ class MemoryStore(Store):
         *,
         allocate: Allocate = np.empty,
         key_seconds: float = KEY_SECONDS,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         committed: Committed = uncounted,
         max_buffers: int = MAX_BUFFERS,
     ) -> None:
         self._committed, self._max_buffers = committed, max_buffers
-        self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
+        self._allocate, self._key_seconds = allocate, key_seconds
+        self._clock = clock or Clock.starting()
         self._lock = threading.Lock()
         self._state = _State()
 

@@ -22,6 +22,8 @@ The databases of the LMDB environment hold, in format 1:
                b"last_id" -> the last id that a buffer or a value was given, 8 bytes
                b"slots" -> the number of slots, free ones included, 8 bytes
                b"writer" -> the mark of the last transaction, `MARK_BYTES` bytes
+               b"clock" -> the clock of this run of the machine: its distance from the monotonic clock in seconds, as
+                           float64; the name of the run (`clock.py`); sealed
                b"count:" and a namespace -> the number of its buffers, 8 bytes
     buffers    `BufferName.joined` -> a `Record` as JSON, sealed
     values     id of a value, 8 bytes -> a small value: its elements and b"i", sealed
@@ -82,6 +84,9 @@ MARK_BYTES = 24
 
 COUNT = b"count:"
 """The prefix of the counts in `meta`."""
+
+CLOCK = b"clock"
+"""Where `meta` has the clock."""
 
 NUMBER = struct.Struct(">Q")
 """An id, a slot or a count."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import (
+    CLOCK,
     COUNT,
     DATABASES,
     MARK_BYTES,
@@ -102,6 +103,17 @@ class Reader:
         """Return what is sealed in a database at this place; None if it is missing or damaged."""
         sealed = self._txn.get(place, db=db)
         return None if sealed is None else unseal(sealed, seed_of(place))
+
+    def newest_key(self) -> float:
+        """Return the time of the newest idempotency key, in seconds since 1970; 0.0 if there is no sound key."""
+        with self._txn.cursor(db=self._env.outcomes) as cursor:
+            if not cursor.last() or unseal(cursor.value(), seed_of(bytes(cursor.key()))) is None:
+                return 0.0
+            return float(TIME.unpack_from(cursor.key())[0] / 1e6)
+
+    def stored_clock(self) -> bytes:
+        """Return what `meta` has of the clock, b"" if it is missing or damaged."""
+        return bytes(self._unsealed(CLOCK, self._env.meta) or b"")
 
     def is_counted(self) -> bool:
         """Return whether the last transaction kept the counts of buffers."""
