@@ -58,7 +58,7 @@ def _examined(reader: Reader) -> Iterator[str]:
         yield f"{len(lost)} slots of {CHUNK_BYTES} bytes are lost to damage; to regain them, export to a new store"
     entries = reader.entries()
     yield f"{entries['keys']} idempotency keys, {entries['lists']} lists of their buffers' names"
-    if damaged := reader.damaged_keys():
+    if damaged := reader.keys.damaged():
         yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
     yield from _miscounted(reader)
     for value in sorted(set(reader.value_ids()) - slots.keys()):
@@ -88,4 +88,11 @@ def _miscounted(reader: Reader) -> Iterator[str]:
             yield (
                 f"{WRONG}the namespace {namespace!r} has {actual} buffers, not {stored}, as counted for"
                 " GRADSERVE_MAX_BUFFERS; restart the server, which then counts again"
+            )
+    uses, used = reader.keys.uses(), reader.keys.count_all()
+    for namespace in sorted(uses | used):
+        if uses.get(namespace) != used.get(namespace):
+            yield (
+                f"{WRONG}the idempotency keys of the namespace {namespace!r} are counted wrong: its share of"
+                " GRADSERVE_STORE_BYTES is wrong until they expire"
             )

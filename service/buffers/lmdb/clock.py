@@ -24,7 +24,7 @@ def clock_of(env: Environment, *, readonly: bool = False) -> Clock:
     """
     with reading(env) as reader:
         shared = _shared(reader)
-        started = Clock.starting(reader.newest_key())
+        started = Clock.starting(reader.keys.newest())
     if shared is not None:
         return shared
     if not readonly:
@@ -48,4 +48,4 @@ def _shared(reader: Reader) -> Clock | None:
     if not boot or stored[_OFFSET.size :] != boot:
         return None
     shared = Clock(_OFFSET.unpack_from(stored)[0])
-    return shared if shared() >= reader.newest_key() else None  # else it is damaged, or of another machine
+    return shared if shared() >= reader.keys.newest() else None  # else it is damaged, or of another machine

@@ -13,7 +13,8 @@ import lmdb
 
 from service.buffers.lmdb.format import DATABASES, FORMAT
 from service.buffers.lmdb.mapped import MappedFile
-from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full, store_full
+from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
+from service.buffers.room import store_full
 from service.errors import StoreFailed
 
 MAP_MARGIN_BYTES = 64 << 20

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service.buffers.lmdb.format import NUMBER
+from service.buffers.room import store_full
 from service.errors import StoreFull
 
 CHUNK_BYTES = 1 << 18
@@ -220,11 +221,3 @@ class Slots:
 def disk_full(reason: str = os.strerror(errno.ENOSPC)) -> StoreFull:
     """Return the error of a store whose disk is full."""
     return StoreFull(f"The disk of the store is full ({reason}); nothing was changed")
-
-
-def store_full(max_bytes: int) -> StoreFull:
-    """Return the error of a store that has reached its own limit."""
-    return StoreFull(
-        f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed",
-        limit=max_bytes,
-    )

@@ -86,7 +86,7 @@ class LmdbStore(Store):
 
     def recall(self, key: Key) -> Known | None:
         with reading(self._env) as reader:
-            return reader.find_key(digest_of(key), self._writer.oldest_key())
+            return reader.keys.find(digest_of(key), self._writer.oldest_key())
 
     def generation(self) -> int:
         return self._env.generation()

@@ -19,7 +19,6 @@ import lmdb
 import numpy as np
 
 from service.buffers import failpoints
-from service.buffers.changes import Add, Create, Restore
 from service.buffers.lmdb.caches import NOBODY, WriterState
 from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
 from service.buffers.lmdb.format import MARK_BYTES, WRITER, microseconds
@@ -27,6 +26,7 @@ from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
 from service.buffers.lmdb.transaction import MOST_EXPIRED, LmdbTransaction
 from service.buffers.perform import Outcome, Request, perform
+from service.buffers.room import room_for
 from service.buffers.store import Committed, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
 
@@ -183,10 +183,18 @@ class Writer:
                 self._env.check_readers()
             changes.remove_expired(now, min(most, MOST_EXPIRED))
             changes.finish(now)
-            if any(map(_has_grown, jobs, answers)):
-                changes.check_room()
+            if (room := self._room_for(jobs, answers)) is not None:
+                changes.check_room(room)
             failpoints.hit("before commit")
         return answers
+
+    def _room_for(self, jobs: list[_Job], answers: list[Outcome | GradserveError]) -> int | None:
+        """Return how many bytes the store may hold after these requests; None if they need no room."""
+        outcomes = ((job.request, answer) for job, answer in zip(jobs, answers, strict=True))
+        rooms = [
+            room_for(request, made, self._env.max_bytes) for request, made in outcomes if isinstance(made, Outcome)
+        ]
+        return min((room for room in rooms if room is not None), default=None)
 
     @contextmanager
     def _changing(self) -> Iterator[LmdbTransaction]:
@@ -276,11 +284,3 @@ class Writer:
             pass  # a full disk, for example: the next request gets the error
         except Exception:  # the writer thread must go on, whatever this is
             logger.exception("gradserve cannot tidy up the store in %s", self._env.path)
-
-
-def _has_grown(job: _Job, answer: Outcome | GradserveError) -> bool:
-    """Return whether the request added something. A repeated request, or one that changes nothing, needs no room."""
-    if isinstance(answer, GradserveError) or answer.replayed:
-        return False
-    made = {name for name, receipt in answer.receipts.items() if receipt.get("created", receipt.get("updated"))}
-    return any(isinstance(change, (Create, Add, Restore)) and change.name in made for change in job.request.changes)
