@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import heapq
-import sys
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from service.buffers.gradients import Gradient, add_piece
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many, unknown
-from service.buffers.room import check_keys, room_for, store_full
+from service.buffers.room import UNLIMITED, check_keys, room_for, store_full
 from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted, without_traceback
 from service.dtypes import Array
 from service.errors import StoreFailed
@@ -48,7 +47,7 @@ class MemoryStore(Store):
         clock: Callable[[], float] | None = None,
         committed: Committed = uncounted,
         max_buffers: int = MAX_BUFFERS,
-        max_bytes: int = sys.maxsize,
+        max_bytes: int = UNLIMITED,
     ) -> None:
         self._committed, self._max_buffers, self._max_bytes = committed, max_buffers, max_bytes
         self._allocate, self._key_seconds = allocate, key_seconds
@@ -67,8 +66,7 @@ class MemoryStore(Store):
                 self._expire(now)
                 txn = self._transaction()
                 outcome = perform(txn, request, self.namespace, now)
-                room = room_for(request, outcome, self._max_bytes)
-                if room is not None and txn.used() > room:
+                if txn.used() > room_for(request, outcome, self._max_bytes):
                     raise store_full(self._max_bytes)
                 txn.commit()
                 self._state.generation += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from service.buffers.changes import Add, Create, Delete, Restore
 from service.buffers.perform import Outcome, Request
 from service.errors import KeysFull, StoreFull
@@ -11,6 +13,9 @@ KEYS_PART = 4
 
 SHRINKING_PART = 64
 """This part of the store is left to the keys of requests that add nothing, such as takes of a full store."""
+
+UNLIMITED = sys.maxsize
+"""In place of a limit."""
 
 
 def check_keys(namespace_bytes: int, max_bytes: int) -> None:
@@ -26,18 +31,19 @@ def check_keys(namespace_bytes: int, max_bytes: int) -> None:
         )
 
 
-def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int | None:
-    """Return how many bytes the store may hold after this request; None if the request needs no room.
+def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int:
+    """Return how many bytes the store may hold after this request; `UNLIMITED` if the request needs no room.
 
     A repeated request needs none. Nor does a delete: its key takes about as much as the record that it removes.
     """
     if outcome.replayed:
-        return None
-    made = {name for name, receipt in outcome.receipts.items() if receipt.get("created", receipt.get("updated"))}
-    if any(isinstance(change, (Create, Add, Restore)) and change.name in made for change in request.changes):
-        return max_bytes - max_bytes // SHRINKING_PART
+        return UNLIMITED
+    for change in request.changes:
+        receipt = outcome.receipts[change.name]
+        if isinstance(change, (Create, Add, Restore)) and receipt.get("created", receipt.get("updated")):
+            return max_bytes - max_bytes // SHRINKING_PART
     only_deletes = request.changes and all(isinstance(change, Delete) for change in request.changes)
-    return None if request.key is None or only_deletes else max_bytes
+    return UNLIMITED if request.key is None or only_deletes else max_bytes
 
 
 def store_full(max_bytes: int) -> StoreFull:

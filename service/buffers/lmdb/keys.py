@@ -37,10 +37,6 @@ class Use(NamedTuple):
     entries: int = 0
     bytes: int = 0
 
-    def plus(self, entries: int, size: int) -> Use:
-        """Return the use after a change; at least nothing, if the count was wrong."""
-        return Use(max(0, self.entries + entries), max(0, self.bytes + size))
-
 
 class KeyReader:
     """The idempotency keys that a transaction sees."""
@@ -87,7 +83,8 @@ class KeyReader:
             with self._txn.cursor(db=db) as cursor:
                 for data in cursor.iternext(keys=False):
                     namespace = self._owner(db, data)
-                    uses[namespace] = uses.get(namespace, Use()).plus(1, room_of(data))
+                    entries, size = uses.get(namespace, Use())
+                    uses[namespace] = Use(entries + 1, size + room_of(data))
         return uses
 
     def _owner(self, db: Any, data: memoryview) -> str:
@@ -115,41 +112,44 @@ class KeyWriter(KeyReader):
 
     def __init__(self, env: Environment, txn: Any) -> None:
         super().__init__(env, txn)
-        self._changed: dict[str, Use] = {}
+        self._uses: dict[str, Use] = {}
+        self._changed: set[str] = set()
 
     def use(self, namespace: str) -> Use:
         """Return what the keys of a namespace take, and the lists that they need."""
-        if namespace in self._changed:
-            return self._changed[namespace]
-        stored = self._txn.get(KEYS + namespace.encode(), db=self._env.meta)
-        return Use() if stored is None else Use(*USE.unpack(stored))
+        use = self._uses.get(namespace)
+        if use is None:
+            stored = self._txn.get(KEYS + namespace.encode(), db=self._env.meta)
+            use = self._uses[namespace] = Use() if stored is None else Use(*USE.unpack(stored))
+        return use
 
     def recount(self) -> None:
         """Count all entries."""
-        self._changed = {**dict.fromkeys(self.uses(), Use()), **self.count_all()}
+        self._uses = {**dict.fromkeys(self.uses(), Use()), **self.count_all()}
+        self._changed.update(self._uses)
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         """Store a key with its data."""
         digest, stored = digest_of(key), microseconds(now)
         data, names = pack_known(known, stored, key.caller)
         if names is not None and self._unsealed(names.place, self._env.lists) is None:
-            damaged = self._txn.get(names.place, db=self._env.lists)
-            if damaged is not None:
-                self._count(self._env.lists, damaged, -1)
-            self._put(names.place, names.compressed(), self._env.lists)
+            with self._txn.cursor(db=self._env.lists) as cursor:
+                if cursor.set_key(names.place):  # it is damaged
+                    self._delete(cursor, self._env.lists)
+            self._put(names.place, names.compressed(), self._env.lists, key.caller)
         time = TIME.pack(stored)
-        self._put(time + digest, data, self._env.outcomes)
+        self._put(time + digest, data, self._env.outcomes, key.caller)
         self._txn.put(digest, time, db=self._env.keys)
 
-    def _put(self, place: bytes, data: bytes, db: Any) -> None:
+    def _put(self, place: bytes, data: bytes, db: Any, namespace: str) -> None:
         sealed = seal(data, seed_of(place))
         self._txn.put(place, sealed, db=db)
-        self._count(db, memoryview(sealed), 1)
+        self._count(namespace, 1, room_of(sealed))
 
-    def _count(self, db: Any, data: memoryview, entries: int) -> None:
-        """Count an entry that was added (1) or deleted (-1)."""
-        namespace = self._owner(db, data)
-        self._changed[namespace] = self.use(namespace).plus(entries, entries * room_of(data))
+    def _count(self, namespace: str, entries: int, size: int) -> None:
+        use = self.use(namespace)
+        self._uses[namespace] = Use(use.entries + entries, use.bytes + size)
+        self._changed.add(namespace)
 
     def forget(self, latest: int, most: int, namespace: str | None = None, start: bytes = b"") -> tuple[int, bytes]:
         """Look at up to `most` outcomes from the place `start` to the time `latest`, and delete those of a namespace.
@@ -213,15 +213,17 @@ class KeyWriter(KeyReader):
 
     def _delete(self, cursor: Any, db: Any) -> bool:
         """Delete the entry of the cursor, and move to the next entry. Return whether there is one."""
-        self._count(db, cursor.value(), -1)
+        data = cursor.value()
+        self._count(self._owner(db, data), -1, -room_of(data))
         cursor.delete()
         return len(cursor.key()) > 0
 
     def finish(self) -> None:
         """Store what the namespaces use."""
-        for namespace, use in self._changed.items():
-            if use.entries:
-                self._txn.put(KEYS + namespace.encode(), USE.pack(*use), db=self._env.meta)
+        for namespace in self._changed:
+            entries, size = self._uses[namespace]
+            if entries > 0:
+                self._txn.put(KEYS + namespace.encode(), USE.pack(entries, max(0, size)), db=self._env.meta)
             else:
                 self._txn.delete(KEYS + namespace.encode(), db=self._env.meta)
 

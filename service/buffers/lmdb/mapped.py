@@ -19,7 +19,9 @@ class MappedFile:
 
     def __init__(self, env: lmdb.Environment) -> None:
         self._env = env
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._waiting = 0  # threads that wait until no transaction runs
         self._running = 0
         self._adopted = 0  # how many times a larger map was adopted
 
@@ -35,7 +37,7 @@ class MappedFile:
 
     def _begin(self, write: bool) -> Any:
         while True:
-            with self._changed:
+            with self._lock:
                 self._running += 1
                 adopted = self._adopted
             try:
@@ -48,16 +50,18 @@ class MappedFile:
                 raise
 
     def _end(self) -> None:
-        with self._changed:
+        with self._lock:
             self._running -= 1
-            if not self._running:
-                self._changed.notify_all()
+            if self._waiting and not self._running:
+                self._idle.notify_all()
 
     def _adopt(self, adopted: int) -> None:
         """Adopt the map of the process that made it larger, unless another thread has done so since."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running or self._adopted > adopted)
+        with self._lock:
+            self._waiting += 1
+            self._idle.wait_for(lambda: not self._running or self._adopted > adopted)
+            self._waiting -= 1
             if self._adopted == adopted:
                 self._env.set_mapsize(0)
                 self._adopted += 1
-                self._changed.notify_all()
+                self._idle.notify_all()

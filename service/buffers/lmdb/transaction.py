@@ -121,7 +121,7 @@ class LmdbTransaction(Reader):
         limit = self._env.max_bytes
         if self._keys.use(key.caller).bytes >= limit // KEYS_PART:
             self.expired += self.forget_keys(MOST_FORGOTTEN)
-        check_keys(self._keys.use(key.caller).bytes, limit)
+            check_keys(self._keys.use(key.caller).bytes, limit)
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.writes += 1

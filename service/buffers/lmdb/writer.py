@@ -26,7 +26,7 @@ from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
 from service.buffers.lmdb.transaction import MOST_EXPIRED, LmdbTransaction
 from service.buffers.perform import Outcome, Request, perform
-from service.buffers.room import room_for
+from service.buffers.room import UNLIMITED, room_for
 from service.buffers.store import Committed, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
 
@@ -165,12 +165,14 @@ class Writer:
 
     def _transact(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []
-        now = self._clock()
+        now, room = self._clock(), UNLIMITED
         with self._changing() as changes:
             for job in jobs:
                 before = changes.writes - changes.expired
                 try:
-                    answers.append(perform(changes, job.request, job.namespace, now))
+                    outcome = perform(changes, job.request, job.namespace, now)
+                    answers.append(outcome)
+                    room = min(room, room_for(job.request, outcome, self._env.max_bytes))
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
                         raise _UndoneError(job, error) from None
@@ -183,18 +185,10 @@ class Writer:
                 self._env.check_readers()
             changes.remove_expired(now, min(most, MOST_EXPIRED))
             changes.finish(now)
-            if (room := self._room_for(jobs, answers)) is not None:
+            if room < UNLIMITED:
                 changes.check_room(room)
             failpoints.hit("before commit")
         return answers
-
-    def _room_for(self, jobs: list[_Job], answers: list[Outcome | GradserveError]) -> int | None:
-        """Return how many bytes the store may hold after these requests; None if they need no room."""
-        outcomes = ((job.request, answer) for job, answer in zip(jobs, answers, strict=True))
-        rooms = [
-            room_for(request, made, self._env.max_bytes) for request, made in outcomes if isinstance(made, Outcome)
-        ]
-        return min((room for room in rooms if room is not None), default=None)
 
     @contextmanager
     def _changing(self) -> Iterator[LmdbTransaction]:
