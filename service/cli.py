@@ -189,7 +189,7 @@ def _settings(settings: Settings) -> int:
 
 def _doctor(settings: Settings) -> int:
     problems = 0
-    for line in doctor.examine(_store_path(settings), settings.store_bytes):
+    for line in doctor.examine_apart(_store_path(settings), settings.store_bytes):
         problems += line.startswith(doctor.WRONG)
         print(line)
     print(f"problems found: {problems}" if problems else "no problems found")

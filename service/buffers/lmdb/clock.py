@@ -10,7 +10,7 @@ import lmdb
 from service.buffers import clock
 from service.buffers.clock import Clock
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.format import CLOCK, seal, seed_of
+from service.buffers.lmdb.format import CLOCK, CLOCK_SEED, seal
 from service.buffers.lmdb.reader import Reader, reading
 
 _OFFSET = struct.Struct("<d")
@@ -38,7 +38,7 @@ def _share(env: Environment, started: Clock) -> Clock:
     with env.writing() as txn:
         shared = _shared(Reader(env, txn))
         if shared is None:
-            txn.put(CLOCK, seal(_OFFSET.pack(started.offset) + clock.boot(), seed_of(CLOCK)), db=env.meta)
+            txn.put(CLOCK, seal(_OFFSET.pack(started.offset) + clock.boot(), CLOCK_SEED), db=env.meta)
     return shared or started
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
+import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import orjson
 
 from service.buffers.lmdb.format import DATABASES, FORMAT
 from service.buffers.lmdb.mapped import MappedFile
@@ -25,6 +28,20 @@ MOST_READERS = 1024
 
 FULL_DISK_BYTES = 4 << 20
 """A disk with less room than this counts as full."""
+
+UNREADABLE = (struct.error, UnicodeError, orjson.JSONDecodeError, zlib.error)
+"""What decoding raises for damaged data that no checksum covers, such as LMDB's own pages."""
+
+DAMAGED = (
+    lmdb.BadDbiError,
+    lmdb.BadValsizeError,
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+)
+"""What LMDB raises for damaged pages."""
 
 FILES = "data.mdb", "lock.mdb", "values"
 """The files that processes share; they find each file by its name."""
@@ -101,12 +118,20 @@ class Environment:
             with self._mapped.transaction() as txn:
                 yield txn
             self.check_files()  # a process with another lock.mdb does not see this reader, and may reuse what it read
-        except lmdb.Error as error:
+        except (lmdb.Error, *UNREADABLE) as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
 
-    def writing(self) -> AbstractContextManager[Any]:
-        """Begin a transaction that writes. It is committed on leaving, unless an exception is raised."""
-        return self._mapped.transaction(write=True)
+    @contextmanager
+    def writing(self) -> Iterator[Any]:
+        """Begin a transaction that writes. It is committed on leaving, unless an exception is raised.
+
+        Raises `StoreFailed` for what cannot be decoded, and lmdb.Error.
+        """
+        try:
+            with self._mapped.transaction(write=True) as txn:
+                yield txn
+        except UNREADABLE as error:
+            raise as_client_error(error, self.path, self.max_bytes) from None
 
     def check_files(self) -> None:
         """Raise `StoreFailed` if a file was removed or replaced since it was opened.
@@ -201,5 +226,11 @@ def as_client_error(error: Exception, path: Path, max_bytes: int) -> Exception:
                 return disk_full(reason)
         if os.strerror(errno.EIO) in str(error) and disk_is_full(path):
             return disk_full()  # LMDB calls a write that came short an input/output error
-        return StoreFailed(f"The store in {path} failed: {error}")
+        if not isinstance(error, DAMAGED):
+            return StoreFailed(f"The store in {path} failed: {error}")
+    if isinstance(error, (*DAMAGED, *UNREADABLE)):
+        return StoreFailed(
+            f"The store in {path} is damaged: {error}. Restore its buffers from an export; gradserve doctor shows the"
+            " damage"
+        )
     return error

@@ -96,6 +96,9 @@ USE = struct.Struct(">QQ")
 CLOCK = b"clock"
 """Where `meta` has the clock."""
 
+CLOCK_SEED = 1
+"""The seed of its checksum: no record has this seed, even if a damaged page calls the clock a buffer."""
+
 NUMBER = struct.Struct(">Q")
 """An id, a slot or a count."""
 
@@ -173,9 +176,11 @@ def pack_record(record: Record, key: bytes) -> bytes:
 
 def unpack_record(name: BufferName, sealed: memoryview) -> Record:
     """Return a record from what is stored. Raises `BufferCorrupt`."""
-    data = unseal(sealed, seed_of(name.joined.encode()))
-    if data is None:
-        raise BufferCorrupt(f"The stored record of the buffer {str(name)!r} is damaged on the disk", buffer=str(name))
-    fields: list[Any] = orjson.loads(data)
-    spec, *state, epochs = fields
-    return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])
+    try:
+        data = unseal(sealed, seed_of(name.joined.encode()))
+        fields: list[Any] = [] if data is None else orjson.loads(data)
+        spec, *state, epochs = fields
+        return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])
+    except (LookupError, TypeError, ValueError):
+        problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
+        raise BufferCorrupt(problem, buffer=str(name)) from None

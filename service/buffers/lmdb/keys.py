@@ -72,7 +72,8 @@ class KeyReader:
         with self._txn.cursor(db=self._env.meta) as cursor:
             more = cursor.set_range(KEYS)
             while more and bytes(cursor.key()).startswith(KEYS):
-                uses[bytes(cursor.key()[len(KEYS) :]).decode()] = Use(*USE.unpack(cursor.value()))
+                namespace = bytes(cursor.key()[len(KEYS) :]).decode(errors="replace")
+                uses[namespace] = _unpacked(cursor.value())
                 more = cursor.next()
         return uses
 
@@ -120,7 +121,7 @@ class KeyWriter(KeyReader):
         use = self._uses.get(namespace)
         if use is None:
             stored = self._txn.get(KEYS + namespace.encode(), db=self._env.meta)
-            use = self._uses[namespace] = Use() if stored is None else Use(*USE.unpack(stored))
+            use = self._uses[namespace] = Use() if stored is None else _unpacked(stored)
         return use
 
     def recount(self) -> None:
@@ -226,6 +227,11 @@ class KeyWriter(KeyReader):
                 self._txn.put(KEYS + namespace.encode(), USE.pack(entries, max(0, size)), db=self._env.meta)
             else:
                 self._txn.delete(KEYS + namespace.encode(), db=self._env.meta)
+
+
+def _unpacked(stored: memoryview) -> Use:
+    """Return a stored use; nothing if it is damaged."""
+    return Use(*USE.unpack(stored)) if len(stored) == USE.size else Use()
 
 
 def room_of(data: bytes | memoryview) -> int:

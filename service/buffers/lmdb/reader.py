@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import (
     CLOCK,
+    CLOCK_SEED,
     COUNT,
     DATABASES,
     MARK_BYTES,
@@ -20,12 +19,12 @@ from service.buffers.lmdb.format import (
     WRITER,
     microseconds,
     name_of,
-    seed_of,
     unpack_record,
     unseal,
 )
 from service.buffers.lmdb.keys import KeyReader
-from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count
+from service.buffers.lmdb.pages import faults_of
+from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count, slots_in
 from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import BufferName
 from service.buffers.record import Record
@@ -76,7 +75,7 @@ class Reader:
     def stored_clock(self) -> bytes:
         """Return what `meta` has of the clock, b"" if it is missing or damaged."""
         sealed = self._txn.get(CLOCK, default=b"", db=self._env.meta)
-        return bytes(unseal(sealed, seed_of(CLOCK)) or b"")
+        return bytes(unseal(sealed, CLOCK_SEED) or b"")
 
     def is_counted(self) -> bool:
         """Return whether the last transaction kept the counts of buffers and keys."""
@@ -94,7 +93,8 @@ class Reader:
         with self._txn.cursor(db=self._env.meta) as cursor:
             more = cursor.set_range(COUNT)
             while more and bytes(cursor.key()).startswith(COUNT):
-                counts[bytes(cursor.key()[len(COUNT) :]).decode()] = NUMBER.unpack(cursor.value())[0]
+                namespace = bytes(cursor.key()[len(COUNT) :]).decode(errors="replace")
+                counts[namespace] = int.from_bytes(cursor.value(), "big")  # of any length, if it is damaged
                 more = cursor.next()
         return counts
 
@@ -115,7 +115,11 @@ class Reader:
     def free_slots(self) -> list[int]:
         """Return the slots that no value uses."""
         with self._txn.cursor(db=self._env.free) as cursor:
-            return [slot for slots in cursor.iternext(keys=False) for slot in np.frombuffer(slots, "<i8").tolist()]
+            return [slot for slots in cursor.iternext(keys=False) for slot in slots_in(slots).tolist()]
+
+    def damaged_pages(self) -> list[str]:
+        """Return a line for each damaged page of LMDB."""
+        return faults_of(self._env.path / "data.mdb", self._txn, self._txn.stat(self._env.meta)["psize"])
 
     def pages(self) -> int:
         """Return the bytes of LMDB's pages in use."""
