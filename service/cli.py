@@ -17,6 +17,7 @@ from service import preflight
 from service.api.app import store_at
 from service.api.server import run
 from service.buffers import doctor, transfer
+from service.buffers.forget import age, forget
 from service.buffers.url import check_url, path_of
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
@@ -76,7 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--prefix", default="", help="write only buffers whose names start with PREFIX")
     importing = commands.add_parser("import", help="create buffers from a file that export wrote")
     importing.add_argument("path", metavar="PATH", help="file to read; - is stdin")
-    for command in (examining, exporting, importing):
+    forgetting = commands.add_parser(
+        "keys-forget", help="forget Idempotency-Keys: a full store has room again, but a retry may count twice"
+    )
+    forgetting.add_argument(
+        "--older-than", required=True, type=age, metavar="AGE", help="forget keys of this age, such as 30m, 6h or 2d"
+    )
+    forgetting.add_argument("--namespace", help='forget the keys of this namespace only; "" is the default namespace')
+    for command in (examining, exporting, importing, forgetting):
         command.add_argument("--store", help="buffer store, such as lmdb:PATH; overrides GRADSERVE_STORE")
     _add_key_commands(commands.add_parser("keys", help="manage the API keys in the file GRADSERVE_KEYS"))
     commands.add_parser("settings", help="list the settings with their values and meanings")
@@ -151,6 +159,8 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
             return _export(settings, _path(options.path), options.prefix)
         case "import":
             return _import(settings, _path(options.path))
+        case "keys-forget":
+            return _forget(settings, options.older_than, options.namespace)
         case "keys":
             return _keys(settings, options)
         case _:
@@ -176,7 +186,7 @@ def _settings(settings: Settings) -> int:
 
 def _doctor(settings: Settings) -> int:
     problems = 0
-    for line in doctor.examine(_store_path(settings), settings.store_bytes):
+    for line in doctor.examine_apart(_store_path(settings), settings.store_bytes):
         problems += line.startswith(doctor.WRONG)
         print(line)
     print(f"problems found: {problems}" if problems else "no problems found")
@@ -204,6 +214,12 @@ def _import(settings: Settings, path: Path | None) -> int:
     finally:
         store.close()
     print(f"{len(buffers)} buffers")
+    return 0
+
+
+def _forget(settings: Settings, seconds: float, namespace: str | None) -> int:
+    print(f"{forget(_store_path(settings), settings.store_bytes, seconds, namespace)} keys")
+    _complain("a request that is repeated with one of these keys is made again: an add counts twice")
     return 0
 
 

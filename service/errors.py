@@ -42,6 +42,7 @@
   x Expired                     503 expired
   x StoreFailed                 503 store_failed
   x StoreFull                   507 store_full
+    - KeysFull                  507 keys_full
 
 `status` and `code` are plain class attributes, so that no layer below the API imports the web. The first line of each
 docstring is the answer's title and the documentation's text: at most six words that state the fault.
@@ -344,6 +345,12 @@ class StoreFull(GradserveError):
 
     status = 507
     code = "store_full"
+
+
+class KeysFull(StoreFull):
+    """Namespace remembers too many Idempotency-Keys."""
+
+    code = "keys_full"
 
 
 MAX_SHOWN_CHARACTERS = 80

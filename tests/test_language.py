@@ -69,7 +69,7 @@ def command_line(*command: str) -> Texts:
     with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
         main([*command, "--help"])
     yield " ".join(["gradserve", *command]), output.getvalue()
-    for name in re.findall(r"^    ([a-z]+)\b", output.getvalue(), re.MULTILINE):
+    for name in re.findall(r"^    ([a-z-]+)\b", output.getvalue(), re.MULTILINE):
         yield from command_line(*command, name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,8 @@ from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import Workers, stop_without_parent
 from service.settings import Settings
 from service.system import keep_freed_memory
+
+logger = logging.getLogger("gradserve")
 
 
 def create_app(settings: Settings) -> Application:
@@ -95,6 +98,14 @@ ALSO_STOPPING = (signal.SIGHUP, signal.SIGQUIT)
 STOPPING = (signal.SIGINT, signal.SIGTERM, *ALSO_STOPPING)
 """All signals that stop the server."""
 
+_CRASHES = {-number: number.name for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)}
+"""How workers die of a fault in native code, by their exit status: LMDB reads damaged pages as they are."""
+
+_ADVICE = (
+    "Worker processes die of %s, as they do if the buffer store is damaged. Stop the server and run gradserve doctor."
+    " If it finds damage, move the store away and restore the buffers from an export (gradserve import)"
+)
+
 SAME_SECONDS = 0.25
 """Seconds until a repeated signal counts as a second one: `timeout`, say, signals a process and then its group."""
 
@@ -146,6 +157,7 @@ class _Workers(Multiprocess):
     """The parent of the worker processes. It replaces a worker that dies."""
 
     _signalled_at = 0.0
+    _crash: int | None = None  # how a worker died last
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         ignored = [number for number in ALSO_STOPPING if signal.getsignal(number) is signal.SIG_IGN]
@@ -161,6 +173,15 @@ class _Workers(Multiprocess):
         for stopping in STOPPING:
             if signal.getsignal(stopping) is not signal.SIG_IGN:
                 signal.signal(stopping, self._stop_at_once)
+
+    def keep_subprocess_alive(self) -> None:
+        """Replace workers that died. Say what to do if the second one dies of a crash."""
+        crashes = [process.process.exitcode for process in self.processes if process.process.exitcode in _CRASHES]
+        for exitcode in crashes:
+            if exitcode == self._crash:
+                logger.error(_ADVICE, _CRASHES[exitcode])
+            self._crash = exitcode
+        super().keep_subprocess_alive()
 
     def handle_ttin(self) -> None:
         """Ignore SIGTTIN: the number of workers is fixed, or the server would never be ready."""

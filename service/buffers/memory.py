@@ -9,20 +9,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from service.buffers.clock import Clock
 from service.buffers.gradients import Gradient, add_piece
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many, unknown
+from service.buffers.room import UNLIMITED, check_keys, room_for, store_full
 from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted, without_traceback
 from service.dtypes import Array
 from service.errors import StoreFailed
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+KEY_BYTES = 700
+"""What Python takes for a key without receipts."""
+
+RECEIPT_BYTES = 450
+"""What Python takes for a receipt, with the id of its buffer."""
 
 
 class MemoryStore(Store):
@@ -35,12 +44,14 @@ class MemoryStore(Store):
         *,
         allocate: Allocate = np.empty,
         key_seconds: float = KEY_SECONDS,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         committed: Committed = uncounted,
         max_buffers: int = MAX_BUFFERS,
+        max_bytes: int = UNLIMITED,
     ) -> None:
-        self._committed, self._max_buffers = committed, max_buffers
-        self._allocate, self._key_seconds, self._clock = allocate, key_seconds, clock
+        self._committed, self._max_buffers, self._max_bytes = committed, max_buffers, max_bytes
+        self._allocate, self._key_seconds = allocate, key_seconds
+        self._clock = clock or Clock.starting()
         self._lock = threading.Lock()
         self._state = _State()
 
@@ -55,6 +66,8 @@ class MemoryStore(Store):
                 self._expire(now)
                 txn = self._transaction()
                 outcome = perform(txn, request, self.namespace, now)
+                if txn.used() > room_for(request, outcome, self._max_bytes):
+                    raise store_full(self._max_bytes)
                 txn.commit()
                 self._state.generation += 1
             except Exception as error:
@@ -66,8 +79,7 @@ class MemoryStore(Store):
 
     def size(self) -> tuple[int, int]:
         with self._lock:
-            records = self._state.records.values()
-            return len(records), sum(record.spec.nbytes * len(record.values) for record in records)
+            return len(self._state.records), self._state.used
 
     def record(self, name: str) -> Record:
         with self._lock:
@@ -108,12 +120,12 @@ class MemoryStore(Store):
             self._state.close()
 
     def _transaction(self) -> _Transaction:
-        return _Transaction(self._state, self._allocate, self._max_buffers)
+        return _Transaction(self._state, self._allocate, self._max_buffers, self._max_bytes)
 
     def _expire(self, now: float) -> None:
         keys, deadlines = self._state.keys, self._state.deadlines
         while keys and keys[oldest := next(iter(keys))][0] + self._key_seconds <= now:
-            del keys[oldest]
+            self._state.forget(oldest)
         while deadlines and deadlines[0][0] <= now:
             _, number, name = heapq.heappop(deadlines)
             record = self._state.records.get(name)
@@ -140,16 +152,28 @@ class _State:
         self.values: dict[int, Array] = {}
         self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # the oldest first
         self.counts: Counter[str] = Counter()  # buffers by namespace
+        self.key_bytes: Counter[str] = Counter()  # bytes of keys by namespace
         self.deadlines: list[tuple[float, int, BufferName]] = []  # a heap: when a buffer may expire, and its id
-        self.last_id = 0
-        self.generation = 0
+        self.last_id = self.generation = self.value_bytes = 0
         self.closed = False
 
     def close(self) -> None:
-        self.closed = True
+        self.closed, self.value_bytes = True, 0
         self.records, self.values, self.keys = {}, {}, {}
         self.counts.clear()
+        self.key_bytes.clear()
         self.deadlines.clear()
+
+    @property
+    def used(self) -> int:
+        """The bytes of all values and keys."""
+        return self.value_bytes + self.key_bytes.total()
+
+    def forget(self, key: tuple[str, str]) -> None:
+        """Forget a key, if it is known."""
+        if key in self.keys:
+            namespace, _ = key
+            self.key_bytes[namespace] -= _room_of(self.keys.pop(key)[1])
 
     def drop_deadlines(self) -> None:
         """Rebuild the heap without the deadlines of deleted buffers."""
@@ -161,20 +185,24 @@ class _State:
 class _Transaction:
     """The changes of a request, which `commit` merges into `state`."""
 
-    def __init__(self, state: _State, allocate: Allocate, max_buffers: int) -> None:
-        self._state, self._allocate, self._max_buffers = state, allocate, max_buffers
+    def __init__(self, state: _State, allocate: Allocate, max_buffers: int, max_bytes: int) -> None:
+        self._state, self._allocate, self._max_buffers, self._max_bytes = state, allocate, max_buffers, max_bytes
         self._counted: Counter[str] = Counter()
         self._records: dict[BufferName, Record | None] = {}
         self._values: dict[int, Array | None] = {}
-        self._keys: dict[tuple[str, str], Any] = {}
+        self._keys: dict[tuple[str, str], tuple[float, Known]] = {}
         self._last_id = state.last_id
 
     def commit(self) -> None:
         if self._counted:
             self._commit_new()
         _merge(self._state.records, self._records)
+        self._state.value_bytes += self._more_value_bytes()
         _merge(self._state.values, self._values)
-        self._state.keys |= self._keys
+        for key, stored in self._keys.items():
+            self._state.forget(key)
+            self._state.keys[key] = stored
+            self._state.key_bytes[key[0]] += _room_of(stored[1])
         self._state.last_id = self._last_id
         if len(self._state.deadlines) > 2 * len(self._state.records) + 100:
             self._state.drop_deadlines()
@@ -186,6 +214,14 @@ class _Transaction:
             old = self._state.records.get(name)
             if record is not None and record.expires is not None and (old is None or old.id != record.id):
                 heapq.heappush(self._state.deadlines, (record.expires, record.id, name))
+
+    def used(self) -> int:
+        """Return the bytes of all values and keys after these changes."""
+        return self._state.used + self._more_value_bytes() + sum(_room_of(known) for _, known in self._keys.values())
+
+    def _more_value_bytes(self) -> int:
+        old = sum(self._state.values[value].nbytes for value in self._values if value in self._state.values)
+        return sum(array.nbytes for array in self._values.values() if array is not None) - old
 
     def get(self, name: BufferName) -> Record | None:
         return self._records[name] if name in self._records else self._state.records.get(name)
@@ -243,8 +279,15 @@ class _Transaction:
         stored = self._state.keys.get((key.caller, key.text))
         return None if stored is None else copy.deepcopy(stored[1])
 
+    def admit_key(self, key: Key) -> None:
+        check_keys(self._state.key_bytes[key.caller], self._max_bytes)
+
     def remember(self, key: Key, known: Known, now: float) -> None:
         self._keys[key.caller, key.text] = (now, copy.deepcopy(known))
+
+
+def _room_of(known: Known) -> int:
+    return KEY_BYTES + RECEIPT_BYTES * len(known.receipts)
 
 
 def _merge(stored: dict[K, V], changes: Mapping[K, V | None]) -> None:

@@ -41,8 +41,8 @@ class Outcome:
 def perform(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
     """Make the request's changes in the namespace, or return the original outcome if its key is known.
 
-    Raises what `Change.admit` raises, `KeyReused`, and `EpochGone` if a value of the original outcome is gone. After
-    `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull` the store must undo changes.
+    Raises what `Change.admit` raises, `KeyReused`, `KeysFull`, and `EpochGone` if a value of the original outcome is
+    gone. After `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull` the store must undo changes.
     """
     key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
     if key is not None and (known := txn.recall(key)) is not None:
@@ -63,6 +63,8 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
             if value is not None:
                 outcome.values[change.name] = value
         return outcome
+    if key is not None:
+        txn.admit_key(key)
     if len(set(names)) < len(names):
         raise Invalid("A request may change each buffer once")
     many = len(names) > 1

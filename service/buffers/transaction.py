@@ -43,5 +43,8 @@ class Transaction(Protocol):
     def recall(self, key: Key) -> Known | None:
         """Return the data that is stored with the key, for any fingerprint."""
 
+    def admit_key(self, key: Key) -> None:
+        """Raise `KeysFull` if the keys of its namespace have taken their share of the store."""
+
     def remember(self, key: Key, known: Known, now: float) -> None:
         """Store the key with its data."""

@@ -11,7 +11,6 @@ import os
 import shutil
 import stat
 import sys
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -44,8 +43,8 @@ def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> 
     `StoreFailed` and `BufferCorrupt`, and OSError for the file; after an error the file is unchanged.
     """
     with opened_readonly(store, max_bytes) as opened, _replacing(path) as file:
+        now = opened.now()
         with opened.reading() as reader, np.errstate(all="ignore"):
-            now = time.time()
             listing = reader.records(prefix.encode(), prefix.encode() + b"\xff", strict=True)
             records = {record.full_name.joined: record for record in listing if record.lives(now)}
             if prefix and not records:  # a file without buffers must not replace a good file

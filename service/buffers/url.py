@@ -66,7 +66,13 @@ def open_store(
         )
     path = path_of(url)
     if path is None:
-        return MemoryStore(allocate=allocate, key_seconds=key_seconds, committed=committed, max_buffers=max_buffers)
+        return MemoryStore(
+            allocate=allocate,
+            key_seconds=key_seconds,
+            committed=committed,
+            max_buffers=max_buffers,
+            max_bytes=max_bytes,
+        )
     return LmdbStore(
         path,
         max_bytes=max_bytes,

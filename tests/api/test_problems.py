@@ -307,6 +307,7 @@ def test_every_error_code_has_a_test() -> None:
         "expired": "test_admission.py",
         "nonfinite_gradient": "test_buffers_values.py",
         "store_full": "test_buffers.py",
+        "keys_full": "test_room.py",
         "invalid_request": "test_buffers_epochs.py",
         "idempotency_key_reused": "test_idempotency.py",
         "buffer_corrupt": "../faults/test_damage.py",

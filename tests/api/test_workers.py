@@ -70,6 +70,19 @@ def test_a_server_serves_but_is_not_ready_while_a_worker_is_replaced(server: Ser
         assert ready(server).status_code == 200  # type: ignore[union-attr]
 
 
+def test_the_log_says_what_to_do_when_a_second_worker_crashes(server: Server) -> None:
+    """LMDB ends the process that reads some damaged pages."""
+    said = server.log.stat().st_size
+    for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGBUS):
+        assert "gradserve doctor" not in server.log.read_text()[said:]
+        worker = server.workers()[0]
+        os.kill(worker, number)
+        first(lambda worker=worker: worker not in server.workers() or None)  # type: ignore[misc]
+        until(server, 200)
+    first(lambda: "Worker processes die of SIGBUS" in server.log.read_text()[said:] or None)
+    assert "run gradserve doctor" in server.log.read_text()[said:]
+
+
 def test_the_server_is_not_ready_before_all_workers_serve(server: Server) -> None:
     server.kill()
     server.launch()

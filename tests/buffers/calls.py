@@ -52,8 +52,10 @@ def open_lmdb(
     return LmdbStore(path, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
 
 
-def open_memory(clock: Callable[[], float], *, max_buffers: int = MAX_BUFFERS) -> MemoryStore:
-    return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
+def open_memory(
+    clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MAX_BUFFERS
+) -> MemoryStore:
+    return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_bytes=max_bytes, max_buffers=max_buffers)
 
 
 def open_postgres(

@@ -21,7 +21,8 @@ def test_a_url_names_the_path_of_its_store(url: str, path: Path | None) -> None:
 
 @pytest.mark.parametrize("url", ["", "memory", "lmdb", "lmdb:", "memory:x", "sqlite:a", "LMDB:a", "/a/b"])
 def test_an_unknown_url_is_refused(url: str) -> None:
-    with pytest.raises(StoreFailed, match=r"^GRADSERVE_STORE is .*, but must be lmdb:PATH, postgresql://HOST/DATABASE or memory:$"):
+    what = "lmdb:PATH, postgresql://HOST/DATABASE or memory:"
+    with pytest.raises(StoreFailed, match=rf"^GRADSERVE_STORE is .*, but must be {what}$"):
         path_of(url)
 
 

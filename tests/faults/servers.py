@@ -76,14 +76,18 @@ class Server:
         self.launch()
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self.process.poll() is None:
-            try:
-                if httpx.get(f"{self.url}/v2/health/ready", timeout=5).status_code == 200:
-                    return True
-            except httpx.TransportError:
-                pass
+            if self.is_ready():
+                return True
             time.sleep(0.02)
         self.kill()
         return False
+
+    def is_ready(self) -> bool:
+        """Return whether the server takes requests."""
+        try:
+            return httpx.get(f"{self.url}/v2/health/ready", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def kill(self) -> None:
         """Kill -9 all processes of the server and wait for their end."""

@@ -25,7 +25,7 @@ SHAPE = (CLIENTS, 20_000)
 
 POINTS = dict.fromkeys(
     point
-    for path in (ROOT / "service" / "buffers").rglob("*.py")
+    for path in (ROOT / "service" / "buffers" / "lmdb").rglob("*.py")
     for point in re.findall(r'failpoints\.hit\("([a-z ]+)"\)', path.read_text())
 )
 ADDS = [

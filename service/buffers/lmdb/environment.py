@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import orjson
 
 from service.buffers.lmdb.format import DATABASES, FORMAT
-from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full, store_full
+from service.buffers.lmdb.mapped import MappedFile
+from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
+from service.buffers.room import store_full
 from service.errors import StoreFailed
 from service.files import check_regular, open_new
 from service.system import sync_drive, sync_path
@@ -25,6 +30,20 @@ MOST_READERS = 1024
 
 FULL_DISK_BYTES = 4 << 20
 """A disk with less room than this counts as full."""
+
+UNREADABLE = (struct.error, UnicodeError, orjson.JSONDecodeError, zlib.error)
+"""What decoding raises for damaged data that no checksum covers, such as LMDB's own pages."""
+
+DAMAGED = (
+    lmdb.BadDbiError,
+    lmdb.BadValsizeError,
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+)
+"""What LMDB raises for damaged pages."""
 
 FILES = "data.mdb", "lock.mdb", "values"
 """The files that processes share; they find each file by its name."""
@@ -45,6 +64,7 @@ class Environment:
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes
         self._env = open_lmdb(path, max_bytes=max_bytes, readonly=readonly)
+        self._mapped = MappedFile(self._env)
         mark = path / "format"
         try:
             self._open_databases(readonly)
@@ -66,8 +86,9 @@ class Environment:
         if create:
             self.check_readers()
         self.meta = self._env.open_db(b"meta", create=create)
-        with self._env.begin() as txn:
+        with self._mapped.transaction() as txn:
             stored = txn.get(b"format", db=self.meta)
+            stored = None if stored is None else bytes(stored)
         if stored is not None and not (stored.isdigit() and int(stored) <= FORMAT):
             raise StoreFailed(
                 f"The store in {self.path} has format {stored.decode(errors='replace')}, but this version of gradserve"
@@ -76,7 +97,7 @@ class Environment:
         for name in DATABASES:
             setattr(self, name, self._env.open_db(name.encode(), create=create))
         if create and stored is None:
-            with self._env.begin(write=True) as txn:
+            with self.writing() as txn:
                 txn.put(b"format", str(FORMAT).encode(), db=self.meta)
 
     def oldest_reader(self) -> int | None:
@@ -97,17 +118,23 @@ class Environment:
     def reading(self) -> Iterator[Any]:
         """Begin a transaction that reads. Raises `StoreFailed`."""
         try:
-            with self._env.begin(buffers=True) as txn:
+            with self._mapped.transaction() as txn:
                 yield txn
             self.check_files()  # a process with another lock.mdb does not see this reader, and may reuse what it read
-        except lmdb.Error as error:
+        except (lmdb.Error, *UNREADABLE) as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """Begin a transaction that writes. It is committed on leaving, unless an exception is raised."""
-        with self._env.begin(write=True, buffers=True) as txn:
-            yield txn
+        """Begin a transaction that writes. It is committed on leaving, unless an exception is raised.
+
+        Raises `StoreFailed` for what cannot be decoded, and lmdb.Error.
+        """
+        try:
+            with self._mapped.transaction(write=True) as txn:
+                yield txn
+        except UNREADABLE as error:
+            raise as_client_error(error, self.path, self.max_bytes) from None
         sync_drive(self.path / "data.mdb")  # LMDB writes the page that completes a commit with O_DSYNC
 
     def check_files(self) -> None:
@@ -124,12 +151,8 @@ class Environment:
 
     def generation(self) -> int:
         """Return the number of the last committed transaction. Raises `StoreFailed`."""
-        self.check_files()
-        try:
-            with self._env.begin() as txn:  # what info() says may not be visible to readers yet
-                return int(txn.id())
-        except lmdb.Error as error:
-            raise as_client_error(error, self.path, self.max_bytes) from None
+        with self.reading() as txn:  # what info() says may not be visible to readers yet
+            return int(txn.id())
 
     def allocated(self) -> int:
         """Return the bytes of the disk that LMDB has for its pages, used or free."""
@@ -201,5 +224,11 @@ def as_client_error(error: Exception, path: Path, max_bytes: int) -> Exception:
                 return disk_full(reason)
         if os.strerror(errno.EIO) in str(error) and disk_is_full(path):
             return disk_full()  # LMDB calls a write that came short an input/output error
-        return StoreFailed(f"The store in {path} failed: {error}")
+        if not isinstance(error, DAMAGED):
+            return StoreFailed(f"The store in {path} failed: {error}")
+    if isinstance(error, (*DAMAGED, *UNREADABLE)):
+        return StoreFailed(
+            f"The store in {path} is damaged: {error}. Restore its buffers from an export; gradserve doctor shows the"
+            " damage"
+        )
     return error

@@ -22,18 +22,22 @@ The databases of the LMDB environment hold, in format 1:
                b"last_id" -> the last id that a buffer or a value was given, 8 bytes
                b"slots" -> the number of slots, free ones included, 8 bytes
                b"writer" -> the mark of the last transaction, `MARK_BYTES` bytes
+               b"clock" -> the clock of this run of the machine: its distance from the monotonic clock in seconds, as
+                           float64; the name of the run (`clock.py`); sealed
                b"count:" and a namespace -> the number of its buffers, 8 bytes
+               b"keys:" and a namespace -> the number of its entries in `outcomes` and `lists`, and the bytes that
+                           they take of the store, 8 bytes each
     buffers    `BufferName.joined` -> a `Record` as JSON, sealed
     values     id of a value, 8 bytes -> a small value: its elements and b"i", sealed
                                       -> a large value: slot and checksum of each chunk, 8 bytes each; what waits to be
                                          added, as JSON; the length of this JSON, 4 bytes; and b"c"; sealed
     free       number of the transaction that freed them, 8 bytes, and a running number, 4 bytes -> slots, 8 bytes each
     keys       digest of caller and key, 16 bytes -> the time of the request, 8 bytes
-    outcomes   time of the request, 8 bytes, and digest of caller and key -> fingerprint, and what a replay answers:
-               receipts, ids of the buffers, states of the buffers that the request was computed from (`receipts.py`);
-               sealed
-    lists      time from which on no request shares the list, 8 bytes, and digest of the list -> names and ids of
-               buffers, compressed; sealed
+    outcomes   time of the request, 8 bytes, and digest of caller and key -> fingerprint, namespace, and what a replay
+               answers: receipts, ids of the buffers, states of the buffers that the request was computed from
+               (`receipts.py`); sealed
+    lists      time from which on no request shares the list, 8 bytes, and digest of the list -> namespace, and names
+               and ids of buffers, compressed; sealed
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
@@ -77,11 +81,23 @@ DATABASES = ("buffers", "values", "free", "keys", "outcomes", "lists", "deadline
 WRITER = b"writer"
 """Where `meta` has the mark: while the mark is its own, a process knows that no other process wrote since."""
 
-MARK_BYTES = 24
-"""Length of a mark. A transaction that finds another length counts all buffers again."""
+MARK_BYTES = 25
+"""Length of a mark. A transaction that finds another length counts all buffers and keys again."""
 
 COUNT = b"count:"
-"""The prefix of the counts in `meta`."""
+"""The prefix of the counts of buffers in `meta`."""
+
+KEYS = b"keys:"
+"""The prefix in `meta` of what the keys of namespaces use."""
+
+USE = struct.Struct(">QQ")
+"""Entries and bytes that the keys of a namespace use."""
+
+CLOCK = b"clock"
+"""Where `meta` has the clock."""
+
+CLOCK_SEED = 1
+"""The seed of its checksum: no record has this seed, even if a damaged page calls the clock a buffer."""
 
 NUMBER = struct.Struct(">Q")
 """An id, a slot or a count."""
@@ -160,9 +176,11 @@ def pack_record(record: Record, key: bytes) -> bytes:
 
 def unpack_record(name: BufferName, sealed: memoryview) -> Record:
     """Return a record from what is stored. Raises `BufferCorrupt`."""
-    data = unseal(sealed, seed_of(name.joined.encode()))
-    if data is None:
-        raise BufferCorrupt(f"The stored record of the buffer {str(name)!r} is damaged on the disk", buffer=str(name))
-    fields: list[Any] = orjson.loads(data)
-    spec, *state, epochs = fields
-    return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])
+    try:
+        data = unseal(sealed, seed_of(name.joined.encode()))
+        fields: list[Any] = [] if data is None else orjson.loads(data)
+        spec, *state, epochs = fields
+        return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])
+    except (LookupError, TypeError, ValueError):
+        problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
+        raise BufferCorrupt(problem, buffer=str(name)) from None

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import (
+    CLOCK,
+    CLOCK_SEED,
     COUNT,
     DATABASES,
     MARK_BYTES,
@@ -19,15 +19,15 @@ from service.buffers.lmdb.format import (
     WRITER,
     microseconds,
     name_of,
-    seed_of,
     unpack_record,
     unseal,
 )
-from service.buffers.lmdb.receipts import place_of_list, unpack_known
-from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count
+from service.buffers.lmdb.keys import KeyReader
+from service.buffers.lmdb.pages import faults_of
+from service.buffers.lmdb.slots import CHUNK_BYTES, slot_count, slots_in
 from service.buffers.lmdb.values import ValueReader
 from service.buffers.names import BufferName
-from service.buffers.record import Known, Record
+from service.buffers.record import Record
 from service.errors import BufferCorrupt
 
 
@@ -36,7 +36,7 @@ class Reader:
 
     def __init__(self, env: Environment, txn: Any) -> None:
         self._env, self._txn = env, txn
-        self.values = ValueReader(env, txn)
+        self.values, self.keys = ValueReader(env, txn), KeyReader(env, txn)
 
     def get(self, name: BufferName) -> Record | None:
         """Return the buffer, expired or not. Raises `BufferCorrupt`."""
@@ -72,40 +72,20 @@ class Reader:
                 except BufferCorrupt:
                     yield name, None
 
-    def find_key(self, digest: bytes, oldest: int) -> Known | None:
-        """Return what is stored with an idempotency key, unless it is older than `oldest`. Raises `BufferCorrupt`."""
-        time = self._txn.get(digest, db=self._env.keys)
-        if time is None:
-            return None
-        found = self._outcome(bytes(time), digest)
-        if found is None:
-            raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk")
-        return unpack_known(*found) if TIME.unpack(time)[0] > oldest else None
-
-    def damaged_keys(self) -> int:
-        """Return the number of idempotency keys whose outcome is damaged, or the list of names that it needs."""
-        with self._txn.cursor(db=self._env.keys) as cursor:
-            return sum(self._outcome(bytes(time), bytes(digest)) is None for digest, time in cursor)
-
-    def _outcome(self, time: bytes, digest: bytes) -> tuple[memoryview, memoryview | None] | None:
-        """Return the outcome of a key and the list that it needs, if any; None if one is missing or damaged."""
-        data = self._unsealed(time + digest, self._env.outcomes)
-        if data is None:
-            return None
-        place = place_of_list(data, TIME.unpack(time)[0])
-        if place is None:
-            return data, None
-        names = self._unsealed(place, self._env.lists)
-        return None if names is None else (data, names)
-
-    def _unsealed(self, place: bytes, db: Any) -> memoryview | None:
-        """Return what is sealed in a database at this place; None if it is missing or damaged."""
-        sealed = self._txn.get(place, db=db)
-        return None if sealed is None else unseal(sealed, seed_of(place))
+    def stored_clock(self) -> bytes:
+        """Return what `meta` has of the clock, b"" if it is missing or damaged."""
+        sealed = self._txn.get(CLOCK, default=b"", db=self._env.meta)
+        return bytes(unseal(sealed, CLOCK_SEED) or b"")
 
     def is_counted(self) -> bool:
-        """Return whether the last transaction kept the counts of buffers."""
+        """Return whether the last transaction kept the counts of buffers and keys."""
         return len(self._txn.get(WRITER, default=b"", db=self._env.meta)) == MARK_BYTES
+
+    def adds_up(self) -> bool:
+        """Return whether the sums of all counts are right."""
+        entries, uses = self.entries(), self.keys.uses().values()
+        buffers, keys = sum(self.counts().values()), sum(use.entries for use in uses)
+        return buffers == entries["buffers"] and keys == entries["outcomes"] + entries["lists"]
 
     def counts(self) -> dict[str, int]:
         """Return the stored count of buffers of each namespace."""
@@ -113,7 +93,8 @@ class Reader:
         with self._txn.cursor(db=self._env.meta) as cursor:
             more = cursor.set_range(COUNT)
             while more and bytes(cursor.key()).startswith(COUNT):
-                counts[bytes(cursor.key()[len(COUNT) :]).decode()] = NUMBER.unpack(cursor.value())[0]
+                namespace = bytes(cursor.key()[len(COUNT) :]).decode(errors="replace")
+                counts[namespace] = int.from_bytes(cursor.value(), "big")  # of any length, if it is damaged
                 more = cursor.next()
         return counts
 
@@ -134,7 +115,11 @@ class Reader:
     def free_slots(self) -> list[int]:
         """Return the slots that no value uses."""
         with self._txn.cursor(db=self._env.free) as cursor:
-            return [slot for slots in cursor.iternext(keys=False) for slot in np.frombuffer(slots, "<i8").tolist()]
+            return [slot for slots in cursor.iternext(keys=False) for slot in slots_in(slots).tolist()]
+
+    def damaged_pages(self) -> list[str]:
+        """Return a line for each damaged page of LMDB."""
+        return faults_of(self._env.path / "data.mdb", self._txn, self._txn.stat(self._env.meta)["psize"])
 
     def pages(self) -> int:
         """Return the bytes of LMDB's pages in use."""

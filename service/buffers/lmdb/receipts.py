@@ -12,6 +12,9 @@ second bytes, and so on. zlib packs them. For 200 buffers this takes, in bytes p
     all numbers are random, and as large as a number can be: the worst case    32
 
 A key takes about 200 bytes more in `keys` and `outcomes`.
+
+Outcomes and lists name the namespace that owns them, so that its share of the store can be counted; nothing stands for
+the default namespace. What a version without shares stored belongs to the default namespace.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ LIST_MICROSECONDS = 3_600_000_000
 _FIELDS = ("name", "updated", "closed", "epoch", "version", "count", "weight")
 """The members of a receipt. Only the receipt of a new buffer has others, and is always JSON."""
 
+_OWNER = b"~"
+"""The first byte of a namespace: neither receipts nor compressed lists begin with it."""
+
 _SPLIT = b"s"
 """The first byte of receipts that are split from their names: JSON begins with another byte."""
 
@@ -44,45 +50,68 @@ class NameList(NamedTuple):
     """The names and ids of a request's buffers as JSON, and the place in `lists` where requests share them."""
 
     place: bytes
+    owner: bytes
     text: bytes
 
     def compressed(self) -> bytes:
         """Return what `lists` has."""
-        return zlib.compress(self.text, 1)
+        return self.owner + zlib.compress(self.text, 1)
 
 
-def pack_known(known: Known, time: int) -> tuple[bytes, NameList | None]:
+def owner_of(data: memoryview) -> str:
+    """Return the namespace of an outcome without its fingerprint, or of a list, as they are stored."""
+    return bytes(data[2 : _owner_bytes(data)]).decode(errors="replace")
+
+
+def _owner_bytes(data: memoryview) -> int:
+    """Return the number of bytes that the namespace takes."""
+    return 2 + data[1] if data[:1] == _OWNER and len(data) > 1 else 0
+
+
+def _packed_owner(namespace: str) -> bytes:
+    name = namespace.encode()[:255]
+    return b"".join([_OWNER, bytes([len(name)]), name]) if name else b""
+
+
+def pack_known(known: Known, time: int, namespace: str) -> tuple[bytes, NameList | None]:
     """Return the outcome of a request that was made at `time`, in microseconds, and the list that it needs."""
+    owner = _packed_owner(namespace)
     receipts, ids = [*known.receipts.values()], [*known.ids.values()]
     numbers = _pack_numbers(receipts) if len(receipts) >= MANY else None
     if numbers is None:
         rows = [[one[field] for field in _FIELDS] if len(one) == len(_FIELDS) else one for one in receipts]
-        return known.fingerprint + orjson.dumps([rows, ids, known.sources]), None
+        return known.fingerprint + owner + orjson.dumps([rows, ids, known.sources]), None
     names = orjson.dumps([[*known.receipts], ids])
-    digest = hashlib.blake2b(names, digest_size=DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(owner + names, digest_size=DIGEST_BYTES).digest()
     packed = zlib.compress(numbers + orjson.dumps(known.sources), 1)
-    return known.fingerprint + _SPLIT + digest + packed, NameList(_place(time, digest), names)
+    return known.fingerprint + owner + _SPLIT + digest + packed, NameList(_place(time, digest), owner, names)
 
 
 def place_of_list(outcome: memoryview, time: int) -> bytes | None:
     """Return where `lists` has the list that an outcome needs; None if it needs none."""
-    start = bytes(outcome[FINGERPRINT_BYTES:][: 1 + DIGEST_BYTES])
+    start = bytes(_body(outcome)[: 1 + DIGEST_BYTES])
     return _place(time, start[1:]) if start[:1] == _SPLIT else None
 
 
 def unpack_known(outcome: memoryview, shared: memoryview | None) -> Known:
     """Return what `pack_known` took, from an outcome and the list that it needs, as `lists` has it."""
-    fingerprint, body = bytes(outcome[:FINGERPRINT_BYTES]), outcome[FINGERPRINT_BYTES:]
+    fingerprint, body = bytes(outcome[:FINGERPRINT_BYTES]), _body(outcome)
     if shared is None:
         rows, ids, sources = orjson.loads(body)
     else:
-        names, ids = orjson.loads(zlib.decompress(shared))
+        names, ids = orjson.loads(zlib.decompress(shared[_owner_bytes(shared) :]))
         unpacked = zlib.decompress(body[1 + DIGEST_BYTES :])
         columns, rest = _unpack_numbers(unpacked, len(names))
         rows, sources = zip(names, *columns, strict=True), orjson.loads(rest)
     receipts = [row if isinstance(row, dict) else dict(zip(_FIELDS, row, strict=True)) for row in rows]
     by_name = {receipt["name"]: receipt for receipt in receipts}
     return Known(fingerprint, by_name, dict(zip(by_name, ids, strict=True)), tuple(sources))
+
+
+def _body(outcome: memoryview) -> memoryview:
+    """Return an outcome without its fingerprint and its namespace."""
+    body = outcome[FINGERPRINT_BYTES:]
+    return body[_owner_bytes(body) :]
 
 
 def _place(time: int, digest: bytes) -> bytes:

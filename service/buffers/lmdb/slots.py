@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service.buffers.lmdb.format import NUMBER
+from service.buffers.room import store_full
 from service.errors import StoreFull
 from service.files import open_regular
 from service.system import begin_to_store, free_range, read_into, sync
@@ -113,6 +114,11 @@ class SlotFile:
         os.close(self._fd)
 
 
+def slots_in(entry: memoryview) -> npt.NDArray[np.int64]:
+    """Return the slots of an entry of the free list. Damage may have changed its length."""
+    return np.frombuffer(entry, "<i8", len(entry) // NUMBER.size)
+
+
 def slot_count(env: Databases, txn: Any) -> int:
     """Return the number of slots, free slots included."""
     stored = txn.get(b"slots", db=env.meta)
@@ -165,7 +171,7 @@ class Slots:
         last, count = self._last_reusable(), slot_count(self._env, self._txn)
         with self._txn.cursor(db=self._env.free) as cursor:
             entries = itertools.takewhile(lambda entry: _FREE_KEY.unpack(entry[0])[0] <= last, cursor)
-            free = np.concatenate([np.empty(0, "<i8"), *(np.frombuffer(slots, "<i8") for _, slots in entries)])
+            free = np.concatenate([np.empty(0, "<i8"), *(slots_in(slots) for _, slots in entries)])
         self._env.file.give_back(free[(free >= 0) & (free < count)], count)
 
     def _unused_key(self, freed_by: int) -> bytes:
@@ -185,7 +191,7 @@ class Slots:
         with self._txn.cursor(db=self._env.free) as cursor:
             if not cursor.first() or _FREE_KEY.unpack(cursor.key())[0] > self._last_reusable():
                 return []
-            slots = np.frombuffer(cursor.value(), "<i8").tolist()
+            slots = slots_in(cursor.value()).tolist()
             cursor.delete()
         count = slot_count(self._env, self._txn)
         return sorted((slot for slot in slots if 0 <= slot < count), reverse=True)  # other numbers are damage
@@ -209,11 +215,3 @@ class Slots:
 def disk_full(reason: str = os.strerror(errno.ENOSPC)) -> StoreFull:
     """Return the error of a store whose disk is full."""
     return StoreFull(f"The disk of the store is full ({reason}); nothing was changed")
-
-
-def store_full(max_bytes: int) -> StoreFull:
-    """Return the error of a store that has reached its own limit."""
-    return StoreFull(
-        f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed",
-        limit=max_bytes,
-    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.opening import open_environment
 from service.buffers.lmdb.reader import Reader, reading
@@ -20,6 +21,10 @@ class ReadOnlyStore:
     def sizes(self) -> dict[str, int]:
         """Return bytes: the limit of the store, the size of data.mdb, and what `values` takes of the disk."""
         return self._env.sizes()
+
+    def now(self) -> float:
+        """Return the time of the store's clock, in seconds since 1970. Raises `StoreFailed`."""
+        return clock_of(self._env, readonly=True)()
 
     def reading(self) -> AbstractContextManager[Reader]:
         """Read the store as it is at one moment. Raises `StoreFailed`."""

@@ -6,7 +6,6 @@ complete on the disk or not there at all, so that a crash needs no repair.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from service.buffers.lmdb.caches import WriterState
+from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.format import digest_of, key_range
 from service.buffers.lmdb.opening import open_environment
 from service.buffers.lmdb.reader import Reader, reading
@@ -40,14 +40,14 @@ class LmdbStore(Store):
         max_bytes: int,
         allocate: Allocate = np.empty,
         key_seconds: float = KEY_SECONDS,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         committed: Committed = uncounted,
         max_buffers: int = MAX_BUFFERS,
     ) -> None:
         self._env = open_environment(path, max_bytes=max_bytes)
-        self._allocate, self._clock = allocate, clock
+        self._allocate, self._clock = allocate, clock or clock_of(self._env)
         state = WriterState(allocate, max_buffers)
-        self._writer = Writer(self._env, state, key_seconds=key_seconds, clock=clock, committed=committed)
+        self._writer = Writer(self._env, state, key_seconds=key_seconds, clock=self._clock, committed=committed)
 
     def submit(self, request: Request) -> Future[Outcome]:
         return self._writer.submit(request, self.namespace)
@@ -86,7 +86,7 @@ class LmdbStore(Store):
 
     def recall(self, key: Key) -> Known | None:
         with reading(self._env) as reader:
-            return reader.find_key(digest_of(key), self._writer.oldest_key())
+            return reader.keys.find(digest_of(key), self._writer.oldest_key())
 
     def generation(self) -> int:
         return self._env.generation()

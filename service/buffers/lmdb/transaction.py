@@ -15,20 +15,22 @@ from service.buffers.lmdb.format import (
     microseconds,
     name_of,
     pack_record,
-    seal,
-    seed_of,
 )
-from service.buffers.lmdb.reader import Reader, is_due
-from service.buffers.lmdb.receipts import pack_known
-from service.buffers.lmdb.slots import RESERVE_BYTES, disk_full, store_full
+from service.buffers.lmdb.keys import KeyWriter
+from service.buffers.lmdb.reader import Reader
+from service.buffers.lmdb.slots import RESERVE_BYTES, disk_full
 from service.buffers.lmdb.value_writer import ValueWriter
 from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Record, Spec, too_many
+from service.buffers.room import KEYS_PART, check_keys, store_full
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
 MOST_EXPIRED = 100
 """Expired buffers that one transaction removes: a client's request waits for it."""
+
+MOST_FORGOTTEN = 10_000
+"""Expired keys that one request deletes if its namespace has no room for its key; they take a tenth of a second."""
 
 
 class LmdbTransaction(Reader):
@@ -38,6 +40,7 @@ class LmdbTransaction(Reader):
         super().__init__(env, txn)
         self._state, self._oldest = state, oldest_key
         self._writer = ValueWriter(env, txn, state.values)
+        self._keys = KeyWriter(env, txn)
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
@@ -63,11 +66,11 @@ class LmdbTransaction(Reader):
         self.changed[record.full_name] = record
 
     def check_counts(self, *, closely: bool) -> None:
-        """Count all buffers if the last transaction did not count; if `closely`, also if the sum is wrong."""
-        wrong = closely and sum(self.counts().values()) != self.entries()["buffers"]
-        if wrong or not self.is_counted():
+        """Count all buffers and keys if the last transaction did not count; if `closely`, also if a sum is wrong."""
+        if (closely and not self.adds_up()) or not self.is_counted():
             self.writes += 1
             self._counts = {**dict.fromkeys(self.counts(), 0), **self.count_all()}
+            self._keys.recount()
 
     def count_new(self, name: BufferName, now: float) -> None:
         namespace, most, expired = name.namespace, self._state.max_buffers, True
@@ -112,27 +115,24 @@ class LmdbTransaction(Reader):
         return self._writer.load(spec, value, self._state.allocate)
 
     def recall(self, key: Key) -> Known | None:
-        return self.find_key(digest_of(key), self._oldest)
+        return self._keys.find(digest_of(key), self._oldest)
+
+    def admit_key(self, key: Key) -> None:
+        limit = self._env.max_bytes
+        if self._keys.use(key.caller).bytes >= limit // KEYS_PART:
+            self.expired += self.forget_keys(MOST_FORGOTTEN)
+            check_keys(self._keys.use(key.caller).bytes, limit)
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.writes += 1
-        digest, stored = digest_of(key), microseconds(now)
-        data, names = pack_known(known, stored)
-        if names is not None and self._unsealed(names.place, self._env.lists) is None:
-            self._put_sealed(names.place, names.compressed(), self._env.lists)
-        time = TIME.pack(stored)
-        self._put_sealed(time + digest, data, self._env.outcomes)
-        self._txn.put(digest, time, db=self._env.keys)
+        self._keys.remember(key, known, now)
 
-    def _put_sealed(self, place: bytes, data: bytes, db: Any) -> None:
-        self._txn.put(place, seal(data, seed_of(place)), db=db)
-
-    def check_room(self) -> None:
-        """Raise `StoreFull` unless the store stays within its limit, and LMDB keeps its reserve."""
-        limit = self._env.max_bytes
+    def check_room(self, limit: int) -> None:
+        """Raise `StoreFull` unless the store stays within `limit`, and LMDB keeps its reserve."""
         if self.taken() > limit and self.used() > limit:
-            raise store_full(limit)
-        if not self._env.file.has_room() and self._env.allocated() - self.pages() < RESERVE_BYTES:
+            raise store_full(self._env.max_bytes)
+        reserve = RESERVE_BYTES if limit < self._env.max_bytes else RESERVE_BYTES // 2  # as `room_for` has it
+        if not self._env.file.has_room() and self._env.allocated() - self.pages() < reserve:
             raise disk_full()
 
     def give_back(self) -> None:
@@ -153,20 +153,17 @@ class LmdbTransaction(Reader):
                 self._txn.put(COUNT + namespace.encode(), NUMBER.pack(count), db=self._env.meta)
             else:
                 self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
+        self._keys.finish()
 
-    def forget_keys(self, most: int) -> None:
-        """Delete up to `most` keys that have expired, and lists of names that no key needs any more."""
-        with self._txn.cursor(db=self._env.outcomes) as cursor:
-            while most > 0 and is_due(cursor, self._oldest):
-                time, digest = bytes(cursor.key()[: TIME.size]), bytes(cursor.key()[TIME.size :])
-                if self._txn.get(digest, db=self._env.keys) == time:  # else the key was used again
-                    self._txn.delete(digest, db=self._env.keys)
-                cursor.delete()
-                most, self.writes = most - 1, self.writes + 1
-        with self._txn.cursor(db=self._env.lists) as cursor:
-            while most > 0 and is_due(cursor, self._oldest):  # no key is left that is as old
-                cursor.delete()
-                most, self.writes = most - 1, self.writes + 1
+    def forget_keys(self, most: int) -> int:
+        """Delete up to `most` keys that have expired, and lists of names that no key needs any more.
+
+        Return the number of the deleted.
+        """
+        forgotten, _ = self._keys.forget(self._oldest, most)
+        forgotten += self._keys.forget_lists(self._oldest, most - forgotten)
+        self.writes += forgotten
+        return forgotten
 
     def remove_expired(self, now: float, most: int, namespace: str | None = None) -> bool:
         """Remove up to `most` expired buffers, of one namespace or of all. Return whether any deadline was over.

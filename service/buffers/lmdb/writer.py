@@ -19,7 +19,6 @@ import lmdb
 import numpy as np
 
 from service.buffers import failpoints
-from service.buffers.changes import Add, Create, Restore
 from service.buffers.lmdb.caches import NOBODY, WriterState
 from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
 from service.buffers.lmdb.format import MARK_BYTES, WRITER, microseconds
@@ -27,6 +26,7 @@ from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
 from service.buffers.lmdb.transaction import MOST_EXPIRED, LmdbTransaction
 from service.buffers.perform import Outcome, Request, perform
+from service.buffers.room import UNLIMITED, room_for
 from service.buffers.store import Committed, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
 
@@ -165,12 +165,14 @@ class Writer:
 
     def _transact(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []
-        now = self._clock()
+        now, room = self._clock(), UNLIMITED
         with self._changing() as changes:
             for job in jobs:
                 before = changes.writes - changes.expired
                 try:
-                    answers.append(perform(changes, job.request, job.namespace, now))
+                    outcome = perform(changes, job.request, job.namespace, now)
+                    answers.append(outcome)
+                    room = min(room, room_for(job.request, outcome, self._env.max_bytes))
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
                         raise _UndoneError(job, error) from None
@@ -183,8 +185,8 @@ class Writer:
                 self._env.check_readers()
             changes.remove_expired(now, min(most, MOST_EXPIRED))
             changes.finish(now)
-            if any(map(_has_grown, jobs, answers)):
-                changes.check_room()
+            if room < UNLIMITED:
+                changes.check_room(room)
             failpoints.hit("before commit")
         return answers
 
@@ -276,11 +278,3 @@ class Writer:
             pass  # a full disk, for example: the next request gets the error
         except Exception:  # the writer thread must go on, whatever this is
             logger.exception("gradserve cannot tidy up the store in %s", self._env.path)
-
-
-def _has_grown(job: _Job, answer: Outcome | GradserveError) -> bool:
-    """Return whether the request added something. A repeated request, or one that changes nothing, needs no room."""
-    if isinstance(answer, GradserveError) or answer.replayed:
-        return False
-    made = {name for name, receipt in answer.receipts.items() if receipt.get("created", receipt.get("updated"))}
-    return any(isinstance(change, (Create, Add, Restore)) and change.name in made for change in job.request.changes)

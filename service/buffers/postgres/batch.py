@@ -77,8 +77,9 @@ FREE = """
 _LOOSEN = "insert into loose select blob, extract(epoch from clock_timestamp()) from unnest(%s::bigint[]) as blob"
 
 _REMEMBER = """
-    insert into keys (digest, at, outcome)
-    select digest, %s, outcome from unnest(%s::bytea[], %s::bytea[]) as made(digest, outcome)
+    insert into keys (digest, namespace, at, outcome)
+    select digest, namespace, %s, outcome
+    from unnest(%s::bytea[], %s::text[], %s::bytea[]) as made(digest, namespace, outcome)
 """
 
 FENCE = "select pg_logical_emit_message(true, 'gradserve', '')"
@@ -168,8 +169,9 @@ class Batch:
             if unused:
                 connection.execute(_LOOSEN, (unused,))
             if has_changed:
-                keys = {digest: pack_known(known) for digest, known in changes.keys.items()} | {self._mark: b""}
-                connection.execute(_REMEMBER, (self.now, [*keys], [*keys.values()]))
+                keys = [(digest, key.caller, pack_known(known)) for digest, (key, known) in changes.keys.items()]
+                columns = _columns([*keys, (self._mark, "", b"")], 3)
+                connection.execute(_REMEMBER, (self.now, *columns))
             connection.execute("commit")
         return has_changed
 

@@ -10,10 +10,12 @@ import psycopg
 from psycopg_pool import PoolTimeout
 
 from service.buffers.names import BufferName
+from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.batch import FREE
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
 from service.buffers.postgres.transaction import unpack_record
+from service.buffers.room import check_keys, room_for, store_full
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,12 @@ _USED = """
 """
 
 
+KEY_BYTES = 120
+"""What the database takes for a key beside its outcome."""
+
+_KEY_BYTES = f"select namespace, sum(length(outcome) + {KEY_BYTES})::bigint from keys where outcome <> '' group by 1"
+
+
 class Keeper:
     """The keeper thread. It begins at once, and ends with `close`."""
 
@@ -59,13 +67,19 @@ class Keeper:
     ) -> None:
         self._database, self._max_bytes, self._key_seconds, self._clock = database, max_bytes, key_seconds, clock
         self._used = 0
+        self._key_bytes: dict[str, int] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gradserve-keeper", daemon=True)
         self._thread.start()
 
-    def is_full(self) -> bool:
-        """Return whether the store holds as much as it may, as of the last round."""
-        return self._used >= self._max_bytes
+    def check_room(self, request: Request, outcome: Outcome) -> None:
+        """Raise `StoreFull` if the store had no room for such a request at the last round."""
+        if self._used > room_for(request, outcome, self._max_bytes):
+            raise store_full(self._max_bytes)
+
+    def check_keys(self, namespace: str) -> None:
+        """Raise `KeysFull` if the keys of the namespace had taken their share at the last round."""
+        check_keys(self._key_bytes.get(namespace, 0), self._max_bytes)
 
     def used(self) -> int:
         """Return the bytes in use."""
@@ -93,6 +107,8 @@ class Keeper:
         while self._expire(now) and not self._closed.is_set():
             pass
         self._used = self.used()
+        with self._database.transaction() as connection:
+            self._key_bytes = dict(connection.execute(_KEY_BYTES).fetchall())
 
     def _now(self) -> float:
         if self._clock is not None:

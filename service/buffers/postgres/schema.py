@@ -77,6 +77,7 @@ create table loose (blob bigint primary key, due double precision not null);
 create index loose_due on loose (due);
 create table keys (
     digest bytea not null,
+    namespace text not null,
     at double precision not null,
     outcome bytea not null,
     primary key (digest, at)

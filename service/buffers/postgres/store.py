@@ -109,7 +109,7 @@ class PostgresStore(Store):
             clock=clock,
             committed=committed,
             changed=self._watcher.tell,
-            is_full=self._keeper.is_full,
+            keeper=self._keeper,
             max_buffers=max_buffers,
             fence=self._fence,
             fold=self._folder.submit,

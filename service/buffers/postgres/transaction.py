@@ -102,7 +102,7 @@ class Changes:
     blobs: dict[int, Payload] = field(default_factory=dict)
     """Blobs that were not staged."""
     freed: list[int] = field(default_factory=list)
-    keys: dict[bytes, Known] = field(default_factory=dict)
+    keys: dict[bytes, tuple[Key, Known]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     folds: list[Fold] = field(default_factory=list)
 
@@ -133,10 +133,11 @@ class PostgresTransaction:
         next_id: Callable[[], int],
         allocate: Allocate,
         max_buffers: int,
+        admit_key: Callable[[str], None],
     ) -> None:
         self._cursor, self._found, self._done, self._staged = cursor, found, done, staged
         self.new_id, self._allocate, self._max_buffers = next_id, allocate, max_buffers
-        self.changes = Changes()
+        self.changes, self._admit_key = Changes(), admit_key
 
     def _stored(self, name: BufferName) -> Stored | None:
         for records in (self.changes.records, self._done.records):
@@ -228,10 +229,15 @@ class PostgresTransaction:
 
     def recall(self, key: Key) -> Known | None:
         digest = digest_of(key)
-        return self._done.keys.get(digest) or self._found.keys.get(digest)
+        if digest in self._done.keys:
+            return self._done.keys[digest][1]
+        return self._found.keys.get(digest)
+
+    def admit_key(self, key: Key) -> None:
+        self._admit_key(key.caller)
 
     def remember(self, key: Key, known: Known, now: float) -> None:
-        self.changes.keys[digest_of(key)] = known
+        self.changes.keys[digest_of(key)] = (key, known)
 
 
 def _is_worth_a_fold(spec: Spec, seq: int, has_ended: bool) -> bool:

@@ -22,10 +22,11 @@ from service.buffers.postgres.connections import Connection, Database, retried
 from service.buffers.postgres.deltas import Payload, payload_of, write_blobs
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Fold
+from service.buffers.postgres.keeper import Keeper
 from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
 from service.buffers.store import Allocate, Committed, without_traceback
-from service.errors import GradserveError, StoreFailed, StoreFull
+from service.errors import GradserveError, StoreFailed
 
 MOST_IN_BATCH = 256
 """Requests in one transaction: more of them would hold their locks for too long."""
@@ -54,14 +55,14 @@ class Writer:
         clock: Callable[[], float] | None,
         committed: Committed,
         changed: Callable[[], None],
-        is_full: Callable[[], bool],
+        keeper: Keeper,
         max_buffers: int,
         fence: Fence,
         fold: Callable[[Fold], None],
     ) -> None:
         self._database, self._next_id, self._allocate = database, next_id, allocate
         self._key_seconds, self._clock = key_seconds, clock
-        self._committed, self._changed, self._is_full, self._max_buffers = committed, changed, is_full, max_buffers
+        self._committed, self._changed, self._keeper, self._max_buffers = committed, changed, keeper, max_buffers
         self._fence, self._fold = fence, fold
         self._is_unsure = False  # whether the database warned of a commit
         self._connection: Connection | None = None
@@ -204,13 +205,19 @@ class Writer:
         self, connection: Connection, batch: Batch, job: Job, found: Found, done: Changes
     ) -> Outcome | GradserveError:
         with connection.cursor() as cursor:
-            txn = PostgresTransaction(cursor, found, done, job.staged, self._next_id, self._allocate, self._max_buffers)
+            txn = PostgresTransaction(
+                cursor,
+                found,
+                done,
+                job.staged,
+                self._next_id,
+                self._allocate,
+                self._max_buffers,
+                self._keeper.check_keys,
+            )
             try:
                 outcome = perform(txn, job.request, job.namespace, batch.now)
-                if (txn.changes.deltas or txn.changes.keys) and self._is_full():
-                    raise StoreFull(
-                        "The store holds as many bytes as it may (GRADSERVE_STORE_BYTES): delete buffers first"
-                    )
+                self._keeper.check_room(job.request, outcome)
             except GradserveError as error:
                 return without_traceback(error)
         done.merge(txn.changes)

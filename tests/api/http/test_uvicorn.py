@@ -71,7 +71,7 @@ def test_uvicorn_makes_and_stops_connections_as_ours_expects() -> None:
 
 
 USED = [
-    *("run", "signal_queue", "should_exit", "sockets", "processes"),
+    *("run", "signal_queue", "should_exit", "sockets", "processes", "keep_subprocess_alive"),
     *(f"handle_{name}" for name in ("ttin", "ttou", "hup", "int", "quit", "term")),
 ]
 

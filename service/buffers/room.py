@@ -1,0 +1,54 @@
+"""What a store may hold: its limit, and the share of a namespace's idempotency keys in it."""
+
+from __future__ import annotations
+
+import sys
+
+from service.buffers.changes import Add, Create, Delete, Restore
+from service.buffers.perform import Outcome, Request
+from service.errors import KeysFull, StoreFull
+
+KEYS_PART = 4
+"""Keys of a namespace take at most this part of the store, a quarter: one namespace never fills it for all."""
+
+SHRINKING_PART = 64
+"""This part of the store is left to the keys of requests that add nothing, such as takes of a full store."""
+
+UNLIMITED = sys.maxsize
+"""In place of a limit."""
+
+
+def check_keys(namespace_bytes: int, max_bytes: int) -> None:
+    """Raise `KeysFull` if the keys of a namespace have taken their share of the store."""
+    share = max_bytes // KEYS_PART
+    if namespace_bytes >= share:
+        raise KeysFull(
+            f"The remembered Idempotency-Keys of this namespace take {namespace_bytes} bytes, but may take {share}, a"
+            " quarter of GRADSERVE_STORE_BYTES; nothing was changed. Wait until keys expire"
+            " (GRADSERVE_IDEMPOTENCY_SECONDS), or let the operator run gradserve keys-forget. A request without a key"
+            " needs no room for it",
+            limit=share,
+        )
+
+
+def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int:
+    """Return how many bytes the store may hold after this request; `UNLIMITED` if the request needs no room.
+
+    A repeated request needs none. Nor does a delete: its key takes about as much as the record that it removes.
+    """
+    if outcome.replayed:
+        return UNLIMITED
+    for change in request.changes:
+        receipt = outcome.receipts[change.name]
+        if isinstance(change, (Create, Add, Restore)) and receipt.get("created", receipt.get("updated")):
+            return max_bytes - max_bytes // SHRINKING_PART
+    only_deletes = request.changes and all(isinstance(change, Delete) for change in request.changes)
+    return UNLIMITED if request.key is None or only_deletes else max_bytes
+
+
+def store_full(max_bytes: int) -> StoreFull:
+    """Return the error of a store that has reached its own limit."""
+    return StoreFull(
+        f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed",
+        limit=max_bytes,
+    )
