@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import psycopg
@@ -20,7 +21,10 @@ from service.buffers.room import check_keys, room_for, store_full
 logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = 5.0
-"""The pause between rounds."""
+"""The shortest pause between rounds."""
+
+REST_FACTOR = 20
+"""The keeper rests twenty times as long as its last round took: it counts all keys and deltas."""
 
 MOST_BLOBS = 200
 """Blobs that a transaction deletes."""
@@ -92,11 +96,12 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._closed.is_set():
+            began = time.monotonic()
             try:
                 self._round()
             except (psycopg.Error, PoolTimeout) as error:
                 logger.warning("The store's keeper goes on later: %s", " ".join(str(error).split()))
-            self._closed.wait(ROUND_SECONDS)
+            self._closed.wait(max(ROUND_SECONDS, REST_FACTOR * (time.monotonic() - began)))
 
     def _round(self) -> None:
         now = self._now()
