@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -55,11 +56,17 @@ class Application(FastAPI):
             lifespan=_lifespan,
             openapi_url=None,  # `docs.py` serves it
         )
-        admission = Admission(settings.max_bytes_in_flight, settings.max_waiting, settings.max_body_bytes)
-        self.services = Services(settings, admission)
         self.metrics, self.workers, self.observers = metrics, workers, observers
         self.table = Table(routers)
-        self._keys = None if settings.keys is None else KeyFile(settings.keys)
+        self._keys = keys = None if settings.keys is None else KeyFile(settings.keys)
+        admission = Admission(
+            settings.max_bytes_in_flight,
+            settings.max_waiting,
+            settings.max_body_bytes,
+            is_shared=lambda: keys is not None and keys.have_several_namespaces,
+            changed=partial(metrics.set, "gradserve_in_flight_bytes"),
+        )
+        self.services = Services(settings, admission)
         for router in routers:
             self.include_router(router)
         openapi.install(self)
@@ -122,11 +129,10 @@ class Application(FastAPI):
             call.patience_seconds  # noqa: B018 - raises for an invalid value, even if nothing waits
         access = UNKNOWN if endpoint is None else endpoint.access
         call.caller = authorize(call, access, self._keys, settings.metrics_open)
+        call.reservation.namespace = call.caller.namespace
         if call.method not in ("GET", "HEAD") and b"content-length" in call.headers:  # nobody reads the body of a GET
             size = int(call.headers[b"content-length"])  # the HTTP parser accepts only a number
             services.admission.admit(call.reservation, size, services.engine)
-        if call.reservation.bytes:
-            self.metrics.set("gradserve_in_flight_bytes", services.admission.bytes)
 
     def _nothing(self, call: Call) -> Answer:
         """Return the answer without an endpoint: 405 if the path has other methods, else 404."""
@@ -145,9 +151,7 @@ class Application(FastAPI):
     def _end(self, call: Call, bug: Exception | None) -> None:
         """Release the request's bytes, and call the observers."""
         exchange = call.exchange
-        admission = self.services.admission
-        admission.release(call.reservation)
-        self.metrics.set("gradserve_in_flight_bytes", admission.bytes)
+        self.services.admission.release(call.reservation)
         if exchange is not None and exchange.is_refused:
             call.status = MalformedBody.status
         elif exchange is not None and exchange.is_abandoned():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from service.api.http.admission import SMALL_BYTES
+from service.api.http.admission import SMALL_BYTES, STEP_BYTES
 from service.api.http.exchange import Exchange
 from service.api.http.receiver import MIN_BYTES_PER_SECOND
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
@@ -46,13 +46,15 @@ async def read_body(
 ) -> memoryview:
     """Read the whole body. A large body with a Content-Length goes into memory from `allocate`.
 
-    Its byte at `head` is then aligned for NumPy. A chunked body reserves memory as it comes. Raises `BodyTooLarge` as
-    soon as the size is known, `RequestTimeout`, `Busy` and `ClientDisconnect`.
+    Its byte at `head` is then aligned for NumPy. The body reserves memory as it comes: the system provides memory when
+    it is written to first. Raises `BodyTooLarge` as soon as the size is known, `RequestTimeout`, `Busy` and
+    `ClientDisconnect`.
     """
     at_hand = None if exchange is None else exchange.body_at_hand()
     if at_hand is not None:
         if len(at_hand) > limits.max_bytes:
             raise _too_large(f"The body has {len(at_hand)} bytes", limits.max_bytes)
+        reserve(len(at_hand))
         return memoryview(at_hand)
     length = headers.get(b"content-length")
     announced = None if length is None else int(length)  # the HTTP parser accepts only a number
@@ -60,10 +62,10 @@ async def read_body(
         raise _too_large(f"The body has {announced} bytes", limits.max_bytes)
     try:
         if announced is None or announced <= DIRECT_BYTES or exchange is None:
-            return await _collected(receive, limits, None if announced is not None else reserve)
+            return await _collected(receive, limits, reserve)
         shift = -head % ALIGNMENT_BYTES
         whole = allocate(announced + shift)[shift:]
-        if not await exchange.receive_into(whole, limits.patience_seconds):
+        if not await exchange.receive_into(whole, limits.patience_seconds, _by_steps(announced, reserve)):
             raise ClientDisconnect
         return whole
     except TimeoutError:
@@ -74,7 +76,21 @@ async def read_body(
         ) from None
 
 
-async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], None] | None) -> memoryview:
+def _by_steps(size: int, reserve: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a function that takes how many of `size` bytes have come, and reserves them up to the next step."""
+    reserved = 0
+
+    def hold(come: int) -> None:
+        nonlocal reserved
+        if come > reserved:
+            step = min(come + STEP_BYTES, size) - reserved
+            reserve(step)
+            reserved += step
+
+    return hold
+
+
+async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], None]) -> memoryview:
     """Collect a body that is small, has no Content-Length, or comes through another server."""
     body, more, reserved = bytearray(), True, 0
     clock = asyncio.get_running_loop().time
@@ -88,7 +104,7 @@ async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], 
             if len(body) + len(chunk) > limits.max_bytes:
                 raise _too_large(f"The body has more than {limits.max_bytes} bytes", limits.max_bytes)
             body += chunk
-            if reserve is not None and len(body) - reserved > SMALL_BYTES:
+            if len(body) - reserved > SMALL_BYTES:
                 reserve(len(body) - reserved)
                 reserved = len(body)
             if more and len(body) + SMALL_BYTES >= MIN_BYTES_PER_SECOND * (clock() - began - patience):
