@@ -38,7 +38,7 @@ def test_a_small_add_waits_for_one_large_request(
     reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, greedy: Callable[[LmdbStore], list[Request]]
 ) -> None:
     monkeypatch.setattr(batches, "MOST_SHARED_BYTES", 1 << 20)
-    store, gate, order = reopen(), Gate(monkeypatch), list[str]()
+    store, gate, order = reopen(), Gate(monkeypatch), list[int]()
     one, other = store.within("one"), store.within("other")
     create(one, "large", shape=(2 * LARGE,))
     create(one, *[f"b{number}" for number in range(MANY)])
