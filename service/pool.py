@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -43,15 +43,19 @@ class Pool:
 
     A free thread serves a namespace that has no thread, and of several the one that has computed least. One more
     thread, the spare, serves only namespaces without a thread: they need not wait for the end of others' long tasks.
+    While several namespaces send tasks, none has all `threads`: beside Python code in all of them, even a small task
+    takes three times as long.
     """
 
     def __init__(self, threads: int) -> None:
         self.executor = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
         """The threads. What is submitted here directly waits behind all tasks that were submitted before."""
         self._spare = ThreadPoolExecutor(1, thread_name_prefix="gradserve-spare")
-        self._lock = threading.Lock()
+        self._threads, self._lock = threads, threading.Lock()
         self._queue: FairQueue[_Task[Any]] = FairQueue()
         self._running: Counter[str] = Counter()  # tasks by namespace, without zeros
+        self._skipped = 0
+        """Calls of a thread that found only namespaces that may have no more threads."""
 
     def waiting(self, namespace: str | None = None) -> int:
         """Return how many tasks, of one namespace or of all, have neither started nor been cancelled."""
@@ -81,26 +85,41 @@ class Pool:
         waiting = self._queue.count(namespace)
         return bool(waiting and namespace not in self._running and (self._running or len(self._queue) > waiting))
 
+    def _with_most_threads(self) -> Collection[str]:
+        """Return the namespaces that may have no more threads."""
+        most = max(self._threads - 1, 1) if self._queue.is_shared() else self._threads
+        return [namespace for namespace, count in self._running.items() if count >= most]
+
     def _run_next(self) -> None:
         """Run a task. There may be none left: each task calls a thread, and the spare thread may have taken it."""
         namespace = self._run(without_running=False)
         if namespace is not None:
-            with self._lock:
-                needs_spare = self._needs_spare(namespace)
-            if needs_spare:
-                self._spare.submit(self._run_spare)
+            self._call_threads(namespace)
 
     def _run_spare(self) -> None:
         """Run the tasks of namespaces that have no thread."""
-        while self._run(without_running=True) is not None:
-            pass
+        while (namespace := self._run(without_running=True)) is not None:
+            self._call_threads(namespace)
+
+    def _call_threads(self, namespace: str) -> None:
+        """Call threads for tasks that wait, after a task of the namespace has ended."""
+        with self._lock:
+            needs_spare = self._needs_spare(namespace)
+            again = min(self._skipped, 2)  # two, for the namespace may have all threads by now
+            self._skipped -= again
+        for _ in range(again):
+            self.executor.submit(self._run_next)
+        if needs_spare:
+            self._spare.submit(self._run_spare)
 
     def _run(self, *, without_running: bool) -> str | None:
         """Run the next task and return its namespace, None if there is no task."""
         with self._lock:
             task = self._queue.take(self._running)
             if task is None and not without_running:
-                task = self._queue.take()
+                task = self._queue.take(self._with_most_threads())
+                if task is None:
+                    self._skipped = min(self._skipped + 1, len(self._queue))
             if task is None:
                 return None
             namespace = task.namespace

@@ -91,6 +91,25 @@ def test_the_threads_go_round(make: Callable[[int], Blocked]) -> None:
     assert tasks.starts[4] == "b1"
 
 
+def test_a_namespace_leaves_a_thread_while_others_are_present(make: Callable[[int], Blocked]) -> None:
+    tasks = make(2)
+    first = tasks.submit("b0")
+    tasks.wait(1)
+    tasks.let_go("b0")
+    first.result(PATIENCE)
+    futures = [tasks.submit(f"a{number}") for number in range(4)]
+    tasks.wait(1)
+    for number in range(1, 4):
+        other = tasks.submit(f"b{number}")
+        tasks.wait(1)
+        tasks.let_go(f"b{number}")
+        other.result(PATIENCE)
+    assert tasks.starts == ["b0", "a0", "b1", "b2", "b3"]
+    tasks.let_go()
+    for future in futures:
+        future.result(PATIENCE)
+
+
 def test_an_idle_pool_is_all_of_one_namespace(make: Callable[[int], Blocked]) -> None:
     tasks = make(3)
     futures = [tasks.submit(f"a{number}") for number in range(6)]

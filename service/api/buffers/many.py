@@ -71,7 +71,8 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
     received = await receive(call)
 
     async def zero(names: list[str]) -> Outcome:
-        return await submit(call, received, [Zero(name=name) for name in names])
+        zeros = await call.look_up(len(names), lambda: [Zero(name=name) for name in names])
+        return await submit(call, received, zeros)
 
     outcome = await for_buffers(call, received, query.prefix, 0, call.store.record, zero)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
@@ -93,7 +94,8 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 
     async def take(names: list[str]) -> Outcome:
         _check_some(names, query.prefix)
-        return await submit(call, received, [new_take(query, name) for name in names], with_values=True)
+        takes = await call.look_up(len(names), lambda: [new_take(query, name) for name in names])
+        return await submit(call, received, takes, with_values=True)
 
     outcome = await for_buffers(call, received, query.prefix, query.timeout, look, take)
     form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
