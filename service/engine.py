@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
@@ -18,6 +17,7 @@ from service.dtypes import NAMES, Array, DType
 from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
 from service.kernels import Operator, Tensor, Workspace, workspace
 from service.limits import Limits
+from service.pool import Pool
 
 R = TypeVar("R")
 
@@ -35,13 +35,10 @@ class Engine:
         self.limits = limits
         # BLAS must not start threads beside the pool's: its results would also depend on their number, bit for bit.
         threadpool_limits(1, user_api="blas")
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
-        self._lock = threading.Lock()
-        self.waiting = 0
-        """The number of submitted tasks that have neither started nor been cancelled."""
+        self.pool = Pool(threads)
         self._arena = Arena(reuse_bytes)
         empty = self._arena.allocate
-        self._workspace = Workspace(self._pool, threads, self._allocate, spare=empty, scratch=empty)
+        self._workspace = Workspace(self.pool.executor, threads, self._allocate, spare=empty, scratch=empty)
         self._alone = Workspace(allocate=self._allocate, spare=empty, scratch=empty)
 
     def buffer(self, size: int) -> memoryview:
@@ -52,32 +49,18 @@ class Engine:
         """Return an uninitialised array, in memory of past tensors if some is free."""
         return self._arena.allocate(shape, dtype)
 
-    def submit(self, task: Callable[[], R]) -> Future[R]:
-        """Call `task` in the pool. Cancelling the future before the task starts releases the task at once."""
+    def submit(self, task: Callable[[], R], namespace: str = "") -> Future[R]:
+        """Call `task` in the pool, in turns with other namespaces. Cancelling drops a task that has not started."""
+        return self.pool.submit(task, namespace)
 
-        waiting = [task]
-
-        def start() -> R:
-            self._count_waiting(-1)
-            return waiting.pop()()
-
-        def drop(ended: Future[R]) -> None:
-            if ended.cancelled():
-                self._count_waiting(-1)
-                waiting.clear()  # the pool itself keeps a cancelled task until a thread reaches it
-
-        self._count_waiting(1)
-        future = self._pool.submit(start)
-        future.add_done_callback(drop)
-        return future
-
-    def _count_waiting(self, change: int) -> None:
-        with self._lock:
-            self.waiting += change
+    @property
+    def waiting(self) -> int:
+        """The number of submitted tasks that have neither started nor been cancelled."""
+        return self.pool.waiting()
 
     def close(self) -> None:
         """Finish the running tasks, drop the waiting ones, and end the threads."""
-        self._pool.shutdown(cancel_futures=True)
+        self.pool.close()
 
     def run(
         self,

@@ -91,6 +91,8 @@ class KeyFile:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path, self._clock = path, clock
         self._keys: dict[str, ApiKey] = {}
+        self.have_several_namespaces = False
+        """Whether the keys are not all of one namespace."""
         self._read_state: tuple[int, ...] | None = None
         self._logged_error = ""
 
@@ -108,6 +110,7 @@ class KeyFile:
             return
         try:
             self._keys = {key.id: key for key in load(self.path)}
+            self.have_several_namespaces = len({key.namespace for key in self._keys.values()}) > 1
             self._read_state, self._logged_error = state, ""
         except KeyFileInvalid as error:  # the fault may pass, so the next request reads the file again
             if str(error) != self._logged_error:

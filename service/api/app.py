@@ -56,12 +56,17 @@ class Application(FastAPI):
             lifespan=_lifespan,
             openapi_url=None,  # `docs.py` serves it
         )
-        show = partial(metrics.set, "gradserve_in_flight_bytes")
-        admission = Admission(settings.max_bytes_in_flight, settings.max_waiting, settings.max_body_bytes, show)
-        self.services = Services(settings, admission)
         self.metrics, self.workers, self.observers = metrics, workers, observers
         self.table = Table(routers)
-        self._keys = None if settings.keys is None else KeyFile(settings.keys)
+        self._keys = keys = None if settings.keys is None else KeyFile(settings.keys)
+        admission = Admission(
+            settings.max_bytes_in_flight,
+            settings.max_waiting,
+            settings.max_body_bytes,
+            is_shared=lambda: keys is not None and keys.have_several_namespaces,
+            changed=partial(metrics.set, "gradserve_in_flight_bytes"),
+        )
+        self.services = Services(settings, admission)
         for router in routers:
             self.include_router(router)
         openapi.install(self)
@@ -127,6 +132,7 @@ class Application(FastAPI):
             call.patience_seconds  # noqa: B018 - raises for an invalid value, even if nothing waits
         access = UNKNOWN if endpoint is None else endpoint.access
         call.caller = authorize(call, access, self._keys, settings.metrics_open)
+        call.reservation.namespace = call.caller.namespace
         if call.method not in ("GET", "HEAD") and b"content-length" in call.headers:  # nobody reads the body of a GET
             size = int(call.headers[b"content-length"])  # the HTTP parser accepts only a number
             services.admission.admit(call.reservation, size, services.engine)

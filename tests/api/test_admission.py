@@ -45,14 +45,18 @@ def url(narrow: str) -> str:
     return narrow
 
 
+REST_BYTES = 100
+"""The end of a body that an unfinished request has not sent: the server holds what has come."""
+
+
 @contextmanager
-def half_sent(url: str, body: bytes, *, chunked: bool = False) -> Iterator[socket.socket]:
-    """Yield a connection after half of a request was sent."""
+def unfinished(url: str, body: bytes, *, chunked: bool = False) -> Iterator[socket.socket]:
+    """Yield a connection after all but the end of a request was sent."""
     host, port = url.removeprefix("http://").split(":")
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
     head = f"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n{length}\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        part = body[: len(body) // 2]
+        part = body[:-REST_BYTES]
         connection.sendall(head.encode() + (b"%x\r\n%b\r\n" % (len(part), part) if chunked else part))
         yield connection
 
@@ -67,7 +71,7 @@ def is_refused(url: str, body: bytes) -> bool:
 
 
 def wait_until_held(url: str) -> None:
-    """Wait until the server has admitted the half-sent request: a large request before it would keep it out."""
+    """Wait until the server holds the unfinished request: a large request before it would keep it out."""
     large = relu(40_000)
     for _ in range(1000):
         if in_flight(url, "_bytes") + len(large) > 1 << 20 and is_refused(url, large):
@@ -77,7 +81,7 @@ def wait_until_held(url: str) -> None:
 
 def test_large_requests_beyond_the_bytes_in_flight_are_refused(url: str) -> None:
     large, small = relu(100_000), relu(1000)
-    with half_sent(url, large) as connection:
+    with unfinished(url, large) as connection:
         wait_until_held(url)
         with socket.create_connection(
             connection.getpeername(), timeout=30
@@ -88,7 +92,7 @@ def test_large_requests_beyond_the_bytes_in_flight_are_refused(url: str) -> None
         assert post(url, small).status_code == 200
         assert_problem(post(url, relu(1_000_000)), 413, "body_too_large")
         assert httpx.get(f"{url}/v2/health/ready").status_code == 200
-        connection.sendall(large[len(large) // 2 :])
+        connection.sendall(large[-REST_BYTES:])
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
     assert not is_refused(url, large)
 
@@ -96,7 +100,7 @@ def test_large_requests_beyond_the_bytes_in_flight_are_refused(url: str) -> None
 def test_refusing_an_expected_body_closes_the_connection(url: str) -> None:
     """The server cannot know whether the next bytes are the body or another request."""
     large = relu(100_000)
-    with half_sent(url, large) as connection:
+    with unfinished(url, large) as connection:
         wait_until_held(url)
         for length, status in ((len(large), b"429"), (1 << 30, b"413")):
             with socket.create_connection(connection.getpeername(), timeout=30) as other:
@@ -109,7 +113,7 @@ def test_refusing_an_expected_body_closes_the_connection(url: str) -> None:
 
 
 def test_v2_reports_busy_in_its_own_form(url: str) -> None:
-    with half_sent(url, relu(100_000)):
+    with unfinished(url, relu(100_000)):
         wait_until_held(url)
         answer = httpx.post(f"{url}/v2/models/ReluGrad/infer", content=relu(100_000))
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
@@ -118,7 +122,7 @@ def test_v2_reports_busy_in_its_own_form(url: str) -> None:
 
 def test_a_client_that_left_holds_no_bytes_in_flight(url: str) -> None:
     for _ in range(3):
-        with half_sent(url, relu(100_000)):
+        with unfinished(url, relu(100_000)):
             wait_until_held(url)
     for _ in range(1000):
         if not is_refused(url, relu(100_000)):
@@ -127,7 +131,7 @@ def test_a_client_that_left_holds_no_bytes_in_flight(url: str) -> None:
 
 
 def test_a_chunked_body_counts_as_it_arrives(url: str) -> None:
-    with half_sent(url, relu(200_000), chunked=True):
+    with unfinished(url, relu(100_000), chunked=True):
         wait_until_held(url)
         assert not is_refused(url, relu(20_000))
 
@@ -138,7 +142,7 @@ def test_a_single_request_may_exceed_the_bytes_in_flight(url: str) -> None:
 
 def test_a_refused_request_can_be_retried_on_its_connection(url: str) -> None:
     large = relu(100_000)
-    with httpx.Client(base_url=url, timeout=30) as client, half_sent(url, large):
+    with httpx.Client(base_url=url, timeout=30) as client, unfinished(url, large):
         wait_until_held(url)
         for _ in range(3):
             answer = client.post("/v1/ops/ReluGrad", content=large, headers={"Content-Type": SAFETENSORS})
@@ -148,7 +152,7 @@ def test_a_refused_request_can_be_retried_on_its_connection(url: str) -> None:
 
 def test_values_to_read_count_as_bytes_in_flight(url: str) -> None:
     httpx.put(f"{url}/v1/buffers/v", json={"shape": [200_000]})
-    with half_sent(url, relu(100_000)):
+    with unfinished(url, relu(100_000)):
         wait_until_held(url)
         assert_problem(httpx.get(f"{url}/v1/buffers/v/value"), 429, "busy")
         assert_problem(httpx.post(f"{url}/v1/buffers/value", json={"names": ["v"]}), 429, "busy")
@@ -263,7 +267,7 @@ def test_values_to_take_count_as_bytes_in_flight(url: str) -> None:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
         add: dict[str, Any] = {"json": {"gradient": 1}, "headers": {"Accept": SAFETENSORS}}
         assert client.post("/v1/buffers/a/accumulate", **add).status_code == 200
-        with half_sent(url, relu(100_000)):
+        with unfinished(url, relu(100_000)):
             wait_until_held(url)
             cases: list[tuple[str, dict[str, Any]]] = [
                 ("a/take?min_count=1", {}),
@@ -289,7 +293,7 @@ def test_values_of_input_buffers_count_as_bytes_in_flight(url: str) -> None:
         assert client.put("/v1/buffers/a", json={"shape": [size]}).status_code == 201
         request: dict[str, Any] = {"json": {}, "headers": {"Accept": SAFETENSORS}}
         path = "/v1/ops/ReluGrad?from=dY:a&from=X:a"
-        with half_sent(url, relu(100_000)):
+        with unfinished(url, relu(100_000)):
             wait_until_held(url)
             refused = client.post(path, **request)
             assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT", str(2 * 4 * size))
@@ -312,7 +316,7 @@ def test_inflated_bodies_and_outputs_count_as_bytes_in_flight(url: str) -> None:
         "names": ("buffers/take", {"content": take, "headers": {"Content-Type": "application/json", **headers}}),
     }
     assert max(len(more["content"]) for _, more in requests.values()) < 1 << 16
-    with half_sent(url, relu(100_000)):
+    with unfinished(url, relu(100_000)):
         wait_until_held(url)
         for path, more in requests.values():
             assert_problem(httpx.post(f"{url}/v1/{path}", **more), 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
@@ -333,14 +337,14 @@ def test_a_request_answered_busy_has_added_nothing(url: str) -> None:
         shape = {"shape": [1, sequences, hidden]}
         assert httpx.put(f"{url}/v1/buffers/a", json=shape).status_code == 201
         for count, key in enumerate(({}, {"Idempotency-Key": "k"})):
-            with half_sent(url, relu(100_000)):
+            with unfinished(url, relu(100_000)):
                 wait_until_held(url)
                 refused = client.post(path, content=body, headers=key)
                 assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
                 assert client.get(f"{url}/v1/buffers/a").json()["count"] == count
             wait_until(lambda: in_flight(url, "_bytes") == 0)
             assert client.post(path, content=body, headers=key).status_code == 200
-        with half_sent(url, relu(100_000)):
+        with unfinished(url, relu(100_000)):
             wait_until_held(url)
             assert_problem(client.post(path, content=body, headers=key), 429, "busy")
         wait_until(lambda: in_flight(url, "_bytes") == 0)

@@ -23,7 +23,7 @@ from service.keys import add as add_key
 from service.limits import MAX_RANK
 from service.settings import Settings
 from tests.api.calls import KEY, REPLAYED, SAFE, add, create, fresh, metadata, ok, saved, serving_workers, value
-from tests.api.test_admission import half_sent, relu, wait_until_held
+from tests.api.test_admission import relu, unfinished, wait_until_held
 from tests.api.test_health import GATHER, Gate
 from tests.serving import assert_problem, serving
 
@@ -85,7 +85,7 @@ def store(client: httpx.Client) -> httpx.Response:
 
 def in_flight(client: httpx.Client) -> httpx.Response:
     url = str(client.base_url)
-    with half_sent(url, relu(100_000)):
+    with unfinished(url, relu(100_000)):
         wait_until_held(url)
         return client.post("/v1/ops/ReluGrad", content=relu(40_000), headers=SAFE)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,17 @@ class Gate:
             self._opened.wait(PATIENCE)
 
     def together(self, store: LmdbStore, requests: Sequence[Request]) -> list[Future[Outcome]]:
+        with self.holding(store):
+            return [store.submit(request) for request in requests]
+
+    @contextmanager
+    def holding(self, store: LmdbStore) -> Iterator[None]:
+        """Hold the writer until the context is left: what is submitted inside waits together."""
         self._held.clear()
         self._opened.clear()
         self._wanted = True
         first = store.submit(Request([]))
         assert self._held.wait(PATIENCE)
-        futures = [store.submit(request) for request in requests]
+        yield
         self._opened.set()
         first.result(PATIENCE)
-        return futures

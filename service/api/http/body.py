@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from service.api.http.admission import SMALL_BYTES
+from service.api.http.admission import SMALL_BYTES, STEP_BYTES
 from service.api.http.endings import MIN_BYTES_PER_SECOND, is_slow
 from service.api.http.exchange import Exchange
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
@@ -27,7 +27,7 @@ ALIGNMENT_BYTES = 16
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 """The content codings, and zlib's number for each."""
 
-STEP_BYTES = 1 << 14
+INFLATED_BYTES = 1 << 14
 """Bytes to decompress at once: at most 16 MB come out before they are counted."""
 
 
@@ -49,13 +49,15 @@ async def read_body(
 ) -> memoryview:
     """Read the whole body. A large body with a Content-Length goes into memory from `allocate`.
 
-    Its byte at `head` is then aligned for NumPy. A chunked body reserves memory as it comes. Raises `BodyTooLarge` as
-    soon as the size is known, `RequestTimeout`, `Busy` and `ClientDisconnect`.
+    Its byte at `head` is then aligned for NumPy. The body reserves memory as it comes: the system provides memory when
+    it is written to first. Raises `BodyTooLarge` as soon as the size is known, `RequestTimeout`, `Busy` and
+    `ClientDisconnect`.
     """
     at_hand = None if exchange is None else exchange.body_at_hand()
     if at_hand is not None:
         if len(at_hand) > limits.max_bytes:
             raise _too_large(f"The body has {len(at_hand)} bytes", limits.max_bytes)
+        reserve(len(at_hand))
         return memoryview(at_hand)
     length = headers.get(b"content-length")
     announced = None if length is None else int(length)  # the HTTP parser accepts only a number
@@ -63,10 +65,10 @@ async def read_body(
         raise _too_large(f"The body has {announced} bytes", limits.max_bytes)
     try:
         if announced is None or announced <= DIRECT_BYTES or exchange is None:
-            return await _collected(receive, limits, None if announced is not None else reserve)
+            return await _collected(receive, limits, reserve)
         shift = -head % ALIGNMENT_BYTES
         whole = allocate(announced + shift)[shift:]
-        if not await exchange.receive_into(whole, limits.patience_seconds):
+        if not await exchange.receive_into(whole, limits.patience_seconds, _by_steps(announced, reserve)):
             raise ClientDisconnect
         return whole
     except TimeoutError:
@@ -77,7 +79,21 @@ async def read_body(
         ) from None
 
 
-async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], None] | None) -> memoryview:
+def _by_steps(size: int, reserve: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a function that takes how many of `size` bytes have come, and reserves them up to the next step."""
+    reserved = 0
+
+    def hold(come: int) -> None:
+        nonlocal reserved
+        if come > reserved:
+            step = min(come + STEP_BYTES, size) - reserved
+            reserve(step)
+            reserved += step
+
+    return hold
+
+
+async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], None]) -> memoryview:
     """Collect a body that is small, has no Content-Length, or comes through another server."""
     body, more, reserved = bytearray(), True, 0
     clock = asyncio.get_running_loop().time
@@ -91,7 +107,7 @@ async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], 
             if len(body) + len(chunk) > limits.max_bytes:
                 raise _too_large(f"The body has more than {limits.max_bytes} bytes", limits.max_bytes)
             body += chunk
-            if reserve is not None and len(body) - reserved > SMALL_BYTES:
+            if len(body) - reserved > SMALL_BYTES:
                 reserve(len(body) - reserved)
                 reserved = len(body)
             if more and not is_slow(len(body) + SMALL_BYTES, clock() - began, patience):
@@ -146,7 +162,7 @@ def inflate(body: memoryview, coding: str, limit: int, reserve: Callable[[int], 
         if at >= len(body):
             raise MalformedBody(f"The body's {coding} stream ends too early")
         try:
-            whole += stream.decompress(body[at : at + STEP_BYTES], limit + 1 - len(whole))
+            whole += stream.decompress(body[at : at + INFLATED_BYTES], limit + 1 - len(whole))
         except zlib.error as error:
             raise MalformedBody(f"Content-Encoding is {coding}, but the body is not {coding}: {error}") from None
         if len(whole) > limit:
@@ -158,7 +174,7 @@ def inflate(body: memoryview, coding: str, limit: int, reserve: Callable[[int], 
         if len(whole) - reserved > SMALL_BYTES:
             reserve(len(whole) - reserved)
             reserved = len(whole)
-        at += STEP_BYTES
+        at += INFLATED_BYTES
     if stream.unused_data or at < len(body):
         raise MalformedBody(f"The body's {coding} stream has bytes after its end, but must be a single stream")
     return memoryview(whole)

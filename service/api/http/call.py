@@ -213,7 +213,7 @@ class Call:
         """Call `work` in the event loop if `inline`, else in the pool. The body must have been read.
 
         The time of the call counts as the `phase`. A request that has `changed` a buffer does not expire. Raises
-        `Expired` and `ClientDisconnect`.
+        `Busy`, `Expired` and `ClientDisconnect`.
         """
         start = time.perf_counter_ns()
         if inline:
@@ -221,8 +221,11 @@ class Call:
             if phase is not None:
                 self.spent[phase] = time.perf_counter_ns() - start
             return result
+        if not changed:
+            self._services.admission.admit_to_pool(self.reservation, self.engine)
         timed = partial(self._timed, start, phase, work, arguments)
-        return await in_pool(self.engine, self.receive, timed, None if changed else self.patience_seconds)
+        patience = None if changed else self.patience_seconds
+        return await in_pool(self.engine, self.receive, self.caller.namespace, timed, patience)
 
     def _timed(self, submitted: int, phase: str | None, work: Callable[..., R], arguments: tuple[Any, ...]) -> R:
         began = time.perf_counter_ns()

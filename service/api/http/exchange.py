@@ -124,10 +124,11 @@ class Exchange:
         """Return the whole body if all of it has come, else None. Nothing may have been received before."""
         return None if self.more_body else self._take_body()
 
-    async def receive_into(self, memory: memoryview, patience: float) -> bool:
+    async def receive_into(self, memory: memoryview, patience: float, hold: Callable[[int], None]) -> bool:
         """Receive the whole body into `memory`, which has its length. Return False if the client leaves.
 
-        Raises TimeoutError if nothing comes for `patience` seconds, or if, over a longer time, less comes than
+        It calls `hold` with the bytes that have come so far, again and again. Raises what `hold` raises, and
+        TimeoutError if nothing comes for `patience` seconds, or if, over a longer time, less comes than
         `MIN_BYTES_PER_SECOND`.
         """
         if self.is_lost:
@@ -138,7 +139,8 @@ class Exchange:
         rest, socket = memory[len(start) :], plain_socket(self._wire.transport)
         if not self._send_continue() and socket is not None:
             rest = receive_now(socket, rest)
-        if len(rest) and not await self._receive(Receiver(self._wire, rest, len(memory), patience, socket)):
+        hold(len(memory) - len(rest))
+        if len(rest) and not await self._receive(Receiver(self._wire, rest, len(memory), patience, socket, hold)):
             return False
         self.more_body = False
         return True

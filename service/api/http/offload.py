@@ -34,13 +34,15 @@ INLINE_LOOKUPS = 256
 """Buffers that the event loop looks up itself: more take longer than the way to the pool."""
 
 
-async def in_pool(engine: Engine, receive: Receive, work: Callable[[], R], patience_seconds: float | None) -> R:
-    """Call `work` in the engine's pool and return its result. The body must have been read.
+async def in_pool(
+    engine: Engine, receive: Receive, namespace: str, work: Callable[[], R], patience_seconds: float | None
+) -> R:
+    """Call `work` in the engine's pool, in the namespace's turn, and return its result. The body must have been read.
 
     `work` is dropped if the client leaves or `patience_seconds` pass before it starts. After a change of a buffer they
     are None: a client would send an expired request again. Raises `ClientDisconnect` and `Expired`.
     """
-    future, expired = engine.submit(work), list[bool]()
+    future, expired = engine.submit(work, namespace), list[bool]()
     timer = None
     if patience_seconds is not None:
         loop = asyncio.get_running_loop()

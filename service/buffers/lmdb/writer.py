@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 import lmdb
 import numpy as np
 
 from service.buffers import failpoints
+from service.buffers.lmdb.batches import Batches, Job
 from service.buffers.lmdb.caches import NOBODY, WriterState
 from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
 from service.buffers.lmdb.format import MARK_BYTES, WRITER, microseconds
@@ -31,9 +30,6 @@ from service.buffers.store import Committed, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
-
-MOST_IN_BATCH = 1024
-"""Requests that the writer adds to the first request of a transaction."""
 
 LARGE_BATCH = 4
 """After this many requests in one transaction as many are likely to come again, and the writer waits for them."""
@@ -48,16 +44,10 @@ EXPIRED_BY_TRY = (500, 20, 1)
 """Expired keys that a transaction deletes. A full store has room for few: LMDB copies every page that it changes."""
 
 
-class _Job(NamedTuple):
-    request: Request
-    namespace: str
-    done: Future[Outcome]
-
-
 class _UndoneError(Exception):
     """A request failed after it had changed something: its transaction must be undone."""
 
-    def __init__(self, job: _Job, error: Exception) -> None:
+    def __init__(self, job: Job, error: Exception) -> None:
         self.job, self.error = job, error
 
 
@@ -75,8 +65,7 @@ class Writer:
     ) -> None:
         self._env, self._state = env, state
         self._key_seconds, self._clock, self._committed = key_seconds, clock, committed
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._closed, self._lock = False, threading.Lock()
+        self._batches = Batches(state.records)
         self._next_check = 0.0
         self._room_made = NOBODY  # the mark of the transaction that made room last
         self._given_back = 0  # bytes that `values` took after free slots were given back last
@@ -86,20 +75,14 @@ class Writer:
     def submit(self, request: Request, namespace: str) -> Future[Outcome]:
         """Put the request of a namespace into the queue. The future has its result once the request is on the disk."""
         done: Future[Outcome] = Future()
-        with self._lock:
-            if self._closed:
-                done.set_exception(StoreFailed("The store is closed"))
-            else:
-                self._queue.put(_Job(request, namespace, done))
+        if not self._batches.put(Job(request, namespace, done)):
+            done.set_exception(StoreFailed("The store is closed"))
         return done
 
     def close(self) -> bool:
         """Finish what was submitted, and end the thread. Return False if this was done before."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._closed = True
-            self._queue.put(None)
+        if not self._batches.close():
+            return False
         self._thread.join()
         return True
 
@@ -108,20 +91,18 @@ class Writer:
         return microseconds(self._clock() - self._key_seconds)
 
     def _run(self) -> None:
-        batch: list[_Job | None] = []
         with np.errstate(all="ignore"):
-            while None not in batch:
-                try:
-                    batch = [self._queue.get(timeout=IDLE_SECONDS)]
-                except Empty:
+            while (batch := self._batches.take(IDLE_SECONDS)) is not None:
+                if not batch:
                     self._tidy_up()
                     continue
-                batch += [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH))]
-                self._make([job for job in batch if job is not None and job.done.set_running_or_notify_cancel()])
+                began = time.monotonic()
+                self._make([job for job in batch if job.done.set_running_or_notify_cancel()])
+                self._batches.charge(time.monotonic() - began)
                 if len(batch) >= LARGE_BATCH:
                     time.sleep(GATHER_SECONDS)
 
-    def _make(self, jobs: list[_Job]) -> None:
+    def _make(self, jobs: list[Job]) -> None:
         """Make the requests in as few transactions as possible, and answer them."""
         while jobs:
             try:
@@ -150,7 +131,7 @@ class Writer:
                         job.done.set_exception(answer)
                 return
 
-    def _with_room(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
+    def _with_room(self, jobs: list[Job]) -> list[Outcome | GradserveError]:
         """Make the requests, and try once more if there was no room and there may be room now."""
         try:
             return self._transact(jobs)
@@ -163,7 +144,7 @@ class Writer:
         cause = error.error if isinstance(error, _UndoneError) else error
         return isinstance(as_client_error(cause, self._env.path, self._env.max_bytes), StoreFull)
 
-    def _transact(self, jobs: list[_Job]) -> list[Outcome | GradserveError]:
+    def _transact(self, jobs: list[Job]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []
         now, room = self._clock(), UNLIMITED
         with self._changing() as changes:
@@ -269,7 +250,7 @@ class Writer:
         """Remove what has expired, in small transactions, until all is removed or a request comes."""
         try:
             more = True
-            while more and self._queue.empty():
+            while more and self._batches.are_empty:
                 with reading(self._env) as reader:
                     if not reader.anything_due(self.oldest_key(), self._clock()):
                         return

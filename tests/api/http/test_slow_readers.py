@@ -17,7 +17,7 @@ from service.api.http import endings
 from service.api.http.exchange import LARGE_BYTES
 from service.codecs import safetensors
 from tests.api.http.test_pipelining import resident_bytes
-from tests.api.test_admission import half_sent, relu
+from tests.api.test_admission import relu, unfinished
 from tests.faults.servers import Server
 from tests.serving import assert_problem, in_flight, serving, wait_until
 
@@ -143,7 +143,7 @@ def test_an_answer_must_be_read_at_the_least_rate(
 def test_the_metrics_tell_what_is_held_at_any_time(url: str) -> None:
     """A chunked body counts as it comes: no request begins or ends between."""
     assert in_flight(url, "_bytes") == 0
-    with half_sent(url, relu(200_000), chunked=True):
+    with unfinished(url, relu(200_000), chunked=True):
         time.sleep(0.3)
         assert in_flight(url, "_bytes") > 700_000
     wait_until(lambda: in_flight(url, "_bytes") == 0)
@@ -157,7 +157,7 @@ def test_a_long_list_is_refused_while_too_much_is_held(url: str) -> None:
         assert size > 1 << 16
         with reader(url), reader(url):
             wait_until(lambda: in_flight(url, "_bytes") == 2 * SIZE)
-            with half_sent(url, relu((MOST - 2 * SIZE - 1000) // 8)):
+            with unfinished(url, relu((MOST - 2 * SIZE - 1000) // 8)):
                 wait_until(lambda: in_flight(url, "_bytes") > MOST - size)
                 assert_problem(client.get("/v1/buffers?prefix=listed.&limit=1000"), 429, "busy", str(size))
             assert client.get("/openapi.json").status_code == 200

@@ -1,0 +1,124 @@
+"""The requests that wait for the writer thread, and the choice of those that share the next transaction.
+
+While several namespaces send requests, they have their turns, a transaction is small, and a namespace rests after a
+transaction that took long. Then a small request of the others waits for little more than one large request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from service.buffers.lmdb.caches import RecordCache
+from service.buffers.names import BufferName
+from service.buffers.perform import Outcome, Request
+from service.fair_queue import FairQueue
+
+MOST_IN_BATCH = 1024
+"""Requests in a transaction, at most."""
+
+MOST_SHARED_BYTES = 1 << 22
+"""The work of a transaction while several namespaces send requests: about 5 ms, as long as a slow sync."""
+
+BUFFER_BYTES = 1 << 15
+"""The bytes that are written in the time that it takes to find a buffer and to store its record."""
+
+LONG_SECONDS = 0.02
+"""A namespace rests after a transaction that took longer."""
+
+REST_FACTOR = 4
+"""It rests four times as long: a request of the others seldom meets its next one."""
+
+
+class Job(NamedTuple):
+    """A request of a namespace, and the future of its outcome."""
+
+    request: Request
+    namespace: str
+    done: Future[Outcome]
+
+
+class Batches:
+    """The requests that wait. Any thread may add one; only the writer thread, which fills `records`, takes them."""
+
+    def __init__(self, records: RecordCache) -> None:
+        self._records = records
+        self._queue: FairQueue[Job] = FairQueue()
+        self._rests: dict[str, float] = {}  # when the rests of namespaces end
+        self._work: Counter[str] = Counter()  # of the last batch, by namespace
+        self._closed, self._changed = False, threading.Condition()
+
+    @property
+    def are_empty(self) -> bool:
+        """Whether no request waits, and more may come."""
+        return not (self._queue or self._closed)
+
+    def put(self, job: Job) -> bool:
+        """Add a request. Return False if the store is closed."""
+        with self._changed:
+            if not self._closed:
+                self._queue.put(job.namespace, job)
+                self._changed.notify()
+            return not self._closed
+
+    def close(self) -> bool:
+        """Take no more requests. Return False if this was done before."""
+        with self._changed:
+            was_open, self._closed = not self._closed, True
+            self._changed.notify()
+        return was_open
+
+    def take(self, patience: float) -> list[Job] | None:
+        """Return the next batch, none if no request comes within `patience` seconds, None at the end after `close`."""
+        with self._changed:
+            if not self._closed and self._queue.first(self._resting()) is None:
+                now = time.monotonic()
+                self._changed.wait(min([patience, *(end - now for end in self._rests.values())]))
+            batch = self._batch()
+            return None if self._closed and not batch else batch
+
+    def _batch(self) -> list[Job]:
+        """Take requests in turns of their namespaces: all, or up to `MOST_SHARED_BYTES` of work."""
+        batch: list[Job] = []
+        self._work, total = Counter(), 0
+        resting, shared = self._resting(), self._queue.is_shared()
+        while len(batch) < MOST_IN_BATCH and (job := self._queue.first(resting)) is not None:
+            work = self._work_of(job) if shared else 1
+            total += work
+            if shared and batch and total > MOST_SHARED_BYTES:
+                break
+            self._queue.take(resting)
+            batch.append(job)
+            self._work[job.namespace] += work
+        return batch
+
+    def _work_of(self, job: Job) -> int:
+        """Return the work of a request as bytes: of its buffers, as far as they are remembered, and for each buffer."""
+        changes = job.request.changes
+        work = BUFFER_BYTES * (1 + len(changes))
+        for change in changes:
+            if work > MOST_SHARED_BYTES:
+                break
+            record = self._records.get(BufferName(job.namespace, change.name))
+            work += 0 if record is None else record.spec.nbytes
+        return work
+
+    def _resting(self) -> Collection[str]:
+        """Return the namespaces that rest: none if one is alone, or if all requests must be finished."""
+        now = time.monotonic()
+        self._rests = {namespace: end for namespace, end in self._rests.items() if end > now}
+        return self._rests if self._rests and self._queue.is_shared() and not self._closed else ()
+
+    def charge(self, seconds: float) -> None:
+        """Charge the last batch to its namespaces. A namespace rests if its part took long."""
+        total, now = self._work.total(), time.monotonic()
+        with self._changed:
+            for namespace, part in self._work.items():
+                taken = seconds * part / total
+                self._queue.charge(namespace, taken)
+                if taken > LONG_SECONDS:
+                    self._rests[namespace] = now + REST_FACTOR * taken
