@@ -39,7 +39,7 @@ def test_a_value_is_read_in_json_and_safetensors(http: httpx.Client) -> None:
     add(http, name, [[1], [2]], weight=2)
     add(http, name, [[4], [5]], weight=3)
     answer = get(http, name)
-    assert answer.headers["etag"] == '"0-2"'
+    assert answer.headers["etag"].startswith('"0-2-')
     assert answer.headers["vary"] == "Accept, Accept-Encoding"
     expected = {"name": name, "updated": False, "closed": False, "epoch": 0, "version": 2, "count": 2, "weight": 5.0}
     assert ok(answer) == {**expected, "value": {"dtype": "float32", "shape": [2, 1], "data": [[14.0], [19.0]]}}

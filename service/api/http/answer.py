@@ -44,6 +44,8 @@ class Answer(Response):
         if coding is None:
             return self
         fields = {**self.fields, "Content-Encoding": coding}
+        if "ETag" in fields:
+            fields["ETag"] = coded_tag(fields["ETag"], coding)
         return Answer(deflated(self.pieces, coding), self.media_type, fields, self.status_code)
 
     async def reply(self, call: Call) -> None:
@@ -64,6 +66,11 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _send(send, self.status_code, self.raw_headers, self.pieces)
+
+
+def coded_tag(tag: str, coding: str) -> str:
+    """Return the tag of an answer in this coding. A strong tag belongs to one sequence of bytes (RFC 9110, 8.8.1)."""
+    return f'{tag[:-1]}-{coding}"'
 
 
 def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | None = None) -> Answer:
