@@ -372,7 +372,7 @@ def test_an_unreadable_body_is_refused(http: httpx.Client, path: str) -> None:
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 def test_bodies_and_answers_may_be_compressed(http: httpx.Client, coding: str) -> None:
-    name = create(http)
+    name, large = create(http), create(http, shape=(1000,))
     gradient = saved({"gradient": np.array([1, 2], np.float32)})
     body = json.dumps({"gradient": [1, 2]}).encode()
     if coding == "gzip":
@@ -390,12 +390,12 @@ def test_bodies_and_answers_may_be_compressed(http: httpx.Client, coding: str) -
         assert made.json()["shape"] == [3]
         assert value(http, name) == [3, 6]
     for answer in (
-        get(http, name, headers={"Accept-Encoding": coding}),
-        add(http, name, [0, 0], {"Accept-Encoding": coding}, **{"return": "value"}),
-        post(http, name, "take", {"Accept-Encoding": coding}),
+        get(http, large, headers={"Accept-Encoding": coding}),
+        add(http, large, 0, {"Accept-Encoding": coding}, **{"return": "value"}),
+        post(http, large, "take", {"Accept-Encoding": coding}),
     ):
         assert answer.headers["content-encoding"] == coding
-        assert answer.json()["value"]["shape"] == [2]
+        assert answer.json()["value"]["shape"] == [1000]
 
 
 def test_a_mean_is_exact_for_weights_that_float32_cannot_sum(http: httpx.Client) -> None:

@@ -11,8 +11,8 @@ import orjson
 from service.api.buffers.models import ValueQuery
 from service.api.buffers.preconditions import formed
 from service.api.http.answer import JSON, Answer
-from service.api.http.body import wanted_coding
 from service.api.http.call import Call
+from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import INLINE_LOOKUPS, INLINE_TEXT_BYTES
 from service.buffers.perform import Outcome
 from service.buffers.record import Receipt
@@ -58,7 +58,7 @@ async def answer_outcome(
         fields["ETag"] = etag_after(receipt, media_type)
     size = sum(value.nbytes for value in outcome.values.values())
     inline = size <= INLINE_TEXT_BYTES and len(outcome.receipts) <= INLINE_LOOKUPS
-    coding = wanted_coding(call.headers)
+    coding = wanted_coding(call)
 
     def write() -> Answer:
         weights = {name: receipt["weight"] for name, receipt in outcome.receipts.items() if name in outcome.values}

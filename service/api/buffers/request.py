@@ -76,7 +76,7 @@ def check_no_body(received: Received) -> None:
 def parse_model(received: Received, model: type[M]) -> M:
     """Return the body as a model. Raises `UnsupportedMediaType`, `MalformedBody` and `InvalidParameter`."""
     if received.sent != JSON:
-        raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here")
+        raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here", {"Accept": JSON})
     text, members = bytes(received.body), parameters_of(model)
     if text.count(b",") > MAX_LIST_ELEMENTS:  # to parse them would take long
         raise Invalid(f"The lists in the body have more than {MAX_LIST_ELEMENTS} elements, the limit")

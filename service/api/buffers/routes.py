@@ -21,9 +21,8 @@ from service.api.buffers.preconditions import formed, known_tag, match_of, refus
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
 from service.api.buffers.request import check_gradient, check_no_body, gradients, parse_model, receive, submit
 from service.api.http.answer import JSON, Answer, json_answer
-from service.api.http.body import wanted_coding
 from service.api.http.call import Call, CurrentCall
-from service.api.http.negotiation import check_no_query, media_types
+from service.api.http.negotiation import check_no_query, media_types, wanted_coding
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
 from service.api.http.openapi import ONE, READING
 from service.api.http.routing import access
@@ -129,7 +128,7 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
 
     record = await call.wait_for(query.timeout, attempt)
     tag = record.tag_of(record if query.epoch is None else record.closed_epoch(query.epoch))
-    coding = wanted_coding(call.headers)
+    coding = wanted_coding(call)
     known = known_tag(call, formed(tag, answers), coding)
     if known is not None:
         return Answer(status=304, fields={"ETag": known, "Vary": VARY})

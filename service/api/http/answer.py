@@ -40,13 +40,14 @@ class Answer(Response):
         return headers + [(name.encode(), value.encode("latin-1")) for name, value in self.fields.items()]
 
     def coded(self, coding: str | None) -> Answer:
-        """Return the answer compressed with gzip or deflate; with None, the answer itself."""
-        if coding is None:
+        """Return the answer compressed with gzip or deflate; with None, or if it hardly shrinks, the answer itself."""
+        pieces = None if coding is None else deflated(self.pieces, coding)
+        if coding is None or pieces is None:
             return self
         fields = {**self.fields, "Content-Encoding": coding}
         if "ETag" in fields:
             fields["ETag"] = coded_tag(fields["ETag"], coding)
-        return Answer(deflated(self.pieces, coding), self.media_type, fields, self.status_code)
+        return Answer(pieces, self.media_type, fields, self.status_code)
 
     async def reply(self, call: Call) -> None:
         began = time.perf_counter_ns()

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from service.api.buffers.preconditions import refuse_headers
 from service.api.http.answer import Answer
-from service.api.http.body import wanted_coding
 from service.api.http.call import Call
+from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import INLINE_TEXT_BYTES
 from service.api.operators import buffer_use
 from service.api.operators.compute import compute, is_small
@@ -85,7 +85,7 @@ def encode(
     call: Call, result: Result, is_text: bool, encoder: Callable[..., Answer], *arguments: Any
 ) -> Coroutine[Any, Any, Answer]:
     """Encode the result in the coding that the client wants. Only text and compression take long."""
-    coding = wanted_coding(call.headers)
+    coding = wanted_coding(call)
     inline = result.nbytes <= INLINE_TEXT_BYTES or not (is_text or coding)
     changed = bool(result.receipts)
     return call.offload(inline, _encode, result, coding, encoder, arguments, phase="encode", changed=changed)
