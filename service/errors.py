@@ -51,7 +51,7 @@ docstring is the answer's title and the documentation's text: at most six words 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 
@@ -231,6 +231,11 @@ class UnsupportedMediaType(GradserveError):
 
     status = 415
     code = "unsupported_media_type"
+
+    def __init__(self, detail: str, accepted: Mapping[str, str]) -> None:
+        """Make an error from `detail`. `accepted` is the answer's header that says what would be read."""
+        super().__init__(detail)
+        self.accepted = accepted
 
 
 class Invalid(GradserveError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -55,6 +56,22 @@ def test_examples_answer_as_printed(name: str, block: Block, output: str) -> Non
                 exec(compile(code, name, "exec"), {})
             printed = captured.getvalue()
     assert printed.strip() == output.strip()
+
+
+def test_every_recipe_saves_contiguous_arrays() -> None:
+    """The safetensors library writes other arrays wrong: see tests/codecs/test_safetensors.py."""
+    sources = [block.text for path in LINKED for block in blocks(path.read_text()) if block.language == "python"]
+    sources += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    saved = [
+        node.args[0]
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and re.search(r"\bsave(_file)?$", ast.unparse(node.func))
+    ]
+    assert saved
+    for tensors in saved:
+        values = [tensors.value] if isinstance(tensors, ast.DictComp) else getattr(tensors, "values", [tensors])
+        assert all(ast.unparse(value).startswith("np.ascontiguousarray(") for value in values), ast.unparse(tensors)
 
 
 def test_every_block_is_an_example_its_output_or_a_transcript() -> None:

@@ -14,7 +14,7 @@ import xxhash
 from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
 
-from service.api.buffers.preconditions import is_unchanged
+from service.api.buffers.preconditions import known_tag
 from service.api.http.answer import JSON, Answer
 from service.api.http.call import CurrentCall
 from service.api.http.routing import access
@@ -55,7 +55,7 @@ def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
     @access(open=True)
     async def file_of_docs(call: CurrentCall, file: str) -> Answer:
         content, etag = _file(file)
-        if is_unchanged(call, etag):
+        if known_tag(call, etag):
             return Answer(status=304, fields={"ETag": etag})
         return Answer([content], guess_type(file)[0], {"ETag": etag})
 

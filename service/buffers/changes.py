@@ -41,7 +41,7 @@ class Change:
         """Raise if the change cannot be made. Called for all changes of a request before the first is made."""
         if record is None:
             raise unknown(self.name)
-        if self.match is not None and not self.match & {"*", record.etag}:
+        if self.match is not None and not self.match & record.tags:
             raise PreconditionFailed(
                 f"If-Match is {cut(', '.join(sorted(self.match)))}, but {self.name!r} is at {record.etag}",
                 buffer=self.name,
@@ -73,7 +73,7 @@ class Create(Change):
                 raise self.refusal
             return
         super().admit(record)
-        if self.unless & {"*", record.etag}:
+        if self.unless & record.tags:
             raise PreconditionFailed(
                 f"If-None-Match is {cut(', '.join(sorted(self.unless)))}, but {self.name!r} exists, at {record.etag}",
                 buffer=self.name,

@@ -125,8 +125,20 @@ class Record:
 
     @property
     def etag(self) -> str:
-        """The tag of the buffer's state, in quotation marks."""
+        """The short tag of the buffer's state, in quotation marks."""
         return f'"{self.epoch}-{self.version}"'
+
+    def tag_of(self, state: Record | Closed) -> str:
+        """Return the tag of the state of this buffer, and of no other buffer of the same name.
+
+        It adds the microsecond of the creation, for caches: a buffer that is created again has the same short tags.
+        """
+        return f'{state.etag[:-1]}-{round(self.created * 1e6):x}"'
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """The tags that fit the buffer's state, with `*`, which fits every state."""
+        return frozenset({"*", self.etag, self.tag_of(self)})
 
     @property
     def expires(self) -> float | None:
@@ -234,7 +246,7 @@ class Snapshot:
     @property
     def etag(self) -> str:
         """The tag of this state, in quotation marks."""
-        return (self.of or self.record).etag
+        return self.record.tag_of(self.of or self.record)
 
     @property
     def state(self) -> str:

@@ -82,7 +82,11 @@ def metadata(http: httpx.Client, name: str) -> dict[str, Any]:
 
 
 def etag(http: httpx.Client, name: str) -> str:
-    return http.get(f"/v1/buffers/{name}").headers["etag"]
+    """Return the short tag of the buffer's state, with which the tag of its metadata begins."""
+    answer = http.get(f"/v1/buffers/{name}")
+    short = f'"{answer.json()["epoch"]}-{answer.json()["version"]}"'
+    assert answer.headers["etag"].startswith(f"{short[:-1]}-")
+    return short
 
 
 def state(http: httpx.Client, *names: str) -> list[Any]:

@@ -242,7 +242,7 @@ def test_metadata_follows_every_change(http: httpx.Client) -> None:
     def now() -> tuple[Any, ...]:
         got = http.get(f"/v1/buffers/{name}")
         one = got.json()
-        assert got.headers["etag"] == f'"{one["epoch"]}-{one["version"]}"'
+        assert got.headers["etag"].startswith(f'"{one["epoch"]}-{one["version"]}-')
         assert one["created_at"] == created["created_at"] <= one["updated_at"]
         return one["epoch"], one["version"], one["count"], one["weight"], one["closed_epochs"]
 
@@ -343,7 +343,7 @@ def test_a_closed_epoch_keeps_its_etag(http: httpx.Client) -> None:
     tag = post(http, name, "take").headers["etag"]
     assert tag == etag(http, name) == '"1-2"'
     closed = get(http, name, epoch=0).headers["etag"]
-    assert closed == '"0-2"'
+    assert closed.startswith('"0-2-')
     add(http, name, [1, 2])
     assert get(http, name, epoch=0, headers={"If-None-Match": closed}).status_code == 304
     assert get(http, name, headers={"If-None-Match": closed}).status_code == 200

@@ -175,9 +175,13 @@ def test_a_wait_ends_when_its_epoch_is_zeroed(http: httpx.Client, pool: ThreadPo
     assert_problem(waiting.result(PATIENCE), 410, "epoch_gone")
 
 
-def test_a_wait_with_if_match_ends_when_the_tag_changes(http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("accept", [None, "application/json", "application/vnd.safetensors"])
+def test_a_wait_with_if_match_ends_when_the_tag_changes(
+    http: httpx.Client, pool: ThreadPoolExecutor, accept: str | None
+) -> None:
     name = create(http)
-    waiting = wait_in(pool, post, http, name, "take", {"If-Match": '"0-0"'}, min_count=2, timeout=60)
+    tag = '"0-0"' if accept is None else get(http, name, {"Accept": accept}).headers["etag"]
+    waiting = wait_in(pool, post, http, name, "take", {"If-Match": tag}, min_count=2, timeout=60)
     add(http, name, [1, 2])
     assert_problem(waiting.result(PATIENCE), 412, "precondition_failed")
 

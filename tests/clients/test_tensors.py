@@ -102,6 +102,15 @@ def test_every_kind_of_array_is_accepted(server: Any, form: str) -> None:
     assert (again == MATRIX).all()  # the argument is as it was, and the first answer is memory of its own
 
 
+@pytest.mark.parametrize("form", ["Fortran order", "transposed", "strided", "negative strides", "torch, transposed"])
+def test_every_layout_is_accumulated_as_it_reads(server: Any, form: str) -> None:
+    buffer = server.buffers["w"]
+    buffer.create((2, 3))
+    buffer.accumulate(ALIKE[form])
+    server.buffers.accumulate({"w": ALIKE[form]})
+    assert buffer.take().value.tolist() == (2 * MATRIX).tolist()
+
+
 @pytest.mark.parametrize(
     "tensor",
     [np.float32(3), np.array(3.0), 3.0, 3, np.zeros((0, 4)), np.zeros((2, 0)), [], [[], []], torch.tensor(3.0)],
@@ -244,7 +253,7 @@ def test_the_format_is_that_of_safetensors(tensors: dict[str, Array], flip: bool
     body = b"".join(encode(given))
     theirs = safetensors.numpy.load(body)
     ours, _ = decode(bytearray(body))
-    back, _ = decode(bytearray(safetensors.numpy.save({name: np.array(one) for name, one in given.items()})))
+    back, _ = decode(bytearray(safetensors.numpy.save({name: np.array(one, order="C") for name, one in given.items()})))
     for found in (theirs, ours, back):
         assert found.keys() == given.keys()
         for name, one in given.items():

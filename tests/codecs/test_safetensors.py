@@ -100,6 +100,15 @@ def test_any_file_of_the_library_is_read(tensors: dict[str, Array], metadata: di
     assert_same({name: read[name] for name in tensors}, tensors)
 
 
+def test_the_library_writes_other_layouts_right_only_after_ascontiguousarray() -> None:
+    """safetensors#825. Once the first assertion fails, the recipes in the documents need no `np.ascontiguousarray`."""
+    gradient = np.array([[1, 4], [2, 5], [3, 6]], np.float32).T
+    assert decode(safetensors.numpy.save({"gradient": gradient}))["gradient"].tolist() == [[1, 4, 2], [5, 3, 6]]
+    for layout in (gradient, gradient[:, ::2], gradient[::-1], np.asfortranarray(gradient)):
+        read = decode(safetensors.numpy.save({"gradient": np.ascontiguousarray(layout)}))
+        assert_same(read, {"gradient": layout})
+
+
 def test_scattered_rows_are_written_in_their_order() -> None:
     grid = np.arange(12, dtype=np.int32).reshape(3, 4)
     tensors: dict[str, Array] = {"transposed": grid.T, "backwards": grid[::-1], "column": grid[:, 1]}

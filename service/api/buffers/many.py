@@ -23,8 +23,8 @@ from service.api.buffers.receipts import answer_outcome, read_values
 from service.api.buffers.request import Received, form_of, gradients, parse_model, receive, submit, values_reserved
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_take
 from service.api.http.answer import Answer
-from service.api.http.body import wanted_coding
 from service.api.http.call import Call, CurrentCall
+from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.openapi import MANY
 from service.api.http.routing import access
@@ -121,7 +121,7 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()]) -> Answer:
     refuse_headers(call, "If-Match")
     received = await receive(call, changes=False)
-    coding = wanted_coding(call.headers)
+    coding = wanted_coding(call)
 
     def look(name: str) -> None:
         record = call.store.record(name)

@@ -14,7 +14,7 @@ CREATING = (*ONE, *READING)
 """The headers of a request that creates a buffer."""
 
 
-_ETAG = answer_header("ETag", "The tag of the buffer's state.")
+_ETAG = answer_header("ETag", "The tag of the buffer's state, in the form of this answer.")
 
 
 _REPLAYED = answer_header(

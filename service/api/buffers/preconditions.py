@@ -6,11 +6,13 @@ import re
 
 import xxhash
 
+from service.api.http.answer import JSON, coded_tag
 from service.api.http.call import Call
 from service.api.http.openapi import MAX_KEY_CHARACTERS
 from service.buffers.perform import check_same
 from service.buffers.record import Key, Known
 from service.buffers.store import Store
+from service.codecs import safetensors
 from service.errors import InvalidParameter, shown
 
 _READ_BY = {"If-Match": "change", "If-None-Match": "read or create"}
@@ -18,6 +20,12 @@ _READ_BY = {"If-Match": "change", "If-None-Match": "read or create"}
 _LOWER = {name: name.lower().encode() for name in _READ_BY}
 
 _TAG = re.compile(r'\*|(?:W/)?"[^"]*"')
+
+_FORMS = {JSON: "", safetensors.MEDIA_TYPE: "-safetensors"}
+"""What the tags of an answer with this media type end with."""
+
+_FORM = re.compile(r'(-safetensors)?(-(x-)?gzip|-deflate)?"$')
+"""What the tags of one state differ in: the form of the answer."""
 
 
 def key_of(call: Call, body: memoryview | bytes = b"") -> Key | None:
@@ -41,17 +49,29 @@ def key_of(call: Call, body: memoryview | bytes = b"") -> Key | None:
 
 
 def match_of(call: Call) -> frozenset[str] | None:
-    """Return the tags in If-Match, or None; `*` counts as a tag. Raises `InvalidParameter`."""
-    return _tags(call, "If-Match")
+    """Return the states whose tags are in If-Match, or None; `*` is a state, too. Raises `InvalidParameter`."""
+    tags = _tags(call, "If-Match")
+    return None if tags is None else frozenset(_FORM.sub('"', tag) for tag in tags)
 
 
-def tags_not_wanted(call: Call) -> frozenset[str]:
-    return frozenset(tag.removeprefix("W/") for tag in _tags(call, "If-None-Match") or ())
+def states_not_wanted(call: Call) -> frozenset[str]:
+    """Return the states whose tags are in If-None-Match. Raises `InvalidParameter`."""
+    return frozenset(_FORM.sub('"', tag.removeprefix("W/")) for tag in _tags(call, "If-None-Match") or ())
 
 
-def is_unchanged(call: Call, etag: str) -> bool:
-    """Return whether If-None-Match has this tag: the client has seen the state."""
-    return bool(tags_not_wanted(call) & {"*", etag})
+def formed(tag: str, media_type: str) -> str:
+    """Return the tag of an answer of this media type about the state with this tag."""
+    return f'{tag[:-1]}{_FORMS[media_type]}"'
+
+
+def known_tag(call: Call, tag: str, coding: str | None = None) -> str | None:
+    """Return the tag that the client has of this answer: as If-None-Match says, with the coding or without it.
+
+    Return None if the client has neither. Raises `InvalidParameter`.
+    """
+    known = frozenset(each.removeprefix("W/") for each in _tags(call, "If-None-Match") or ())
+    tags = [tag] if coding is None else [coded_tag(tag, coding), tag]
+    return next((each for each in tags if known & {"*", each}), None)
 
 
 def _tags(call: Call, name: str) -> frozenset[str] | None:

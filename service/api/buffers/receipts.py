@@ -9,9 +9,10 @@ import numpy as np
 import orjson
 
 from service.api.buffers.models import ValueQuery
+from service.api.buffers.preconditions import formed
 from service.api.http.answer import JSON, Answer
-from service.api.http.body import wanted_coding
 from service.api.http.call import Call
+from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import INLINE_LOOKUPS, INLINE_TEXT_BYTES
 from service.buffers.perform import Outcome
 from service.buffers.record import Receipt
@@ -26,9 +27,9 @@ VARY = "Accept, Accept-Encoding"
 """The headers of a request that an answer with values depends on."""
 
 
-def etag_after(receipt: Mapping[str, Any]) -> str:
-    """Return the tag of the buffer after the change with this receipt."""
-    return f'"{receipt["epoch"] + receipt["closed"]}-{receipt["version"]}"'
+def etag_after(receipt: Mapping[str, Any], media_type: str) -> str:
+    """Return the tag of the buffer after the change with this receipt, in an answer of this media type."""
+    return formed(f'"{receipt["epoch"] + receipt["closed"]}-{receipt["version"]}"', media_type)
 
 
 def replayed(outcome: Outcome) -> dict[str, str]:
@@ -54,10 +55,10 @@ async def answer_outcome(
     fields = replayed(outcome)
     if single:
         (receipt,) = outcome.receipts.values()
-        fields["ETag"] = etag_after(receipt)
+        fields["ETag"] = etag_after(receipt, media_type)
     size = sum(value.nbytes for value in outcome.values.values())
     inline = size <= INLINE_TEXT_BYTES and len(outcome.receipts) <= INLINE_LOOKUPS
-    coding = wanted_coding(call.headers)
+    coding = wanted_coding(call)
 
     def write() -> Answer:
         weights = {name: receipt["weight"] for name, receipt in outcome.receipts.items() if name in outcome.values}
@@ -75,7 +76,7 @@ def read_values(
     receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
     weights = {snapshot.record.name: snapshot.weight for snapshot in snapshots}
     values = {snapshot.record.name: snapshot.value for snapshot in snapshots}
-    fields = {"ETag": snapshots[0].etag, "Vary": VARY} if single else {}
+    fields = {"ETag": formed(snapshots[0].etag, media_type), "Vary": VARY} if single else {}
     values = _reduced(values, weights, query.reduce, query.dtype)
     return _written(receipts, values, media_type, query.encoding or "list", fields, single).coded(coding)
 

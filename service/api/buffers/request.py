@@ -11,10 +11,9 @@ from pydantic import BaseModel, ValidationError
 from service.api.buffers.models import AccumulateQuery, TakeQuery, ValueQuery
 from service.api.buffers.preconditions import key_of, refuse_headers
 from service.api.http.answer import JSON
-from service.api.http.body import wanted_coding
 from service.api.http.call import Call
 from service.api.http.costs import Form, decode_json, decode_safetensors
-from service.api.http.negotiation import invalid_parameter, media_types, parameters_of
+from service.api.http.negotiation import invalid_parameter, media_types, parameters_of, wanted_coding
 from service.api.http.offload import INLINE_BYTES
 from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
 from service.buffers.changes import Change
@@ -88,7 +87,7 @@ def parse_model(received: Received, model: type[M], max_bytes: int) -> M:
     Raises `UnsupportedMediaType`, `BodyTooLarge`, `MalformedBody`, `UnknownParameter` and `InvalidParameter`.
     """
     if received.sent != JSON:
-        raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here")
+        raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here", {"Accept": JSON})
     size, members = len(received.body), parameters_of(model)
     if size > max_bytes:
         raise BodyTooLarge(f"The body has {size} bytes; this request takes {max_bytes}, the limit", limit=max_bytes)
@@ -160,7 +159,7 @@ def form_of(
 ) -> Form:
     """Return the form of values in the answer; `default` is how JSON writes them if the query does not say."""
     encoding = (query.encoding or default) if received.answers == JSON else None
-    is_coded = wanted_coding(call.headers) is not None
+    is_coded = wanted_coding(call) is not None
     if isinstance(query, AccumulateQuery):
         return Form(encoding, is_coded)
     return Form(encoding, is_coded, query.dtype, query.reduce == "mean")

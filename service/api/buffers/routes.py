@@ -18,14 +18,13 @@ from service.api.buffers.models import (
     TakeQuery,
     ValueQuery,
 )
-from service.api.buffers.preconditions import is_unchanged, match_of, refuse_headers, tags_not_wanted
+from service.api.buffers.preconditions import formed, known_tag, match_of, refuse_headers, states_not_wanted
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
 from service.api.buffers.request import check_gradient, check_no_body, form_of, gradients, parse_model, receive, submit
 from service.api.http.answer import JSON, Answer, json_answer
-from service.api.http.body import wanted_coding
 from service.api.http.call import Call, CurrentCall
 from service.api.http.costs import Form
-from service.api.http.negotiation import check_no_query, media_types
+from service.api.http.negotiation import check_no_query, media_types, wanted_coding
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
 from service.api.http.openapi import ONE, READING
 from service.api.http.routing import access
@@ -58,7 +57,7 @@ async def create(call: CurrentCall, name: str) -> Answer:
     refusal = _refusal(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
         raise refusal  # no buffer can be like this
-    match, unless = match_of(call), tags_not_wanted(call)
+    match, unless = match_of(call), states_not_wanted(call)
     change = Create(name=check_name(name), match=match, unless=unless, spec=spec, refusal=refusal)
     outcome = await submit(call, received, [change])
     receipt = dict(outcome.receipts[name])
@@ -98,9 +97,10 @@ async def get(call: CurrentCall, name: str) -> Answer:
     check_no_query(call)
     refuse_headers(call, "If-Match")
     record = await call.look_up(1, call.store.record, check_name(name))
-    if is_unchanged(call, record.etag):
-        return Answer(status=304, fields={"ETag": record.etag})
-    return json_answer(record.as_json(), fields={"ETag": record.etag})
+    fields = {"ETag": record.tag_of(record)}
+    if known_tag(call, fields["ETag"]):
+        return Answer(status=304, fields=fields)
+    return json_answer(record.as_json(), fields=fields)
 
 
 @router.delete("/{name}", summary="Delete a buffer", status_code=204, openapi_extra=openapi.DELETION)
@@ -129,10 +129,11 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
         return await call.look_up(1, _record, call.store, name, query.epoch)
 
     record = await call.wait_for(query.timeout, attempt)
-    tag = (record if query.epoch is None else record.closed_epoch(query.epoch)).etag
-    if is_unchanged(call, tag):
-        return Answer(status=304, fields={"ETag": tag, "Vary": VARY})
-    coding, size = wanted_coding(call.headers), record.spec.nbytes
+    tag = record.tag_of(record if query.epoch is None else record.closed_epoch(query.epoch))
+    coding, size = wanted_coding(call), record.spec.nbytes
+    known = known_tag(call, formed(tag, answers), coding)
+    if known is not None:
+        return Answer(status=304, fields={"ETag": known, "Vary": VARY})
     encoding = (query.encoding or "list") if answers == JSON else None
     form = Form(encoding, coding is not None, query.dtype, query.reduce == "mean")
     call.reserve(size + form.extra_bytes(record.spec.shape, record.spec.dtype))

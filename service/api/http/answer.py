@@ -42,11 +42,14 @@ class Answer(Response):
         return headers + [(name.encode(), value.encode("latin-1")) for name, value in self.fields.items()]
 
     def coded(self, coding: str | None) -> Answer:
-        """Return the answer compressed with gzip or deflate; with None, the answer itself."""
-        if coding is None:
+        """Return the answer compressed with gzip or deflate; with None, or if it hardly shrinks, the answer itself."""
+        pieces = None if coding is None else deflated(self.pieces, coding)
+        if coding is None or pieces is None:
             return self
         fields = {**self.fields, "Content-Encoding": coding}
-        return Answer(deflated(self.pieces, coding), self.media_type, fields, self.status_code)
+        if "ETag" in fields:
+            fields["ETag"] = coded_tag(fields["ETag"], coding)
+        return Answer(pieces, self.media_type, fields, self.status_code)
 
     async def reply(self, call: Call) -> None:
         began = time.perf_counter_ns()
@@ -66,6 +69,11 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _send(send, self.status_code, self.raw_headers, self.pieces)
+
+
+def coded_tag(tag: str, coding: str) -> str:
+    """Return the tag of an answer in this coding. A strong tag belongs to one sequence of bytes (RFC 9110, 8.8.1)."""
+    return f'{tag[:-1]}-{coding}"'
 
 
 def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | None = None) -> Answer:

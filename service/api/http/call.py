@@ -137,7 +137,9 @@ class Call:
 
         Raises `BodyTooLarge`, `RequestTimeout`, `MalformedBody`, `UnsupportedMediaType`, `Busy` and `ClientDisconnect`.
         """
-        coding, settings = coding_of(self.headers), self.settings
+        settings = self.settings
+        coded = b"content-encoding" in self.headers
+        coding = coding_of(self.lines(b"content-encoding")) if coded else None
         if b"transfer-encoding" in self.headers:
             check_transfer_coding(self.lines(b"transfer-encoding"))
         began = time.perf_counter_ns()

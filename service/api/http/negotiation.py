@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ValidationError
 
 from service.api.http.answer import JSON
+from service.api.http.body import CODINGS
 from service.api.http.call import Call
 from service.codecs import safetensors
 from service.errors import Invalid, InvalidParameter, NotAcceptable, UnknownParameter, UnsupportedMediaType, shown
@@ -28,7 +29,10 @@ def media_types(call: Call) -> tuple[str, str]:
     sent = header.partition(";")[0].strip().lower()
     if sent not in MEDIA_TYPES:
         if call.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in call.headers:
-            raise UnsupportedMediaType(f"Content-Type is {shown(header)}, but must be one of {', '.join(MEDIA_TYPES)}")
+            accepted = ", ".join(MEDIA_TYPES)
+            raise UnsupportedMediaType(
+                f"Content-Type is {shown(header)}, but must be one of {accepted}", {"Accept": accepted}
+            )
         sent = JSON  # an empty body may have any type: curl -d '' calls it a form
     if b"accept" not in call.headers:
         return sent, sent
@@ -45,13 +49,31 @@ def media_types(call: Call) -> tuple[str, str]:
 
 
 def _range(text: str) -> tuple[str, tuple[float, bool]]:
-    """Parse a range of `Accept`. Return its name, its weight, and True: a named type comes before `*/*`."""
+    """Parse a range of `Accept`, or a coding. Return its name, its weight, and True: a name comes before `*/*`."""
     name, *parameters = (part.strip().lower() for part in text.split(";"))
     weight = next((parameter[2:] for parameter in parameters if parameter.startswith("q=")), "1")
     try:
         return name, (float(weight), True)
     except ValueError:
         return name, (1.0, True)
+
+
+def wanted_coding(call: Call) -> str | None:
+    """Return the coding that the answer may have, if Accept-Encoding names exactly one coding besides identity.
+
+    Most HTTP libraries offer several codings with every request, but to compress tensors takes longer than to send
+    them. So only a client that names one coding gets compressed answers, if they shrink.
+    """
+    header = call.headers.get(b"accept-encoding")
+    return None if header is None else _only_coding(header)
+
+
+@lru_cache(64)
+def _only_coding(header: bytes) -> str | None:
+    """The same few values come with all requests: to parse one takes 2 us."""
+    ranges = dict(map(_range, header.decode("latin-1").split(",")))
+    named = [name for name, (weight, _) in ranges.items() if weight > 0 and name not in ("", "identity")]
+    return named[0] if len(named) == 1 and named[0] in CODINGS else None
 
 
 def parse_query(call: Call, model: type[M]) -> M:

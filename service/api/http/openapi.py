@@ -28,9 +28,9 @@ _HEADERS: dict[str, dict[str, Any]] = {
         "description": "A text that is new for each change. A retry with the same text counts once.",
         "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS},
     },
-    "If-Match": {"description": "The ETag that the buffer must have.", "schema": {"type": "string"}},
+    "If-Match": {"description": "An ETag of the state that the buffer must have.", "schema": {"type": "string"}},
     "If-None-Match": {
-        "description": "The ETag that the client has: if the buffer still has it, the answer is 304, without a body."
+        "description": "The ETag that the client has: if the answer would have it, too, it is 304, without a body."
         " To create a buffer, `*`: it must not exist yet.",
         "schema": {"type": "string"},
     },

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from service.api.http.answer import JSON, Answer
 from service.api.http.tensor_forms import absent
-from service.errors import Busy, Expired, GradserveError, NotReady, RequestTimeout, Unauthorized
+from service.errors import Busy, Expired, GradserveError, NotReady, RequestTimeout, Unauthorized, UnsupportedMediaType
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -29,6 +29,8 @@ def answer_error(path: str, error: GradserveError, fields: Mapping[str, str] | N
         fields = {"Retry-After": "1"}
     if isinstance(error, Unauthorized):
         fields = {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, UnsupportedMediaType):
+        fields = error.accepted  # Accept-Encoding or Accept, which tell the two causes apart (RFC 9110, 15.5.16)
     if path == "/v2" or path.startswith("/v2/"):
         status = _PROTOCOL_STATUSES.get(error.status, error.status)
         return Answer([json.dumps({"error": error.detail}).encode()], JSON, fields, status)

@@ -133,7 +133,7 @@ class Waiting:
         except GradserveError:
             return None
         ready = key.least is not None and record.count >= key.least
-        return _State(record.id, record.epoch, ready or not key.match & {"*", record.etag})
+        return _State(record.id, record.epoch, ready or not key.match & record.tags)
 
     async def _look(self, work: Callable[..., R], *arguments: Any) -> R:
         """Call `work`, which reads the store: in a thread if the store blocks."""

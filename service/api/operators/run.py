@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from service.api.buffers.preconditions import refuse_headers
 from service.api.http.answer import Answer
-from service.api.http.body import wanted_coding
 from service.api.http.call import Call
 from service.api.http.costs import Form
+from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import INLINE_TEXT_BYTES
 from service.api.operators import buffer_use
 from service.api.operators.compute import compute, is_small, reserve_answer
@@ -49,7 +49,7 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     Memory for the answer is reserved before buffers change: its outputs are JSON, except those in `binary`, or, without
     an `encoding`, bytes.
     """
-    form = Form(encoding, wanted_coding(call.headers) is not None)
+    form = Form(encoding, wanted_coding(call) is not None)
     if job.buffers is not NO_BUFFERS:
         return Result(*await buffer_use.run(call, job, form, binary))
     refuse_headers(call, "If-Match", "If-None-Match")
@@ -63,7 +63,7 @@ def encode(
     call: Call, result: Result, is_text: bool, encoder: Callable[..., Answer], *arguments: Any
 ) -> Coroutine[Any, Any, Answer]:
     """Encode the result in the coding that the client wants. Only text and compression take long."""
-    coding = wanted_coding(call.headers)
+    coding = wanted_coding(call)
     inline = result.nbytes <= INLINE_TEXT_BYTES or not (is_text or coding)
     changed = bool(result.receipts)
     return call.offload(inline, _encode, result, coding, encoder, arguments, phase="encode", changed=changed)
