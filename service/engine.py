@@ -20,10 +20,10 @@ from service.pool import Pool
 
 R = TypeVar("R")
 
-SWITCH_SECONDS = 0.001
+SWITCH_SECONDS = 0.0005
 """How long a thread waits for the interpreter's lock before it asks for it: a small request waits several times.
 
-Python's own 5 ms make a list wait three times as long beside another tenant's Python code in the pool.
+Python's own 5 ms make a list wait several times as long beside another tenant's Python code in the pool.
 """
 
 MAX_REMEMBERED_CHECKS = 1024
