@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -68,14 +69,15 @@ class FairQueue(Generic[T]):
         namespace = self._next(without)
         if namespace is None:
             return None
-        lane = self._lanes[namespace] = self._lanes.pop(namespace)
+        lane = self._lanes.pop(namespace)
+        self._lanes[namespace] = lane
         self._level = lane.used
         return lane.items.popleft()
 
     def _next(self, without: Collection[str]) -> str | None:
-        best, least = None, 0.0
+        best, least = None, math.inf
         for namespace, lane in self._lanes.items():
-            if lane.items and (best is None or lane.used < least) and namespace not in without:
+            if lane.items and lane.used < least and namespace not in without:
                 best, least = namespace, lane.used
         return best
 

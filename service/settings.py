@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     )
     max_waiting: PositiveInt = Field(
         256,
-        description="Requests that wait for a thread in each process, at most. Beyond this, large requests get 429.",
+        description="Requests of a namespace that wait for a thread in each process, at most; more get 429.",
     )
     request_timeout: PositiveFloat = Field(
         60,

@@ -82,18 +82,23 @@ class Batches:
             return None if self._closed and not batch else batch
 
     def _batch(self) -> list[Job]:
-        """Take requests in turns of their namespaces: all, or up to `MOST_SHARED_BYTES` of work."""
+        """Take all requests, or, in turns of several namespaces, up to `MOST_SHARED_BYTES` of work."""
         batch: list[Job] = []
-        self._work, total = Counter(), 0
+        self._work, left = Counter(), MOST_SHARED_BYTES
         resting, shared = self._resting(), self._queue.is_shared()
-        while len(batch) < MOST_IN_BATCH and (job := self._queue.first(resting)) is not None:
-            work = self._work_of(job) if shared else 1
-            total += work
-            if shared and batch and total > MOST_SHARED_BYTES:
+        while len(batch) < MOST_IN_BATCH:
+            if shared and (first := self._queue.first(resting)) is not None:
+                work = self._work_of(first)
+                left -= work
+                if batch and left < 0:
+                    break
+                self._work[first.namespace] += work
+            job = self._queue.take(resting)
+            if job is None:
                 break
-            self._queue.take(resting)
             batch.append(job)
-            self._work[job.namespace] += work
+        if batch and not shared:
+            self._work[batch[0].namespace] = 1
         return batch
 
     def _work_of(self, job: Job) -> int:
