@@ -58,6 +58,7 @@ def install(app: FastAPI) -> None:
             _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
             document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
             document["components"]["securitySchemes"] = {"key": _KEY}
+            document["servers"] = [{"url": "."}]  # beside the schema: behind a proxy, the paths may have a prefix
             document["security"] = [{}, {"key": []}]
             _add_errors(document)
             app.openapi_schema = document

@@ -15,11 +15,7 @@ ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "deploy/containers/engine"
 PROJECT = "gradserve-test"
 NETWORK = "10.203.78"
-ADDRESS = f"{NETWORK}.2"
-"""The IP address that nginx expects of the service."""
-
-MAC = "02:42:0a:cb:4d:02"
-"""The MAC address that nginx's kernel expects of the service."""
+"""The network of these containers on podman, beside that of `make up`."""
 
 
 class Stack:
@@ -53,6 +49,11 @@ class Stack:
         self.engine("compose", "up", "--detach")
         self.wait()
 
+    def up_with(self, changes: Path) -> None:
+        """Restart both containers with the changes of this compose file."""
+        self.engine("compose", "down")
+        self.engine("compose", "-f", "compose.yaml", "-f", str(changes), "up", "--detach")
+
     def serve_https(self, port: int, certificate: Path, key: Path) -> None:
         """Restart both containers with HTTPS on this port, too, and a new certificate."""
         subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
@@ -64,8 +65,7 @@ class Stack:
             "GRADSERVE_TLS_CERTIFICATE_FILE": str(certificate),
             "GRADSERVE_TLS_KEY_FILE": str(key),
         }
-        self.engine("compose", "down")
-        self.engine("compose", "-f", "compose.yaml", "-f", "deploy/compose.tls.yaml", "up", "--detach")
+        self.up_with(ROOT / "deploy/compose.tls.yaml")
         self.wait()
 
     def watch(self, port: int, key_file: Path) -> None:

@@ -40,7 +40,7 @@ def test_nginx_uses_codes_and_titles_of_the_service() -> None:
     codes, titles, details = (by_status(name) for name in ("code", "title", "detail"))
     assert codes.keys() == titles.keys()
     handled = re.findall(r"\d+", re.findall(r"error_page (.*) /", NGINX)[0])
-    assert re.findall(r"error_page (\d.*) =400 /", NGINX) == ["414 494"]
+    assert re.findall(r"error_page (\d.*) =400 /", NGINX) == ["414 494 497 501 505"]
     assert set(handled) >= codes.keys() - {"default"}
     for status in handled:
         code = codes.get(status, codes["default"])
@@ -54,6 +54,20 @@ def by_status(name: str) -> dict[str, str]:
     """Return a map of nginx.conf from an answer's status."""
     (found,) = re.findall(rf"map \$status \${name} {{\n(.*?\n)    }}", NGINX, re.DOTALL)
     return dict(re.findall(r'(\w+) "?(.*?)"?;\n', found))
+
+
+def test_docker_finds_the_service_by_name() -> None:
+    """Fixed addresses are for podman alone: deploy/containers/podman.yaml."""
+    service = (ROOT / "deploy/service.conf").read_text()
+    assert re.search(r"^resolver 127\.0\.0\.11 valid=5s", service, re.MULTILINE)
+    assert re.search(r"^server gradserve:8000 resolve ", service, re.MULTILINE)
+    assert not re.search(r"\d+\.\d+\.\d+\.\d+", NGINX + COMPOSE.replace("127.0.0.1:", ""))
+    assert not re.search(r"mac_address|ipv4_address|extra_hosts|ipam", COMPOSE)
+
+
+def test_no_image_gets_the_settings_of_pip() -> None:
+    for file in ("Dockerfile", "deploy/containers/prepare"):
+        assert "pip.conf" not in (ROOT / file).read_text()
 
 
 def test_each_timeout_exceeds_the_wait_behind_it() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
 from typing import Any
 from uuid import uuid4
 
@@ -20,7 +21,7 @@ from gradserve_client import Buffer, Client
 
 from tests.deploy.test_monitoring import ALERTS
 from tests.integration.conftest import client
-from tests.integration.stack import ADDRESS, MAC, PROJECT, Stack
+from tests.integration.stack import Stack
 from tests.serving import assert_problem
 
 WEIGHTS = (1, 2, 3, 4)
@@ -168,6 +169,8 @@ def test_the_tls_compose_file_serves_https(stack: Stack, tmp_path_factory: pytes
         with httpx.Client(verify=trust, trust_env=False, headers={"Authorization": f"Bearer {stack.secret}"}) as server:
             answer = server.post(f"https://127.0.0.1:{port}/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, -1]})
             assert answer.raise_for_status().json()["dX"]["data"] == [1.0, 0.0]
+        for path in ("/v1/ops", "/v2/models/ReluGrad"):  # plain HTTP on the port of HTTPS
+            assert_error_of_a_proxy(raw(port, [f"GET {path} HTTP/1.1", "Host: x"]), path, 400)
     finally:
         stack.engine("compose", "down")
         stack.up()
@@ -259,12 +262,11 @@ def test_stopping_the_service_finishes_requests_in_flight(stack: Stack) -> None:
         assert server.get(f"/v1/buffers/{name}/value").raise_for_status().json()["value"]["data"] == [5.0]
 
 
-def test_nginx_retries_no_request(stack: Stack) -> None:
-    stack.engine("stop", "--time", "40", stack.container("gradserve"))
-    network = ("--network", f"{PROJECT}_default", "--ip", ADDRESS, "--mac-address", MAC)
-    command = ("--entrypoint", "python", "gradserve", "-c", ANSWERS_ONCE)
-    stub = stack.engine("run", "--detach", *network, *command).strip()
+def test_nginx_retries_no_request(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
+    stub = tmp_path_factory.mktemp("stub") / "compose.yaml"
+    stub.write_text(json.dumps({"services": {"gradserve": {"entrypoint": ["python", "-c", ANSWERS_ONCE]}}}))
     try:
+        stack.up_with(stub)
         with client(stack.url, None) as server:
             for _ in range(100):
                 if server.post("/v1/buffers/b/take").status_code == 200:
@@ -279,10 +281,10 @@ def test_nginx_retries_no_request(stack: Stack) -> None:
         assert answers[4].headers["content-type"] == "application/json"
         assert "broke off" in answers[4].json()["error"]
         assert {answer.headers["retry-after"] for answer in answers[::2]} == {"1"}
-        assert stack.engine("logs", stub).count("request") == 1 + len(methods)
+        assert stack.logs("gradserve").count("request") == 1 + len(methods)
     finally:
-        stack.engine("kill", stub)
-        stack.engine("rm", "--force", "--volumes", stub)
+        stack.engine("compose", "down")
+        stack.up()
 
 
 @pytest.mark.parametrize(
@@ -292,17 +294,49 @@ def test_nginx_retries_no_request(stack: Stack) -> None:
         (["GET /v1/ops HTTP/1.1", "Host: x", "X-Large: " + "x" * 70_000], 400),
         (["GET /v1/ops?" + "x" * 70_000 + " HTTP/1.1", "Host: x"], 400),
         (["GET /v1/ops HTTP/1.1"], 400),
+        (["GET /v1/ops HTTP/3.0", "Host: x"], 400),
+        (["POST /v1/ops/ReluGrad HTTP/1.1", "Host: x", "Transfer-Encoding: gzip, chunked"], 400),
+        (["POST /v2/models/ReluGrad/infer HTTP/1.1", "Host: x", "Transfer-Encoding: gzip"], 400),
+        (["TRACE /v1/ops HTTP/1.1", "Host: x"], 405),
+        (["GET /proxy-error/v1 HTTP/1.1", "Host: x"], 404),
+        (["GET /proxy-error/v2?x HTTP/1.1", "Host: x"], 404),
     ],
-    ids=["60 KB", "70 KB", "a path of 70 KB", "no host"],
+    ids=[
+        "60 KB",
+        "70 KB",
+        "a path of 70 KB",
+        "no host",
+        "another version",
+        "another coding",
+        "another coding on v2",
+        "another method",
+        "a page of nginx",
+        "another page of nginx",
+    ],
 )
 def test_nginx_answers_unreadable_requests_as_the_service_does(stack: Stack, lines: list[str], status: int) -> None:
-    with socket.create_connection(("127.0.0.1", httpx.URL(stack.url).port or 80), timeout=30) as connection:
-        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+    assert_error_of_a_proxy(raw(httpx.URL(stack.url).port, lines), lines[0].split()[1], status)
+
+
+def raw(port: int | None, lines: list[str]) -> tuple[int, Message, bytes]:
+    """Send the lines as a request. Return status, headers and body of the answer."""
+    with socket.create_connection(("127.0.0.1", port or 80), timeout=30) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
         answer = http.client.HTTPResponse(connection)
         answer.begin()
-        assert (answer.status, answer.headers["Content-Type"]) == (status, "application/problem+json")
-        assert answer.headers["X-Request-ID"]
-        assert json.loads(answer.read())["code"] == {400: "malformed_body", 401: "unauthorized"}[status]
+        return answer.status, answer.headers, answer.read()
+
+
+def assert_error_of_a_proxy(answer: tuple[int, Message, bytes], path: str, status: int) -> None:
+    """Check that the answer is an error in the form of the service for this path."""
+    found, headers, body = answer
+    assert headers["X-Request-ID"]
+    if path.startswith("/v2"):
+        assert (found, headers["Content-Type"], list(json.loads(body))) == (status, "application/json", ["error"])
+        return
+    assert (found, headers["Content-Type"]) == (status, "application/problem+json")
+    codes = {400: "malformed_body", 401: "unauthorized", 404: "not_found", 405: "method_not_allowed"}
+    assert (json.loads(body)["status"], json.loads(body)["code"]) == (status, codes[status])
 
 
 def test_nginx_does_not_buffer_bodies(stack: Stack) -> None:
@@ -325,6 +359,24 @@ def test_the_log_of_nginx_has_request_ids_and_no_secrets(stack: Stack) -> None:
     assert all(f"id={one}\n" in logs for one in ids)
     assert '"GET /v2/health/ready HTTP/1.1" 200' in logs
     assert stack.secret not in logs + stack.logs("gradserve")
+
+
+def test_nginx_logs_only_request_ids_that_the_service_takes(stack: Stack) -> None:
+    port, mark = httpx.URL(stack.url).port, uuid4().hex
+    for taken in (mark, f"{mark} of mine", f"{mark}{'x' * 96}"):
+        _, headers, _ = raw(port, ["GET /v1/ops HTTP/1.1", "Host: x", f"X-Request-ID: {taken}"])
+        assert headers["X-Request-ID"] == taken
+        assert f"id={taken}\n" in stack.logs("nginx")
+    for refused in (f"{mark}{'y' * 97}", f"{mark}\xe9y", f"{mark}\ty"):
+        _, headers, _ = raw(port, ["GET /v1/ops HTTP/1.1", "Host: x", f"X-Request-ID: {refused}"])
+        assert mark not in headers["X-Request-ID"]
+        assert f"id={headers['X-Request-ID']}\n" in stack.logs("nginx")
+    assert stack.logs("nginx").count(mark) == 3
+
+
+def test_the_image_has_no_settings_of_this_machine(stack: Stack) -> None:
+    stack.exec("gradserve", "sh", "-c", "test ! -e /etc/pip.conf")
+    stack.exec("nginx", "sh", "-c", "test ! -e /etc/pip.conf")
 
 
 def test_nginx_forwards_a_body_before_its_end(stack: Stack) -> None:

@@ -22,7 +22,7 @@ _REPLAYED = answer_header(
 )
 
 
-_LOCATION = answer_header("Location", "The path of the buffer.")
+_LOCATION = answer_header("Location", "The path of the buffer, relative to that of the request.")
 
 
 _UNCHANGED: dict[str, Any] = {"304": {"description": "The buffer still has a tag that If-None-Match names"}}

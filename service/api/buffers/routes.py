@@ -63,7 +63,7 @@ async def create(call: CurrentCall, name: str) -> Answer:
     receipt = dict(outcome.receipts[name])
     status = 201 if receipt.pop("created") else 200
     tag = f'"{receipt["epoch"]}-{receipt["version"]}"'
-    return json_answer(receipt, status, {"ETag": tag, "Location": f"/v1/buffers/{name}", **replayed(outcome)})
+    return json_answer(receipt, status, {"ETag": tag, "Location": f"./{name}", **replayed(outcome)})
 
 
 def _refusal(call: Call, name: str, spec: Spec) -> GradserveError | None:
