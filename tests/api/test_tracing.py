@@ -137,7 +137,8 @@ def test_each_request_is_a_span_with_its_phases(tmp_path: Path, collector: Colle
     assert all(0 <= own[key] < 60 for _, own, _ in found for key in own if key.endswith("_seconds"))
     assert found[0][1]["http.request.body.size"] == len(b'{"dY":[1.5],"X":[2]}')
     logged = [line["span_id"] for line in lines if line.get("trace_id") == TRACE]
-    assert logged == [span.span_id.hex() for span, _, _ in found]
+    # An answer is there before its line, and the next request may go to the other worker.
+    assert sorted(logged) == sorted(span.span_id.hex() for span, _, _ in found)
 
 
 def test_each_span_names_its_worker_process(tmp_path: Path, collector: Collector) -> None:
