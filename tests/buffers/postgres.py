@@ -50,6 +50,10 @@ class Schema:
         """
         return len(self.ask(query))
 
+    def drop(self) -> None:
+        """Drop the tables of closed stores."""
+        self.ask(f"drop schema {self.name} cascade")
+
     def faults(self) -> list[str]:
         """Return what nothing refers to, or what is missing, while no store works."""
         used = {value for store in self.stores[:1] for record in store.records() for value in record.values}
