@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,16 +20,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import value_writer, values
 from service.buffers.perform import Outcome, Request
+from service.buffers.postgres import deltas, folder, transaction, writer
 from service.buffers.record import Spec
 from service.buffers.store import Store
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import GradserveError
 from tests.buffers.calls import KEY_SECONDS, PATIENCE, Clock, key, open_lmdb, open_memory, wrong
+from tests.buffers.postgres import Schema
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 
 NAMED = ["a", "b", "c.0", "d"]
 MOST_BUFFERS = 3
+FUZZ = int(os.environ.get("GRADSERVE_FUZZ", "2"))
 SMALL_CHUNK = 16
 """Bytes of a chunk in these tests: a value of a few elements has several chunks."""
 
@@ -457,8 +462,64 @@ class LmdbMachine(Machine):
         assert said == []
 
 
+class ByTurns:
+    """Several stores of one schema, which take turns: each call goes to the next."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self._stores, self._turns = stores, cycle(stores)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(next(self._turns), name)
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+
+
+class PostgresMachine(Machine):
+    """Small gradients are staged here, and every second is followed by a fold."""
+
+    url: str
+    stores = 1
+
+    def __init__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        for module in (writer, transaction, folder, deltas):
+            self.patch.setattr(module, "INLINE_BYTES", SMALL_CHUNK // 2)
+        self.patch.setattr(deltas, "CHUNK_BYTES", SMALL_CHUNK)
+        self.patch.setattr(transaction, "FOLD_EVERY", 2)
+        self.schema = Schema(self.url)
+        super().__init__()
+
+    def open(self) -> Store:
+        for _ in range(self.stores):
+            self.schema.open(clock=self.clock, key_seconds=KEY_SECONDS, max_buffers=MOST_BUFFERS)
+        return cast(Store, ByTurns(self.schema.stores))
+
+    @rule()
+    def open_again(self) -> None:
+        self.schema.close()
+        self.store = self.open()
+
+    def teardown(self) -> None:
+        super().teardown()
+        said = self.schema.faults()
+        self.schema.drop()
+        self.patch.undo()
+        assert said == []
+
+
+class TwoPostgresMachine(PostgresMachine):
+    stores = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def database(postgres_url: str) -> None:
+    PostgresMachine.url = postgres_url
+
+
 SOME = settings(
-    max_examples=20 * int(os.environ.get("GRADSERVE_FUZZ", "2")),
+    max_examples=20 * FUZZ,
     stateful_step_count=30,
     deadline=None,
     phases=[phase for phase in Phase if phase is not Phase.explain],  # explaining takes minutes
@@ -469,3 +530,7 @@ TestMemory = MemoryMachine.TestCase
 TestMemory.settings = SOME
 TestLmdb = LmdbMachine.TestCase
 TestLmdb.settings = SOME
+TestPostgres = PostgresMachine.TestCase
+TestPostgres.settings = settings(SOME, max_examples=5 * FUZZ)  # each step takes a hundred times as long as in memory
+TestTwoPostgres = TwoPostgresMachine.TestCase
+TestTwoPostgres.settings = settings(SOME, max_examples=5 * FUZZ)

@@ -10,7 +10,16 @@ from pydantic import BaseModel, Field
 
 from service.api.http.answer import JSON, Answer
 from service.api.http.tensor_forms import absent
-from service.errors import Busy, Expired, GradserveError, NotReady, RequestTimeout, Unauthorized, UnsupportedMediaType
+from service.errors import (
+    Busy,
+    Expired,
+    GradserveError,
+    NotReady,
+    RequestTimeout,
+    StoreFailed,
+    Unauthorized,
+    UnsupportedMediaType,
+)
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -25,7 +34,7 @@ def answer_error(path: str, error: GradserveError, fields: Mapping[str, str] | N
     """Return the answer of `error`, in the form of the API at `path`."""
     if isinstance(error, RequestTimeout):
         fields = {"Connection": "close"}  # the rest of the body may still come, and must not be read as a request
-    if isinstance(error, (Busy, Expired, NotReady)):
+    if isinstance(error, (Busy, Expired, NotReady, StoreFailed)):
         fields = {"Retry-After": "1"}
     if isinstance(error, Unauthorized):
         fields = {"WWW-Authenticate": "Bearer"}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from service.buffers.changes import Create, Restore
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres.connections import Connection, Database
+from service.buffers.postgres.connections import Connection, Database, NoStandbyError
 from service.buffers.postgres.deltas import insert_deltas
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.postgres.transaction import (
@@ -39,7 +39,9 @@ NAMESPACE_LOCK = 2
 
 _LOCK = "select pg_advisory_xact_lock(%s, lock) from unnest(%s::integer[]) as lock"
 
-_NOW = "select extract(epoch from clock_timestamp())::double precision"
+NOW = "select extract(epoch from clock_timestamp())::double precision"
+
+_STANDBYS = "select current_setting('synchronous_standby_names')"
 
 _KEYS = "select digest, at, outcome from keys where digest = any(%s) order by at"
 
@@ -98,6 +100,7 @@ class Job:
     namespace: str
     done: Future[Outcome] = field(default_factory=Future)
     staged: dict[int, int] = field(default_factory=dict)
+    unstaged_bytes: int = 0
 
     @property
     def names(self) -> list[BufferName]:
@@ -118,7 +121,7 @@ class Batch:
     def lock(self, database: Database, connection: Connection, clock: float | None, key_seconds: float) -> Found | None:
         """Begin the transaction, and return what it finds; None if an earlier attempt was committed after all.
 
-        Raises `StagedLostError`.
+        Raises `StagedLostError`, and `NoStandbyError` if the commit would not wait for one.
         """
         digests = [self._mark, *{digest_of(job.request.key) for job in self.jobs if job.request.key is not None}]
         names = sorted({name for job in self.jobs for name in job.names})
@@ -134,12 +137,14 @@ class Batch:
             counts = connection.execute(_COUNTS, (growing,)) if growing else None
             rows = connection.execute(_RECORDS, _columns(names, 2), binary=True)
             claimed = connection.execute(_CLAIM, (blobs,)) if blobs else None
-            time = connection.execute(_NOW)
+            time, standbys = connection.execute(NOW), connection.execute(_STANDBYS)
         self.now = time.fetchall()[0][0] if clock is None else clock
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
             return None
+        if database.replicated and standbys.fetchall() == [("",)]:
+            raise NoStandbyError("its synchronous_standby_names are empty")
         if claimed is not None and claimed.fetchall() != [(len(blobs),)]:
             raise StagedLostError
         records: dict[BufferName, Stored | None] = dict.fromkeys(names)

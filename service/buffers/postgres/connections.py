@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 import psycopg
 from psycopg import errors, sql
-from psycopg_pool import ConnectionPool, PoolTimeout
+from psycopg.abc import PQGen
 
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
-
-Connection: TypeAlias = "psycopg.Connection[Any]"
 
 RETRY_SECONDS = 30.0
 """How long a request waits for a database that fails over: longer than most failovers take."""
@@ -26,84 +25,212 @@ FIRST_PAUSE_SECONDS = 0.01
 LAST_PAUSE_SECONDS = 1.0
 """The longest pause between retries: the database is not pressed while it starts."""
 
+CONNECT_SECONDS = 10
+"""Seconds that a host of the URL has to accept a connection."""
+
 LOCK_SECONDS = 20
 """Seconds that a statement waits for a lock: a server that hangs with locks must not stop the others for ever."""
 
+HANGING_SECONDS = 30
+"""Seconds after which the database ends a transaction that does nothing: its server hangs, or its machine is gone."""
+
+READERS = 6
+"""Connections for reads, at most. More of them would only share the database's bandwidth."""
+
+WORKERS = 6
+"""Connections for the other threads: two that stage, and one each that folds, keeps, fences, takes ids or probes."""
+
 _SETTINGS = """
-    select set_config('search_path', quote_ident(%s), true), set_config('lock_timeout', %s, true),
-           set_config('synchronous_commit', %s, true), set_config('client_min_messages', 'warning', true)
+    select set_config('search_path', quote_ident(%s), true), set_config('synchronous_commit', %s, true),
+           set_config('lock_timeout', %s, true), set_config('idle_in_transaction_session_timeout', %s, true),
+           set_config('statement_timeout', '0', true),
+           set_config('client_min_messages', 'warning', true)
 """
 
-_FULL = (errors.DiskFull, errors.OutOfMemory)
+_STANDBYS = """
+    select current_setting('synchronous_standby_names') <> '' and exists (
+        select 1 from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum')
+    )
+"""
+"""Whether there is a synchronous standby. The state of a standby is null for a user who may not see it."""
 
 _FINAL = (
-    errors.InvalidAuthorizationSpecification,
-    errors.InvalidPassword,
-    errors.InvalidCatalogName,
     errors.InsufficientPrivilege,
-    errors.UndefinedTable,
+    errors.InvalidAuthorizationSpecification,
+    errors.InvalidCatalogName,
+    errors.InvalidPassword,
     errors.InvalidSchemaName,
+    errors.OutOfMemory,
+    errors.ProgramLimitExceeded,
+    errors.UndefinedTable,
 )
 """Errors that a retry does not help."""
 
+_PASSING = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    errors.FeatureNotSupported,  # a standby refuses to write with it
+    errors.ReadOnlySqlTransaction,
+    errors.UniqueViolation,
+)
+"""Errors after which the same request may succeed, unless they are final."""
+
+
+class UnsureError(psycopg.OperationalError):
+    """The database did not wait for its standby: the commit is done there, and perhaps nowhere else."""
+
+
+class NoStandbyError(psycopg.OperationalError):
+    """The database has no synchronous standby."""
+
+
+class Connection(psycopg.Connection[Any]):
+    """A connection that ends if the database is silent for `patience` seconds while this process waits for it.
+
+    Otherwise a network that loses everything, or a standby that is gone, would hold a thread for ever.
+    """
+
+    patience = RETRY_SECONDS
+    is_unsure = False
+    """Whether the database has warned since the last `commit_surely`: of a commit that did not wait for the standby."""
+
+    @classmethod
+    def connect(cls, *arguments: Any, **named: Any) -> Self:
+        connection = super().connect(*arguments, **named)
+        connection.add_notice_handler(lambda warning: setattr(connection, "is_unsure", True))
+        return connection
+
+    def wait(self, gen: PQGen[R], *arguments: Any, **named: Any) -> R:
+        return super().wait(self._impatient(gen), *arguments, **named)
+
+    def _impatient(self, gen: PQGen[R]) -> PQGen[R]:
+        end: float | None = None
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                if ready:
+                    end = None
+                elif end is None:
+                    end = time.monotonic() + self.patience
+                elif time.monotonic() > end:
+                    self.close()
+                    raise psycopg.OperationalError(f"the database has been silent for {self.patience:g} seconds")
+                wanted = gen.send(ready)
+        except StopIteration as done:
+            result: R = done.value
+            return result
+
+    def commit_surely(self) -> None:
+        """Commit. Raises `UnsureError` if the database did not wait for its standby."""
+        self.is_unsure = False
+        self.execute("commit")
+        if self.is_unsure:
+            raise UnsureError("the wait for the standby was cancelled")
+
+
+class _Pool:
+    """At most `size` connections, for one thread each. A lost connection is not noticed before it is used."""
+
+    def __init__(self, connect: Callable[[], Connection], size: int) -> None:
+        self._connect, self._free = connect, threading.Semaphore(size)
+        self._idle: list[Connection] = []
+        self._is_closed = False
+
+    @contextmanager
+    def lend(self, seconds: float) -> Iterator[Connection]:
+        """Yield a connection, which is idle again after a transaction. Wait for one for at most these seconds."""
+        if not self._free.acquire(timeout=seconds):
+            raise psycopg.OperationalError("all connections of this server to the database are busy")
+        try:
+            connection = self._take()
+            connection.patience = seconds
+            try:
+                yield connection
+            finally:
+                if connection.closed or self._is_closed or connection.info.transaction_status.name != "IDLE":
+                    connection.close()
+                    self._close_idle()  # what ended one connection has often ended all
+                else:
+                    self._idle.append(connection)
+        finally:
+            self._free.release()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._close_idle()
+
+    def _take(self) -> Connection:
+        with suppress(IndexError):
+            return self._idle.pop()
+        return self._connect()
+
+    def _close_idle(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
 
 class Database:
-    """The database at `url`, whose `schema` has the tables of the store. Its pool has at most `size` connections.
+    """The database at `url`, whose `schema` has the tables of the store.
 
     If `replicated`, a durable commit returns once the synchronous standby has it, too; else, once the disk has it.
 
     All settings are made in each transaction, so that a pooler such as PgBouncer may hand each to another backend.
     """
 
-    def __init__(self, url: str, schema: str, *, size: int, replicated: bool) -> None:
+    def __init__(self, url: str, schema: str, *, replicated: bool) -> None:
         self._url, self.schema, self.replicated = url, schema, replicated
-        self._commit = "on" if replicated else "local"
-        self._options: dict[str, Any] = {"autocommit": True, "prepare_threshold": None, "connect_timeout": 10}
-        self._pool = ConnectionPool(
-            url, min_size=1, max_size=size, kwargs=self._options, check=ConnectionPool.check_connection, open=False
-        )
-
-    def open(self) -> None:
-        """Begin to use the pool."""
-        self._pool.open()
+        self._readers, self._workers = _Pool(self.connect, READERS), _Pool(self.connect, WORKERS)
 
     def close(self) -> None:
-        """Close the connections of the pool."""
-        self._pool.close()
+        """Close the connections of the pools."""
+        self._readers.close()
+        self._workers.close()
 
     def connect(self) -> Connection:
-        """Return a connection outside the pool."""
-        return psycopg.connect(self._url, **self._options)
+        """Return a connection outside the pools."""
+        return Connection.connect(self._url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS)
 
-    def begin(self, connection: Connection, *, durable: bool = True, mode: str = "read write") -> None:
+    def begin(self, connection: Connection, *, durable: bool = True, isolation: str = "read committed") -> None:
         """Begin a transaction whose statements find the tables. Without `durable` its commit does not wait."""
-        connection.execute(sql.SQL("begin {}").format(sql.SQL(mode)))
-        connection.execute(_SETTINGS, (self.schema, f"{LOCK_SECONDS}s", self._commit if durable else "off"))
+        commit = ("on" if self.replicated else "local") if durable else "off"
+        connection.execute(sql.SQL("begin isolation level {}, read write").format(sql.SQL(isolation)))
+        connection.execute(_SETTINGS, (self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s"))
 
     @contextmanager
-    def transaction(
-        self, *, durable: bool = True, mode: str = "read write", patience: float = RETRY_SECONDS
-    ) -> Iterator[Connection]:
-        """Yield a connection of the pool, in a transaction that is committed on leaving."""
-        with self._pool.connection(patience) as connection:
-            try:
-                with connection.pipeline():
-                    self.begin(connection, durable=durable, mode=mode)
-                yield connection
-                connection.execute("commit")
-            except BaseException:
-                with suppress(psycopg.Error):
-                    connection.execute("rollback")
-                raise
+    def transaction(self, *, durable: bool = True, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
+        """Yield a connection, in a transaction that is committed on leaving."""
+        with self._workers.lend(patience) as connection, self._within(connection, durable=durable):
+            yield connection
+
+    @contextmanager
+    def reading(self, patience: float) -> Iterator[Connection]:
+        """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it."""
+        with self._readers.lend(patience) as connection, self._within(connection, isolation="repeatable read"):
+            yield connection
+
+    @contextmanager
+    def _within(self, connection: Connection, **options: Any) -> Iterator[None]:
+        try:
+            with connection.pipeline():
+                self.begin(connection, **options)
+            yield
+            connection.commit_surely()
+        except BaseException:
+            with suppress(psycopg.Error):
+                connection.execute("rollback")
+            raise
+
+    def check_standby(self, connection: Connection) -> None:
+        """Raise `NoStandbyError` if the commits have to wait for a synchronous standby that is not there."""
+        if self.replicated and connection.execute(_STANDBYS).fetchall() != [(True,)]:
+            raise NoStandbyError("it has no synchronous standby just now")
 
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the same request may succeed later, or on another connection."""
-    if isinstance(error, errors.UniqueViolation | PoolTimeout):
-        return True
-    if not isinstance(error, psycopg.OperationalError | psycopg.InterfaceError | errors.ReadOnlySqlTransaction):
-        return False
-    return not isinstance(error, (*_FINAL, *_FULL))
+    return isinstance(error, _PASSING) and not isinstance(error, (*_FINAL, errors.DiskFull))
 
 
 def as_client_error(error: Exception) -> Exception:
@@ -111,7 +238,7 @@ def as_client_error(error: Exception) -> Exception:
     if isinstance(error, GradserveError) or not isinstance(error, psycopg.Error):
         return error
     text = " ".join(str(error).split())
-    if isinstance(error, _FULL):
+    if isinstance(error, errors.DiskFull):
         return StoreFull(f"The database has no room: {text}")
     return StoreFailed(f"The database does not serve: {text}")
 

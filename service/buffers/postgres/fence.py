@@ -7,17 +7,20 @@ cancelled. A replayed key, and an epoch that has just closed, may come from such
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from service.buffers.postgres.batch import FENCE
+from service.buffers.postgres.batch import FENCE, NOW
 from service.buffers.postgres.connections import Database, retried
 
 
 class Fence:
     """Waits for the standby, once for all who wait."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, clock: Callable[[], float] | None) -> None:
+        self._database, self._clock = database, clock
+        self.crossed = 0.0
+        """The standby has everything that was committed before this time, in seconds since 1970."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradserve-fence")
         self._lock = threading.Lock()
         self._next: Future[None] | None = None
@@ -40,4 +43,7 @@ class Fence:
         with self._lock:
             self._next = None
         with self._database.transaction() as connection:
+            self._database.check_standby(connection)
+            began = connection.execute(NOW).fetchall()[0][0] if self._clock is None else self._clock()
             connection.execute(FENCE)
+        self.crossed = began

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import psycopg
-from psycopg_pool import PoolTimeout
 
 from service.buffers.names import BufferName
 from service.buffers.postgres.connections import Connection, Database
@@ -76,7 +75,7 @@ class Folder:
                 self._make(connection, fold)
         except _OvertakenError:
             pass
-        except (psycopg.Error, PoolTimeout, GradserveError) as error:
+        except (psycopg.Error, GradserveError) as error:
             logger.warning(
                 "The deltas of %r stay as they are for now: %s", str(fold.name), " ".join(str(error).split())
             )

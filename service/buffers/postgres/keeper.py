@@ -7,13 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-import psycopg
-from psycopg_pool import PoolTimeout
-
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres.batch import FREE
-from service.buffers.postgres.connections import Database
+from service.buffers.postgres.batch import FREE, KEY_LOCK
+from service.buffers.postgres.connections import HANGING_SECONDS, Database
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
 from service.buffers.postgres.transaction import unpack_record
 from service.buffers.room import check_keys, room_for, store_full
@@ -25,6 +22,9 @@ ROUND_SECONDS = 5.0
 
 REST_FACTOR = 20
 """The keeper rests twenty times as long as its last round took: it counts all keys and deltas."""
+
+TURN_SECONDS = 1
+"""How long the keeper waits for a lock before which all adds wait: it tries again in the next round."""
 
 MOST_BLOBS = 200
 """Blobs that a transaction deletes."""
@@ -38,6 +38,17 @@ _SWEEP = """
         order by due limit %s for update skip locked
     ) returning blob)
     delete from chunks using gone where chunks.blob = gone.blob
+"""
+
+_HANGING = f"""
+    select pg_terminate_backend(pid) from pg_stat_activity
+    where datname = current_database() and usename = current_user and state like 'idle in transaction%%'
+        and state_change < clock_timestamp() - make_interval(secs => %s)
+        and pid in (select pid from pg_locks where locktype = 'advisory' and classid = {KEY_LOCK} and objsubid = 2)
+"""
+"""Ends the transactions of writers that hang.
+
+The database's own time-out does not: after its `Sync`, a pipeline of psycopg sends a `Flush`, which stops that clock.
 """
 
 _EXPIRED = """
@@ -99,14 +110,16 @@ class Keeper:
             began = time.monotonic()
             try:
                 self._round()
-            except (psycopg.Error, PoolTimeout) as error:
+            except Exception as error:  # the thread outlives what it cannot do
                 logger.warning("The store's keeper goes on later: %s", " ".join(str(error).split()))
             self._closed.wait(max(ROUND_SECONDS, REST_FACTOR * (time.monotonic() - began)))
 
     def _round(self) -> None:
+        with self._database.transaction() as connection:
+            connection.execute(_HANGING, (HANGING_SECONDS,))
         now = self._now()
-        make_partitions(self._database, now)
-        drop_partitions(self._database, now - self._key_seconds)
+        make_partitions(self._database, now, TURN_SECONDS)
+        drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
         while self._sweep() and not self._closed.is_set():
             pass
         while self._expire(now) and not self._closed.is_set():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from psycopg import sql
 
-from service.buffers.postgres.connections import Database
+from service.buffers.postgres.connections import LOCK_SECONDS, Database
 from service.errors import StoreFailed
 
 VERSION = 1
@@ -119,23 +119,40 @@ def check_settings(database: Database) -> None:
     """Raise `StoreFailed` if the database cannot keep what it has committed."""
     with database.transaction() as connection:
         ((fsync, full_page_writes, standbys),) = connection.execute(_SETTINGS).fetchall()
-    for name, value in (("fsync", fsync), ("full_page_writes", full_page_writes)):
-        if value != "on":
-            raise StoreFailed(f"The database has {name} {value}, and so may lose what it has committed: set it to on")
-    if database.replicated and not standbys:
-        raise StoreFailed(
-            "GRADSERVE_DURABILITY is replicated, but the database has no synchronous standby: set"
-            " synchronous_standby_names there, or GRADSERVE_DURABILITY to local"
-        )
+        for name, value in (("fsync", fsync), ("full_page_writes", full_page_writes)):
+            if value != "on":
+                raise StoreFailed(
+                    f"The database has {name} {value}, and so may lose what it has committed: set it to on"
+                )
+        if database.replicated and not standbys:
+            raise StoreFailed(
+                "GRADSERVE_DURABILITY is replicated, but the database has no synchronous standby: set"
+                " synchronous_standby_names there, or GRADSERVE_DURABILITY to local"
+            )
+        database.check_standby(connection)
 
 
-def make_partitions(database: Database, time: float) -> None:
-    """Make the partitions of `keys` for this time and the next hours, if they are not there."""
+_WAIT = "select set_config('lock_timeout', %s, true)"
+
+
+def take_ids(database: Database) -> int:
+    """Return the first of the next `ID_BLOCK` ids. They are durable: no other server gets them after a crash."""
+    with database.transaction() as connection:
+        first: int = connection.execute("select nextval('ids')").fetchall()[0][0]
+    return first
+
+
+def make_partitions(database: Database, time: float, patience: float = LOCK_SECONDS) -> None:
+    """Make the partitions of `keys` for this time and the next hours, if they are not there.
+
+    All adds wait while it waits for a lock, at most `patience` seconds.
+    """
     first = int(time // PARTITION_SECONDS) * PARTITION_SECONDS
     for start in (first, first + PARTITION_SECONDS):
         with database.transaction() as connection:
             if connection.execute("select to_regclass(%s)", (f"keys_{start}",)).fetchall() == [(None,)]:
                 connection.execute(_LOCK)
+                connection.execute(_WAIT, (f"{patience}s",))
                 connection.execute(
                     sql.SQL("create table if not exists {} partition of keys for values from ({}) to ({})").format(
                         sql.Identifier(f"keys_{start}"), sql.Literal(start), sql.Literal(start + PARTITION_SECONDS)
@@ -143,10 +160,11 @@ def make_partitions(database: Database, time: float) -> None:
                 )
 
 
-def drop_partitions(database: Database, time: float) -> None:
-    """Drop the partitions of `keys` whose keys are all older than `time`."""
+def drop_partitions(database: Database, time: float, patience: float) -> None:
+    """Drop the partitions of `keys` whose keys are all older than `time`. Wait for locks as `make_partitions` does."""
     query = "select relid::regclass::text from pg_partition_tree('keys') where isleaf and level > 0"
     with database.transaction() as connection:
+        connection.execute(_WAIT, (f"{patience}s",))
         for (name,) in connection.execute(query).fetchall():
             if int(name.removeprefix("keys_")) + PARTITION_SECONDS <= time:
                 connection.execute(sql.SQL("drop table if exists {}").format(sql.Identifier(name)))

@@ -26,28 +26,18 @@ from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
 from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted
-from service.errors import BufferCorrupt, StoreFailed
+from service.errors import BufferCorrupt
 
 R = TypeVar("R")
 
-POOLED = 10
-"""Connections for reads and for staging, at most."""
-
 JUST_CLOSED_SECONDS = 60.0
-"""How long a closed epoch may not be on the standby yet."""
+"""The longest time from the closing of an epoch to its commit. A fence after that shows that the standby has it."""
 
 READ_SECONDS = 10.0
 """How long a read waits for a database that fails over."""
 
-
 CHECK_SECONDS = 2.0
 """How long a probe waits for the database."""
-
-_STANDBYS = "select 1 from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum')"
-"""Synchronous standbys. Their state is null for a user who may not see it."""
-
-READ_MODE = "isolation level repeatable read"
-"""All that a read sees is of one moment. It may take ids, so it is not `read only`."""
 
 
 class _Ids:
@@ -89,15 +79,14 @@ class PostgresStore(Store):
     ) -> None:
         self._allocate, self._clock, self._key_seconds = allocate, clock, key_seconds
 
-        self._database = Database(url, schema, size=POOLED, replicated=replicated)
-        self._database.open()
+        self._database = Database(url, schema, replicated=replicated)
         try:
             retried(lambda: tables.prepare(self._database))
         except BaseException:
             self._database.close()
             raise
-        self._ids = _Ids(lambda: self._read(lambda cursor: cursor.execute("select nextval('ids')").fetchall()[0][0]))
-        self._fence = Fence(self._database)
+        self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
+        self._fence = Fence(self._database, clock)
         self._folder = Folder(self._database, self._ids, allocate)
         self._watcher = Watcher(self._database)
         self._keeper = Keeper(self._database, max_bytes=max_bytes, key_seconds=key_seconds, clock=clock)
@@ -139,7 +128,7 @@ class PostgresStore(Store):
         return self._read(find)
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        def find(cursor: Cursor) -> tuple[float, list[Snapshot]]:
+        def find(cursor: Cursor) -> list[Snapshot]:
             records = self._alive(cursor, names)
             closed = {name: None if epoch is None else records[name].closed_epoch(epoch) for name in names}
             values = {name: records[name].value if of is None else of.value for name, of in closed.items()}
@@ -152,11 +141,12 @@ class PostgresStore(Store):
                     name_buffer(error, name, one_of_many=True)
                     raise
                 snapshots.append(Snapshot(records[name], value, closed[name]))
-            return self._now(cursor), snapshots
+            return snapshots
 
         with np.errstate(all="ignore"):
-            now, snapshots = self._read(find)
-        if any(each.of is not None and each.record.updated > now - JUST_CLOSED_SECONDS for each in snapshots):
+            snapshots = self._read(find)
+        replicated = self._fence.crossed - JUST_CLOSED_SECONDS
+        if any(each.of is not None and each.record.updated > replicated for each in snapshots):
             self._fence.wait()
         return snapshots
 
@@ -176,8 +166,7 @@ class PostgresStore(Store):
         def attempt() -> None:
             with self._database.transaction(patience=CHECK_SECONDS) as connection:
                 connection.execute("select 1 from meta")
-                if self._database.replicated and not connection.execute(_STANDBYS).fetchall():
-                    raise StoreFailed("The database has no synchronous standby just now, and answers no add")
+                self._database.check_standby(connection)
 
         retried(attempt, seconds=CHECK_SECONDS)
 
@@ -201,7 +190,7 @@ class PostgresStore(Store):
         """Return what `work` reads, all of it of one moment."""
 
         def attempt() -> R:
-            with self._database.transaction(mode=READ_MODE, patience=READ_SECONDS) as connection:
+            with self._database.reading(READ_SECONDS) as connection:
                 with connection.cursor() as cursor:
                     return work(cursor)
 

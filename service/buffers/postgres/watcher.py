@@ -60,22 +60,28 @@ class Watcher:
                 time.sleep(PAUSE_SECONDS)
 
     def _listen(self, connection: Connection) -> None:
-        connection.execute(sql.SQL("listen {}").format(sql.Identifier(self._database.schema)))
+        (pid,) = connection.execute("select pg_backend_pid()").fetchall()[0]
+        if pid == connection.info.backend_pid:  # else a pooler is between, which would pass notes on to others
+            connection.execute(sql.SQL("listen {}").format(sql.Identifier(self._database.schema)))
         self.generation += 1  # anything may have changed while there was no connection
         seen = _snapshot(connection)
         while not self._closed:
             told = [note for note in connection.notifies(timeout=QUIET_SECONDS, stop_after=1)]
             before, seen = seen, _snapshot(connection)
-            if seen != before and not (told and all(note.pid in self._own for note in told)):
+            if told and all(note.pid in self._own for note in told):
+                seen = before  # the next quiet time tells whether there was more: another server may die untold
+            elif seen != before:
                 self.generation += 1
 
     def _notify(self, connection: Connection) -> None:
         self._own = {connection.info.backend_pid}
-        connection.execute("set synchronous_commit to off")
         while not self._closed:
             self._told.wait()
             self._told.clear()
-            connection.execute("select pg_notify(%s, '')", (self._database.schema,))
+            with connection.pipeline():
+                self._database.begin(connection, durable=False)
+                connection.execute("select pg_notify(%s, '')", (self._database.schema,))
+                connection.execute("commit")
             time.sleep(COALESCE_SECONDS)
 
 

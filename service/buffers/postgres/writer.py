@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
 import numpy as np
-from psycopg.errors import CheckViolation, Diagnostic
+from psycopg.errors import CheckViolation
 
 from service.buffers import failpoints
-from service.buffers.changes import Add, Change, Restore
+from service.buffers.changes import Add, Restore
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.postgres.batch import Batch, Job, StagedLostError
 from service.buffers.postgres.connections import Connection, Database, retried
@@ -30,6 +30,9 @@ from service.errors import GradserveError, StoreFailed
 
 MOST_IN_BATCH = 256
 """Requests in one transaction: more of them would hold their locks for too long."""
+
+MOST_BYTES_IN_BATCH = 64 << 20
+"""Bytes after which a transaction takes no more requests: PostgreSQL refuses an array of 1 GB."""
 
 STAGING_THREADS = 2
 """Threads that stage gradients: two keep the database busy."""
@@ -64,7 +67,6 @@ class Writer:
         self._key_seconds, self._clock = key_seconds, clock
         self._committed, self._changed, self._keeper, self._max_buffers = committed, changed, keeper, max_buffers
         self._fence, self._fold = fence, fold
-        self._is_unsure = False  # whether the database warned of a commit
         self._connection: Connection | None = None
         self._stagers = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="gradserve-staging")
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
@@ -78,7 +80,7 @@ class Writer:
         with self._lock:
             if self._closed:
                 job.done.set_exception(StoreFailed("The store is closed"))
-            elif payloads := _large(request.changes):
+            elif payloads := _large(job):
                 self._stagers.submit(self._stage_and_queue, job, payloads)
             else:
                 self._queue.put(job)
@@ -123,13 +125,22 @@ class Writer:
         taken: list[Job | None] = []
         with np.errstate(all="ignore"):
             while None not in taken:
-                taken = [self._queue.get()]
-                taken += [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH - 1))]
+                taken = self._take()
                 jobs = [job for job in taken if job is not None and job.done.set_running_or_notify_cancel()]
                 if jobs:
                     self._make(jobs)
         if self._connection is not None:
             self._connection.close()
+
+    def _take(self) -> list[Job | None]:
+        """Wait for a job, and return all that wait, as far as a transaction may have them."""
+        taken, size = [self._queue.get()], 0
+        while self._queue.qsize() and len(taken) < MOST_IN_BATCH and taken[-1] is not None:
+            size += taken[-1].unstaged_bytes
+            if size > MOST_BYTES_IN_BATCH:
+                break
+            taken.append(self._queue.get())
+        return taken
 
     def _make(self, jobs: list[Job]) -> None:
         """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""
@@ -137,9 +148,8 @@ class Writer:
         try:
             retried(lambda: self._attempt(batch))
         except StagedLostError:
-            for job in jobs:
-                self._stage_again(job)
-            self._make(jobs)
+            if staged := [job for job in jobs if self._is_staged_again(job)]:
+                self._make(staged)
             return
         except Exception as error:
             if len(jobs) > 1 and not isinstance(error, StoreFailed):
@@ -157,18 +167,24 @@ class Writer:
             else:
                 job.done.set_exception(answer)
 
-    def _stage_again(self, job: Job) -> None:
-        payloads = _large(job.request.changes)
-        if payloads:
-            retried(lambda: self._stage(job, payloads))
+    def _is_staged_again(self, job: Job) -> bool:
+        payloads = _large(job)
+        try:
+            if payloads:
+                retried(lambda: self._stage(job, payloads), self._is_closed)
+        except Exception as error:
+            job.done.set_exception(without_traceback(error))
+            return False
+        return True
 
     def _attempt(self, batch: Batch) -> None:
         """Make the batch. After an error the connection is closed, which undoes everything."""
         connection = self._connection
-        if connection is None or connection.closed:
+        if is_new := connection is None or connection.closed:
             connection = self._connection = self._database.connect()
-            connection.add_notice_handler(self._warned)
         try:
+            if is_new:
+                self._database.check_standby(connection)  # else each attempt would leave a backend that waits for it
             self._transact(connection, batch)
         except CheckViolation:
             connection.close()
@@ -189,17 +205,14 @@ class Writer:
             if changes.blobs:
                 with connection.cursor() as cursor:
                     write_blobs(cursor, changes.blobs.items())
-            self._is_unsure = False
-            if batch.write(connection, changes, found):
-                self._changed()
+            connection.is_unsure = False
+            has_changed = batch.write(connection, changes, found)
             for fold in changes.folds:
                 self._fold(fold)
-        if self._is_unsure or batch.replayed or found is None:
+        if found is None or has_changed:
+            self._changed()
+        if found is None or connection.is_unsure or (batch.replayed and not has_changed):
             self._fence.wait()
-
-    def _warned(self, warning: Diagnostic) -> None:
-        """Note that the wait for the standby was cancelled: the commit is done here, and perhaps nowhere else."""
-        self._is_unsure = True
 
     def _perform(
         self, connection: Connection, batch: Batch, job: Job, found: Found, done: Changes
@@ -225,9 +238,12 @@ class Writer:
         return outcome
 
 
-def _large(changes: Sequence[Change]) -> dict[int, Payload]:
-    """Return the gradients that are too large for a row, by the identity of their arrays."""
+def _large(job: Job) -> dict[int, Payload]:
+    """Return the gradients that are too large for a row, by the identity of their arrays. Sum up the others."""
+    changes = job.request.changes
     gradients = [change.gradient for change in changes if isinstance(change, Add) and change.do_update]
     arrays = [change.value for change in changes if isinstance(change, Restore)]
     payloads = {id(gradient): payload_of(gradient) for gradient in (*gradients, *arrays)}
-    return {key: payload for key, payload in payloads.items() if payload.nbytes > INLINE_BYTES}
+    sizes = {key: payload.nbytes for key, payload in payloads.items()}
+    job.unstaged_bytes = sum(size for size in sizes.values() if size <= INLINE_BYTES)
+    return {key: payload for key, payload in payloads.items() if sizes[key] > INLINE_BYTES}

@@ -1,0 +1,87 @@
+"""What the tests of the PostgreSQL stores share: stores of one schema, and a look behind them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+
+from service.buffers.postgres import PostgresStore
+from tests.buffers.calls import PATIENCE
+
+
+class Schema:
+    """A schema of a database, and the stores that a test has opened on it."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url, f"test_{uuid.uuid4().hex}"
+        self.stores: list[PostgresStore] = []
+
+    def open(self, url: str | None = None, **options: Any) -> PostgresStore:
+        """Open one more store, of a server of its own."""
+        self.stores.append(PostgresStore(url or self.url, schema=self.name, **options))
+        return self.stores[-1]
+
+    def close(self) -> None:
+        while self.stores:
+            self.stores.pop().close()
+
+    @contextmanager
+    def connected(self) -> Iterator[psycopg.Connection[Any]]:
+        """Yield a connection of another program, which finds the tables."""
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute("select set_config('search_path', %s, false)", (self.name,))
+            yield connection
+
+    def ask(self, query: str, *arguments: object) -> list[tuple[Any, ...]]:
+        with self.connected() as connection:
+            cursor = connection.execute(query.encode(), arguments or None)
+            return cursor.fetchall() if cursor.description else []
+
+    def end_backends(self, where: str) -> int:
+        """End the backends of all stores for which the condition holds. Return how many there were."""
+        query = f"""
+            select pg_terminate_backend(pid, 5000) from pg_stat_activity
+            where pid <> pg_backend_pid() and backend_type = 'client backend' and ({where})
+        """
+        return len(self.ask(query))
+
+    def drop(self) -> None:
+        """Drop the tables of closed stores."""
+        self.ask(f"drop schema {self.name} cascade")
+
+    def faults(self) -> list[str]:
+        """Return what nothing refers to, or what is missing, while no store works."""
+        used = {value for store in self.stores[:1] for record in store.records() for value in record.values}
+        found = {value for (value,) in self.ask("select distinct value from deltas")}
+        faults = [f"deltas of the value {value}, which no buffer has" for value in found - used]
+        queries = {
+            "blobs that nothing refers to": """
+                select distinct blob from chunks
+                where blob not in (select blob from deltas where blob is not null union select blob from loose)
+            """,
+            "blobs that are used and loose": "select blob from deltas join loose using (blob)",
+            "blobs that are missing": """
+                select blob from deltas where blob is not null and blob not in (select blob from chunks)
+            """,
+        }
+        for what, query in queries.items():
+            faults += [f"{what}: {blob}" for (blob,) in self.ask(query)]
+        return faults
+
+
+def until_changed(store: PostgresStore, before: int) -> None:
+    """Wait until the store says that something may have changed."""
+    until(lambda: store.generation() > before, "the change is not noticed")
+
+
+def until(is_so: Callable[[], object], what: str) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)

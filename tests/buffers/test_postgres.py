@@ -1,0 +1,306 @@
+"""Stores over PostgreSQL, two of them on one schema: what only this kind of store can do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.buffers import failpoints
+from service.buffers.changes import Add, Create, Delete, Zero
+from service.buffers.perform import Request
+from service.buffers.postgres import connections, keeper, transaction, watcher
+from service.errors import GradserveError, StoreFailed, UnknownBuffer
+from tests.buffers.calls import PATIENCE, add, create, do, key, ones, spec, value
+from tests.buffers.postgres import Schema, until, until_changed
+from tests.kernels.equality import assert_same_bits
+
+LARGE = 40_000
+"""Elements of a float32 gradient that is staged: a gradient of 64 KB or less goes into a row."""
+
+
+@pytest.fixture
+def schema(postgres_url: str) -> Iterator[Schema]:
+    made = Schema(postgres_url)
+    yield made
+    made.close()
+
+
+def test_tables_of_an_unknown_newer_version_are_refused(schema: Schema) -> None:
+    schema.open().close()
+    schema.ask("update meta set version = version + 1")
+    with pytest.raises(StoreFailed, match=r"has version 2, but this gradserve knows version 1.*SCHEMA"):
+        schema.open()
+    schema.ask("update meta set version = version - 1")
+    assert schema.open().records() == []
+
+
+def test_many_servers_make_the_tables_at_once(schema: Schema) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        stores = list(threads.map(lambda _: schema.open(), range(4)))
+    create(stores[0], "w")
+    assert [add(store, "w", 1.0)["count"] for store in stores] == [1, 2, 3, 4]
+
+
+def test_schemas_share_nothing(postgres_url: str, schema: Schema) -> None:
+    other = Schema(postgres_url)
+    create(schema.open(), "w")
+    assert other.open().records() == []
+    other.close()
+
+
+@pytest.mark.parametrize("setting", ["fsync", "full_page_writes"])
+def test_a_database_that_loses_commits_is_refused(schema: Schema, setting: str) -> None:
+    schema.ask(f"alter system set {setting} = off")
+    schema.ask("select pg_reload_conf()")
+    try:
+        until(lambda: schema.ask(f"show {setting}") == [("off",)], "the setting is not loaded")
+        with pytest.raises(StoreFailed, match=f"^The database has {setting} off, and so may lose"):
+            schema.open()
+    finally:
+        schema.ask(f"alter system reset {setting}")
+        schema.ask("select pg_reload_conf()")
+    until(lambda: schema.ask(f"show {setting}") == [("on",)], "the setting is not loaded")
+
+
+def test_replicated_needs_a_synchronous_standby(schema: Schema) -> None:
+    with pytest.raises(StoreFailed, match="no synchronous standby: set synchronous_standby_names there"):
+        schema.open(replicated=True)
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_defaults_of_the_database_break_nothing(schema: Schema, isolation: str) -> None:
+    """A key that another server has just stored must be seen, whatever isolation the database has by default."""
+    schema.ask(f"alter role postgres set default_transaction_isolation = '{isolation}'")
+    schema.ask("alter role postgres set statement_timeout = '20s'")
+    try:
+        stores = [schema.open(), schema.open()]
+        create(stores[0], "w")
+        for number in range(20):
+            sent = Request([Add(name="w", gradient=ones(2), do_update=number % 2 > 0)], key(f"{number}"))
+            made = [store.submit(sent) for store in stores]
+            assert sorted(one.result(PATIENCE).replayed for one in made) == [False, True]
+    finally:
+        schema.ask("alter role postgres reset all")
+    assert stores[1].record("w").count == 10
+
+
+def test_overlapping_adds_through_two_stores_are_exact(schema: Schema) -> None:
+    """Each request adds to twelve of twenty buffers, in an order of its own, and comes through both stores."""
+    stores, sizes = [schema.open(), schema.open()], {f"b{number}": LARGE if number == 7 else 3 for number in range(20)}
+    for name, size in sizes.items():
+        create(stores[0], name, shape=(size,))
+    chance, expected, requests = np.random.default_rng(1), dict.fromkeys(sizes, 0), list[Request]()
+    for number in range(60):
+        names = [str(name) for name in chance.permutation(list(sizes))[:12]]
+        adds = [Add(name=name, gradient=np.full(sizes[name], number, np.float32)) for name in names]
+        requests.append(Request(adds, key(f"{number}")))
+        for name in names:
+            expected[name] += number
+
+    def send(place: int) -> list[Any]:
+        """Send all requests to one store, with repeats."""
+        order = np.random.default_rng(place).permutation(len(requests))
+        sent = [(number, stores[place].submit(requests[number])) for number in (*order, *order[:20])]
+        return [(number, one.result(PATIENCE)) for number, one in sent]
+
+    with ThreadPoolExecutor(2) as threads:
+        answers = [each for answers in threads.map(send, range(2)) for each in answers]
+    assert sum(not outcome.replayed for _, outcome in answers) == len(requests)
+    for name, total in expected.items():
+        assert (value(stores[0], name) == total).all()
+    assert schema.faults() == []
+
+
+def test_folds_by_two_stores_change_no_bit(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "FOLD_EVERY", 1)
+    stores = [schema.open(), schema.open()]
+    create(stores[0], "small", "reject", nonfinite="allow")
+    create(stores[0], "large", shape=(LARGE,))
+    chance = np.random.default_rng(2)
+    sums = {"small": np.zeros(2, np.float32), "reject": np.zeros(2, np.float32), "large": np.zeros(LARGE, np.float32)}
+    for number in range(30):
+        gradients = {name: chance.normal(size=total.shape).astype(np.float32) for name, total in sums.items()}
+        do(stores[number % 2], *[Add(name=name, gradient=one, weight=0.3) for name, one in gradients.items()])
+        for name, one in gradients.items():
+            sums[name] = sums[name] + np.float32(0.3) * one
+    for name, total in sums.items():
+        assert_same_bits(value(stores[0], name), total)
+    until(lambda: schema.ask("select count(*) from deltas") < [(15,)], "nothing is folded")
+    for name, total in sums.items():
+        assert_same_bits(value(stores[1], name), total)
+    assert schema.faults() == []
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_folds_race_with_zeros_and_deletes(schema: Schema, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(transaction, "FOLD_EVERY", 1)
+    stores = [schema.open(), schema.open()]
+    new = Create(name="w", spec=spec((size,), keep=2))
+    end = time.monotonic() + 1
+
+    def add_always(store: Any) -> None:
+        while time.monotonic() < end:
+            try:
+                add(store, "w", ones(size))
+            except UnknownBuffer:
+                do(store, new)
+
+    def interrupt() -> None:
+        for number in range(1000):
+            if time.monotonic() > end:
+                return
+            try:
+                do(stores[number % 2], [Zero, Delete][number % 3 == 0](name="w"))
+            except UnknownBuffer:
+                pass
+            record = stores[0].records()
+            (found,) = stores[1].read(["w"]) if record and number % 2 else (None,)
+            assert found is None or (found.value == found.record.count).all()
+
+    with ThreadPoolExecutor(3) as threads:
+        running = [threads.submit(add_always, store) for store in stores]
+        try:
+            interrupt()
+        except UnknownBuffer:
+            pass
+        for one in running:
+            one.result(PATIENCE)
+    do(stores[0], new)
+    do(stores[0], Zero(name="w"))
+    assert add(stores[1], "w", ones(size))["count"] == 1
+    assert (value(stores[0], "w") == 1).all()
+    time.sleep(0.2)  # the folds that wait
+    assert schema.faults() == []
+
+
+def test_reads_of_many_buffers_are_of_one_moment(schema: Schema) -> None:
+    stores, names = [schema.open(), schema.open()], ["a", "b", "c"]
+    create(stores[0], *names)
+    stop = threading.Event()
+
+    def read() -> int:
+        times = 0
+        while not stop.is_set():
+            found = stores[1].read(names)
+            assert len({(each.record.version, each.value.tobytes()) for each in found}) == 1
+            assert len({record.version for record in stores[1].records()}) == 1
+            times += 1
+        return times
+
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(read)
+        for _ in range(100):
+            do(stores[0], *[Add(name=name, gradient=ones(2)) for name in names])
+        stop.set()
+        assert reading.result(PATIENCE) > 10
+
+
+def test_reads_that_wait_do_not_stop_adds(schema: Schema) -> None:
+    """The reads hold all connections for reads, and their threads; adds, new ids and probes have their own."""
+    store = schema.open()
+    create(store, "large", shape=(LARGE,))
+    create(store, "small", shape=(2,))
+    add(store, "large", ones(LARGE))
+    with schema.connected() as other, ThreadPoolExecutor(2 * connections.READERS) as threads:
+        with other.transaction():
+            other.execute("lock table chunks in access exclusive mode")
+            reading = [threads.submit(value, store, "large") for _ in range(2 * connections.READERS)]
+            until(
+                lambda: schema.ask("select count(*) from pg_locks where not granted") >= [(connections.READERS,)],
+                "the reads do not wait",
+            )
+            for count in range(1, 100):
+                assert add(store, "small", 1.0)["count"] == count
+            for number in range(400):
+                create(store, f"new{number}")
+            store.check()
+        assert all((one.result(PATIENCE) == 1).all() for one in reading)
+
+
+def test_connections_that_the_database_has_ended_are_replaced(schema: Schema) -> None:
+    store = schema.open()
+    create(store, "w")
+    for count in range(1, 4):
+        assert schema.end_backends("state = 'idle'") > 1
+        assert store.record("w").count == count - 1
+        assert add(store, "w", 1.0)["count"] == count
+        assert store.generation() >= count
+
+
+def test_the_locks_of_a_server_that_hangs_are_freed(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "HANGING_SECONDS", 1)
+    monkeypatch.setattr(keeper, "ROUND_SECONDS", 0.1)
+    stores = [schema.open(), schema.open()]
+    create(stores[0], "w")
+    hanging, awake = threading.Event(), threading.Event()
+
+    def hang(point: str) -> None:
+        if point == "made" and not hanging.is_set():
+            hanging.set()
+            awake.wait(PATIENCE)
+
+    monkeypatch.setattr(failpoints, "action", hang)
+    first = stores[0].submit(Request([Add(name="w", gradient=ones(2))], key("hung")))
+    assert hanging.wait(PATIENCE)
+    assert add(stores[1], "w", 1.0)["count"] == 1
+    awake.set()
+    assert first.result(PATIENCE).receipts["w"]["count"] == 2
+    assert (value(stores[0], "w") == 2).all()
+
+
+def test_another_server_learns_of_every_change(schema: Schema) -> None:
+    stores = [schema.open(), schema.open()]
+    create(stores[0], "w")
+    for _ in range(5):
+        time.sleep(0.05)
+        before = stores[1].generation()
+        add(stores[0], "w", 1.0)
+        until_changed(stores[1], before)
+
+
+def test_a_change_of_a_server_that_tells_nobody_is_noticed(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server may be killed between its commit and its note, just when this server hears a note of its own."""
+    usual, changing, before = watcher._snapshot, threading.Event(), [0]
+
+    def change_and_look(connection: Any) -> str:
+        if changing.is_set():
+            other.execute("update meta set version = version")
+            before[0] = store.generation()
+            changing.clear()
+        return usual(connection)
+
+    with schema.connected() as other:
+        monkeypatch.setattr(watcher, "_snapshot", change_and_look)
+        store = schema.open()
+        create(store, "w")
+        for _ in range(5):
+            changing.set()
+            add(store, "w", 1.0)
+            until(lambda: not changing.is_set(), "the store does not look")
+            until_changed(store, before[0])
+
+
+def test_only_the_clock_of_the_database_counts(schema: Schema) -> None:
+    """A server whose machine is decades ahead forgets no key early."""
+    right, ahead = schema.open(), schema.open()
+    create(right, "w")
+    sent = Request([Add(name="w", gradient=ones(2))], key())
+    assert not right.submit(sent).result(PATIENCE).replayed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: 4e9)
+        assert ahead.submit(sent).result(PATIENCE).replayed
+        assert ahead.record("w").updated < 4e9
+
+
+def test_a_closed_store_answers_no_more(schema: Schema) -> None:
+    store = schema.open()
+    create(store, "w")
+    schema.close()
+    with pytest.raises(GradserveError):
+        add(store, "w", 1.0)
