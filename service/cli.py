@@ -18,7 +18,8 @@ from service.api.app import store_at
 from service.api.server import run
 from service.buffers import doctor, transfer
 from service.buffers.forget import age, forget
-from service.buffers.url import check_url, path_of
+from service.buffers.readonly import WRONG
+from service.buffers.url import check_url, is_postgres
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
 from service.keys import MAX_TIME_SECONDS, SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
@@ -186,8 +187,8 @@ def _settings(settings: Settings) -> int:
 
 def _doctor(settings: Settings) -> int:
     problems = 0
-    for line in doctor.examine_apart(_store_path(settings), settings.store_bytes):
-        problems += line.startswith(doctor.WRONG)
+    for line in doctor.examine_apart(_store(settings), settings.store_bytes, settings.postgres_schema):
+        problems += line.startswith(WRONG)
         print(line)
     print(f"problems found: {problems}" if problems else "no problems found")
     return 1 if problems else 0
@@ -198,14 +199,14 @@ def _export(settings: Settings, path: Path | None, prefix: str) -> int:
         raise UsageError(f"--prefix is {shown(prefix)}, but buffer names are ASCII")
     if path is None and sys.stdout is not None and sys.stdout.isatty():
         raise UsageError("stdout is a terminal, but a safetensors file is binary: redirect stdout, or name a file")
-    count, size = transfer.export(_store_path(settings), settings.store_bytes, path, prefix)
+    count, size = transfer.export(_store(settings), settings.store_bytes, path, prefix, settings.postgres_schema)
     is_stream = path is None or not path.is_file()  # another program may read it, and must not read this line
     print(f"{count} buffers, {size} bytes", file=sys.stderr if is_stream else sys.stdout)
     return 0
 
 
 def _import(settings: Settings, path: Path | None) -> int:
-    _store_path(settings)  # a store in memory would be gone when the command ends
+    _store(settings)  # a store in memory would be gone when the command ends
     limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
     buffers = transfer.read(path, limits, settings.max_name_length)
     store = store_at(settings)
@@ -218,17 +219,18 @@ def _import(settings: Settings, path: Path | None) -> int:
 
 
 def _forget(settings: Settings, seconds: float, namespace: str | None) -> int:
-    print(f"{forget(_store_path(settings), settings.store_bytes, seconds, namespace)} keys")
+    if is_postgres(store := _store(settings)):
+        raise UsageError(f"In PostgreSQL, delete rows of {settings.postgres_schema}.keys by their time, at")
+    print(f"{forget(Path(store.removeprefix('lmdb:')), settings.store_bytes, seconds, namespace)} keys")
     _complain("a request that is repeated with one of these keys is made again: an add counts twice")
     return 0
 
 
-def _store_path(settings: Settings) -> Path:
-    """Return the store's directory. Raises `UsageError` for a store in memory."""
-    path = path_of(settings.store)
-    if path is None:
+def _store(settings: Settings) -> str:
+    """Return the store's URL. Raises `UsageError` for a store in memory."""
+    if settings.store == "memory:":
         raise UsageError("GRADSERVE_STORE is memory:, which no other process can read; set it to lmdb:PATH")
-    return path
+    return settings.store
 
 
 def _keys(settings: Settings, options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ import certifi
 import httpx
 import pytest
 
+from tests.postgres import cluster
 from tests.serving import serving
 
 
@@ -49,6 +50,13 @@ def url() -> Iterator[str]:
 def client(url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url, timeout=30) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """Yield the URL of a PostgreSQL server that all tests of the session share."""
+    with cluster() as made:
+        yield made.url
 
 
 @pytest.fixture(scope="session")

@@ -21,11 +21,12 @@ import numpy as np
 import orjson
 
 from service.buffers.changes import Delete, Restore
-from service.buffers.lmdb import opened_readonly
 from service.buffers.names import BufferName, check_length, check_name
 from service.buffers.perform import Request
+from service.buffers.readonly import Moment
 from service.buffers.record import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS, Record, name_buffer, spec_of
 from service.buffers.store import Store
+from service.buffers.url import opened_readonly
 from service.codecs import safetensors
 from service.documents import DocumentInvalid, Members, check, is_number, parse
 from service.dtypes import FLOATS
@@ -36,17 +37,16 @@ from service.limits import Limits
 from service.system import sync
 
 
-def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> tuple[int, int]:
+def export(url: str, max_bytes: int, path: Path | None, prefix: str = "", schema: str = "gradserve") -> tuple[int, int]:
     """Write the buffers with this prefix, as of one moment, to `path`; None means stdout.
 
-    Return the count of the buffers, and the bytes of the file. The store may be in use. Raises `UnknownBuffer`,
+    Return the count of the buffers, and the bytes of the file. Servers may use the store. Raises `UnknownBuffer`,
     `StoreFailed` and `BufferCorrupt`, and OSError for the file; after an error the file is unchanged.
     """
-    with opened_readonly(store, max_bytes) as opened, _replacing(path) as file:
+    with opened_readonly(url, max_bytes=max_bytes, schema=schema) as opened, _replacing(path) as file:
         now = opened.now()
-        with opened.reading() as reader, np.errstate(all="ignore"):
-            listing = reader.records(prefix.encode(), prefix.encode() + b"\xff", strict=True)
-            records = {record.full_name.joined: record for record in listing if record.lives(now)}
+        with opened.reading() as moment, np.errstate(all="ignore"):
+            records = {name: record for name, record in _sound(moment, prefix).items() if record.lives(now)}
             if prefix and not records:  # a file without buffers must not replace a good file
                 raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
             ordered = safetensors.in_order({name: (each.spec.dtype, each.spec.shape) for name, each in records.items()})
@@ -54,13 +54,23 @@ def export(store: Path, max_bytes: int, path: Path | None, prefix: str = "") -> 
             size: int = file.write(safetensors.head(ordered, {"buffers": orjson.dumps(metadata).decode()}))
             for name in ordered:
                 try:
-                    for piece in reader.values.streamed(records[name].spec, records[name].value):
-                        file.write(piece.view(np.uint8).data)
+                    for piece in moment.streamed(records[name].spec, records[name].value):
+                        file.write(piece.reshape(-1).view(np.uint8).data)
                 except BufferCorrupt as error:
                     name_buffer(error, name, one_of_many=True)
                     raise
                 size += records[name].spec.nbytes
         return len(records), size
+
+
+def _sound(moment: Moment, prefix: str) -> dict[str, Record]:
+    """Return the buffers with this prefix by their joined names. Raises `BufferCorrupt`."""
+    found = {}
+    for name, record in moment.sound_records(prefix):
+        if record is None:
+            raise BufferCorrupt(f"The stored record of the buffer {name.joined!r} is damaged", buffer=name.joined)
+        found[name.joined] = record
+    return found
 
 
 @contextmanager

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from service.buffers.lmdb import LmdbStore
+from service.buffers.lmdb import opened_readonly as opened_lmdb
 from service.buffers.memory import MemoryStore
+from service.buffers.readonly import ReadOnlyStore
 from service.buffers.store import MAX_BUFFERS, Allocate, Committed, Store, uncounted
 from service.errors import StoreFailed, shown
-
-if TYPE_CHECKING:
-    from service.buffers.postgres import PostgresStore
-
 
 SCHEMES = ("postgresql", "postgres")
 """The schemes of libpq's URLs."""
@@ -41,6 +40,18 @@ def path_of(url: str) -> Path | None:
     raise StoreFailed(f"GRADSERVE_STORE is {shown(url)}, but must be lmdb:PATH, postgresql://HOST/DATABASE or memory:")
 
 
+def opened_readonly(url: str, *, max_bytes: int, schema: str = "gradserve") -> AbstractContextManager[ReadOnlyStore]:
+    """Open the store at `url` to read it. Servers may use it. Raises `StoreFailed`, for a store in memory too."""
+    if is_postgres(url):
+        with _installed():
+            from service.buffers.postgres import opened_readonly as opened
+        return opened(url, schema)
+    path = path_of(url)
+    if path is None:
+        raise StoreFailed("GRADSERVE_STORE is memory:, which no other process can read")
+    return opened_lmdb(path, max_bytes)
+
+
 def open_store(
     url: str,
     *,
@@ -54,7 +65,9 @@ def open_store(
 ) -> Store:
     """Open or create the store at `url`. `schema` and `replicated` are for PostgreSQL. Raises `StoreFailed`."""
     if is_postgres(url):
-        return _postgres()(
+        with _installed():
+            from service.buffers.postgres import PostgresStore
+        return PostgresStore(
             url,
             schema=schema,
             replicated=replicated,
@@ -83,12 +96,13 @@ def open_store(
     )
 
 
-def _postgres() -> type[PostgresStore]:
+@contextmanager
+def _installed() -> Iterator[None]:
+    """Raise `StoreFailed` if a package is missing that a PostgreSQL store needs."""
     try:
-        from service.buffers.postgres import PostgresStore
+        yield
     except ImportError as error:
         raise StoreFailed(
             f"GRADSERVE_STORE is a PostgreSQL database, but {error.name} is not installed: pip install"
             " 'gradserve[postgres]'"
         ) from None
-    return PostgresStore

@@ -128,10 +128,10 @@ def entries_of(path: Path) -> dict[str, int]:
 
 def wrong(path: Path) -> list[str]:
     """Return the faults that the doctor finds in a closed store, lost slots included."""
-    lines = [*examine(path, MAX_BYTES)]
+    lines = [*examine(f"lmdb:{path}", MAX_BYTES)]
     with opened_readonly(path, MAX_BYTES) as opened, opened.reading() as reader:
         slots = reader.slot_count()
-    used, free = (int(line.split()[place]) for line in lines if " slots in use, " in line for place in (4, 8))
+    used, free = (int(line.split()[place]) for line in lines if " slots in use, " in line for place in (0, 4))
     if used + free != slots:
         lines.append(f"WRONG: of {slots} slots {used} are used and {free} free")
     return [line for line in lines if line.startswith("WRONG")]

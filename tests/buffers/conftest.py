@@ -11,7 +11,6 @@ import pytest
 from service.buffers.lmdb import LmdbStore, writer
 from service.buffers.store import MAX_BUFFERS, Store
 from tests.buffers.calls import Clock, open_lmdb, open_memory, open_postgres
-from tests.postgres import cluster
 
 
 @pytest.fixture
@@ -33,13 +32,6 @@ def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., LmdbStore]]:
     yield reopen
     for store in opened:
         store.close()
-
-
-@pytest.fixture(scope="session")
-def postgres_url() -> Iterator[str]:
-    """Return the URL of a PostgreSQL server that all tests of the session share."""
-    with cluster() as made:
-        yield made.url
 
 
 @pytest.fixture(params=["memory", "lmdb", "postgres"])

@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from service.buffers.changes import Add, Create, Delete, Take, Zero
-from service.buffers.doctor import WRONG, examine
+from service.buffers.doctor import examine
 from service.buffers.lmdb import LmdbStore
 from service.buffers.perform import Request
+from service.buffers.readonly import WRONG
 from service.buffers.record import Key
 from service.errors import GradserveError
 from service.kernels.gather import GatheredRows
@@ -134,7 +135,7 @@ def examined(path: Path) -> Errors:
     errors = Errors()
 
     def examine_all() -> None:
-        errors.update(line for line in examine(path, MAX_BYTES) if line.startswith(WRONG))
+        errors.update(line for line in examine(f"lmdb:{path}", MAX_BYTES) if line.startswith(WRONG))
 
     errors.attempt(examine_all)
     return errors

@@ -170,7 +170,7 @@ def test_what_was_imported_can_be_exported_and_imported_again(tmp_path: Path) ->
     with closing(LmdbStore(tmp_path / "store", max_bytes=1 << 24)) as store:
         restore(store, read(file, LIMITS, 200))
         assert [type(member) for member in (store.record("a").weight, store.record("a").created)] == [float, float]
-    assert export(tmp_path / "store", 1 << 24, copy)[0] == 2
+    assert export(f"lmdb:{tmp_path}/store", 1 << 24, copy)[0] == 2
     again = {change.record.full_name.joined: change.record for change in read(copy, LIMITS, 200)}
     assert again.keys() == {*names}
     for record in again.values():

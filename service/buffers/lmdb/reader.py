@@ -62,10 +62,15 @@ class Reader:
                     continue  # a client that asks for this buffer gets the error
                 yield record
 
-    def sound_records(self) -> Iterator[tuple[BufferName, Record | None]]:
-        """Yield the name of every buffer and its record, None if the record is damaged."""
+    def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
+        """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""
+        start = prefix.encode()
         with self._txn.cursor(db=self._env.buffers) as cursor:
+            if not cursor.set_range(start):
+                return
             for key, sealed in cursor:
+                if not bytes(key).startswith(start):
+                    return
                 name = name_of(key)
                 try:
                     yield name, unpack_record(name, sealed)

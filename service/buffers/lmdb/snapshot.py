@@ -1,41 +1,43 @@
-"""The read-only face of a store, for `gradserve doctor` and `gradserve export`. A server may use the store."""
+"""The read-only face of an LMDB store, for `gradserve doctor` and `gradserve export`. A server may use the store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
+from service.buffers.lmdb.examination import LmdbMoment
+from service.buffers.lmdb.format import FORMAT
 from service.buffers.lmdb.opening import open_environment
-from service.buffers.lmdb.reader import Reader, reading
 
 
-class ReadOnlyStore:
+class LmdbReadOnly:
     """A store that is only read."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
 
-    def sizes(self) -> dict[str, int]:
-        """Return bytes: the limit of the store, the size of data.mdb, and what `values` takes of the disk."""
-        return self._env.sizes()
+    def described(self) -> Iterator[str]:
+        sizes = self._env.sizes()
+        yield f"store {self._env.path}, format {FORMAT}"
+        yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
 
     def now(self) -> float:
-        """Return the time of the store's clock, in seconds since 1970. Raises `StoreFailed`."""
         return clock_of(self._env, readonly=True)()
 
-    def reading(self) -> AbstractContextManager[Reader]:
-        """Read the store as it is at one moment. Raises `StoreFailed`."""
-        return reading(self._env)
+    @contextmanager
+    def reading(self) -> Iterator[LmdbMoment]:
+        with self._env.reading() as txn:
+            yield LmdbMoment(self._env, txn)
 
 
 @contextmanager
-def opened_readonly(path: Path, max_bytes: int) -> Iterator[ReadOnlyStore]:
+def opened_readonly(path: Path, max_bytes: int) -> Iterator[LmdbReadOnly]:
     """Open the store in the directory `path`. Raises `StoreFailed` if it cannot be opened."""
     env = open_environment(path, max_bytes=max_bytes, readonly=True)
     try:
-        yield ReadOnlyStore(env)
+        yield LmdbReadOnly(env)
     finally:
         env.close()

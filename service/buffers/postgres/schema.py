@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from psycopg import sql
 
-from service.buffers.postgres.connections import LOCK_SECONDS, Database
+from service.buffers.postgres.connections import LOCK_SECONDS, Connection, Database
 from service.errors import StoreFailed
 
 VERSION = 1
@@ -97,7 +97,12 @@ def prepare(database: Database) -> None:
             connection.execute(sql.SQL("create schema if not exists {}").format(sql.Identifier(schema)))
             connection.execute(_TABLES.encode())
             return
-        rows = connection.execute("select version from meta").fetchall()
+        check_version(connection, schema)
+
+
+def check_version(connection: Connection, schema: str) -> None:
+    """Raise `StoreFailed` if the tables are those of another version."""
+    rows = connection.execute("select version from meta").fetchall()
     if rows != [(VERSION,)]:
         versions = ", ".join(str(row[0]) for row in rows) or "none"
         raise StoreFailed(

@@ -1,0 +1,67 @@
+"""What `gradserve doctor` checks in an LMDB store besides the buffers: slots, keys and counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+from service.buffers.lmdb.reader import Reader
+from service.buffers.lmdb.slots import CHUNK_BYTES
+from service.buffers.readonly import WRONG
+from service.buffers.record import Spec
+from service.dtypes import Array
+from service.errors import BufferCorrupt
+
+
+class LmdbMoment(Reader):
+    """The state of a store that a transaction sees, for `gradserve export` and `gradserve doctor`."""
+
+    def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
+        return self.values.streamed(spec, value)
+
+    def faults(self) -> list[str]:
+        return self.damaged_pages()  # LMDB might end the process
+
+    def rest(self, values: Collection[int]) -> Iterator[str]:
+        slots = dict[int, list[int]]()
+        for value in values:
+            slots.setdefault(value, [])
+            with suppress(BufferCorrupt):
+                slots |= self.values.slots_of(value)
+        used, free, total = Counter(itertools.chain(*slots.values())), self.free_slots(), self.slot_count()
+        yield f"{len(used)} slots in use, {len(free)} free"
+        if lost := set(range(total)) - used.keys() - set(free):
+            yield f"{len(lost)} slots of {CHUNK_BYTES} bytes are lost to damage; to regain them, export to a new store"
+        entries = self.entries()
+        yield f"{entries['keys']} idempotency keys, {entries['lists']} lists of their buffers' names"
+        if damaged := self.keys.damaged():
+            yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
+        yield from self._miscounted()
+        for value in sorted(set(self.value_ids()) - slots.keys()):
+            yield f"{WRONG}value {value} belongs to no buffer that can be read"
+        for slot in sorted({slot for slot, count in used.items() if count > 1} | used.keys() & set(free)):
+            yield f"{WRONG}slot {slot} has more than one use"
+        for slot in sorted(slot for slot in free if not 0 <= slot < total):
+            yield f"{WRONG}slot {slot} is said to be free, but there are {total}"
+
+    def _miscounted(self) -> Iterator[str]:
+        """Yield a line for each namespace whose count is wrong."""
+        if not self.is_counted():  # the next transaction counts all buffers
+            return
+        counts, counted = self.counts(), self.count_all()
+        for namespace in sorted(counts | counted):
+            stored, actual = counts.get(namespace, 0), counted.get(namespace, 0)
+            if stored != actual:
+                yield (
+                    f"{WRONG}the namespace {namespace!r} has {actual} buffers, not {stored}, as counted for"
+                    " GRADSERVE_MAX_BUFFERS; restart the server, which then counts again"
+                )
+        uses, used = self.keys.uses(), self.keys.count_all()
+        for namespace in sorted(uses | used):
+            if uses.get(namespace) != used.get(namespace):
+                yield (
+                    f"{WRONG}the idempotency keys of the namespace {namespace!r} are counted wrong: its share of"
+                    " GRADSERVE_STORE_BYTES is wrong until they expire"
+                )
