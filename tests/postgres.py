@@ -85,6 +85,34 @@ class Cluster:
             assert time.monotonic() < end, "PostgreSQL does not start"
             time.sleep(0.05)
 
+    def follow(self, primary: Cluster) -> None:
+        """Begin as a standby of `primary`, with a copy of its data."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(mode=0o700)
+        if self._user:
+            shutil.chown(self.directory, NOBODY, NOBODY)
+        self.run("pg_basebackup", "-D", str(self.directory), "-d", primary.url, "-R", "-X", "stream", "-c", "fast")
+        self.start()
+        primary.set(synchronous_standby_names="*")
+        self._wait_for(primary, "select count(*) from pg_stat_replication where sync_state = 'sync'", 1)
+
+    def promote(self) -> None:
+        """Make a primary of the standby. It does not wait for a standby of its own yet."""
+        self.execute("select pg_promote()")
+        self._wait_for(self, "select pg_is_in_recovery()", False)
+
+    def set(self, **settings: str) -> None:
+        """Change settings of the running server."""
+        for name, value in settings.items():
+            self.execute(f"alter system set {name} = '{value}'")
+        self.execute("select pg_reload_conf()")
+
+    def _wait_for(self, cluster: Cluster, query: str, answer: object) -> None:
+        end = time.monotonic() + START_SECONDS
+        while cluster.execute(query) != [(answer,)]:
+            assert time.monotonic() < end, f"{query} is not {answer}"
+            time.sleep(0.02)
+
     def execute(self, statement: str) -> list[tuple[object, ...]]:
         with psycopg.connect(self.url, autocommit=True) as connection:
             cursor = connection.execute(statement.encode())

@@ -10,7 +10,9 @@ from typing import Any
 
 import psycopg
 
+from service.buffers.names import BufferName
 from service.buffers.postgres import PostgresStore
+from service.buffers.postgres.transaction import unpack_record
 from tests.buffers.calls import PATIENCE
 
 
@@ -56,7 +58,8 @@ class Schema:
 
     def faults(self) -> list[str]:
         """Return what nothing refers to, or what is missing, while no store works."""
-        used = {value for store in self.stores[:1] for record in store.records() for value in record.values}
+        rows = self.ask("select name, record from buffers")
+        used = {value for name, packed in rows for value in unpack_record(BufferName("", name), packed).values}
         found = {value for (value,) in self.ask("select distinct value from deltas")}
         faults = [f"deltas of the value {value}, which no buffer has" for value in found - used]
         queries = {

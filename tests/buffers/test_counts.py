@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from tests.buffers.calls import (
     ones,
     open_lmdb,
     open_memory,
+    open_postgres,
     spec,
     state,
 )
@@ -47,10 +49,15 @@ def reopen(reopen: Callable[..., LmdbStore]) -> Callable[[], LmdbStore]:
     return partial(reopen, max_buffers=MOST)
 
 
-@pytest.fixture(params=["memory", "lmdb"])
+@pytest.fixture(params=["memory", "lmdb", "postgres"])
 def store(request: pytest.FixtureRequest, clock: Clock, reopen: Callable[[], LmdbStore]) -> Iterator[Store]:
     """Return a store with a limit of three buffers in a namespace."""
-    store: Store = open_memory(clock, max_buffers=MOST) if request.param == "memory" else reopen()
+    store: Store
+    if request.param == "postgres":
+        url: str = request.getfixturevalue("postgres_url")
+        store = open_postgres(url, clock, schema=f"test_{uuid.uuid4().hex}", max_buffers=MOST)
+    else:
+        store = open_memory(clock, max_buffers=MOST) if request.param == "memory" else reopen()
     yield store
     store.close()
 
@@ -151,6 +158,14 @@ def test_an_expired_buffer_can_be_created_again_at_the_limit(store: Store, clock
     create(store, "b", "a")
     create(store, "c", "a")
     refused(store, "d")
+
+
+def test_a_place_of_an_expired_buffer_is_given_once(store: Store, clock: Clock) -> None:
+    create(store, "a", ttl_seconds=10.0)
+    create(store, "b", "c")
+    clock.advance(10)
+    create(store, "d")
+    refused(store, "a")
 
 
 def test_each_namespace_has_its_own_limit(store: Store, clock: Clock) -> None:

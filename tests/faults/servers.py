@@ -34,7 +34,7 @@ class Server:
     """`python -m service serve` on a port of its own, started, killed and started again on one store."""
 
     def __init__(
-        self, store: Path, *, workers: int = 1, module: str = "service", log: Path | None = None, **settings: object
+        self, store: Path, /, *, workers: int = 1, module: str = "service", log: Path | None = None, **settings: object
     ) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"

@@ -47,7 +47,8 @@ _KEYS = "select digest, at, outcome from keys where digest = any(%s) order by at
 
 _COUNTS = """
     select namespace, count(*) from buffers
-    where namespace = any(%s) and (expires is null or expires > extract(epoch from clock_timestamp()))
+    where namespace = any(%s)
+        and (expires is null or expires > coalesce(%s::double precision, extract(epoch from clock_timestamp())))
     group by namespace
 """
 
@@ -134,7 +135,7 @@ class Batch:
                 _LOCK, (NAMESPACE_LOCK, sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing))
             )
             keys = connection.execute(_KEYS, (digests,), binary=True)
-            counts = connection.execute(_COUNTS, (growing,)) if growing else None
+            counts = connection.execute(_COUNTS, (growing, clock)) if growing else None
             rows = connection.execute(_RECORDS, _columns(names, 2), binary=True)
             claimed = connection.execute(_CLAIM, (blobs,)) if blobs else None
             time, standbys = connection.execute(NOW), connection.execute(_STANDBYS)

@@ -133,11 +133,12 @@ class PostgresTransaction:
         next_id: Callable[[], int],
         allocate: Allocate,
         max_buffers: int,
+        now: float,
         admit_key: Callable[[str], None],
     ) -> None:
         self._cursor, self._found, self._done, self._staged = cursor, found, done, staged
         self.new_id, self._allocate, self._max_buffers = next_id, allocate, max_buffers
-        self.changes, self._admit_key = Changes(), admit_key
+        self.changes, self._now, self._admit_key = Changes(), now, admit_key
 
     def _stored(self, name: BufferName) -> Stored | None:
         for records in (self.changes.records, self._done.records):
@@ -175,7 +176,8 @@ class PostgresTransaction:
         return deltas[-1].seq if deltas else before
 
     def remove(self, record: Record) -> None:
-        self.changes.counts[record.full_name.namespace] -= 1
+        if record.lives(self._now):  # else it is not in the counts
+            self.changes.counts[record.full_name.namespace] -= 1
         self.changes.records[record.full_name] = None
         for value in record.values:
             self.free(value)

@@ -226,6 +226,7 @@ class Writer:
                 self._next_id,
                 self._allocate,
                 self._max_buffers,
+                batch.now,
                 self._keeper.check_keys,
             )
             try:

@@ -1,0 +1,176 @@
+"""Several servers that share a PostgreSQL, and clients that add through all of them while something fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from service.dtypes import Array
+from tests.faults.servers import PATIENCE, Client, Server, new_key
+from tests.postgres import Cluster
+
+CLIENTS = 8
+REPEATS = 500
+"""Times that the large buffer repeats the small buffer: its gradients of 96 KB are staged."""
+
+
+class Balanced(Client):
+    """A client that sends each request to the next of several servers, as a load balancer does."""
+
+    def __init__(self, urls: Sequence[str], *, patience: float = 2 * PATIENCE) -> None:
+        super().__init__(urls[0], patience=patience)
+        self._others = [httpx.Client(base_url=url, timeout=40) for url in urls]
+        self._turn = random.randrange(len(urls))
+
+    def __exit__(self, *_: object) -> None:
+        for one in (self._http, *self._others):
+            one.close()
+
+    def once(self, method: str, path: str, *, key: str | None = None, **rest: Any) -> httpx.Response:
+        self._turn += 1
+        self._http = self._others[self._turn % len(self._others)]
+        return super().once(method, path, key=key, **rest)
+
+
+@contextmanager
+def replicas(count: int, place: Path, store: str, **settings: Any) -> Iterator[list[Server]]:
+    """Yield servers that share the store."""
+    with ExitStack() as stack:
+        servers = [Server(place / f"replica{number}", store=store, **settings) for number in range(count)]
+        servers[0].start()
+        for server in servers[1:]:
+            server.launch()
+        for server in servers:
+            stack.callback(server.kill)
+        for server in servers[1:]:
+            wait(server.is_ready, "a replica does not get ready")
+        yield servers
+
+
+def wait(is_so: Callable[[], object], what: str, seconds: float = 2 * PATIENCE) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+class Adder:
+    """A client that adds 1, n and the square of n to its own row, for n = 1, 2, 3, ..., and keeps the receipts."""
+
+    def __init__(self, urls: Sequence[str], row: int) -> None:
+        self._urls, self._row = urls, row
+        self.started = self.answered = 0
+        self._sent: list[tuple[str, Any]] = []
+
+    def run(self, stop: threading.Event) -> None:
+        with Balanced(self._urls) as client:
+            while not stop.is_set():
+                key = new_key()
+                self.started += 1
+                receipts = client.add_many(self._gradients(self.started), key=key)
+                self.answered += 1
+                self._sent.append((key, receipts))
+
+    def repeat(self, most: int) -> None:
+        """Send the last gradients again with their keys, and check that the receipts are the same."""
+        with Balanced(self._urls) as client:
+            for number, (key, receipts) in [*enumerate(self._sent, 1)][-most:]:
+                assert client.add_many(self._gradients(number), key=key) == receipts
+
+    def _gradients(self, number: int) -> dict[str, Array]:
+        small = np.zeros((CLIENTS, 3))
+        small[self._row] = 1, number, number**2
+        return {"small": small, "large": np.broadcast_to(small, (REPEATS, CLIENTS, 3))}
+
+
+class Load:
+    """Eight clients that add until the context is left. Then every add must be there, once."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = urls
+        self.adders = [Adder(urls, row) for row in range(CLIENTS)]
+        self._stop = threading.Event()
+        self._threads = ThreadPoolExecutor(CLIENTS)
+        self._running: list[Future[None]] = []
+
+    def __enter__(self) -> Load:
+        with Balanced(self._urls) as client:
+            client.create("small", (CLIENTS, 3))
+            client.create("large", (REPEATS, CLIENTS, 3))
+        self._running = [self._threads.submit(one.run, self._stop) for one in self.adders]
+        self.go_on()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._stop.set()
+        with self._threads:
+            for one in self._running:
+                one.result(3 * PATIENCE) if error is None else one.exception(3 * PATIENCE)
+            if error is None:
+                there = self.check()
+                assert there == [one.started for one in self.adders]
+                for repeated in [self._threads.submit(one.repeat, 20) for one in self.adders]:
+                    repeated.result(PATIENCE)
+                assert self.check() == there
+
+    def go_on(self) -> None:
+        """Wait until every client has two more answers: the second was sent after this call."""
+        before = [one.answered for one in self.adders]
+        wait(
+            lambda: (
+                all(one.answered > least + 1 for one, least in zip(self.adders, before, strict=True))
+                or any(one.done() for one in self._running)
+            ),
+            "the clients do not go on",
+        )
+        for one in self._running:
+            if one.done():
+                one.result()
+
+    def check(self) -> list[int]:
+        """Check that all acknowledged adds are there, and at most one more of each client. Return their counts."""
+        answered = [one.answered for one in self.adders]
+        with Balanced(self._urls) as client:
+            receipts, values = client.values("small", "large")
+        started = [one.started for one in self.adders]
+        assert (values["large"] == values["small"]).all()
+        there = [int(row[0]) for row in values["small"]]
+        for row, n in zip(values["small"], there, strict=True):
+            assert row.tolist() == [n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6]
+        for least, found, most in zip(answered, there, started, strict=True):
+            assert least <= found <= most
+        assert {receipt["count"] for receipt in receipts.values()} == {sum(there)}
+        return there
+
+
+class Pair:
+    """A primary and its synchronous standby."""
+
+    def __init__(self, place: Path) -> None:
+        place.chmod(0o755)
+        self.primary, self.standby = Cluster(place / "one"), Cluster(place / "two")
+        self.primary.create()
+        self.primary.start()
+        self.standby.follow(self.primary)
+        hosts = ",".join(f"127.0.0.1:{one.port}" for one in (self.primary, self.standby))
+        self.url = f"postgresql://postgres@{hosts}/postgres?target_session_attrs=read-write"
+        """The URL with both hosts, whichever of them is the primary."""
+
+    def promote(self) -> None:
+        """Make the standby the primary. The other is dead."""
+        self.primary, self.standby = self.standby, self.primary
+        self.primary.promote()
+
+    def stop(self) -> None:
+        self.standby.stop()
+        self.primary.stop()

@@ -1,0 +1,122 @@
+"""Replicas over one PostgreSQL: under clients that retry, sums stay exact whatever fails."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cluster import Load, replicas, wait
+from tests.faults.servers import LONG, PATIENCE, Server, moments
+from tests.network import Network
+from tests.postgres import Cluster, cluster
+
+REPLICAS = 3 if LONG else 2
+KILLS = 200 if LONG else 4
+CRASHES = 20 if LONG else 2
+CUTS = 30 if LONG else 3
+
+
+@pytest.fixture
+def database() -> Iterator[Cluster]:
+    with cluster(synchronous_commit="off") as made:  # which each transaction overrules
+        yield made
+
+
+def test_kills_of_replicas(database: Cluster, tmp_path: Path) -> None:
+    chance = random.Random(1)
+    with replicas(REPLICAS, tmp_path, database.url) as servers, Load([one.url for one in servers]) as load:
+        for number in moments(chance, KILLS, 0.0, 0.3):
+            servers[number % REPLICAS].kill()
+            load.check()
+            servers[number % REPLICAS].start()
+        load.go_on()
+
+
+@pytest.mark.parametrize("point", ["staged", "made", "committed"])
+def test_kills_at_points_of_a_commit(database: Cluster, tmp_path: Path, point: str) -> None:
+    order = tmp_path / "order"
+    killing = {"GRADSERVE_TEST_KILL": str(order)}
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name, value in killing.items():
+            patch.setenv(name, value)
+        mortal = stack.enter_context(Server(tmp_path / "mortal", module="tests.faults.killing", store=database.url))
+        (other,) = stack.enter_context(replicas(1, tmp_path, database.url))
+        load = stack.enter_context(Load([mortal.url, other.url]))
+        for number in range(20 if LONG else 2):
+            order.write_text(f"{point}:{1 + number % 3}")
+            wait(lambda: mortal.process.poll() is not None, "the server does not die")
+            order.unlink()
+            load.check()
+            mortal.kill()
+            mortal.start()
+            load.go_on()
+
+
+def test_ends_of_backends(database: Cluster, tmp_path: Path) -> None:
+    chance = random.Random(2)
+    one = "select pg_terminate_backend(pid) from pg_stat_activity where backend_type = 'client backend'"
+    with replicas(REPLICAS, tmp_path, database.url) as servers, Load([each.url for each in servers]) as load:
+        for number in moments(chance, 10 * CRASHES, 0.0, 0.1):
+            among = "state <> 'idle'" if number % 2 else "pid is not null"
+            database.execute(f"{one} and pid <> pg_backend_pid() and {among} order by random() limit 3")
+            load.check()
+        load.go_on()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGQUIT, signal.SIGINT])
+def test_crashes_of_the_database(database: Cluster, tmp_path: Path, how: signal.Signals) -> None:
+    chance = random.Random(how)
+    with replicas(REPLICAS, tmp_path, database.url) as servers, Load([each.url for each in servers]) as load:
+        for _ in moments(chance, CRASHES, 0.0, 0.3):
+            database.stop(how)
+            time.sleep(chance.uniform(0, 1))
+            database.start()
+            load.go_on()
+            load.check()
+
+
+def test_a_network_that_is_cut_and_stalls(database: Cluster, tmp_path: Path) -> None:
+    """Each replica has a network of its own to the database. Commits are lost on their way there, and back."""
+    chance = random.Random(3)
+    with ExitStack() as stack:
+        networks = [stack.enter_context(Network(database.port)) for _ in range(2)]
+        servers = [
+            stack.enter_context(replicas(1, tmp_path / f"{number}", network.url))[0]
+            for number, network in enumerate(networks)
+            if not (tmp_path / f"{number}").mkdir()
+        ]
+        load = stack.enter_context(Load([each.url for each in servers]))
+        for number in moments(chance, CUTS, 0.0, 0.1):
+            network = networks[number % 2]
+            for side in ("request", "answer"):
+                lost = network.lose_commit("request" if side == "request" else "answer")
+                assert lost.wait(PATIENCE), "no commit is lost"
+            load.check()
+            network.cut()
+            load.go_on()
+            network.stall()
+            time.sleep(chance.uniform(0, 1))
+            network.flow()
+            load.go_on()
+            load.check()
+
+
+def test_a_database_without_answer_is_no_readiness(database: Cluster, tmp_path: Path) -> None:
+    with replicas(1, tmp_path, database.url) as (server,):
+        database.stop()
+        answer = _ready(server)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        database.start()
+        wait(server.is_ready, "the server does not get ready again")
+
+
+def _ready(server: Server):  # type: ignore[no-untyped-def]
+    import httpx
+
+    return httpx.get(f"{server.url}/v2/health/ready", timeout=30)
