@@ -86,11 +86,10 @@ def test_a_network_that_is_cut_and_stalls(database: Cluster, tmp_path: Path) -> 
     chance = random.Random(3)
     with ExitStack() as stack:
         networks = [stack.enter_context(Network(database.port)) for _ in range(2)]
-        servers = [
-            stack.enter_context(replicas(1, tmp_path / f"{number}", network.url))[0]
-            for number, network in enumerate(networks)
-            if not (tmp_path / f"{number}").mkdir()
-        ]
+        servers = []
+        for number, network in enumerate(networks):
+            (tmp_path / f"{number}").mkdir()
+            servers += stack.enter_context(replicas(1, tmp_path / f"{number}", network.url))
         load = stack.enter_context(Load([each.url for each in servers]))
         for number in moments(chance, CUTS, 0.0, 0.1):
             network = networks[number % 2]
