@@ -147,6 +147,7 @@ def test_a_stalled_network_ends_requests_and_is_outlived(
     """A network that loses everything says nothing. Then only a time-out frees the threads that wait."""
     monkeypatch.setattr(connections.Connection, "patience", 1.0)
     monkeypatch.setattr(connections, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(connections, "HANGING_SECONDS", 2)  # a transaction that has stalled holds its locks so long
     monkeypatch.setattr(store, "READ_SECONDS", 0.5)
     behind, other = schema.open(network.url), schema.open()
     create(behind, "w")
