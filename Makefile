@@ -14,7 +14,7 @@ QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-ou
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client soak golden docs site lock up down test-compose clean
+.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client soak golden docs site lock up up-cluster down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -43,11 +43,14 @@ examples: $(VENV)/.dev  ## train through the service: digits in four processes, 
 up:  ## build and start the containers: gradserve behind nginx on 127.0.0.1:8080 (GRADSERVE_LISTEN)
 	@deploy/up
 
+up-cluster:  ## start three replicas over PostgreSQL with a synchronous standby, on 127.0.0.1:8090 (GRADSERVE_LISTEN_CLUSTER)
+	@deploy/up cluster
+
 down:  ## stop the containers; the buffers are kept
-	@deploy/containers/engine compose down
+	@deploy/containers/engine compose --profile cluster --profile metrics down
 
 test-compose: $(VENV)/.dev  ## test new containers, or the server at GRADSERVE_URL with GRADSERVE_API_KEY
-	@test -n "$$GRADSERVE_URL" || deploy/containers/prepare metrics
+	@test -n "$$GRADSERVE_URL" || deploy/containers/prepare metrics cluster
 	GRADSERVE_INTEGRATION=1 $(BIN)/python -m pytest tests/integration $(WHAT)
 
 lint: $(VENV)/.dev  ## ruff and mypy
