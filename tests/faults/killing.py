@@ -21,9 +21,9 @@ def main() -> int:
     times: Counter[str] = Counter()
 
     def kill(point: str) -> None:
-        if order.exists():
+        if order.exists() and (text := order.read_text()):  # it is empty for a moment
             times[point] += 1
-            wanted, number = order.read_text().split(":")
+            wanted, number = text.split(":")
             if point == wanted and times[point] == int(number):
                 os.kill(os.getpid(), signal.SIGKILL)
 
