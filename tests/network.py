@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Literal, Self
 
 Side = Literal["request", "answer"]
+SIDES: tuple[Side, Side] = ("request", "answer")
 MOST_BYTES = 1 << 16
 
 _CHANGE = b"insert into keys"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +29,14 @@ def gradient(worker: int, epoch: int) -> Array:
 class Worker:
     """A worker that adds its gradient in each epoch and reads the sum."""
 
-    def __init__(self, url: str, number: int) -> None:
-        self.url, self.number = url, number
+    def __init__(self, connect: Callable[[], Client], number: int) -> None:
+        self._connect, self.number = connect, number
         self.read: list[bytes] = []
         self.closed = 0
 
     def run(self, failed: threading.Event) -> None:
         try:
-            with Client(self.url) as client:
+            with self._connect() as client:
                 for epoch in range(EPOCHS):
                     if failed.is_set():
                         return
@@ -55,6 +57,18 @@ def wait_for(worker: Worker, epoch: int, failed: threading.Event) -> None:
         time.sleep(0.001)
 
 
+def check(client: Client, workers: list[Worker]) -> None:
+    """Check that all workers have read the same correct sum of every epoch."""
+    for epoch in range(EPOCHS):
+        expected = sum(gradient(number, epoch) for number in range(WORKERS))
+        assert isinstance(expected, np.ndarray)
+        assert {one.read[epoch] for one in workers} == {expected.tobytes()}
+    assert sum(one.closed for one in workers) == EPOCHS
+    last = client.metadata("sum")
+    assert (last["epoch"], last["version"], last["count"]) == (EPOCHS, WORKERS * EPOCHS, 0)
+    assert last["closed_epochs"] == [EPOCHS - 2, EPOCHS - 1]
+
+
 def test_every_worker_reads_the_same_correct_sums(tmp_path: Path) -> None:
     chance = random.Random(6)
     failed = threading.Event()
@@ -64,7 +78,7 @@ def test_every_worker_reads_the_same_correct_sums(tmp_path: Path) -> None:
         ThreadPoolExecutor(WORKERS) as threads,
     ):
         client.create("sum", (SIZE,), "float32", quorum=WORKERS, keep=2)
-        workers = [Worker(server.url, number) for number in range(WORKERS)]
+        workers = [Worker(partial(Client, server.url), number) for number in range(WORKERS)]
         running = [threads.submit(one.run, failed) for one in workers]
         try:
             for kill in range(KILLS):
@@ -79,11 +93,4 @@ def test_every_worker_reads_the_same_correct_sums(tmp_path: Path) -> None:
                 one.result(PATIENCE)
         finally:
             failed.set()
-        for epoch in range(EPOCHS):
-            expected = sum(gradient(number, epoch) for number in range(WORKERS))
-            assert isinstance(expected, np.ndarray)
-            assert {one.read[epoch] for one in workers} == {expected.tobytes()}
-        assert sum(one.closed for one in workers) == EPOCHS
-        last = client.metadata("sum")
-        assert (last["epoch"], last["version"], last["count"]) == (EPOCHS, WORKERS * EPOCHS, 0)
-        assert last["closed_epochs"] == [EPOCHS - 2, EPOCHS - 1]
+        check(client, workers)

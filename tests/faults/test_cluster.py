@@ -9,20 +9,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
+from service.buffers.postgres.connections import RETRY_SECONDS
 from tests.faults.cluster import Load, replicas, wait
 from tests.faults.servers import LONG, PATIENCE, Server, moments
-from tests.network import Network
+from tests.network import SIDES, Network
 from tests.postgres import Cluster, cluster
 
 REPLICAS = 3 if LONG else 2
-KILLS = 200 if LONG else 4
-CRASHES = 20 if LONG else 2
-CUTS = 30 if LONG else 3
+KILLS = 200 if LONG else 3
+CRASHES = 20 if LONG else 1
+CUTS = 30 if LONG else 2
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def database() -> Iterator[Cluster]:
     with cluster(synchronous_commit="off") as made:  # which each transaction overrules
         yield made
@@ -38,24 +40,24 @@ def test_kills_of_replicas(database: Cluster, tmp_path: Path) -> None:
         load.go_on()
 
 
-@pytest.mark.parametrize("point", ["staged", "made", "committed"])
-def test_kills_at_points_of_a_commit(database: Cluster, tmp_path: Path, point: str) -> None:
+def test_kills_at_points_of_a_commit(database: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = tmp_path / "order"
-    killing = {"GRADSERVE_TEST_KILL": str(order)}
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for name, value in killing.items():
-            patch.setenv(name, value)
-        mortal = stack.enter_context(Server(tmp_path / "mortal", module="tests.faults.killing", store=database.url))
-        (other,) = stack.enter_context(replicas(1, tmp_path, database.url))
-        load = stack.enter_context(Load([mortal.url, other.url]))
-        for number in range(20 if LONG else 2):
-            order.write_text(f"{point}:{1 + number % 3}")
+    monkeypatch.setenv("GRADSERVE_TEST_KILL", str(order))
+    with (
+        Server(
+            tmp_path / "mortal", module="tests.faults.killing", store=database.url, postgres_schema="killed"
+        ) as mortal,
+        Server(tmp_path / "other", store=database.url, postgres_schema="killed") as other,
+        Load([mortal.url, other.url]) as load,
+    ):
+        for number in range(60 if LONG else 3):
+            order.write_text(f"{['staged', 'made', 'committed'][number % 3]}:{1 + number // 3 % 3}")
             wait(lambda: mortal.process.poll() is not None, "the server does not die")
             order.unlink()
             load.check()
             mortal.kill()
             mortal.start()
-            load.go_on()
+        load.go_on()
 
 
 def test_ends_of_backends(database: Cluster, tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_ends_of_backends(database: Cluster, tmp_path: Path) -> None:
         load.go_on()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGQUIT, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGQUIT, signal.SIGINT] if LONG else [signal.SIGKILL])
 def test_crashes_of_the_database(database: Cluster, tmp_path: Path, how: signal.Signals) -> None:
     chance = random.Random(how)
     with replicas(REPLICAS, tmp_path, database.url) as servers, Load([each.url for each in servers]) as load:
@@ -86,21 +88,20 @@ def test_a_network_that_is_cut_and_stalls(database: Cluster, tmp_path: Path) -> 
     chance = random.Random(3)
     with ExitStack() as stack:
         networks = [stack.enter_context(Network(database.port)) for _ in range(2)]
-        servers = []
-        for number, network in enumerate(networks):
-            (tmp_path / f"{number}").mkdir()
-            servers += stack.enter_context(replicas(1, tmp_path / f"{number}", network.url))
+        servers = [
+            stack.enter_context(Server(tmp_path / f"{number}", store=network.url, postgres_schema="cut"))
+            for number, network in enumerate(networks)
+        ]
         load = stack.enter_context(Load([each.url for each in servers]))
         for number in moments(chance, CUTS, 0.0, 0.1):
             network = networks[number % 2]
-            for side in ("request", "answer"):
-                lost = network.lose_commit("request" if side == "request" else "answer")
+            for lost in map(network.lose_commit, SIDES):
                 assert lost.wait(PATIENCE), "no commit is lost"
             load.check()
             network.cut()
             load.go_on()
             network.stall()
-            time.sleep(chance.uniform(0, 1))
+            time.sleep(2 * RETRY_SECONDS if LONG and number == 1 else chance.uniform(0, 1))
             network.flow()
             load.go_on()
             load.check()
@@ -109,13 +110,7 @@ def test_a_network_that_is_cut_and_stalls(database: Cluster, tmp_path: Path) -> 
 def test_a_database_without_answer_is_no_readiness(database: Cluster, tmp_path: Path) -> None:
     with replicas(1, tmp_path, database.url) as (server,):
         database.stop()
-        answer = _ready(server)
+        answer = httpx.get(f"{server.url}/v2/health/ready", timeout=PATIENCE)
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
         database.start()
         wait(server.is_ready, "the server does not get ready again")
-
-
-def _ready(server: Server):  # type: ignore[no-untyped-def]
-    import httpx
-
-    return httpx.get(f"{server.url}/v2/health/ready", timeout=30)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,8 +50,8 @@ class Call:
 class Recorder:
     """A recorder of the calls of several clients."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, connect: Callable[[], Client]) -> None:
+        self._connect = connect
         self.history: list[Call] = []
 
     def call(self, client: Client, what: Literal["add", "take", "zero", "value"], element: int = -1) -> None:
@@ -68,12 +69,12 @@ class Recorder:
         self.history.append(Call(what, sent, time.monotonic(), receipt, element, value))
 
     def add(self, which: int) -> None:
-        with Client(self.url) as client:
+        with self._connect() as client:
             for element in range(which * EACH, (which + 1) * EACH):
                 self.call(client, "add", element)
 
     def until(self, stop: threading.Event, what: Literal["take", "zero", "value"], pause: float) -> None:
-        with Client(self.url) as client:
+        with self._connect() as client:
             while not stop.wait(pause):
                 self.call(client, what)
 
@@ -130,7 +131,7 @@ def test_concurrent_calls_are_linearizable(tmp_path: Path) -> None:
         ThreadPoolExecutor(ADDERS + 5) as threads,
     ):
         client.create("it", (ADDS,), keep=50)
-        recorders = [Recorder(server.url) for _ in range(ADDERS + 5)]
+        recorders = [Recorder(partial(Client, server.url)) for _ in range(ADDERS + 5)]
         others = [("take", 0.02), ("take", 0.03), ("zero", 0.1), ("value", 0.0), ("value", 0.001)]
         adding = [threads.submit(recorders[which].add, which) for which in range(ADDERS)]
         running = [

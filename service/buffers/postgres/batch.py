@@ -39,9 +39,10 @@ NAMESPACE_LOCK = 2
 
 _LOCK = "select pg_advisory_xact_lock(%s, lock) from unnest(%s::integer[]) as lock"
 
-NOW = "select extract(epoch from clock_timestamp())::double precision"
-
-_STANDBYS = "select current_setting('synchronous_standby_names')"
+_NOW = """
+    select extract(epoch from clock_timestamp())::double precision, pg_postmaster_start_time()::text,
+           current_setting('synchronous_standby_names')
+"""
 
 _KEYS = "select digest, at, outcome from keys where digest = any(%s) order by at"
 
@@ -85,9 +86,6 @@ _REMEMBER = """
     from unnest(%s::bytea[], %s::text[], %s::bytea[]) as made(digest, namespace, outcome)
 """
 
-FENCE = "select pg_logical_emit_message(true, 'gradserve', '')"
-"""Writes to the log of the database: once the commit returns, the standby has everything that came before."""
-
 
 class StagedLostError(Exception):
     """A staged blob is gone: the database crashed since, or the blob waited for too long."""
@@ -115,6 +113,8 @@ class Batch:
         self.jobs = jobs
         self.answers: list[Outcome | GradserveError] = []
         self.now = 0.0
+        self.server = ""
+        """The name of the primary that has made the last attempt."""
         self.replayed = False
         """Whether an answer repeats that of a request that another server may have made a moment ago."""
         self._mark = os.urandom(16)  # a key of the transaction's own: whether it was committed
@@ -138,13 +138,14 @@ class Batch:
             counts = connection.execute(_COUNTS, (growing, clock)) if growing else None
             rows = connection.execute(_RECORDS, _columns(names, 2), binary=True)
             claimed = connection.execute(_CLAIM, (blobs,)) if blobs else None
-            time, standbys = connection.execute(NOW), connection.execute(_STANDBYS)
-        self.now = time.fetchall()[0][0] if clock is None else clock
+            time = connection.execute(_NOW)
+        ((now, self.server, standbys),) = time.fetchall()
+        self.now = now if clock is None else clock
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
             return None
-        if database.replicated and standbys.fetchall() == [("",)]:
+        if database.replicated and not standbys:
             raise NoStandbyError("its synchronous_standby_names are empty")
         if claimed is not None and claimed.fetchall() != [(len(blobs),)]:
             raise StagedLostError

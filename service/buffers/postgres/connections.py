@@ -76,12 +76,23 @@ _PASSING = (
 """Errors after which the same request may succeed, unless they are final."""
 
 
+_FENCE = """
+    select pg_postmaster_start_time()::text, extract(epoch from now())::double precision,
+           pg_logical_emit_message(true, 'gradserve', '')
+"""
+"""Names the server, and writes to its log: once the commit returns, the standby has everything that came before."""
+
+
 class UnsureError(psycopg.OperationalError):
     """The database did not wait for its standby: the commit is done there, and perhaps nowhere else."""
 
 
 class NoStandbyError(psycopg.OperationalError):
     """The database has no synchronous standby."""
+
+
+class MovedError(psycopg.OperationalError):
+    """Another server has become the primary. It may lack what the last had shown."""
 
 
 class Connection(psycopg.Connection[Any]):
@@ -199,9 +210,15 @@ class Database:
         connection.execute(_SETTINGS, (self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s"))
 
     @contextmanager
+    def idle(self, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
+        """Yield a connection, in no transaction."""
+        with self._workers.lend(patience) as connection:
+            yield connection
+
+    @contextmanager
     def transaction(self, *, durable: bool = True, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, in a transaction that is committed on leaving."""
-        with self._workers.lend(patience) as connection, self._within(connection, durable=durable):
+        with self.idle(patience) as connection, self._within(connection, durable=durable):
             yield connection
 
     @contextmanager
@@ -221,6 +238,16 @@ class Database:
             with suppress(psycopg.Error):
                 connection.execute("rollback")
             raise
+
+    def cross(self, connection: Connection) -> tuple[str, float]:
+        """Wait until the standby has everything that was committed before. Return the name of the server, and its time.
+
+        The time is that of the call, in seconds since 1970.
+        """
+        with self._within(connection):
+            self.check_standby(connection)
+            ((server, now, _),) = connection.execute(_FENCE).fetchall()
+        return server, now
 
     def check_standby(self, connection: Connection) -> None:
         """Raise `NoStandbyError` if the commits have to wait for a synchronous standby that is not there."""

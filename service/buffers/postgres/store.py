@@ -40,6 +40,9 @@ CHECK_SECONDS = 2.0
 """How long a probe waits for the database."""
 
 
+_SERVER = "select pg_postmaster_start_time()::text"
+
+
 class _Ids:
     """Numbers that no buffer, value or blob has or had, taken from the database in blocks."""
 
@@ -86,7 +89,7 @@ class PostgresStore(Store):
             self._database.close()
             raise
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
-        self._fence = Fence(self._database, clock)
+        self._fence = Fence(self._database)
         self._folder = Folder(self._database, self._ids, allocate)
         self._watcher = Watcher(self._database)
         self._keeper = Keeper(self._database, max_bytes=max_bytes, key_seconds=key_seconds, clock=clock)
@@ -100,7 +103,6 @@ class PostgresStore(Store):
             changed=self._watcher.tell,
             keeper=self._keeper,
             max_buffers=max_buffers,
-            fence=self._fence,
             fold=self._folder.submit,
         )
 
@@ -128,7 +130,7 @@ class PostgresStore(Store):
         return self._read(find)
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        def find(cursor: Cursor) -> list[Snapshot]:
+        def find(cursor: Cursor) -> tuple[str, list[Snapshot]]:
             records = self._alive(cursor, names)
             closed = {name: None if epoch is None else records[name].closed_epoch(epoch) for name in names}
             values = {name: records[name].value if of is None else of.value for name, of in closed.items()}
@@ -141,14 +143,18 @@ class PostgresStore(Store):
                     name_buffer(error, name, one_of_many=True)
                     raise
                 snapshots.append(Snapshot(records[name], value, closed[name]))
+            is_fenced = epoch is not None and self._database.replicated
+            return cursor.execute(_SERVER).fetchall()[0][0] if is_fenced else "", snapshots
+
+        def attempt() -> list[Snapshot]:
+            server, snapshots = self._read(find)
+            if server:
+                changed = max((each.record.updated for each in snapshots), default=0.0)
+                self._fence.wait(server, changed + JUST_CLOSED_SECONDS)
             return snapshots
 
         with np.errstate(all="ignore"):
-            snapshots = self._read(find)
-        replicated = self._fence.crossed - JUST_CLOSED_SECONDS
-        if any(each.of is not None and each.record.updated > replicated for each in snapshots):
-            self._fence.wait()
-        return snapshots
+            return retried(attempt)
 
     def recall(self, key: Key) -> Known | None:
         query = "select outcome from keys where digest = %s and at + %s > %s"

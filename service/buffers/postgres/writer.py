@@ -18,9 +18,8 @@ from service.buffers import failpoints
 from service.buffers.changes import Add, Restore
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.postgres.batch import Batch, Job, StagedLostError
-from service.buffers.postgres.connections import Connection, Database, retried
+from service.buffers.postgres.connections import Connection, Database, MovedError, retried
 from service.buffers.postgres.deltas import Payload, payload_of, write_blobs
-from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Fold
 from service.buffers.postgres.keeper import Keeper
 from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
@@ -60,13 +59,12 @@ class Writer:
         changed: Callable[[], None],
         keeper: Keeper,
         max_buffers: int,
-        fence: Fence,
         fold: Callable[[Fold], None],
     ) -> None:
         self._database, self._next_id, self._allocate = database, next_id, allocate
         self._key_seconds, self._clock = key_seconds, clock
         self._committed, self._changed, self._keeper, self._max_buffers = committed, changed, keeper, max_buffers
-        self._fence, self._fold = fence, fold
+        self._fold = fold
         self._connection: Connection | None = None
         self._stagers = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="gradserve-staging")
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
@@ -212,7 +210,12 @@ class Writer:
         if found is None or has_changed:
             self._changed()
         if found is None or connection.is_unsure or (batch.replayed and not has_changed):
-            self._fence.wait()
+            self._fence(connection, batch.server)
+
+    def _fence(self, connection: Connection, server: str) -> None:
+        """Wait until the standby has what the answers say, if the database still is the server that said it."""
+        if self._database.replicated and self._database.cross(connection)[0] != server:
+            raise MovedError("it has failed over")
 
     def _perform(
         self, connection: Connection, batch: Batch, job: Job, found: Found, done: Changes

@@ -1,0 +1,172 @@
+"""Replicas over a PostgreSQL with a synchronous standby: what they have acknowledged outlives its primary."""
+
+from __future__ import annotations
+
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.faults.cluster import Load, Pair, replicas, wait
+from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
+
+FAILOVERS = 10 if LONG else 1
+STOPS = 20 if LONG else 1
+CANCELS = 50 if LONG else 3
+
+WAITING = "backend_type = 'client backend' and wait_event = 'SyncRep'"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory() as directory:
+        made = Pair(Path(directory))
+        try:
+            yield made
+        finally:
+            made.stop()
+
+
+@contextmanager
+def connected(*servers: Server) -> Iterator[list[Client]]:
+    """Yield a client of each server."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Client(server.url)) for server in servers]
+
+
+def adding(client: Client, key: str, seconds: float) -> int | None:
+    """Add once, with this key. Return the answer's status, or None if there is no answer in time."""
+    try:
+        body = tensors(gradient=np.ones(3))
+        return client.once("POST", "/v1/buffers/w/accumulate", key=key, timeout=seconds, **body).status_code
+    except httpx.ReadTimeout:
+        return None
+
+
+def test_nothing_is_acknowledged_without_the_standby(pair: Pair, tmp_path: Path) -> None:
+    """Not even a key that the primary knows: whoever cancels the wait for the standby makes it known there."""
+    with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
+        clients[0].create("w", (3,), quorum=2)
+        pair.standby.stop()
+        assert adding(clients[0], "k", 1) is None
+        assert clients[1].metadata("w")["count"] == 0
+        assert pair.primary.execute(f"select pg_cancel_backend(pid) from pg_stat_activity where {WAITING}") == [(True,)]
+        wait(lambda: clients[1].metadata("w")["count"] == 1, "the commit is not visible")
+        assert adding(clients[1], "k", 1) is None
+        with ThreadPoolExecutor(1) as thread:
+            later = thread.submit(adding, clients[0], "another", PATIENCE)
+            assert not one.is_ready()
+            time.sleep(0.5)
+            assert not later.done()
+            pair.standby.start()
+            assert later.result() in (200, 503)
+        assert clients[1].add("w", np.ones(3), key="k")["count"] == 1
+        clients[1].add("w", np.ones(3), key="another")
+        assert clients[0].value("w", epoch=0).tolist() == [2, 2, 2]
+        wait(one.is_ready, "the server is not ready again")
+
+
+def test_a_closed_epoch_is_not_read_before_the_standby_has_it(pair: Pair, tmp_path: Path) -> None:
+    with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
+        clients[0].create("w", (3,), quorum=1)
+        pair.standby.stop()
+        assert adding(clients[0], "k", 1) is None
+        pair.primary.execute(f"select pg_terminate_backend(pid) from pg_stat_activity where {WAITING}")
+        wait(lambda: clients[1].metadata("w")["epoch"] == 1, "the commit is not visible")
+        with pytest.raises(httpx.ReadTimeout):
+            clients[1].once("GET", "/v1/buffers/w/value", params={"epoch": 0}, timeout=1)
+        pair.standby.start()
+        assert clients[1].value("w", epoch=0).tolist() == [1, 1, 1]
+        assert clients[0].add("w", np.ones(3), key="k")["closed"]
+
+
+def test_replicated_follows_the_settings_of_the_database(pair: Pair, tmp_path: Path) -> None:
+    """Some managers of PostgreSQL empty synchronous_standby_names when the standby is gone. Adds must not go on."""
+    with replicas(1, tmp_path, pair.url, durability="replicated") as (server,), Client(server.url) as client:
+        client.create("w", (3,))
+        assert adding(client, "k", PATIENCE) == 200
+        pair.primary.set(synchronous_standby_names="")
+        wait(lambda: not server.is_ready(), "the server stays ready")
+        assert adding(client, "l", 1) is None
+        pair.primary.set(synchronous_standby_names="*")
+        wait(server.is_ready, "the server is not ready again")
+        assert client.add("w", np.ones(3), key="l")["count"] == 2
+
+
+def test_stops_of_the_standby(pair: Pair, tmp_path: Path) -> None:
+    chance = random.Random(1)
+    with (
+        replicas(2, tmp_path, pair.url, durability="replicated") as servers,
+        Load([one.url for one in servers]) as load,
+    ):
+        for _ in moments(chance, STOPS, 0.0, 0.3):
+            pair.standby.stop(chance.choice([signal.SIGINT, signal.SIGKILL]))
+            time.sleep(0.2)  # for answers on their way
+            before = [one.answered for one in load.adders]
+            time.sleep(chance.uniform(0.2, 2))
+            assert [one.answered for one in load.adders] == before
+            pair.standby.start()
+            load.go_on()
+            load.check()
+
+
+@pytest.mark.parametrize("function", ["pg_cancel_backend", "pg_terminate_backend"])
+def test_cancelled_waits_for_the_standby(pair: Pair, tmp_path: Path, function: str) -> None:
+    """Each wait is cancelled while the standby is away. The primary dies soon after, and the standby goes on."""
+    chance = random.Random(2)
+    with (
+        replicas(2, tmp_path, pair.url, durability="replicated") as servers,
+        Load([one.url for one in servers]) as load,
+    ):
+        pair.standby.stop()
+        cancelled = 0
+        for _ in moments(chance, CANCELS, 0.1, 0.3):
+            cancelled += len(pair.primary.execute(f"select {function}(pid) from pg_stat_activity where {WAITING}"))
+        assert cancelled > 0
+        pair.primary.stop(signal.SIGKILL)
+        pair.standby.start()
+        pair.promote()
+        pair.standby.follow(pair.primary)
+        load.go_on()
+
+
+def test_failovers(pair: Pair, tmp_path: Path) -> None:
+    """The primary is killed under load, the standby promoted, and the other copied from it as the next standby."""
+    chance = random.Random(3)
+    with (
+        replicas(2, tmp_path, pair.url, durability="replicated") as servers,
+        Load([one.url for one in servers]) as load,
+    ):
+        for _ in moments(chance, FAILOVERS, 0.0, 0.5):
+            pair.primary.stop(signal.SIGKILL)
+            pair.promote()
+            pair.standby.follow(pair.primary)
+            load.go_on()
+            load.check()
+
+
+def test_the_old_primary_acknowledges_nothing(pair: Pair, tmp_path: Path) -> None:
+    """It comes back and takes itself for the primary: new replicas find it first. Nothing of it may be lost later."""
+    with replicas(1, tmp_path, pair.url, durability="replicated") as (server,), Client(server.url) as client:
+        client.create("w", (3,))
+        old = pair.primary
+        old.stop(signal.SIGKILL)
+        pair.promote()
+        old.start()
+        server.kill()
+        server.launch()
+        time.sleep(2)
+        assert not server.is_ready()
+        server.kill()
+        old.stop()
+        pair.standby.follow(pair.primary)
+        server.start()
+        assert client.add("w", np.ones(3), key=new_key())["count"] == 1
