@@ -78,7 +78,7 @@ def _reading_files() -> Iterator[None]:
 def _gauges(store: Store, limit: int) -> dict[str, float]:
     """Return the metrics that the store knows, by name."""
     buffers, size = store.size()
-    known = {"buffers": buffers, "store_bytes": size, "store_limit_bytes": limit}
+    known: dict[str, float] = {"buffers": buffers, "store_bytes": size, "store_limit_bytes": limit}
     known |= {f"database_{name}": value for name, value in store.measures().items()}
     return {f"gradserve_{name}": value for name, value in known.items()}
 
