@@ -91,7 +91,7 @@ def test_every_example_is_run() -> None:
         "python": 5,
         "json": 8,
         "text": 7,
-        "console": 3,
+        "console": 4,
         "drawing": 2,
     }
 

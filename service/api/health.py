@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -18,6 +19,7 @@ from service.api.http.openapi import MAX_KEY_CHARACTERS
 from service.api.http.routing import access
 from service.api.telemetry.metrics import Metrics
 from service.api.telemetry.workers import Workers
+from service.buffers.store import Store
 from service.codecs.json import MAX_ELEMENTS, MAX_LISTS, MAX_MEMBERS
 from service.errors import NotReady
 from service.settings import Settings
@@ -73,6 +75,14 @@ def _reading_files() -> Iterator[None]:
         raise NotReady(f"The server cannot read its own files just now: {error.strerror}") from None
 
 
+def _gauges(store: Store, limit: int) -> dict[str, float]:
+    """Return the metrics that the store knows, by name."""
+    buffers, size = store.size()
+    known: dict[str, float] = {"buffers": buffers, "store_bytes": size, "store_limit_bytes": limit}
+    known |= {f"database_{name}": value for name, value in store.measures().items()}
+    return {f"gradserve_{name}": value for name, value in known.items()}
+
+
 def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     """Return the endpoints, which report these metrics and workers."""
     router = APIRouter(tags=["health"])
@@ -110,7 +120,7 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     async def prometheus(call: CurrentCall) -> Answer:
         """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""
         metrics.set("gradserve_waiting", call.engine.waiting)
-        metrics.store = (*await call.look_up(1, call.store.size), call.settings.store_bytes)
+        metrics.gauges = await call.look_up(1, partial(_gauges, call.store, call.settings.store_bytes))
         with _reading_files():
             return Answer([metrics.text()], CONTENT_TYPE_LATEST)
 

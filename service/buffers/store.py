@@ -105,5 +105,9 @@ class Store(Protocol):
     def size(self) -> tuple[int, int]:
         """Return the count of buffers in all namespaces, and the bytes in use."""
 
+    def measures(self) -> dict[str, float]:
+        """Return what else the metrics say about the store: numbers of its database, by the ends of their names."""
+        return {}
+
     def close(self) -> None:
         """Finish the submitted requests, then release all resources."""

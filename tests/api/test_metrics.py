@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import socket
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from tests.serving import serving, wait_until
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def scraped(url: str, **headers: str) -> Samples:
+def scraped(url: str, *, of_database: bool = False, **headers: str) -> Samples:
     answer = httpx.get(f"{url}/metrics", headers=headers)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/plain; version=")
     families = list(text_string_to_metric_families(answer.text))
-    assert sorted(family.name for family in families) == sorted([*GAUGES, *(family.name for family in FAMILIES)])
+    gauges = [name for name in GAUGES if name != "gradserve_database_lag_bytes"]  # there is no standby
+    gauges = [name for name in gauges if of_database or "_database_" not in name]
+    assert sorted(family.name for family in families) == sorted([*gauges, *(family.name for family in FAMILIES)])
     assert all(family.documentation for family in families)
     return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
 
@@ -92,6 +95,23 @@ def test_requests_are_counted_by_route_and_status(url: str) -> None:
     assert of(samples, "gradserve_buffers") == 1
     assert 0 < of(samples, "gradserve_store_bytes") < of(samples, "gradserve_store_limit_bytes")
     assert of(samples, "gradserve_workers") == 1
+
+
+def test_a_store_in_a_database_has_metrics_of_the_database(postgres_url: str) -> None:
+    with (
+        serving(store=postgres_url, postgres_schema=f"test_{uuid.uuid4().hex}") as url,
+        httpx.Client(base_url=url) as client,
+    ):
+        client.put("/v1/buffers/a", json={"shape": [100_000], "nonfinite": "reject"})
+        before = scraped(url, of_database=True)
+        for _ in range(2):
+            client.post("/v1/buffers/a/accumulate", json={"gradient": [1] * 100_000})
+        client.post("/v1/buffers/a/accumulate?epoch=1", json={"gradient": [1] * 100_000})  # refused after it was staged
+        after = scraped(url, of_database=True)
+    for name, expected in (("unfolded_bytes", 800_000), ("loose_bytes", 400_000), ("standbys", 0)):
+        name = f"gradserve_database_{name}"
+        assert (of(before, name), of(after, name)) == (0, expected)
+    assert 3 <= of(after, "gradserve_database_connections") < of(after, "gradserve_database_connections_limit") == 200
 
 
 @pytest.mark.parametrize(

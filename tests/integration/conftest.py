@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.integration.stack import Stack
+from tests.integration.stack import Cluster, Stack
 
 URL = os.environ.get("GRADSERVE_URL")
 
-collect_ignore_glob = ["*"] if "GRADSERVE_INTEGRATION" not in os.environ else ["test_container*.py"] if URL else []
+collect_ignore_glob = ["*"] if "GRADSERVE_INTEGRATION" not in os.environ else ["test_c*.py"] if URL else []
 
 
 def client(url: str, secret: str | None) -> httpx.Client:
@@ -22,32 +22,57 @@ def client(url: str, secret: str | None) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Start the containers of compose.yaml on another port, with new keys and data."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    stack = Stack(port, tmp_path_factory.mktemp("keys") / "gradserve_keys")
+    stack = Stack(free_port(), tmp_path_factory.mktemp("keys") / "gradserve_keys")
     try:
         stack.build()
         stack.secret = stack.keys("add", "tests")
         stack.up()
         yield stack
     finally:
-        stack.engine("compose", "down", "--volumes")
+        stack.down()
 
 
 @pytest.fixture(scope="session")
-def url(request: pytest.FixtureRequest) -> str:
-    """Return the server's URL: GRADSERVE_URL or that of nginx."""
-    return URL or str(request.getfixturevalue("stack").url)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Start the containers of compose.yaml's profile `cluster`, with new keys and data."""
+    cluster = Cluster(free_port(), tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.build()
+        cluster.secret = cluster.keys("add", "tests")
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(scope="session", params=["given"] if URL else ["stack", "cluster"])
+def served(request: pytest.FixtureRequest) -> tuple[str, str | None]:
+    """Return the URL and an API key of nginx before one server or before three, or those that GRADSERVE_URL gives."""
+    if URL:
+        return URL, os.environ.get("GRADSERVE_API_KEY")
+    stack = request.getfixturevalue(request.param)
+    return stack.url, stack.secret
 
 
 @pytest.fixture(scope="session")
-def secret(request: pytest.FixtureRequest) -> str | None:
+def url(served: tuple[str, str | None]) -> str:
+    return served[0]
+
+
+@pytest.fixture(scope="session")
+def secret(served: tuple[str, str | None]) -> str | None:
     """Return an API key, or None if the server at GRADSERVE_URL needs none."""
-    return os.environ.get("GRADSERVE_API_KEY") if URL else str(request.getfixturevalue("stack").secret)
+    return served[1]
 
 
 @pytest.fixture(scope="session")

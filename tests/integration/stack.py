@@ -16,20 +16,24 @@ ENGINE = ROOT / "deploy/containers/engine"
 PROJECT = "gradserve-test"
 NETWORK = "10.203.78"
 """The network of these containers on podman, beside that of `make up`."""
+CLUSTER_NETWORK = "10.203.80"
+"""The same for the containers of the profile `cluster`."""
 
 
 class Stack:
     """The service and nginx, on a port of 127.0.0.1."""
 
-    def __init__(self, port: int, key_file: Path) -> None:
+    services: tuple[str, ...] = ("gradserve", "nginx")
+
+    def __init__(self, port: int, key_file: Path, project: str = PROJECT, network: str = NETWORK) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self.secret = ""
+        self.secret, self._project = "", project
         self._environment = {
             **os.environ,
-            "COMPOSE_PROJECT_NAME": PROJECT,
+            "COMPOSE_PROJECT_NAME": project,
             "GRADSERVE_LISTEN": f"127.0.0.1:{port}",
             "GRADSERVE_KEY_FILE": str(key_file),
-            "GRADSERVE_NETWORK": NETWORK,
+            "GRADSERVE_NETWORK": network,
         }
 
     def engine(self, *arguments: str, status: int = 0, seconds: float = 120) -> str:
@@ -88,11 +92,12 @@ class Stack:
             except httpx.TransportError:
                 pass
             time.sleep(0.1)
-        raise AssertionError(f"it does not get ready:\n{self.logs('gradserve')}\n{self.logs('nginx')}")
+        logs = "\n".join(map(self.logs, self.services))
+        raise AssertionError(f"it does not get ready:\n{logs}")
 
     def container(self, service: str) -> str:
         """Return the id of the service's container."""
-        labels = (f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}")
+        labels = (f"com.docker.compose.project={self._project}", f"com.docker.compose.service={service}")
         filters = [f"--filter=label={label}" for label in labels]
         (found,) = self.engine("ps", "--all", "--quiet", *filters).split()
         return found
@@ -116,6 +121,10 @@ class Stack:
         """Return the log of the service's container."""
         return self.engine("logs", self.container(service))
 
+    def down(self) -> None:
+        """Remove the containers and their data."""
+        self.engine("compose", "down", "--volumes")
+
     def _run(self, *command: str, status: int = 0, seconds: float = 120) -> str:
         done = subprocess.run(
             command,
@@ -128,3 +137,34 @@ class Stack:
         )
         assert done.returncode == status, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done.stdout + (done.stderr if "logs" in command else "")
+
+
+class Cluster(Stack):
+    """Three replicas behind nginx, over two PostgreSQL servers: the profile `cluster`."""
+
+    services = ("gradserve-1", "postgres-1", "postgres-2", "nginx-cluster")
+
+    def __init__(self, port: int, folder: Path) -> None:
+        super().__init__(port, folder / "gradserve_keys", f"{PROJECT}-cluster", CLUSTER_NETWORK)
+        self._environment |= {
+            "GRADSERVE_LISTEN_CLUSTER": f"127.0.0.1:{port}",
+            "GRADSERVE_POSTGRES_FILE": str(folder / "gradserve_postgres"),
+        }
+
+    def up(self) -> None:
+        """Start the cluster as `make up-cluster` does."""
+        self._run(str(ROOT / "deploy/up"), "cluster", seconds=600)
+
+    def down(self) -> None:
+        self.engine("compose", "--profile", "cluster", "down", "--volumes")
+
+    def kill(self, service: str) -> None:
+        self.engine("kill", "--signal", "KILL", self.container(service))
+
+    def start(self, service: str) -> None:
+        self.engine("start", self.container(service))
+
+    def sql(self, service: str, query: str) -> str:
+        """Return the answer of a PostgreSQL server; an error of the query fails."""
+        command = ("psql", "--host", "/tmp", "--username", "postgres", "--tuples-only", "--no-align", "--command")
+        return self.exec(service, *command, query).strip()

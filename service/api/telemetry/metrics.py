@@ -86,8 +86,14 @@ GAUGES = {
     "gradserve_store_bytes": "Bytes in use in the store.",
     "gradserve_store_limit_bytes": "Bytes that the store may hold, at most.",
     "gradserve_workers": "Processes that serve requests.",
+    "gradserve_database_connections": "Connections to the PostgreSQL database, of all clients.",
+    "gradserve_database_connections_limit": "Connections that PostgreSQL takes, at most.",
+    "gradserve_database_standbys": "Synchronous standbys that follow the database.",
+    "gradserve_database_lag_bytes": "Bytes of the database's log that no synchronous standby has yet.",
+    "gradserve_database_loose_bytes": "Bytes in the database that are staged, or wait to be deleted.",
+    "gradserve_database_unfolded_bytes": "Bytes of gradients in the database that are not added up yet.",
 }
-"""Gauges that are read when a client asks for the metrics."""
+"""Gauges that are read when a client asks for the metrics. Only a PostgreSQL store has those of the database."""
 
 
 def _layout() -> tuple[dict[str, int], int]:
@@ -130,8 +136,8 @@ class Metrics(Collector, Observer):
                 logger.warning("The metrics leave out the requests of process %s: %s", os.getpid(), error)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        self.store: tuple[int, int, int] = (0, 0, 0)
-        """Buffers, bytes of the store, and the limit of those bytes, as of the last scrape."""
+        self.gauges: dict[str, float] = {}
+        """What the store said when a client last asked for the metrics, by name."""
 
     def set(self, name: str, value: float) -> None:
         self._numbers[_PLACES[name]] = value
@@ -165,9 +171,10 @@ class Metrics(Collector, Observer):
         tables = list(self._tables())
         for family in FAMILIES:
             yield _metric(family, [numbers for numbers, alive in tables if alive or family.kind != "gauge"])
-        values = (*self.store, sum(alive for _, alive in tables))
-        for (name, meaning), value in zip(GAUGES.items(), values, strict=True):
-            yield GaugeMetricFamily(name, meaning, value)
+        values = {**self.gauges, "gradserve_workers": sum(alive for _, alive in tables)}
+        for name, meaning in GAUGES.items():
+            if name in values:
+                yield GaugeMetricFamily(name, meaning, values[name])
 
     def _observe(self, place: int, buckets: Sequence[float], value: float, unit: float = 1.0) -> None:
         numbers = self._numbers

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from psycopg import sql
 
-from service.buffers.postgres.connections import LOCK_SECONDS, Connection, Database
+from service.buffers.postgres.connections import LOCK_SECONDS, Database
 from service.errors import StoreFailed
 
 VERSION = 1
@@ -97,12 +97,12 @@ def prepare(database: Database) -> None:
             connection.execute(sql.SQL("create schema if not exists {}").format(sql.Identifier(schema)))
             connection.execute(_TABLES.encode())
             return
-        check_version(connection, schema)
+        rows = connection.execute("select version from meta").fetchall()
+    check_version(schema, rows)
 
 
-def check_version(connection: Connection, schema: str) -> None:
-    """Raise `StoreFailed` if the tables are those of another version."""
-    rows = connection.execute("select version from meta").fetchall()
+def check_version(schema: str, rows: list[tuple[int]]) -> None:
+    """Raise `StoreFailed` if the rows of `meta` are those of another version."""
     if rows != [(VERSION,)]:
         versions = ", ".join(str(row[0]) for row in rows) or "none"
         raise StoreFailed(

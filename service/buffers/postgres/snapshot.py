@@ -5,24 +5,33 @@ An export holds one REPEATABLE READ transaction while its values stream: all tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import psycopg
+from psycopg import sql
 
 from service.buffers.names import BufferName
-from service.buffers.postgres.connections import Connection, Database, as_client_error
+from service.buffers.postgres.connections import as_client_error
 from service.buffers.postgres.deltas import Delta, read_deltas, total
-from service.buffers.postgres.examination import damaged_keys, leftovers
+from service.buffers.postgres.examination import Connection, damaged_keys, leftovers
 from service.buffers.postgres.schema import VERSION, check_version
 from service.buffers.postgres.transaction import unpack_record
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
 from service.errors import BufferCorrupt, StoreFailed
 
-_UNLIMITED = """
-    select set_config('statement_timeout', '0', true), set_config('idle_in_transaction_session_timeout', '0', true)
+CONNECT_SECONDS = 10
+"""Seconds that a host of the URL has to accept a connection."""
+
+_BEGIN = "begin isolation level repeatable read, read only"
+"""All that the transaction sees is of one moment."""
+
+_SETTINGS = """
+    select set_config('search_path', quote_ident(%s), true), set_config('statement_timeout', '0', true),
+           set_config('idle_in_transaction_session_timeout', '0', true)
 """
 """A large value, or a slow reader of the export, takes longer than requests may."""
 
@@ -35,10 +44,10 @@ _RECORDS = f"""
 
 
 class PostgresMoment:
-    """A store as it is at one moment. `database` opens connections for what is not of this moment."""
+    """A store as it is at one moment. `connect` opens a connection for what is not of this moment."""
 
-    def __init__(self, database: Database, connection: Connection) -> None:
-        self._database, self._connection = database, connection
+    def __init__(self, connection: Connection, connect: Callable[[], Connection], schema: str) -> None:
+        self._connection, self._connect, self._schema = connection, connect, schema
         self._seqs: dict[int, int] = {}
         """The `seq` of the last delta of each running value, as the records have it."""
 
@@ -71,8 +80,8 @@ class PostgresMoment:
 
     def rest(self, values: Collection[int]) -> Iterator[str]:
         yield from leftovers(self._connection, values)
-        with self._database.connect() as connection:
-            yield from damaged_keys(connection, self._database.schema)
+        with self._connect() as connection:
+            yield from damaged_keys(connection, self._schema)
 
 
 def _check_complete(value: int, deltas: list[Delta], last: int | None) -> None:
@@ -84,16 +93,15 @@ def _check_complete(value: int, deltas: list[Delta], last: int | None) -> None:
 
 
 class PostgresReadOnly:
-    """A store that is only read, by one connection."""
+    """A store that is only read, by one connection. `connect` opens another."""
 
-    def __init__(self, database: Database, connection: Connection) -> None:
-        self._database, self._connection = database, connection
+    def __init__(self, connection: Connection, connect: Callable[[], Connection], schema: str) -> None:
+        self._connection, self._connect, self._schema = connection, connect, schema
 
     def described(self) -> Iterator[str]:
         info = self._connection.info
         major, minor = divmod(info.server_version, 10_000)
-        place = f"{self._database.schema} in {info.dbname} at {info.host}"
-        yield f"store {place}, version {VERSION}; PostgreSQL {major}.{minor}"
+        yield f"store {self._schema} in {info.dbname} at {info.host}, version {VERSION}; PostgreSQL {major}.{minor}"
 
     def now(self) -> float:
         with _client_errors():
@@ -104,27 +112,25 @@ class PostgresReadOnly:
     @contextmanager
     def reading(self) -> Iterator[PostgresMoment]:
         with _client_errors():
-            self._database.begin(self._connection, isolation="repeatable read")
-            self._connection.execute("set transaction read only")
-            self._connection.execute(_UNLIMITED)
-            yield PostgresMoment(self._database, self._connection)
+            self._connection.execute(_BEGIN)
+            self._connection.execute(_SETTINGS, (self._schema,))
+            yield PostgresMoment(self._connection, self._connect, self._schema)
             self._connection.execute("rollback")
 
 
 @contextmanager
 def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
     """Open the store in the schema of the database at `url`. Raises `StoreFailed` if it cannot be opened."""
-    database = Database(url, schema, replicated=False)
+    connect = partial(psycopg.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS)
     with _client_errors():
-        connection = database.connect()
+        connection: Connection = connect()
     with connection:
         with _client_errors():
             if connection.execute("select to_regclass(%s)", (f'"{schema}".meta',)).fetchall() == [(None,)]:
                 raise StoreFailed(f"There is no store in the PostgreSQL schema {schema!r}")
-            database.begin(connection)
-            check_version(connection, schema)
-            connection.execute("commit")
-        yield PostgresReadOnly(database, connection)
+            meta = sql.SQL("select version from {}").format(sql.Identifier(schema, "meta"))
+            check_version(schema, connection.execute(meta).fetchall())
+        yield PostgresReadOnly(connection, connect, schema)
 
 
 @contextmanager

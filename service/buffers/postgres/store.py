@@ -21,6 +21,7 @@ from service.buffers.postgres.deltas import Cursor, read_deltas, total
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.keeper import Keeper
+from service.buffers.postgres.measures import measures
 from service.buffers.postgres.transaction import digest_of, unpack_known, unpack_record
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
@@ -179,6 +180,9 @@ class PostgresStore(Store):
     def size(self) -> tuple[int, int]:
         count = self._read(lambda cursor: cursor.execute("select count(*) from buffers").fetchall()[0][0])
         return count, self._keeper.used()
+
+    def measures(self) -> dict[str, float]:
+        return self._read(measures)
 
     def close(self) -> None:
         if self._writer.close():
