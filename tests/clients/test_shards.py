@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 import time
 import uuid
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from gradserve_client import (
@@ -378,3 +380,39 @@ def test_waits_go_to_all_servers_at_once(shards: Any) -> None:
     assert {name: value.tolist() for name, value in values.items()} == {name: [1, 2] for name in names}
     with pytest.raises(StaleEpoch):
         shards.buffers.accumulate(ones(*names), epoch=0)
+
+
+def test_an_interrupt_ends_a_wait(urls: list[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Client(urls) as server:
+            names = [*on_each(server).values()]
+            create(server, *names)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                server.buffers.value(names, epoch=0, timeout=20)
+            server.buffers.take(names)  # ends what still waits in the threads
+            delete_all(server)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+
+
+def test_a_cancelled_call_leaves_the_client_usable(urls: list[str]) -> None:
+    async def run() -> None:
+        async with AsyncClient(urls) as server:
+            names = [*on_each(server).values()]
+            for name in names:
+                await server.buffers[name].create((2,))
+            with anyio.move_on_after(0.1) as scope:
+                await server.buffers.take(names, min_count=1, timeout=20)
+            assert scope.cancelled_caught
+            receipts = await server.buffers.accumulate(ones(*names))
+            assert [(one.epoch, one.count) for one in receipts.values()] == [(0, 1)] * 3
+            for name in names:
+                await server.buffers[name].delete()
+
+    asyncio.run(run())
