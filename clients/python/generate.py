@@ -233,11 +233,15 @@ ASYNC_CLIENT = '''class AsyncClient:
 AWAITED = [
     (r"( *)(?<!@property\n    )def (?!__)(\w+)\(", r"\1async def \2("),
     (r"def __(enter|exit)__", r"async def __a\1__"),
-    (r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close))\(", r"await \1("),
+    (
+        r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close)"
+        r"|shard\.(run|list|close)|super\(\)\.run|together)\(",
+        r"await \1(",
+    ),
     (r"\btime\.sleep\(", "await anyio.sleep("),
     (r"^import time$", "import anyio"),
-    (r"(?<![\w.\"`])(Buffers|Buffer|Ops|Client|Runner|Channel)(?=[\](:,)]| *$)", r"Async\1"),
-    (r"from gradserve_client\._?(\w+) import (?=Async|channel)", r"from gradserve_client._async_\1 import "),
+    (r"(?<![\w.\"`])(Buffers|Buffer|Ops|Client|Runner|Channel|Shards|Shard)(?=[\](:,)]| *$)", r"Async\1"),
+    (r"from gradserve_client\._?(\w+) import (?=Async|channel|together)", r"from gradserve_client._async_\1 import "),
     (r"httpx\.BaseTransport", "httpx.AsyncBaseTransport"),
     (r"The synchronous", "The asynchronous"),
     (r"\n\n *>>> (.|\n)*?(?=\n *\"\"\")", ""),
@@ -256,7 +260,7 @@ def awaited(source: str, module: str) -> str:
 def generated() -> dict[Path, str]:
     """Return the text of each generated file."""
     texts = {"_defaults.py": defaults(), "ops.py": ops(), "_async_ops.py": async_ops()}
-    for module in ("_runner.py", "buffers.py", "client.py"):
+    for module in ("_runner.py", "_shards.py", "buffers.py", "client.py"):
         texts[f"_async_{module.lstrip('_')}"] = awaited((PACKAGE / module).read_text(), module)
     return {PACKAGE / name: _formatted(text, PACKAGE / name) for name, text in texts.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ def _bare(value: Any) -> Any:
 
 
 @contextmanager
-def connected(kind: str, url: str, **settings: Any) -> Iterator[Any]:
+def connected(kind: str, url: str | Sequence[str], **settings: Any) -> Iterator[Any]:
     """Yield a `Client`, or an `AsyncClient` that can be used like a `Client`."""
     if kind == "sync":
         with Client(url, **settings) as server:

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.clients.both import KINDS, connected
+from tests.faults.servers import Server
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -33,6 +36,18 @@ def server(one_server: Any) -> Iterator[Any]:
     delete_all(one_server)
     yield one_server
     delete_all(one_server)
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Three servers in processes of their own, each with its store on the disk."""
+    place = tmp_path_factory.mktemp("shards")
+    servers = [Server(place / str(number)) for number in range(3)]
+    with ThreadPoolExecutor(3) as threads, ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.kill)
+        list(threads.map(Server.start, servers))
+        yield servers
 
 
 def delete_all(server: Any) -> None:

@@ -17,7 +17,8 @@ from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
 class AsyncBuffers:
     """The buffers of a server. `server.buffers["emb.weight"]` is a single buffer.
 
-    The methods act on several buffers at once, on all or on none. A method with `names` also takes `prefix` instead.
+    The methods act on several buffers at once, on all of a server or on none. A method with `names` also takes
+    `prefix` instead.
     """
 
     def __init__(self, runner: AsyncRunner) -> None:
@@ -33,11 +34,12 @@ class AsyncBuffers:
     async def list(self, prefix: str = "") -> list[BufferInfo]:
         """Return the buffers whose names begin with `prefix`, ordered by name."""
         infos: list[BufferInfo] = []
-        cursor: str | None = ""
-        while cursor is not None:
-            page, cursor = await self._runner.run(_bulk_calls.page(prefix, cursor))
-            infos += page
-        return infos
+        for shard in self._runner.shards:
+            cursor: str | None = ""
+            while cursor is not None:
+                page, cursor = await shard.run(_bulk_calls.page(prefix, cursor))
+                infos += page
+        return sorted(infos, key=lambda info: info.name)
 
     async def accumulate(
         self,
@@ -71,7 +73,7 @@ class AsyncBuffers:
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
     ) -> dict[str, Array]:
-        """Return the values by name, all of the same moment; see `Buffer.value`."""
+        """Return the values by name, those of a server all of the same moment; see `Buffer.value`."""
         return await self._runner.run(
             _bulk_calls.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
@@ -103,11 +105,7 @@ class AsyncBuffers:
         )
 
     async def zero(
-        self,
-        names: Collection[str] | None = None,
-        *,
-        prefix: str | None = None,
-        idempotency_key: str | None = None,
+        self, names: Collection[str] | None = None, *, prefix: str | None = None, idempotency_key: str | None = None
     ) -> dict[str, Receipt]:
         """Discard the sums, and begin the next epochs; see `Buffer.zero`."""
         return await self._runner.run(_bulk_calls.zero(names, prefix, idempotency_key=idempotency_key))

@@ -14,7 +14,9 @@ from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_channels import channel
 from gradserve_client._async_ops import AsyncOps
 from gradserve_client._async_runner import AsyncRunner
+from gradserve_client._async_shards import AsyncShard, AsyncShards
 from gradserve_client._calls import Input, Into
+from gradserve_client._placement import Placement
 from gradserve_client._policy import Patience
 from gradserve_client._sender import Sender
 from gradserve_client._tensors import Array
@@ -30,7 +32,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         *,
         api_key: str | None = None,
         timeout: float = 60.0,
@@ -38,9 +40,15 @@ class AsyncClient:
         max_retries: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._sender = Sender(url, api_key)
+        senders = [Sender(one, api_key) for one in ([url] if url is None or isinstance(url, str) else url)]
+        self._placement = Placement([str(sender.url) for sender in senders])
+        self._sender = senders[0]
         patience = Patience(timeout, attempt_timeout, max_retries)
-        self._runner = AsyncRunner(self._sender, patience, channel(self._sender, transport))
+        if len(senders) == 1:
+            self._runner = AsyncRunner(self._sender, patience, channel(self._sender, transport))
+        else:
+            shards = [AsyncShard(sender, patience, channel(sender, transport)) for sender in senders]
+            self._runner = AsyncShards(shards, self._placement)
         self.ops = AsyncOps(self._runner)
         """The operators, a method each."""
         self.buffers = AsyncBuffers(self._runner)
@@ -48,8 +56,13 @@ class AsyncClient:
 
     @property
     def url(self) -> str:
-        """The server's URL."""
-        return str(self._sender.url)
+        """The server's URL, or the first of several."""
+        return self.urls[0]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of all servers."""
+        return self._placement.urls
 
     async def run(
         self,
@@ -86,13 +99,30 @@ class AsyncClient:
         """Return the operators of the server."""
         return await self._runner.run(_calls.operators())
 
+    async def places(self, prefix: str = "") -> dict[str, str]:
+        """Return the URL of the server of each buffer whose name begins with `prefix`, as all servers list them."""
+        places: dict[str, str] = {}
+        for url, shard in zip(self.urls, map(AsyncBuffers, self._runner.shards), strict=True):
+            for info in await shard.list(prefix):
+                places[info.name] = url
+        return places
+
+    async def place(self, places: Mapping[str, str]) -> None:
+        """Put buffers on the servers of these URLs, in place of those that follow from their names.
+
+        This client then finds them there; other clients need the same call. Raises `InvalidInput` for a URL that is not
+        among `urls`.
+        """
+        self._placement.place(places)
+
     async def is_ready(self) -> bool:
-        """Whether the server takes requests. The client asks once, without retries."""
+        """Whether every server takes requests. The client asks once, without retries."""
         self._sender.check_open()
-        try:
-            await self._runner.run(_calls.ready())
-        except GradserveError:
-            return False
+        for shard in self._runner.shards:
+            try:
+                await shard.run(_calls.ready())
+            except GradserveError:
+                return False
         return True
 
     async def close(self) -> None:

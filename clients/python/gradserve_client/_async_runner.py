@@ -33,6 +33,11 @@ class AsyncRunner:
         self._sender, self._patience, self._channel = sender, patience, channel
         self._echo = Echo()
 
+    @property
+    def shards(self) -> tuple[AsyncRunner, ...]:
+        """The runners of the servers, one each."""
+        return (self,)
+
     async def run(self, call: Call[T]) -> T:
         """Return the result of the call. Raises `GradserveError`."""
         self._sender.check_open()

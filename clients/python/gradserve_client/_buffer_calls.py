@@ -46,6 +46,7 @@ def create(
         "PUT",
         _path(name),
         _answers.info,
+        buffers=[name],
         headers={"Content-Type": JSON, "Accept": JSON, **({} if exist_ok else {"If-None-Match": "*"})},
         body=[json.dumps(spec).encode()],
         key=as_key(idempotency_key),
@@ -54,7 +55,7 @@ def create(
 
 def info(name: str) -> Call[BufferInfo]:
     """Read the buffer's metadata."""
-    return Call("GET", _path(name), _answers.info, headers={"Accept": JSON})
+    return Call("GET", _path(name), _answers.info, headers={"Accept": JSON}, buffers=[name])
 
 
 def accumulate(
@@ -76,6 +77,7 @@ def accumulate(
         "POST",
         _path(name, "/accumulate"),
         _answers.receipt_with_value if return_value else _answers.receipt,
+        buffers=[name],
         query={**query, "return": "value"} if return_value else query,
         headers={"Content-Type": MEDIA_TYPE, "Accept": accept, **_if_match(if_match)},
         body=encode({"gradient": as_array(gradient, "gradient", "float64")}),
@@ -89,6 +91,7 @@ def value(name: str, *, epoch: int | None, reduce: Reduce, dtype: npt.DTypeLike 
         "GET",
         _path(name, "/value"),
         _answers.value,
+        buffers=[name],
         query=as_query({"epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
         headers={"Accept": MEDIA_TYPE},
         wait=timeout,
@@ -111,6 +114,7 @@ def take(
         "POST",
         _path(name, "/take"),
         _answers.taken,
+        buffers=[name],
         query=as_query({"min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
         headers={"Accept": MEDIA_TYPE, **_if_match(if_match)},
         key=as_key(idempotency_key),
@@ -124,6 +128,7 @@ def zero(name: str, *, if_match: str | None, idempotency_key: str | None) -> Cal
         "POST",
         _path(name, "/zero"),
         _answers.receipt,
+        buffers=[name],
         headers={"Accept": JSON, **_if_match(if_match)},
         key=as_key(idempotency_key),
     )
@@ -135,6 +140,7 @@ def delete(name: str, *, if_match: str | None, idempotency_key: str | None) -> C
         "DELETE",
         _path(name),
         _answers.deleted,
+        buffers=[name],
         headers={"Accept": JSON, **_if_match(if_match)},
         key=as_key(idempotency_key),
     )

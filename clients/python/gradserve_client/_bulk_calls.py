@@ -39,14 +39,21 @@ def accumulate(
     idempotency_key: str | None,
 ) -> Call[dict[str, Receipt]]:
     """Add a gradient to each of several buffers."""
+    arrays = {name: as_array(gradient, name, "float64") for name, gradient in gradients.items()}
+
+    def body(names: Collection[str]) -> list[bytes | memoryview]:
+        return encode({name: arrays[name] for name in names})
+
     return Call(
         "POST",
         "/v1/buffers/accumulate",
         _answers.receipts,
         query=add_query(weight, epoch, overwrite, do_update),
         headers={"Content-Type": MEDIA_TYPE, "Accept": JSON},
-        body=encode({name: as_array(gradient, name, "float64") for name, gradient in gradients.items()}),
+        body=body(arrays),
         key=as_key(idempotency_key),
+        buffers=arrays,
+        body_for=body,
     )
 
 
@@ -107,12 +114,17 @@ def zero(names: Collection[str] | None, prefix: str | None, *, idempotency_key: 
 
 
 def _naming(names: Collection[str] | None, prefix: str | None, *, accept: str) -> dict[str, Any]:
-    """Return the headers, and with names the body, of a request for several buffers."""
+    """Return the fields of a request for several buffers that depend on their names."""
     if (names is None) is (prefix is None):
         raise InvalidInput("Give either names or prefix", code="invalid_parameter")
     if names is None:
-        return {"headers": {"Accept": accept}}
+        return {"headers": {"Accept": accept}, "buffers": None}
     if isinstance(names, str):
         raise InvalidInput(f"names is {names!r}, but must be a list of names", code="invalid_parameter")
-    body = json.dumps({"names": [as_name(name) for name in names]}).encode()
-    return {"headers": {"Content-Type": JSON, "Accept": accept}, "body": [body]}
+    headers = {"Content-Type": JSON, "Accept": accept}
+    names = [as_name(name) for name in names]
+    return {"headers": headers, "body": _named(names), "buffers": names, "body_for": _named}
+
+
+def _named(names: Collection[str]) -> list[bytes | memoryview]:
+    return [json.dumps({"names": [*names]}).encode()]

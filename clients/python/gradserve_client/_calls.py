@@ -97,6 +97,7 @@ def run(
         headers={"Content-Type": MEDIA_TYPE, "Accept": MEDIA_TYPE},
         body=encode(_arrays(op, {name: value for name, value in inputs.items() if name not in sources})),
         key=as_key(idempotency_key) if targets or idempotency_key is not None else None,
+        buffers=[*sources.values(), *targets.values()],
     )
 
 

@@ -10,7 +10,7 @@ import math
 import numbers
 import random
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -79,6 +79,10 @@ class Call(Generic[T]):
     """Seconds that the server may wait for an epoch."""
     is_retried: bool = True
     """Whether the client tries again after a failure."""
+    buffers: Collection[str] | None = ()
+    """The buffers that the call names. None: those with a prefix, on every server."""
+    body_for: Callable[[Collection[str]], list[bytes | memoryview]] | None = None
+    """Returns the body of the same call for some of its buffers. None: the call cannot be split among servers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "wait", as_seconds("timeout", self.wait))

@@ -32,6 +32,11 @@ class Runner:
         self._sender, self._patience, self._channel = sender, patience, channel
         self._echo = Echo()
 
+    @property
+    def shards(self) -> tuple[Runner, ...]:
+        """The runners of the servers, one each."""
+        return (self,)
+
     def run(self, call: Call[T]) -> T:
         """Return the result of the call. Raises `GradserveError`."""
         self._sender.check_open()

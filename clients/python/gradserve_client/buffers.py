@@ -16,7 +16,8 @@ from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
 class Buffers:
     """The buffers of a server. `server.buffers["emb.weight"]` is a single buffer.
 
-    The methods act on several buffers at once, on all or on none. A method with `names` also takes `prefix` instead.
+    The methods act on several buffers at once, on all of a server or on none. A method with `names` also takes
+    `prefix` instead.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -36,11 +37,12 @@ class Buffers:
         ['layer1.bias', 'layer1.weight']
         """
         infos: list[BufferInfo] = []
-        cursor: str | None = ""
-        while cursor is not None:
-            page, cursor = self._runner.run(_bulk_calls.page(prefix, cursor))
-            infos += page
-        return infos
+        for shard in self._runner.shards:
+            cursor: str | None = ""
+            while cursor is not None:
+                page, cursor = shard.run(_bulk_calls.page(prefix, cursor))
+                infos += page
+        return sorted(infos, key=lambda info: info.name)
 
     def accumulate(
         self,
@@ -79,7 +81,7 @@ class Buffers:
         dtype: npt.DTypeLike | None = None,
         timeout: float = 0.0,
     ) -> dict[str, Array]:
-        """Return the values by name, all of the same moment; see `Buffer.value`.
+        """Return the values by name, those of a server all of the same moment; see `Buffer.value`.
 
         >>> server.buffers.value(["w1", "w2"])
         {'w1': array([[0., 0.]], dtype=float32), 'w2': array([0.], dtype=float32)}
@@ -119,11 +121,7 @@ class Buffers:
         )
 
     def zero(
-        self,
-        names: Collection[str] | None = None,
-        *,
-        prefix: str | None = None,
-        idempotency_key: str | None = None,
+        self, names: Collection[str] | None = None, *, prefix: str | None = None, idempotency_key: str | None = None
     ) -> dict[str, Receipt]:
         """Discard the sums, and begin the next epochs; see `Buffer.zero`.
 

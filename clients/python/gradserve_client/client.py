@@ -11,9 +11,11 @@ import httpx
 from gradserve_client import _calls
 from gradserve_client._calls import Input, Into
 from gradserve_client._channels import channel
+from gradserve_client._placement import Placement
 from gradserve_client._policy import Patience
 from gradserve_client._runner import Runner
 from gradserve_client._sender import Sender
+from gradserve_client._shards import Shard, Shards
 from gradserve_client._tensors import Array
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import GradserveError
@@ -25,7 +27,8 @@ class Client:
     """A connection to a server. Threads may share it.
 
     `url` and `api_key` default to the environment's GRADSERVE_URL and GRADSERVE_API_KEY, and then to
-    http://127.0.0.1:8000 and no key.
+    http://127.0.0.1:8000 and no key. With a list of URLs, the buffers are spread over these servers by their names, and
+    operators run on any of them; docs/scaling.md says what does not hold across servers.
 
     The client retries a call when the connection fails, when nothing comes for `attempt_timeout` seconds, and when the
     server is busy or away. It gives up after `timeout` seconds, or after `max_retries` retries. The time that a call
@@ -41,7 +44,7 @@ class Client:
 
     def __init__(
         self,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         *,
         api_key: str | None = None,
         timeout: float = 60.0,
@@ -49,9 +52,15 @@ class Client:
         max_retries: int | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._sender = Sender(url, api_key)
+        senders = [Sender(one, api_key) for one in ([url] if url is None or isinstance(url, str) else url)]
+        self._placement = Placement([str(sender.url) for sender in senders])
+        self._sender = senders[0]
         patience = Patience(timeout, attempt_timeout, max_retries)
-        self._runner = Runner(self._sender, patience, channel(self._sender, transport))
+        if len(senders) == 1:
+            self._runner = Runner(self._sender, patience, channel(self._sender, transport))
+        else:
+            shards = [Shard(sender, patience, channel(sender, transport)) for sender in senders]
+            self._runner = Shards(shards, self._placement)
         self.ops = Ops(self._runner)
         """The operators, a method each."""
         self.buffers = Buffers(self._runner)
@@ -59,8 +68,13 @@ class Client:
 
     @property
     def url(self) -> str:
-        """The server's URL."""
-        return str(self._sender.url)
+        """The server's URL, or the first of several."""
+        return self.urls[0]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of all servers."""
+        return self._placement.urls
 
     def run(
         self,
@@ -104,17 +118,40 @@ class Client:
         """
         return self._runner.run(_calls.operators())
 
+    def places(self, prefix: str = "") -> dict[str, str]:
+        """Return the URL of the server of each buffer whose name begins with `prefix`, as all servers list them.
+
+        >>> set(server.places("layer1.").values()) == {server.url}
+        True
+        """
+        places: dict[str, str] = {}
+        for url, shard in zip(self.urls, map(Buffers, self._runner.shards), strict=True):
+            for info in shard.list(prefix):
+                places[info.name] = url
+        return places
+
+    def place(self, places: Mapping[str, str]) -> None:
+        """Put buffers on the servers of these URLs, in place of those that follow from their names.
+
+        This client then finds them there; other clients need the same call. Raises `InvalidInput` for a URL that is not
+        among `urls`.
+
+        >>> server.place(server.places())
+        """
+        self._placement.place(places)
+
     def is_ready(self) -> bool:
-        """Whether the server takes requests. The client asks once, without retries.
+        """Whether every server takes requests. The client asks once, without retries.
 
         >>> server.is_ready()
         True
         """
         self._sender.check_open()
-        try:
-            self._runner.run(_calls.ready())
-        except GradserveError:
-            return False
+        for shard in self._runner.shards:
+            try:
+                shard.run(_calls.ready())
+            except GradserveError:
+                return False
         return True
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gradserve_client._placement import balanced
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, EpochGone, GradserveError, InvalidInput, KeyReused, StaleEpoch
@@ -54,7 +55,8 @@ class GradientAccumulator:
     times micro-batches), the `quorum`th push closes the epoch, and every worker pulls the same bits.
 
     Each parameter that requires a gradient has a buffer named `prefix` + its name. Existing buffers are used in their
-    running epoch, others are created. The last `keep` closed epochs can be pulled.
+    running epoch, others are created, balanced by bytes if the client has several servers. The last `keep` closed
+    epochs can be pulled.
 
     A repeated push counts once. After a restart too, if the `worker` has a name: the epoch and the place in it then
     identify each push. Save `state_dict()` with each checkpoint.
@@ -88,7 +90,8 @@ class GradientAccumulator:
         timeout: float = 600.0,
     ) -> None:
         self._model, self._server, self._prefix = model, server, prefix
-        self._quorum, self._timeout = quorum, timeout
+        self._quorum, self._keep, self._timeout = quorum, keep, timeout
+        self._worker = worker or uuid.uuid4().hex
         self._parameters = self._trainable()
         if not self._parameters:
             raise InvalidInput("The model has no parameter that requires a gradient")
@@ -98,13 +101,7 @@ class GradientAccumulator:
             if any(parameter is weight for weight in _sparse_weights(model))
         }
         """The buffers of sparse gradients: at first as the modules say, then as the last gradients were."""
-        created = [
-            server.buffers[name].create(parameter.shape, dtype=_buffer_dtype(name, parameter), quorum=quorum, keep=keep)
-            for name, parameter in self._parameters.items()
-        ]
-        # The server may still remember the keys of earlier buffers with the same names.
-        identity = repr((prefix, worker or uuid.uuid4().hex, [info.created_at for info in created]))
-        self._identity = hashlib.sha256(identity.encode()).hexdigest()[:32]
+        self._open(self._found_places() if len(server.urls) > 1 else {})
         self._epoch = self._running_epoch()
         self._pushes = 0
 
@@ -114,7 +111,7 @@ class GradientAccumulator:
         return self._epoch
 
     def push(self, *, weight: float = 1.0) -> Pushed:
-        """Add `weight` times the gradients to the sums, in a single request, and set them to None like `zero_grad()`.
+        """Add `weight` times the gradients to the sums, in one request a server, and set them to None.
 
         `weight` is the number of samples if the loss is their mean. A parameter whose gradient is None adds nothing. If
         every gradient is None, the weight must be 0: a worker without more data still counts for the quorum.
@@ -191,12 +188,35 @@ class GradientAccumulator:
         self._pushes = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this worker, to save beside the states of the model and the optimizer."""
-        return {"epoch": self._epoch, "pushes": self._pushes}
+        """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
+        state = {"epoch": self._epoch, "pushes": self._pushes}
+        return {**state, "shards": dict(self._places)} if self._places else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, in this process or in another process of the same `worker`."""
+        """Continue from a `state_dict` of this `worker`. Raises `InvalidInput` if the client lacks a server of it."""
+        if (places := state.get("shards", self._places)) != self._places:
+            self._open(places)
         self._epoch, self._pushes = state["epoch"], state["pushes"]
+
+    def _found_places(self) -> dict[str, str]:
+        """Return the servers of the buffers: where they exist, else balanced by bytes."""
+        found = self._server.places(self._prefix)
+        new = balanced({name: one.nbytes for name, one in self._parameters.items()}, self._server.urls)
+        return {name: found.get(name, url) for name, url in new.items()}
+
+    def _open(self, places: Mapping[str, str]) -> None:
+        """Create the buffers that do not exist, on the servers of these URLs by name if there are several servers."""
+        self._server.place(places)
+        self._places = places
+        created = [
+            self._server.buffers[name].create(
+                one.shape, dtype=_buffer_dtype(name, one), quorum=self._quorum, keep=self._keep
+            )
+            for name, one in self._parameters.items()
+        ]
+        # The server may still remember the keys of earlier buffers with the same names.
+        identity = repr((self._prefix, self._worker, [info.created_at for info in created]))
+        self._identity = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def _trainable(self) -> dict[str, Any]:
         """Return the parameters that require a gradient, by the names of their buffers. Shared parameters come once."""
@@ -220,17 +240,18 @@ class GradientAccumulator:
         return InvalidInput(f"{change} when this accumulator was made; make a new one, with another prefix")
 
     def _running_epoch(self) -> int:
-        """Return the epoch of all buffers, read at the same moment."""
+        """Return the epoch of all buffers, the earlier one if a worker was killed when some servers had its push."""
         names = dict.fromkeys(self._parameters, 0.0)
         receipts = self._server.buffers.accumulate(names, do_update=False)
-        epochs = {receipt.epoch: name for name, receipt in receipts.items()}
-        if len(epochs) > 1:
-            (first_epoch, first), (second_epoch, second), *_ = epochs.items()
+        epochs = dict(sorted((receipt.epoch, name) for name, receipt in receipts.items()))
+        states = {(self._places.get(name), receipt.epoch) for name, receipt in receipts.items()}
+        if len(states) > len(dict(states)) or max(epochs) - min(epochs) > 1:
+            (first_epoch, first), *_, (second_epoch, second) = epochs.items()
             raise Conflict(
                 f"The buffers do not belong to the same model: {first!r} is in epoch {first_epoch}, {second!r} in"
                 f" {second_epoch}; use another prefix, or delete the buffers"
             )
-        return epochs.popitem()[0]
+        return min(epochs)
 
     def _closed(self) -> Mapping[str, Array]:
         """Return the means of the epoch, once it has closed."""

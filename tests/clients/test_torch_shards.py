@@ -1,0 +1,192 @@
+"""GradientAccumulator over several servers: the same bits as over one, through kills and restarts."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from gradserve_client import Client, Conflict, ConnectionFailed, InvalidInput, _policy
+from gradserve_client.torch import GradientAccumulator
+
+from tests.clients.test_torch import assert_close, backward, grads, net, own
+from tests.faults.servers import Server
+from tests.serving import serving
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[list[str]]:
+    with ExitStack() as servers:
+        yield [servers.enter_context(serving()) for _ in range(3)]
+
+
+@pytest.fixture
+def server(urls: list[str]) -> Iterator[Client]:
+    with Client(urls) as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{uuid.uuid4().hex}."
+
+
+class Partial(httpx.HTTPTransport):
+    """Reaches every server except those in `down`, and counts requests by path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down: set[str] = set()
+        self.paths: Counter[str] = Counter()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.paths[request.url.path] += 1
+        if f"http://{request.url.netloc.decode()}" in self.down:
+            raise httpx.ConnectError("no route")
+        return super().handle_request(request)
+
+
+def train(server: Client, prefix: str, killed: Sequence[Server] = ()) -> list[Any]:
+    """Train two workers, kill a server in each step, restart a worker after each, and return the final parameters."""
+    models = [net(), net()]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+
+    def accumulator(worker: int) -> GradientAccumulator:
+        return GradientAccumulator(models[worker], server, prefix=prefix, quorum=4, worker=f"rank{worker}", timeout=30)
+
+    workers = [accumulator(0), accumulator(1)]
+    with ThreadPoolExecutor(1) as threads:
+        for step in range(3):
+            killing = threads.submit(restart, killed[step]) if killed else None
+            for number in range(4):
+                backward(models[number % 2], 2 + number, 10 * step + number)
+                assert workers[number % 2].push(weight=2 + number).count == number + 1
+            for worker, optimizer in zip(workers, optimizers, strict=True):
+                worker.pull()
+                optimizer.step()
+                optimizer.zero_grad()
+            if killing:
+                killing.result()
+            state = workers[0].state_dict()
+            workers[0] = accumulator(0)
+            workers[0].load_state_dict(state)
+    assert all(torch.equal(one, two) for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    return [*models[0].parameters()]
+
+
+def restart(server: Server) -> None:
+    server.kill()
+    server.start()
+
+
+def test_three_servers_and_kills_give_the_bits_of_one(
+    processes: list[Server], url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_policy, "LONGEST_DELAY", 0.2)
+    with Client(url) as one:
+        expected = train(one, prefix)
+    with Client([process.url for process in processes]) as server:
+        found = train(server, prefix, processes)
+        assert len({*server.places(prefix).values()}) == 3
+        assert {info.epoch for info in server.buffers.list(prefix)} == {3}
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_bytes_are_balanced_and_requests_are_one_for_each_server(urls: list[str], prefix: str) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(30 + number, 50) for number in range(9)])
+    transport = Partial()
+    with Client(urls, transport=transport) as server:
+        gradients = GradientAccumulator(model, server, prefix=prefix)
+        transport.paths.clear()
+        gradients.push(weight=0)
+        assert transport.paths == {"/v1/buffers/accumulate": 3}
+        held = Counter[str]()
+        for info in server.buffers.list(prefix):
+            held[server.places(info.name)[info.name]] += info.bytes
+            assert server.buffers[info.name].info().count == 1
+    assert max(held.values()) - min(held.values()) <= 50 * 4 * 2
+    with Client(urls[::-1]) as other:
+        GradientAccumulator(model, other, prefix=prefix)
+        assert len(other.buffers.list(prefix)) == 18
+
+
+def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], prefix: str) -> None:
+    model = net()
+    expected = own(model, [(4, 1), (2, 2)])
+    with Client(urls[:2]) as few:
+        first = GradientAccumulator(model, few, prefix=prefix, worker="0")
+        backward(model, 4, 1)
+        first.push(weight=4)
+        state, places = first.state_dict(), few.places(prefix)
+        assert state == {"epoch": 0, "pushes": 1, "shards": places}
+    with Client(urls) as more:
+        second = GradientAccumulator(model, more, prefix=prefix, worker="0")
+        assert more.places(prefix) == places
+        second.load_state_dict(state)
+        backward(model, 2, 2)
+        assert second.push(weight=2).count == 2
+        second.pull()
+        assert_close(grads(model), expected)
+
+
+def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, prefix: str) -> None:
+    gradients = GradientAccumulator(net(), server, prefix=prefix)
+    state = gradients.state_dict()
+    moved = {name: urls[0] for name in state["shards"]}
+    gradients.load_state_dict({**state, "shards": moved})
+    gradients.push(weight=0)
+    assert gradients.state_dict()["shards"] == moved
+    with Client(urls[0]) as only:
+        assert {info.name: info.count for info in only.buffers.list(prefix)} == dict.fromkeys(moved, 1)
+        alone = GradientAccumulator(net(), only, prefix=prefix)
+        assert "shards" not in alone.state_dict()
+        with pytest.raises(InvalidInput, match=f"is on {urls[1]}, but the client's servers are {urls[0]}"):
+            alone.load_state_dict({**state, "shards": dict.fromkeys(moved, urls[1])})
+
+
+def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(urls: list[str], prefix: str) -> None:
+    models, transport = [net(), net()], Partial()
+    expected = own(models[0], [(4, 1), (2, 2)])
+
+    with Client(urls, transport=transport, max_retries=0) as server:
+
+        def accumulator(worker: int) -> GradientAccumulator:
+            return GradientAccumulator(models[worker], server, prefix=prefix, quorum=2, worker=str(worker), timeout=5)
+
+        workers = [accumulator(0), accumulator(1)]
+        backward(models[0], 4, 1)
+        workers[0].push(weight=4)
+        backward(models[1], 2, 2)
+        transport.down = {urls[2]}
+        with pytest.raises(ConnectionFailed, match=f"^{urls[2]}: The connection failed: no route$") as caught:
+            workers[1].push(weight=2)
+        assert caught.value.maybe_done
+        transport.down = set()
+        assert {info.epoch for info in server.buffers.list(prefix)} == {0, 1}
+
+        workers[1] = accumulator(1)
+        assert workers[1].epoch == 0
+        assert workers[1].push(weight=2).closed
+        for worker, model in zip(workers, models, strict=True):
+            worker.pull()
+            assert_close(grads(model), expected)
+        assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
+        assert {info.epoch for info in server.buffers.list(prefix)} == {1}
+
+
+@pytest.mark.parametrize(("name", "epochs"), [("0.weight", 2), ("0.bias", 1)], ids=["alone", "beside another"])
+def test_buffers_of_different_models_are_refused(server: Client, prefix: str, name: str, epochs: int) -> None:
+    """Servers may be an epoch apart, but not two, and the buffers of a server not at all."""
+    GradientAccumulator(net(), server, prefix=prefix)
+    places = server.places(prefix)
+    assert places[f"{prefix}0.bias"] == places[f"{prefix}2.bias"]
+    for _ in range(epochs):
+        server.buffers[prefix + name].zero()
+    with pytest.raises(Conflict, match=rf"is in epoch 0, '.*{name}' in {epochs}; use another prefix"):
+        GradientAccumulator(net(), server, prefix=prefix)
