@@ -37,13 +37,13 @@ KEY_LOCK = 1
 NAMESPACE_LOCK = 2
 """The class of the advisory locks of namespaces."""
 
-_LOCK = "select pg_advisory_xact_lock(%s, lock) from unnest(%s::integer[]) as lock"
+_LOCK = "select pg_advisory_xact_lock(%s, lock) from unnest(%b::integer[]) as lock"
 
 NOW = "select extract(epoch from clock_timestamp())::double precision"
 
 _STANDBYS = "select current_setting('synchronous_standby_names')"
 
-_KEYS = "select digest, at, outcome from keys where digest = any(%s) order by at"
+_KEYS = "select digest, at, outcome from keys where digest = any(%b::bytea[]) order by at"
 
 _COUNTS = """
     select namespace, count(*) from buffers
@@ -54,7 +54,7 @@ _COUNTS = """
 
 _RECORDS = """
     select buffers.namespace, buffers.name, buffers.record, buffers.seq
-    from unnest(%s::text[], %s::text[]) as wanted(namespace, name)
+    from unnest(%b::text[], %b::text[]) as wanted(namespace, name)
     join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
     order by buffers.namespace, buffers.name for update of buffers
 """
@@ -62,13 +62,13 @@ _RECORDS = """
 _CLAIM = "with claimed as (delete from loose where blob = any(%s) returning 1) select count(*) from claimed"
 
 _DELETE = """
-    delete from buffers using unnest(%s::text[], %s::text[]) as gone(namespace, name)
+    delete from buffers using unnest(%b::text[], %b::text[]) as gone(namespace, name)
     where buffers.namespace = gone.namespace collate "C" and buffers.name = gone.name collate "C"
 """
 
 _PUT = """
     insert into buffers (namespace, name, record, seq, expires)
-    select * from unnest(%s::text[], %s::text[], %s::bytea[], %s::bigint[], %s::double precision[])
+    select * from unnest(%b::text[], %b::text[], %b::bytea[], %b::bigint[], %b::double precision[])
     on conflict (namespace, name) do update set record = excluded.record, seq = excluded.seq, expires = excluded.expires
 """
 
@@ -77,12 +77,12 @@ FREE = """
     insert into loose select blob, extract(epoch from clock_timestamp()) + %s from gone where blob is not null
 """
 
-_LOOSEN = "insert into loose select blob, extract(epoch from clock_timestamp()) from unnest(%s::bigint[]) as blob"
+_LOOSEN = "insert into loose select blob, extract(epoch from clock_timestamp()) from unnest(%b::bigint[]) as blob"
 
 _REMEMBER = """
     insert into keys (digest, namespace, at, outcome)
     select digest, namespace, %s, outcome
-    from unnest(%s::bytea[], %s::text[], %s::bytea[]) as made(digest, namespace, outcome)
+    from unnest(%b::bytea[], %b::text[], %b::bytea[]) as made(digest, namespace, outcome)
 """
 
 FENCE = "select pg_logical_emit_message(true, 'gradserve', '')"

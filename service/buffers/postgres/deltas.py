@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.gradient.shape, dtype=object)) * self.gradient.dtype.itemsize
+        return math.prod(self.gradient.shape) * self.gradient.dtype.itemsize
 
     def onto(self, shape: tuple[int, ...]) -> Gradient:
         """Return the gradient, broadcast to `shape`."""
@@ -136,8 +137,8 @@ _SELECT = """
 
 _INSERT = """
     insert into deltas (value, seq, weight, overwrite, dtype, shape, bytes, blob, data)
-    select * from unnest(%s::bigint[], %s::bigint[], %s::double precision[], %s::boolean[], %s::text[], %s::text[],
-                         %s::bigint[], %s::bigint[], %s::bytea[])
+    select * from unnest(%b::bigint[], %b::bigint[], %b::double precision[], %b::boolean[], %b::text[], %b::text[],
+                         %b::bigint[], %b::bigint[], %b::bytea[])
 """
 
 
