@@ -9,9 +9,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, Self, TypeVar
 
 import psycopg
-from psycopg import errors, sql
+from psycopg import errors
 from psycopg.abc import PQGen
 
+from service.buffers.postgres.exchange import Call, Exchanging, Statement, text
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
@@ -40,12 +41,18 @@ READERS = 6
 WORKERS = 6
 """Connections for the other threads: two that stage, and one each that folds, keeps, fences, takes ids or probes."""
 
-_SETTINGS = """
-    select set_config('search_path', quote_ident(%s), true), set_config('synchronous_commit', %s, true),
-           set_config('lock_timeout', %s, true), set_config('idle_in_transaction_session_timeout', %s, true),
+_SETTINGS = Statement(
+    """
+    select set_config('search_path', quote_ident($1), true), set_config('synchronous_commit', $2, true),
+           set_config('lock_timeout', $3, true), set_config('idle_in_transaction_session_timeout', $4, true),
            set_config('statement_timeout', '0', true),
            set_config('client_min_messages', 'warning', true)
-"""
+    """,
+    text,
+    text,
+    text,
+    text,
+)
 
 _STANDBYS = """
     select current_setting('synchronous_standby_names') <> '' and exists (
@@ -84,7 +91,7 @@ class NoStandbyError(psycopg.OperationalError):
     """The database has no synchronous standby."""
 
 
-class Connection(psycopg.Connection[Any]):
+class Connection(Exchanging):
     """A connection that ends if the database is silent for `patience` seconds while this process waits for it.
 
     Otherwise a network that loses everything, or a standby that is gone, would hold a thread for ever.
@@ -190,13 +197,22 @@ class Database:
 
     def connect(self) -> Connection:
         """Return a connection outside the pools."""
-        return Connection.connect(self._url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS)
+        connection = Connection.connect(
+            self._url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS
+        )
+        if connection.execute("select pg_backend_pid()").fetchall() == [(connection.info.backend_pid,)]:
+            connection.prepared = {}  # else a pooler is between
+        return connection
 
-    def begin(self, connection: Connection, *, durable: bool = True, isolation: str = "read committed") -> None:
-        """Begin a transaction whose statements find the tables. Without `durable` its commit does not wait."""
+    def beginning(self, *, durable: bool = True, isolation: str = "read committed") -> list[Call]:
+        """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits."""
         commit = ("on" if self.replicated else "local") if durable else "off"
-        connection.execute(sql.SQL("begin isolation level {}, read write").format(sql.SQL(isolation)))
-        connection.execute(_SETTINGS, (self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s"))
+        settings = _SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
+        return [Statement(f"begin isolation level {isolation}, read write")(), settings]
+
+    def begin(self, connection: Connection, **options: Any) -> None:
+        """Begin a transaction, with the options of `beginning`."""
+        connection.exchange(self.beginning(**options))
 
     @contextmanager
     def transaction(self, *, durable: bool = True, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
@@ -213,8 +229,7 @@ class Database:
     @contextmanager
     def _within(self, connection: Connection, **options: Any) -> Iterator[None]:
         try:
-            with connection.pipeline():
-                self.begin(connection, **options)
+            self.begin(connection, **options)
             yield
             connection.commit_surely()
         except BaseException:

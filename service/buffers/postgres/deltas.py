@@ -13,13 +13,12 @@ import orjson
 import psycopg
 
 from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.postgres.exchange import Statement, bigints, booleans, byteas, doubles, texts
 from service.buffers.postgres.schema import CHUNK_BYTES, INLINE_BYTES
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import BufferCorrupt
-
-Connection: TypeAlias = "psycopg.Connection[Any]"
 
 Cursor: TypeAlias = "psycopg.Cursor[Any]"
 
@@ -135,16 +134,22 @@ _SELECT = """
 """
 
 
-_INSERT = """
+INSERT = Statement(
+    """
     insert into deltas (value, seq, weight, overwrite, dtype, shape, bytes, blob, data)
-    select * from unnest(%b::bigint[], %b::bigint[], %b::double precision[], %b::boolean[], %b::text[], %b::text[],
-                         %b::bigint[], %b::bigint[], %b::bytea[])
-"""
-
-
-def insert_deltas(connection: Connection, deltas: Sequence[Delta]) -> None:
-    """Insert the rows."""
-    connection.execute(_INSERT, [list(column) for column in zip(*deltas, strict=True)])
+    select * from unnest($1::bigint[], $2::bigint[], $3::double precision[], $4::boolean[], $5::text[], $6::text[],
+                         $7::bigint[], $8::bigint[], $9::bytea[])
+    """,
+    bigints,
+    bigints,
+    doubles,
+    booleans,
+    texts,
+    texts,
+    bigints,
+    bigints,
+    byteas,
+)
 
 
 def read_deltas(cursor: Cursor, values: Sequence[int]) -> dict[int, list[Delta]]:

@@ -17,9 +17,9 @@ import psycopg
 from service.buffers.names import BufferName
 from service.buffers.postgres.connections import Connection, Database
 from service.buffers.postgres.deltas import (
+    INSERT,
     Delta,
     delta_of,
-    insert_deltas,
     payload_of,
     read_deltas,
     total,
@@ -100,7 +100,7 @@ class Folder:
             ]:
                 raise _OvertakenError
         connection.execute(_FOLDED, (value, last, FREED_SECONDS))
-        insert_deltas(connection, [delta_of(value, last, payload, 1.0, True, blob)])
+        connection.exchange([INSERT(*zip(delta_of(value, last, payload, 1.0, True, blob)))])
 
 
 def _identity(delta: Delta) -> tuple[int, bool, int | None]:

