@@ -118,6 +118,7 @@ def test_overlapping_adds_through_two_stores_are_exact(schema: Schema) -> None:
 
 
 def test_folds_by_two_stores_change_no_bit(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "FOLD_EVERY_SMALL", 1)
     monkeypatch.setattr(transaction, "FOLD_EVERY", 1)
     stores = [schema.open(), schema.open()]
     create(stores[0], "small", "reject", nonfinite="allow")
@@ -139,6 +140,7 @@ def test_folds_by_two_stores_change_no_bit(schema: Schema, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_folds_race_with_zeros_and_deletes(schema: Schema, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(transaction, "FOLD_EVERY_SMALL", 1)
     monkeypatch.setattr(transaction, "FOLD_EVERY", 1)
     stores = [schema.open(), schema.open()]
     new = Create(name="w", spec=spec((size,), keep=2))

@@ -6,21 +6,18 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import orjson
-import psycopg
 
 from service.buffers.gradients import Dense, Gradient, add_piece
-from service.buffers.postgres.exchange import Statement, bigints, booleans, byteas, doubles, texts
+from service.buffers.postgres.exchange import Exchanging, Statement, bigints, booleans, byteas, doubles, texts
 from service.buffers.postgres.schema import CHUNK_BYTES, INLINE_BYTES
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import BufferCorrupt
-
-Cursor: TypeAlias = "psycopg.Cursor[Any]"
 
 _COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 """The head of a binary COPY, without flags."""
@@ -96,9 +93,9 @@ def payload_of(gradient: Array | Gradient) -> Payload:
     return Payload(gradient)
 
 
-def write_blobs(cursor: Cursor, payloads: Iterable[tuple[int, Payload]]) -> None:
+def write_blobs(connection: Exchanging, payloads: Iterable[tuple[int, Payload]]) -> None:
     """Write the numbers of each payload under its blob's id."""
-    with cursor.copy("copy chunks from stdin (format binary)") as copy:
+    with connection.cursor().copy("copy chunks from stdin (format binary)") as copy:
         copy.write(_COPY_HEAD)
         for blob, payload in payloads:
             for number, data in enumerate(payload.pieces()):
@@ -106,7 +103,7 @@ def write_blobs(cursor: Cursor, payloads: Iterable[tuple[int, Payload]]) -> None
         copy.write(b"\xff\xff")
 
 
-def read_numbers(cursor: Cursor, delta: Delta) -> Array:
+def read_numbers(connection: Exchanging, delta: Delta) -> Array:
     """Return the numbers of a delta. Raises `BufferCorrupt` if a row is missing."""
     dtype, shape = DTYPES[delta.dtype], orjson.loads(delta.shape)
     if delta.blob is None:
@@ -114,7 +111,7 @@ def read_numbers(cursor: Cursor, delta: Delta) -> Array:
     numbers = np.empty(shape, dtype)
     flat, filled = numbers.reshape(-1).view(np.uint8), 0
     query = "copy (select data from chunks where blob = %s order by number) to stdout (format binary)"
-    with cursor.copy(query, (delta.blob,)) as copy:
+    with connection.cursor().copy(query, (delta.blob,)) as copy:
         for place, row in enumerate(copy):
             start = 0 if place else len(_COPY_HEAD)
             count, length = _FOUND.unpack_from(row, start) if len(row) - start >= _FOUND.size else (_END, 0)
@@ -128,10 +125,13 @@ def read_numbers(cursor: Cursor, delta: Delta) -> Array:
     return numbers
 
 
-_SELECT = """
+SELECT = Statement(
+    """
     select value, seq, weight, overwrite, dtype, shape, bytes, blob, data from deltas
-    where value = any(%s) order by value, seq
-"""
+    where value = any($1::bigint[]) order by value, seq
+    """,
+    bigints,
+)
 
 
 INSERT = Statement(
@@ -152,16 +152,16 @@ INSERT = Statement(
 )
 
 
-def read_deltas(cursor: Cursor, values: Sequence[int]) -> dict[int, list[Delta]]:
+def read_deltas(connection: Exchanging, values: Sequence[int]) -> dict[int, list[Delta]]:
     """Return the deltas of each value, in order."""
     found: dict[int, list[Delta]] = {value: [] for value in values}
-    for row in cursor.execute(_SELECT, ([*values],), binary=True).fetchall():
+    for row in connection.exchange([SELECT(values)])[0]:
         found[row[0]].append(Delta(*row))
     return found
 
 
 def total(
-    cursor: Cursor,
+    connection: Exchanging,
     spec: Spec,
     deltas: Sequence[Delta],
     allocate: Allocate,
@@ -179,7 +179,7 @@ def total(
         if unwritten and delta.blob is not None and delta.blob in unwritten:
             gradient = unwritten[delta.blob].onto(spec.shape)
         else:
-            gradient = Dense(read_numbers(cursor, delta), spec.shape)
+            gradient = Dense(read_numbers(connection, delta), spec.shape)
         for start in range(0, spec.size, BLOCK_ELEMENTS):
             part = flat[start : start + BLOCK_ELEMENTS]
             piece = gradient.piece(start, start + len(part))

@@ -57,14 +57,13 @@ class PostgresMoment:
             yield full_name, record
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
-        with self._connection.cursor() as cursor:
-            deltas = [] if value is None else read_deltas(cursor, [value])[value]
-            if value is not None:
-                _check_complete(value, deltas, self._seqs.get(value))
-            try:
-                yield total(cursor, spec, deltas, np.empty)
-            except (LookupError, TypeError, ValueError) as error:
-                raise BufferCorrupt(f"A gradient of the value {value} is damaged in the database: {error}") from None
+        deltas = [] if value is None else read_deltas(self._connection, [value])[value]
+        if value is not None:
+            _check_complete(value, deltas, self._seqs.get(value))
+        try:
+            yield total(self._connection, spec, deltas, np.empty)
+        except (LookupError, TypeError, ValueError) as error:
+            raise BufferCorrupt(f"A gradient of the value {value} is damaged in the database: {error}") from None
 
     def faults(self) -> list[str]:
         return []

@@ -16,8 +16,8 @@ import numpy as np
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
-from service.buffers.postgres.connections import Database, retried
-from service.buffers.postgres.deltas import Cursor, read_deltas, total
+from service.buffers.postgres.connections import Connection, Database, retried
+from service.buffers.postgres.deltas import read_deltas, total
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.keeper import Keeper
@@ -108,7 +108,7 @@ class PostgresStore(Store):
         return self._writer.submit(request, self.namespace)
 
     def record(self, name: str) -> Record:
-        return self._read(lambda cursor: self._alive(cursor, [name])[name])
+        return self._read(lambda connection: self._alive(connection, [name])[name])
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
@@ -120,23 +120,23 @@ class PostgresStore(Store):
             order by name limit %s
         """
 
-        def find(cursor: Cursor) -> list[Record]:
-            arguments = (self.namespace, prefix, after, prefix, self._now(cursor), limit)
-            rows = cursor.execute(query, arguments, binary=True)
+        def find(connection: Connection) -> list[Record]:
+            arguments = (self.namespace, prefix, after, prefix, self._now(connection), limit)
+            rows = connection.execute(query, arguments, binary=True)
             return [unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows]
 
         return self._read(find)
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        def find(cursor: Cursor) -> list[Snapshot]:
-            records = self._alive(cursor, names)
+        def find(connection: Connection) -> list[Snapshot]:
+            records = self._alive(connection, names)
             closed = {name: None if epoch is None else records[name].closed_epoch(epoch) for name in names}
             values = {name: records[name].value if of is None else of.value for name, of in closed.items()}
-            deltas = read_deltas(cursor, [value for value in values.values() if value is not None])
+            deltas = read_deltas(connection, [value for value in values.values() if value is not None])
             snapshots = []
             for name in names:
                 try:
-                    value = total(cursor, records[name].spec, deltas.get(values[name] or 0, []), self._allocate)
+                    value = total(connection, records[name].spec, deltas.get(values[name] or 0, []), self._allocate)
                 except BufferCorrupt as error:
                     name_buffer(error, name, one_of_many=True)
                     raise
@@ -153,8 +153,9 @@ class PostgresStore(Store):
     def recall(self, key: Key) -> Known | None:
         query = "select outcome from keys where digest = %s and at + %s > %s"
 
-        def find(cursor: Cursor) -> Known | None:
-            rows = cursor.execute(query, (digest_of(key), self._key_seconds, self._now(cursor)), binary=True).fetchall()
+        def find(connection: Connection) -> Known | None:
+            arguments = (digest_of(key), self._key_seconds, self._now(connection))
+            rows = connection.execute(query, arguments, binary=True).fetchall()
             return unpack_known(rows[0][0]) if rows else None
 
         return self._read(find)
@@ -171,7 +172,7 @@ class PostgresStore(Store):
         retried(attempt, seconds=CHECK_SECONDS)
 
     def size(self) -> tuple[int, int]:
-        count = self._read(lambda cursor: cursor.execute("select count(*) from buffers").fetchall()[0][0])
+        count = self._read(lambda connection: connection.execute("select count(*) from buffers").fetchall()[0][0])
         return count, self._keeper.used()
 
     def close(self) -> None:
@@ -180,27 +181,26 @@ class PostgresStore(Store):
                 helper.close()
             self._database.close()
 
-    def _now(self, cursor: Cursor) -> float:
+    def _now(self, connection: Connection) -> float:
         if self._clock is not None:
             return self._clock()
-        now: float = cursor.execute("select extract(epoch from now())::double precision").fetchall()[0][0]
+        now: float = connection.execute("select extract(epoch from now())::double precision").fetchall()[0][0]
         return now
 
-    def _read(self, work: Callable[[Cursor], R]) -> R:
+    def _read(self, work: Callable[[Connection], R]) -> R:
         """Return what `work` reads, all of it of one moment."""
 
         def attempt() -> R:
             with self._database.reading(READ_SECONDS) as connection:
-                with connection.cursor() as cursor:
-                    return work(cursor)
+                return work(connection)
 
         return retried(attempt, seconds=READ_SECONDS)
 
-    def _alive(self, cursor: Cursor, names: Sequence[str]) -> dict[str, Record]:
+    def _alive(self, connection: Connection, names: Sequence[str]) -> dict[str, Record]:
         """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""
-        now = self._now(cursor)
+        now = self._now(connection)
         query = "select name, record from buffers where namespace = %s and name = any(%s)"
-        rows = cursor.execute(query, (self.namespace, [*names]), binary=True)
+        rows = connection.execute(query, (self.namespace, [*names]), binary=True)
         found = {name: unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows}
         for name in names:
             if name not in found or not found[name].lives(now):

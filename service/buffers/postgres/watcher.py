@@ -15,8 +15,8 @@ from service.buffers.postgres.exchange import COMMIT, Statement, text
 QUIET_SECONDS = 0.25
 """Without a notification the watcher asks after this time: a notification can be lost, and poolers pass none on."""
 
-COALESCE_SECONDS = 0.002
-"""The pause between notifications: requests that wait cannot look more often anyway."""
+COALESCE_SECONDS = 0.01
+"""The pause between notifications: each takes as much of the processor as an add, at each server."""
 
 PAUSE_SECONDS = 0.2
 """The pause before a lost connection is opened again."""
@@ -70,11 +70,11 @@ class Watcher:
         seen = _snapshot(connection)
         while not self._closed:
             told = [note for note in connection.notifies(timeout=QUIET_SECONDS, stop_after=1)]
+            if told:
+                self.generation += any(note.pid not in self._own for note in told)
+                continue  # the next quiet time tells whether there was more: a server may die before it notifies
             before, seen = seen, _snapshot(connection)
-            if told and all(note.pid in self._own for note in told):
-                seen = before  # the next quiet time tells whether there was more: another server may die untold
-            elif seen != before:
-                self.generation += 1
+            self.generation += seen != before
 
     def _notify(self, connection: Connection) -> None:
         self._own = {connection.info.backend_pid}

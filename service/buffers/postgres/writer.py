@@ -20,6 +20,7 @@ from service.buffers.perform import Outcome, Request, perform
 from service.buffers.postgres.batch import Batch, Job, StagedLostError
 from service.buffers.postgres.connections import Connection, Database, retried
 from service.buffers.postgres.deltas import Payload, payload_of, write_blobs
+from service.buffers.postgres.exchange import Statement, bigints, double
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Fold
 from service.buffers.postgres.keeper import Keeper
@@ -37,7 +38,7 @@ MOST_BYTES_IN_BATCH = 64 << 20
 LARGE_BATCH = 4
 """After this many requests in one transaction as many are likely to come again, and the writer waits for them."""
 
-GATHER_SECONDS = 0.002
+GATHER_SECONDS = 0.001
 """How long the writer waits for them: about as long as the database takes to commit some."""
 
 STAGING_THREADS = 2
@@ -46,9 +47,14 @@ STAGING_THREADS = 2
 STAGED_SECONDS = 3600.0
 """How long a staged blob that no transaction took is kept."""
 
-_STAGE = """
-    insert into loose select blob, extract(epoch from clock_timestamp()) + %s from unnest(%s::bigint[]) as blob
-"""
+_STAGE = Statement(
+    """
+    insert into loose
+    select blob, extract(epoch from clock_timestamp()) + $1::double precision from unnest($2::bigint[]) as blob
+    """,
+    double,
+    bigints,
+)
 
 
 class Writer:
@@ -119,9 +125,9 @@ class Writer:
     def _stage(self, job: Job, payloads: dict[int, Payload]) -> None:
         """Write the gradients, without waiting for the disk: the commit that admits them waits for it."""
         blobs = {key: self._next_id() for key in payloads}
-        with self._database.transaction(durable=False) as connection, connection.cursor() as cursor:
-            cursor.execute(_STAGE, (STAGED_SECONDS, [*blobs.values()]))
-            write_blobs(cursor, [(blobs[key], payload) for key, payload in payloads.items()])
+        with self._database.transaction(durable=False) as connection:
+            connection.exchange([_STAGE(STAGED_SECONDS, [*blobs.values()])])
+            write_blobs(connection, [(blobs[key], payload) for key, payload in payloads.items()])
         job.staged = blobs
         failpoints.hit("staged")
 
@@ -211,8 +217,7 @@ class Writer:
             batch.answers = [self._perform(connection, batch, job, found, changes) for job in batch.jobs]
             failpoints.hit("made")
             if changes.blobs:
-                with connection.cursor() as cursor:
-                    write_blobs(cursor, changes.blobs.items())
+                write_blobs(connection, changes.blobs.items())
             connection.is_unsure = False
             has_changed = batch.write(connection, changes, found)
             for fold in changes.folds:
@@ -225,23 +230,22 @@ class Writer:
     def _perform(
         self, connection: Connection, batch: Batch, job: Job, found: Found, done: Changes
     ) -> Outcome | GradserveError:
-        with connection.cursor() as cursor:
-            txn = PostgresTransaction(
-                cursor,
-                found,
-                done,
-                job.staged,
-                self._next_id,
-                self._allocate,
-                self._max_buffers,
-                batch.now,
-                self._keeper.check_keys,
-            )
-            try:
-                outcome = perform(txn, job.request, job.namespace, batch.now)
-                self._keeper.check_room(job.request, outcome)
-            except GradserveError as error:
-                return without_traceback(error)
+        txn = PostgresTransaction(
+            connection,
+            found,
+            done,
+            job.staged,
+            self._next_id,
+            self._allocate,
+            self._max_buffers,
+            batch.now,
+            self._keeper.check_keys,
+        )
+        try:
+            outcome = perform(txn, job.request, job.namespace, batch.now)
+            self._keeper.check_room(job.request, outcome)
+        except GradserveError as error:
+            return without_traceback(error)
         done.merge(txn.changes)
         batch.replayed |= outcome.replayed
         return outcome
