@@ -12,7 +12,7 @@ import psycopg
 from psycopg import errors
 from psycopg.abc import PQGen
 
-from service.buffers.postgres.exchange import Call, Exchanging, Statement, text
+from service.buffers.postgres.exchange import COMMIT, Call, Exchanging, Rows, Statement, text
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
@@ -225,6 +225,12 @@ class Database:
         """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it."""
         with self._readers.lend(patience) as connection, self._within(connection, isolation="repeatable read"):
             yield connection
+
+    def ask(self, call: Call, patience: float) -> Rows:
+        """Return the rows of a query, which sees one moment of the primary, in one round trip."""
+        with self._readers.lend(patience) as connection:
+            calls = [*self.beginning(isolation="repeatable read"), call, COMMIT()]
+            return connection.exchange(calls)[-2]
 
     @contextmanager
     def _within(self, connection: Connection, **options: Any) -> Iterator[None]:

@@ -7,8 +7,9 @@ the synchronous standby, too. What this process keeps in memory can be lost at a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
 from service.buffers.postgres.connections import Connection, Database, retried
 from service.buffers.postgres.deltas import read_deltas, total
+from service.buffers.postgres.exchange import Call, Rows, Statement, texts
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.keeper import Keeper
@@ -38,6 +40,17 @@ READ_SECONDS = 10.0
 
 CHECK_SECONDS = 2.0
 """How long a probe waits for the database."""
+
+
+_RECORDS = Statement(
+    """
+    select buffers.namespace, buffers.name, buffers.record, extract(epoch from now())::double precision
+    from unnest($1::text[], $2::text[]) as wanted(namespace, name)
+    join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
+    """,
+    texts,
+    texts,
+)
 
 
 class _Ids:
@@ -108,7 +121,18 @@ class PostgresStore(Store):
         return self._writer.submit(request, self.namespace)
 
     def record(self, name: str) -> Record:
-        return self._read(lambda connection: self._alive(connection, [name])[name])
+        rows = self._ask(_RECORDS([self.namespace], [name]))
+        return self._alive([name], rows)[name]
+
+    def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
+        found = {}
+        wanted = [name.namespace for name in names], [name.name for name in names]
+        for namespace, name, packed, now in self._ask(_RECORDS(*wanted)):
+            with suppress(LookupError, TypeError, ValueError):
+                record = unpack_record(BufferName(namespace, name), packed)
+                if record.lives(now if self._clock is None else self._clock()):
+                    found[record.full_name] = record
+        return found
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
@@ -129,7 +153,8 @@ class PostgresStore(Store):
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         def find(connection: Connection) -> list[Snapshot]:
-            records = self._alive(connection, names)
+            (rows,) = connection.exchange([_RECORDS([self.namespace] * len(names), names)])
+            records = self._alive(names, rows)
             closed = {name: None if epoch is None else records[name].closed_epoch(epoch) for name in names}
             values = {name: records[name].value if of is None else of.value for name, of in closed.items()}
             deltas = read_deltas(connection, [value for value in values.values() if value is not None])
@@ -196,13 +221,17 @@ class PostgresStore(Store):
 
         return retried(attempt, seconds=READ_SECONDS)
 
-    def _alive(self, connection: Connection, names: Sequence[str]) -> dict[str, Record]:
+    def _ask(self, call: Call) -> Rows:
+        return retried(lambda: self._database.ask(call, READ_SECONDS), seconds=READ_SECONDS)
+
+    def _alive(self, names: Sequence[str], rows: Rows) -> dict[str, Record]:
         """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""
-        now = self._now(connection)
-        query = "select name, record from buffers where namespace = %s and name = any(%s)"
-        rows = connection.execute(query, (self.namespace, [*names]), binary=True)
-        found = {name: unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows}
+        found = {}
+        for namespace, name, packed, now in rows:
+            record = unpack_record(BufferName(namespace, name), packed)
+            if record.lives(now if self._clock is None else self._clock()):
+                found[name] = record
         for name in names:
-            if name not in found or not found[name].lives(now):
+            if name not in found:
                 raise unknown(name)
         return found
