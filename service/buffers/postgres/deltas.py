@@ -14,6 +14,7 @@ import orjson
 from service.buffers.gradients import Dense, Gradient, add_piece
 from service.buffers.postgres.exchange import Exchanging, Statement, bigints, booleans, byteas, doubles, texts
 from service.buffers.postgres.schema import CHUNK_BYTES, INLINE_BYTES
+from service.buffers.postgres.turns import TURN_BYTES, Turns
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import DTYPES, NAMES, Array
@@ -93,13 +94,15 @@ def payload_of(gradient: Array | Gradient) -> Payload:
     return Payload(gradient)
 
 
-def write_blobs(connection: Exchanging, payloads: Iterable[tuple[int, Payload]]) -> None:
-    """Write the numbers of each payload under its blob's id."""
+def write_blobs(connection: Exchanging, payloads: Iterable[tuple[int, Payload]], turns: Turns | None = None) -> None:
+    """Write the numbers of each payload under its blob's id. Give way at the `turns`."""
     with connection.cursor().copy("copy chunks from stdin (format binary)") as copy:
         copy.write(_COPY_HEAD)
         for blob, payload in payloads:
             for number, data in enumerate(payload.pieces()):
                 copy.write(_ROW.pack(3, 8, blob, 4, number, len(data)) + data)
+                if turns is not None and (number + 1) % (TURN_BYTES // CHUNK_BYTES) == 0:
+                    turns.wait()
         copy.write(b"\xff\xff")
 
 

@@ -27,6 +27,7 @@ from service.buffers.postgres.deltas import (
 )
 from service.buffers.postgres.exchange import Statement, bigint, double, integer, text
 from service.buffers.postgres.schema import FREED_SECONDS, INLINE_BYTES
+from service.buffers.postgres.turns import Turns
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.errors import GradserveError
@@ -67,8 +68,8 @@ class _OvertakenError(Exception):
 class Folder:
     """The folder thread. It ends with `close`."""
 
-    def __init__(self, database: Database, next_id: Callable[[], int], allocate: Allocate) -> None:
-        self._database, self._next_id, self._allocate = database, next_id, allocate
+    def __init__(self, database: Database, next_id: Callable[[], int], allocate: Allocate, turns: Turns) -> None:
+        self._database, self._next_id, self._allocate, self._turns = database, next_id, allocate, turns
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradserve-folder")
 
     def submit(self, fold: Fold) -> None:
@@ -99,7 +100,7 @@ class Folder:
         payload = payload_of(total(connection, spec, deltas, self._allocate))
         blob = self._next_id() if payload.nbytes > INLINE_BYTES else None
         if blob is not None:
-            write_blobs(connection, [(blob, payload)])
+            write_blobs(connection, [(blob, payload)], self._turns)
         last = deltas[-1].seq
         _, gone = connection.exchange([_LOCK(*name), _FOLDED(value, last, FREED_SECONDS)])
         if gone != [(len(deltas),)]:

@@ -24,6 +24,7 @@ from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.keeper import Keeper
 from service.buffers.postgres.transaction import digest_of, unpack_known, unpack_record
+from service.buffers.postgres.turns import Turns
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
@@ -100,7 +101,8 @@ class PostgresStore(Store):
             raise
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
         self._fence = Fence(self._database, clock)
-        self._folder = Folder(self._database, self._ids, allocate)
+        turns = Turns()
+        self._folder = Folder(self._database, self._ids, allocate, turns)
         self._watcher = Watcher(self._database)
         self._keeper = Keeper(self._database, max_bytes=max_bytes, key_seconds=key_seconds, clock=clock)
         self._writer = Writer(
@@ -115,6 +117,7 @@ class PostgresStore(Store):
             max_buffers=max_buffers,
             fence=self._fence,
             fold=self._folder.submit,
+            turns=turns,
         )
 
     def submit(self, request: Request) -> Future[Outcome]:

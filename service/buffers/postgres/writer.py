@@ -26,6 +26,7 @@ from service.buffers.postgres.folder import Fold
 from service.buffers.postgres.keeper import Keeper
 from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
+from service.buffers.postgres.turns import Turns
 from service.buffers.store import Allocate, Committed, without_traceback
 from service.errors import GradserveError, StoreFailed
 
@@ -74,11 +75,12 @@ class Writer:
         max_buffers: int,
         fence: Fence,
         fold: Callable[[Fold], None],
+        turns: Turns,
     ) -> None:
         self._database, self._next_id, self._allocate = database, next_id, allocate
         self._key_seconds, self._clock = key_seconds, clock
         self._committed, self._changed, self._keeper, self._max_buffers = committed, changed, keeper, max_buffers
-        self._fence, self._fold = fence, fold
+        self._fence, self._fold, self._turns = fence, fold, turns
         self._connection: Connection | None = None
         self._stagers = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="gradserve-staging")
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
@@ -127,7 +129,7 @@ class Writer:
         blobs = {key: self._next_id() for key in payloads}
         with self._database.transaction(durable=False) as connection:
             connection.exchange([_STAGE(STAGED_SECONDS, [*blobs.values()])])
-            write_blobs(connection, [(blobs[key], payload) for key, payload in payloads.items()])
+            write_blobs(connection, [(blobs[key], payload) for key, payload in payloads.items()], self._turns)
         job.staged = blobs
         failpoints.hit("staged")
 
@@ -141,6 +143,8 @@ class Writer:
                 jobs = [job for job in taken if job is not None and job.done.set_running_or_notify_cancel()]
                 if jobs:
                     self._make(jobs)
+                    if not all(job.staged for job in jobs):
+                        self._turns.tell()
                 if len(jobs) >= 4:
                     time.sleep(float(__import__("os").environ.get("GATHER", "0")))
         if self._connection is not None:
