@@ -14,7 +14,7 @@ QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-ou
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client soak golden docs site lock up up-cluster down test-compose clean
+.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site lock up up-cluster down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -75,6 +75,9 @@ bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against sta
 
 bench-client: $(BENCH)/.bench  ## speed and memory of the Python client's calls, against http.client
 	$(BENCH)/bin/python -m benchmarks.client
+
+bench-cluster: $(BENCH)/.bench  ## speed of three replicas over PostgreSQL, against pgbench and COPY
+	$(BENCH)/bin/python -m benchmarks.cluster
 
 soak: $(BENCH)/.bench  ## overload the server for three minutes, then abandon requests and send slowly
 	$(BENCH)/bin/python -m benchmarks.soak --seconds 180

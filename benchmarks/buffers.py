@@ -95,9 +95,9 @@ class Client:
         receipts: dict[str, Any] = json.loads(self.ask("POST", path, body, head))
         return receipts
 
-    def value(self, name: str) -> Array:
+    def value(self, name: str, query: str = "") -> Array:
         """Return a buffer's value."""
-        body = self.ask("GET", f"/v1/buffers/{name}/value", headers={"Accept": safetensors.MEDIA_TYPE})
+        body = self.ask("GET", f"/v1/buffers/{name}/value{query}", headers={"Accept": safetensors.MEDIA_TYPE})
         length = int.from_bytes(body[:8], "little")
         return np.frombuffer(body, np.float32, offset=8 + length)
 

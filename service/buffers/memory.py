@@ -7,7 +7,7 @@ import heapq
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -25,7 +25,6 @@ from service.errors import StoreFailed
 
 K = TypeVar("K")
 V = TypeVar("V")
-
 
 KEY_BYTES = 700
 """What Python takes for a key without receipts."""
@@ -52,8 +51,7 @@ class MemoryStore(Store):
         self._committed, self._max_buffers, self._max_bytes = committed, max_buffers, max_bytes
         self._allocate, self._key_seconds = allocate, key_seconds
         self._clock = clock or Clock.starting()
-        self._lock = threading.Lock()
-        self._state = _State()
+        self._lock, self._state = threading.Lock(), _State()
 
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
@@ -84,6 +82,11 @@ class MemoryStore(Store):
     def record(self, name: str) -> Record:
         with self._lock:
             return self._alive(BufferName(self.namespace, name))
+
+    def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
+        with self._lock:
+            now, records = self._clock(), self._state.records
+            return {name: records[name] for name in names if name in records and records[name].lives(now)}
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
@@ -160,9 +163,8 @@ class _State:
     def close(self) -> None:
         self.closed, self.value_bytes = True, 0
         self.records, self.values, self.keys = {}, {}, {}
-        self.counts.clear()
-        self.key_bytes.clear()
-        self.deadlines.clear()
+        for each in (self.counts, self.key_bytes, self.deadlines):
+            each.clear()
 
     @property
     def used(self) -> int:

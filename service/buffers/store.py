@@ -11,10 +11,11 @@ A request changes one or many buffers, all or none, and stores its idempotency k
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Protocol, Self, TypeAlias, TypeVar
 
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Known, Record, Snapshot
 from service.dtypes import Array, DType
@@ -54,7 +55,7 @@ class Store(Protocol):
 
     Thread-safe. The caller owns what the store returns.
 
-    `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `recall` and
+    `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `look`, `recall` and
     `generation` block only in a store that `blocks`: then the event loop must not call them.
     """
 
@@ -77,6 +78,9 @@ class Store(Protocol):
 
     def record(self, name: str) -> Record:
         """Return the buffer. Raises `UnknownBuffer`."""
+
+    def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
+        """Return the buffers of these namespaces and names, as of one moment. Leave out those that cannot be read."""
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False

@@ -13,7 +13,7 @@ import pytest
 from service.buffers.memory import MemoryStore
 from tests.serving import serving
 
-LOOK_UPS = ("record", "records", "read", "recall", "generation", "size")
+LOOK_UPS = ("record", "look", "records", "read", "recall", "generation", "size")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +16,7 @@ import pytest
 
 from service.api.http import call
 from service.buffers.memory import MemoryStore
+from service.buffers.names import BufferName
 from tests.api.calls import (
     PATIENCE,
     TO_SAFETENSORS,
@@ -228,13 +229,13 @@ def test_a_wait_for_names_does_not_look_at_ready_buffers_again(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """One buffer is not ready: the wait looks at that buffer only."""
-    looks, record = Counter[str](), MemoryStore.record
+    looks, look = Counter[str](), MemoryStore.look
 
-    def counted(store: MemoryStore, name: str) -> Any:
-        looks[name] += 1
-        return record(store, name)
+    def counted(store: MemoryStore, names: Collection[BufferName]) -> Any:
+        looks.update(name.name for name in names)
+        return look(store, names)
 
-    monkeypatch.setattr(MemoryStore, "record", counted)
+    monkeypatch.setattr(MemoryStore, "look", counted)
     with serving() as url, httpx.Client(base_url=url, timeout=30) as http:
         names = [create(http, quorum=1 if "value" in what else None) for _ in range(5)]
         for name in names[:-1]:

@@ -118,6 +118,20 @@ def test_a_change_of_an_unknown_buffer_is_refused(store: Store, change: Change) 
         store.read(["b", "a"])
 
 
+def test_buffers_of_many_namespaces_are_looked_up_together(store: Store, clock: Clock) -> None:
+    ann = store.within("ann")
+    create(store, "a", "b")
+    create(ann, "a")
+    create(store, "short", ttl_seconds=10)
+    add(ann, "a", 1.0)
+    names = [BufferName("", "a"), BufferName("ann", "a"), BufferName("ann", "b"), BufferName("", "short")]
+    found = store.look(names)
+    assert found == {names[0]: store.record("a"), names[1]: ann.record("a"), names[3]: store.record("short")}
+    clock.advance(11)
+    assert store.look(names[::-1]).keys() == {*names[:2]}
+    assert store.look([]) == {}
+
+
 # ----- delete, restore, ttl -----
 
 

@@ -17,6 +17,7 @@ import pytest
 from service.buffers.changes import Add, Delete, Take, Zero
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.lmdb.writer import Writer
+from service.buffers.names import BufferName
 from service.errors import BufferCorrupt, KeyReused, StoreFailed
 from tests.buffers.calls import LARGE, PATIENCE, Clock, add, create, do, key, ones, request, value
 from tests.kernels.equality import assert_same_bits
@@ -231,6 +232,7 @@ def test_a_damaged_record_harms_one_buffer(hurt: LmdbStore) -> None:
     assert value(hurt, "well").tolist() == [1, 2]
     assert add(hurt, "well", [1, 2])["count"] == 2
     assert [record.name for record in hurt.records()] == ["well"]
+    assert [*hurt.look([BufferName("", "hurt"), BufferName("", "well")])] == [BufferName("", "well")]
     assert [record.name for record in hurt.records("w", strict=True)] == ["well"]
     with pytest.raises(BufferCorrupt, match="'hurt' is damaged on the disk"):
         hurt.records(strict=True)

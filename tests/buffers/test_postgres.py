@@ -15,7 +15,7 @@ from service.buffers import failpoints
 from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.perform import Request
 from service.buffers.postgres import connections, keeper, transaction, watcher
-from service.errors import GradserveError, StoreFailed, UnknownBuffer
+from service.errors import BufferCorrupt, GradserveError, StoreFailed, UnknownBuffer
 from tests.buffers.calls import PATIENCE, add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed
 from tests.kernels.equality import assert_same_bits
@@ -118,6 +118,7 @@ def test_overlapping_adds_through_two_stores_are_exact(schema: Schema) -> None:
 
 
 def test_folds_by_two_stores_change_no_bit(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "FOLD_EVERY_SMALL", 1)
     monkeypatch.setattr(transaction, "FOLD_EVERY", 1)
     stores = [schema.open(), schema.open()]
     create(stores[0], "small", "reject", nonfinite="allow")
@@ -139,6 +140,7 @@ def test_folds_by_two_stores_change_no_bit(schema: Schema, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_folds_race_with_zeros_and_deletes(schema: Schema, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(transaction, "FOLD_EVERY_SMALL", 1)
     monkeypatch.setattr(transaction, "FOLD_EVERY", 1)
     stores = [schema.open(), schema.open()]
     new = Create(name="w", spec=spec((size,), keep=2))
@@ -199,6 +201,32 @@ def test_reads_of_many_buffers_are_of_one_moment(schema: Schema) -> None:
             do(stores[0], *[Add(name=name, gradient=ones(2)) for name in names])
         stop.set()
         assert reading.result(PATIENCE) > 10
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_gradient_that_the_database_has_lost_is_noticed(
+    schema: Schema, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """No read, no fold and no add gives a sum without it, and the others keep theirs."""
+    monkeypatch.setattr(transaction, "FOLD_EVERY_SMALL", 4)
+    store = schema.open()
+    for name in ("a", "b"):
+        create(store, name, nonfinite="reject" if name == "b" else "accept")
+        for _ in range(3):
+            add(store, name, 1.0)
+    assert (value(store, "a") == 3).all()
+    schema.ask("delete from deltas where seq = %s", lost)
+    for name in ("a", "b"):
+        with pytest.raises(BufferCorrupt, match="lacks gradients"):
+            store.read([name])
+    with pytest.raises(BufferCorrupt, match="lacks gradients"):
+        add(store, "b", 1.0)
+    add(store, "a", 1.0)  # is worth a fold
+    create(store, "other")
+    add(store, "other", 1.0)
+    assert (value(store, "other") == 1).all()
+    store.close()
+    assert schema.ask("select count(*) from deltas where value = (select min(value) from deltas)") == [(3,)]
 
 
 def test_reads_that_wait_do_not_stop_adds(schema: Schema) -> None:

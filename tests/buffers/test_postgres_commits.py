@@ -13,7 +13,7 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.changes import Add
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres import PostgresStore, batch, connections, keeper, store, writer
+from service.buffers.postgres import PostgresStore, batch, connections, exchange, keeper, store, writer
 from service.buffers.postgres.batch import Job
 from service.errors import StoreFailed
 from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, ones, value
@@ -145,7 +145,7 @@ def test_a_stalled_network_ends_requests_and_is_outlived(
     schema: Schema, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network that loses everything says nothing. Then only a time-out frees the threads that wait."""
-    monkeypatch.setattr(connections.Connection, "patience", 1.0)
+    monkeypatch.setattr(exchange.Connection, "patience", 1.0)
     monkeypatch.setattr(connections, "CONNECT_SECONDS", 1)
     monkeypatch.setattr(connections, "HANGING_SECONDS", 2)  # a transaction that has stalled holds its locks so long
     monkeypatch.setattr(store, "READ_SECONDS", 0.5)
@@ -249,7 +249,7 @@ def test_an_add_does_not_wait_for_partitions_of_later(schema: Schema, monkeypatc
 def test_inline_gradients_of_many_requests_fit_into_transactions(
     schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "MOST_BYTES_IN_BATCH", 1 << 20)
+    monkeypatch.setattr(writer, "MOST_BYTES_IN_BATCH", 1 << 21)
     store = schema.open()
     names, sizes = [f"b{number}" for number in range(10)], list[int]()
     create(store, *names, shape=(16_000,))

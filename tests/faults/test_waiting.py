@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import pytest
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Add, Change, Create, Delete, Take
 from service.buffers.memory import MemoryStore
+from service.buffers.names import BufferName
 from service.buffers.perform import Request
 from service.buffers.record import Record, Spec
 from service.dtypes import FLOAT32
@@ -30,11 +31,11 @@ class Racing(MemoryStore):
     race: Callable[[], object] | None = None
     before = False
 
-    def record(self, name: str) -> Record:
+    def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         race, self.race = self.race, None
         if race is not None and self.before:
             race()
-        found = super().record(name)
+        found = super().look(names)
         if race is not None and not self.before:
             race()
         return found

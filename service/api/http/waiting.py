@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from starlette.types import Receive
 
 from service.api.http.offload import R, while_connected
+from service.buffers.names import BufferName
+from service.buffers.record import Record
 from service.buffers.store import Store
 from service.errors import EpochOpen, GradserveError, NotReady, TooFewGradients
 
@@ -16,7 +18,7 @@ POLL_SECONDS = 0.002
 """Seconds between looks for changes by other processes, while requests wait: a delay that no client notices."""
 
 TURN_BUFFERS = 100
-"""Buffers to look at before other tasks have their turn."""
+"""Buffers to look at before other tasks have their turn. A store that blocks is asked for all at once."""
 
 REST_FACTOR = 4
 """The poller rests four times as long as its last look at all buffers took: it uses a fifth of the time."""
@@ -32,6 +34,10 @@ class _Key(NamedTuple):
     name: str
     least: int | None
     match: frozenset[str]
+
+    @property
+    def full_name(self) -> BufferName:
+        return BufferName(self.namespace, self.name)
 
 
 class _State(NamedTuple):
@@ -100,7 +106,7 @@ class Waiting:
     async def _change(self, key: _Key, epoch: int, end: float) -> bool:
         """Wait until the buffer leaves its state in this epoch. Return False if it has not by `end`."""
         seen = await self._look(self._store.generation)
-        state = await self._look(self._state, key)
+        state = (await self._look(self._states, [key]))[key]
         if state is None or state.epoch != epoch or state.over:
             await asyncio.sleep(POLL_SECONDS)  # other tasks have their turn
             return True
@@ -126,21 +132,14 @@ class Waiting:
             if not watched.requests and self._watched.get(key) is watched:
                 del self._watched[key]
 
-    def _state(self, key: _Key) -> _State | None:
-        """Return the state, or None if the buffer cannot be read: the next attempt raises the reason."""
-        try:
-            record = self._store.within(key.namespace).record(key.name)
-        except GradserveError:
-            return None
-        ready = key.least is not None and record.count >= key.least
-        return _State(record.id, record.epoch, ready or not key.match & record.tags)
+    def _states(self, keys: Collection[_Key]) -> dict[_Key, _State | None]:
+        """Return the states, None for a buffer that cannot be read: the next attempt raises the reason."""
+        found = self._store.look({key.full_name for key in keys})
+        return {key: _state(key, found.get(key.full_name)) for key in keys}
 
     async def _look(self, work: Callable[..., R], *arguments: Any) -> R:
         """Call `work`, which reads the store: in a thread if the store blocks."""
         return await asyncio.to_thread(work, *arguments) if self._store.blocks else work(*arguments)
-
-    def _states(self, keys: Iterable[_Key]) -> dict[_Key, _State | None]:
-        return {key: self._state(key) for key in keys}
 
     async def _poll(self) -> None:
         clock, took = asyncio.get_running_loop().time, 0.0
@@ -151,9 +150,10 @@ class Waiting:
                 if generation == self._seen:
                     continue
                 self._seen, keys = generation, [*self._watched]
-                for start in range(0, len(keys), TURN_BUFFERS):
+                turn = len(keys) if self._store.blocks else TURN_BUFFERS
+                for start in range(0, len(keys), turn):
                     began = clock()
-                    states = await self._look(self._states, keys[start : start + TURN_BUFFERS])
+                    states = await self._look(self._states, keys[start : start + turn])
                     self._wake(
                         [key for key in states if key in self._watched and states[key] != self._watched[key].state]
                     )
@@ -169,3 +169,10 @@ class Waiting:
         for key in keys:
             if key in self._watched:
                 self._watched.pop(key).over.set()
+
+
+def _state(key: _Key, record: Record | None) -> _State | None:
+    if record is None:
+        return None
+    ready = key.least is not None and record.count >= key.least
+    return _State(record.id, record.epoch, ready or not key.match & record.tags)

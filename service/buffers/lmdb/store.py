@@ -6,8 +6,9 @@ complete on the disk or not there at all, so that a crash needs no repair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,16 @@ class LmdbStore(Store):
     def record(self, name: str) -> Record:
         with reading(self._env) as reader:
             return self._alive(reader, name)
+
+    def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
+        found, now = {}, self._clock()
+        with reading(self._env) as reader:
+            for name in names:
+                with suppress(BufferCorrupt):
+                    record = reader.get(name)
+                    if record is not None and record.lives(now):
+                        found[name] = record
+        return found
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False

@@ -16,8 +16,21 @@ from dataclasses import dataclass, field
 from service.buffers.changes import Create, Restore
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres.connections import Connection, Database, NoStandbyError
-from service.buffers.postgres.deltas import insert_deltas
+from service.buffers.postgres.connections import Database, NoStandbyError
+from service.buffers.postgres.deltas import INSERT
+from service.buffers.postgres.exchange import (
+    COMMIT,
+    Connection,
+    Statement,
+    bigints,
+    byteas,
+    double,
+    doubles,
+    integer,
+    integers,
+    text,
+    texts,
+)
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.postgres.transaction import (
     Changes,
@@ -37,54 +50,91 @@ KEY_LOCK = 1
 NAMESPACE_LOCK = 2
 """The class of the advisory locks of namespaces."""
 
-_LOCK = "select pg_advisory_xact_lock(%s, lock) from unnest(%s::integer[]) as lock"
+_BY_INDEX = Statement("select set_config('enable_seqscan', $1, true)", text)
+"""Lets the database plan for full tables: it keeps the plans that it made while they were empty."""
 
-_NOW = """
-    select extract(epoch from clock_timestamp())::double precision, pg_postmaster_start_time()::text,
-           current_setting('synchronous_standby_names')
-"""
+_LOCK = Statement("select pg_advisory_xact_lock($1, lock) from unnest($2::integer[]) as lock", integer, integers)
 
-_KEYS = "select digest, at, outcome from keys where digest = any(%s) order by at"
+NOW = "select extract(epoch from clock_timestamp())::double precision"
 
-_COUNTS = """
+_TIME = Statement(f"{NOW}, pg_postmaster_start_time()::text, current_setting('synchronous_standby_names')")
+
+_KEYS = Statement("select digest, at, outcome from keys where digest = any($1::bytea[]) order by at", byteas)
+
+_COUNTS = Statement(
+    """
     select namespace, count(*) from buffers
-    where namespace = any(%s)
-        and (expires is null or expires > coalesce(%s::double precision, extract(epoch from clock_timestamp())))
+    where namespace = any($1::text[])
+        and (expires is null or expires > coalesce($2::double precision, extract(epoch from clock_timestamp())))
     group by namespace
-"""
+    """,
+    texts,
+    double,
+)
 
-_RECORDS = """
+_RECORDS = Statement(
+    """
     select buffers.namespace, buffers.name, buffers.record, buffers.seq
-    from unnest(%s::text[], %s::text[]) as wanted(namespace, name)
+    from unnest($1::text[], $2::text[]) as wanted(namespace, name)
     join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
     order by buffers.namespace, buffers.name for update of buffers
-"""
+    """,
+    texts,
+    texts,
+)
 
-_CLAIM = "with claimed as (delete from loose where blob = any(%s) returning 1) select count(*) from claimed"
+_CLAIM = Statement(
+    "with claimed as (delete from loose where blob = any($1::bigint[]) returning 1) select count(*) from claimed",
+    bigints,
+)
 
-_DELETE = """
-    delete from buffers using unnest(%s::text[], %s::text[]) as gone(namespace, name)
+_DELETE = Statement(
+    """
+    delete from buffers using unnest($1::text[], $2::text[]) as gone(namespace, name)
     where buffers.namespace = gone.namespace collate "C" and buffers.name = gone.name collate "C"
-"""
+    """,
+    texts,
+    texts,
+)
 
-_PUT = """
+_PUT = Statement(
+    """
     insert into buffers (namespace, name, record, seq, expires)
-    select * from unnest(%s::text[], %s::text[], %s::bytea[], %s::bigint[], %s::double precision[])
+    select * from unnest($1::text[], $2::text[], $3::bytea[], $4::bigint[], $5::double precision[])
     on conflict (namespace, name) do update set record = excluded.record, seq = excluded.seq, expires = excluded.expires
-"""
+    """,
+    texts,
+    texts,
+    byteas,
+    bigints,
+    doubles,
+)
 
-FREE = """
-    with gone as (delete from deltas where value = any(%s) returning blob)
-    insert into loose select blob, extract(epoch from clock_timestamp()) + %s from gone where blob is not null
-"""
+FREE = Statement(
+    """
+    with gone as (delete from deltas where value = any($1::bigint[]) returning blob)
+    insert into loose
+    select blob, extract(epoch from clock_timestamp()) + $2::double precision from gone where blob is not null
+    """,
+    bigints,
+    double,
+)
 
-_LOOSEN = "insert into loose select blob, extract(epoch from clock_timestamp()) from unnest(%s::bigint[]) as blob"
+_LOOSEN = Statement(
+    "insert into loose select blob, extract(epoch from clock_timestamp()) from unnest($1::bigint[]) as blob", bigints
+)
 
-_REMEMBER = """
+_REMEMBER = Statement(
+    """
     insert into keys (digest, namespace, at, outcome)
-    select digest, namespace, %s, outcome
-    from unnest(%s::bytea[], %s::text[], %s::bytea[]) as made(digest, namespace, outcome)
-"""
+    select digest, namespace, $1::double precision, outcome
+    from unnest($2::bytea[], $3::text[], $4::bytea[]) as made(digest, namespace, outcome)
+    """,
+    double,
+    byteas,
+    texts,
+    byteas,
+)
 
 
 class StagedLostError(Exception):
@@ -128,18 +178,20 @@ class Batch:
         names = sorted({name for job in self.jobs for name in job.names})
         growing = sorted({job.namespace for job in self.jobs if any(map(_may_create, job.request.changes))})
         blobs = [blob for job in self.jobs for blob in job.staged.values()]
-        with connection.pipeline():
-            database.begin(connection)
-            connection.execute(_LOCK, (KEY_LOCK, sorted(map(_number, digests))))
-            connection.execute(
-                _LOCK, (NAMESPACE_LOCK, sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing))
-            )
-            keys = connection.execute(_KEYS, (digests,), binary=True)
-            counts = connection.execute(_COUNTS, (growing, clock)) if growing else None
-            rows = connection.execute(_RECORDS, _columns(names, 2), binary=True)
-            claimed = connection.execute(_CLAIM, (blobs,)) if blobs else None
-            time = connection.execute(_NOW)
-        ((now, self.server, standbys),) = time.fetchall()
+        locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
+        *_, keys, counts, rows, claimed, ((now, self.server, standbys),) = connection.exchange(
+            [
+                *database.beginning(),
+                _BY_INDEX("off"),
+                _LOCK(KEY_LOCK, sorted(map(_number, digests))),
+                _LOCK(NAMESPACE_LOCK, locks) if locks else None,
+                _KEYS(digests),
+                _COUNTS(growing, clock) if growing else None,
+                _RECORDS(*_columns(names, 2)),
+                _CLAIM(blobs) if blobs else None,
+                _TIME(),
+            ],
+        )
         self.now = now if clock is None else clock
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
@@ -147,14 +199,17 @@ class Batch:
             return None
         if database.replicated and not standbys:
             raise NoStandbyError("its synchronous_standby_names are empty")
-        if claimed is not None and claimed.fetchall() != [(len(blobs),)]:
+        if blobs and claimed != [(len(blobs),)]:
             raise StagedLostError
         records: dict[BufferName, Stored | None] = dict.fromkeys(names)
+        seqs = {}
         for namespace, name, packed, seq in rows:
             full = BufferName(namespace, name)
-            records[full] = Stored(unpack_record(full, packed), seq)
+            records[full] = stored = Stored(unpack_record(full, packed), seq)
+            if stored.record.value is not None:
+                seqs[stored.record.value] = seq
         found = {digest: unpack_known(outcome) for digest, outcome in known.items()}
-        return Found(records, found, Counter(dict(counts or ())))
+        return Found(records, found, Counter(dict(counts)), seqs)
 
     def write(self, connection: Connection, changes: Changes, found: Found) -> bool:
         """Write the changes and commit. Return whether there were any."""
@@ -164,22 +219,18 @@ class Batch:
         put = [(*name, *_row(stored)) for name, stored in changes.records.items() if stored is not None]
         deltas = [delta for deltas in changes.deltas.values() for delta in deltas]
         has_changed = bool(changes.records or changes.keys)
-        with connection.pipeline():
-            if gone:
-                connection.execute(_DELETE, _columns(gone, 2))
-            if put:
-                connection.execute(_PUT, _columns(put, 5))
-            if deltas:
-                insert_deltas(connection, deltas)
-            if changes.freed:
-                connection.execute(FREE, (changes.freed, FREED_SECONDS))
-            if unused:
-                connection.execute(_LOOSEN, (unused,))
-            if has_changed:
-                keys = [(digest, key.caller, pack_known(known)) for digest, (key, known) in changes.keys.items()]
-                columns = _columns([*keys, (self._mark, "", b"")], 3)
-                connection.execute(_REMEMBER, (self.now, *columns))
-            connection.execute("commit")
+        keys = [(digest, key.caller, pack_known(known)) for digest, (key, known) in changes.keys.items()]
+        connection.exchange(
+            [
+                _DELETE(*_columns(gone, 2)) if gone else None,
+                _PUT(*_columns(put, 5)) if put else None,
+                INSERT(*_columns(deltas, 9)) if deltas else None,
+                FREE(changes.freed, FREED_SECONDS) if changes.freed else None,
+                _LOOSEN(unused) if unused else None,
+                _REMEMBER(self.now, *_columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
+                COMMIT(),
+            ],
+        )
         return has_changed
 
 

@@ -6,17 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import psycopg
-from psycopg import errors, sql
-from psycopg.abc import PQGen
+from psycopg import errors
 
+from service.buffers.postgres.exchange import COMMIT, PATIENCE_SECONDS, Call, Connection, Rows, Statement, text
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
 
-RETRY_SECONDS = 30.0
+RETRY_SECONDS = PATIENCE_SECONDS
 """How long a request waits for a database that fails over: longer than most failovers take."""
 
 FIRST_PAUSE_SECONDS = 0.01
@@ -37,15 +37,21 @@ HANGING_SECONDS = 30
 READERS = 6
 """Connections for reads, at most. More of them would only share the database's bandwidth."""
 
-WORKERS = 6
-"""Connections for the other threads: two that stage, and one each that folds, keeps, fences, takes ids or probes."""
+WORKERS = 7
+"""Connections for the other threads: three that stage, and one each that folds, keeps, fences, takes ids or probes."""
 
-_SETTINGS = """
-    select set_config('search_path', quote_ident(%s), true), set_config('synchronous_commit', %s, true),
-           set_config('lock_timeout', %s, true), set_config('idle_in_transaction_session_timeout', %s, true),
+_SETTINGS = Statement(
+    """
+    select set_config('search_path', quote_ident($1), true), set_config('synchronous_commit', $2, true),
+           set_config('lock_timeout', $3, true), set_config('idle_in_transaction_session_timeout', $4, true),
            set_config('statement_timeout', '0', true),
            set_config('client_min_messages', 'warning', true)
-"""
+    """,
+    text,
+    text,
+    text,
+    text,
+)
 
 _STANDBYS = """
     select current_setting('synchronous_standby_names') <> '' and exists (
@@ -83,61 +89,12 @@ _FENCE = """
 """Names the server, and writes to its log: once the commit returns, the standby has everything that came before."""
 
 
-class UnsureError(psycopg.OperationalError):
-    """The database did not wait for its standby: the commit is done there, and perhaps nowhere else."""
-
-
 class NoStandbyError(psycopg.OperationalError):
     """The database has no synchronous standby."""
 
 
 class MovedError(psycopg.OperationalError):
     """Another server has become the primary. It may lack what the last had shown."""
-
-
-class Connection(psycopg.Connection[Any]):
-    """A connection that ends if the database is silent for `patience` seconds while this process waits for it.
-
-    Otherwise a network that loses everything, or a standby that is gone, would hold a thread for ever.
-    """
-
-    patience = RETRY_SECONDS
-    is_unsure = False
-    """Whether the database has warned since the last `commit_surely`: of a commit that did not wait for the standby."""
-
-    @classmethod
-    def connect(cls, *arguments: Any, **named: Any) -> Self:
-        connection = super().connect(*arguments, **named)
-        connection.add_notice_handler(lambda warning: setattr(connection, "is_unsure", True))
-        return connection
-
-    def wait(self, gen: PQGen[R], *arguments: Any, **named: Any) -> R:
-        return super().wait(self._impatient(gen), *arguments, **named)
-
-    def _impatient(self, gen: PQGen[R]) -> PQGen[R]:
-        end: float | None = None
-        try:
-            wanted = next(gen)
-            while True:
-                ready = yield wanted
-                if ready:
-                    end = None
-                elif end is None:
-                    end = time.monotonic() + self.patience
-                elif time.monotonic() > end:
-                    self.close()
-                    raise psycopg.OperationalError(f"the database has been silent for {self.patience:g} seconds")
-                wanted = gen.send(ready)
-        except StopIteration as done:
-            result: R = done.value
-            return result
-
-    def commit_surely(self) -> None:
-        """Commit. Raises `UnsureError` if the database did not wait for its standby."""
-        self.is_unsure = False
-        self.execute("commit")
-        if self.is_unsure:
-            raise UnsureError("the wait for the standby was cancelled")
 
 
 class _Pool:
@@ -201,13 +158,22 @@ class Database:
 
     def connect(self) -> Connection:
         """Return a connection outside the pools."""
-        return Connection.connect(self._url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS)
+        connection = Connection.connect(
+            self._url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS
+        )
+        if connection.execute("select pg_backend_pid()").fetchall() == [(connection.info.backend_pid,)]:
+            connection.prepared = {}  # else a pooler is between
+        return connection
 
-    def begin(self, connection: Connection, *, durable: bool = True, isolation: str = "read committed") -> None:
-        """Begin a transaction whose statements find the tables. Without `durable` its commit does not wait."""
+    def beginning(self, *, durable: bool = True, isolation: str = "read committed") -> list[Call]:
+        """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits."""
         commit = ("on" if self.replicated else "local") if durable else "off"
-        connection.execute(sql.SQL("begin isolation level {}, read write").format(sql.SQL(isolation)))
-        connection.execute(_SETTINGS, (self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s"))
+        settings = _SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
+        return [Statement(f"begin isolation level {isolation}, read write")(), settings]
+
+    def begin(self, connection: Connection, **options: Any) -> None:
+        """Begin a transaction, with the options of `beginning`."""
+        connection.exchange(self.beginning(**options))
 
     @contextmanager
     def idle(self, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
@@ -227,11 +193,16 @@ class Database:
         with self._readers.lend(patience) as connection, self._within(connection, isolation="repeatable read"):
             yield connection
 
+    def ask(self, call: Call, patience: float) -> Rows:
+        """Return the rows of a query, which sees one moment of the primary, in one round trip."""
+        with self._readers.lend(patience) as connection:
+            calls = [*self.beginning(isolation="repeatable read"), call, COMMIT()]
+            return connection.exchange(calls)[-2]
+
     @contextmanager
     def _within(self, connection: Connection, **options: Any) -> Iterator[None]:
         try:
-            with connection.pipeline():
-                self.begin(connection, **options)
+            self.begin(connection, **options)
             yield
             connection.commit_surely()
         except BaseException:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import orjson
-import psycopg
 
 from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.postgres.exchange import Connection, Statement, bigints, booleans, byteas, doubles, texts
 from service.buffers.postgres.schema import CHUNK_BYTES, INLINE_BYTES
+from service.buffers.postgres.turns import TURN_BYTES, Turns
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import BufferCorrupt
-
-Connection: TypeAlias = "psycopg.Connection[Any]"
-
-Cursor: TypeAlias = "psycopg.Cursor[Any]"
 
 _COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 """The head of a binary COPY, without flags."""
@@ -40,7 +38,7 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.gradient.shape, dtype=object)) * self.gradient.dtype.itemsize
+        return math.prod(self.gradient.shape) * self.gradient.dtype.itemsize
 
     def onto(self, shape: tuple[int, ...]) -> Gradient:
         """Return the gradient, broadcast to `shape`."""
@@ -96,17 +94,19 @@ def payload_of(gradient: Array | Gradient) -> Payload:
     return Payload(gradient)
 
 
-def write_blobs(cursor: Cursor, payloads: Iterable[tuple[int, Payload]]) -> None:
-    """Write the numbers of each payload under its blob's id."""
-    with cursor.copy("copy chunks from stdin (format binary)") as copy:
+def write_blobs(connection: Connection, payloads: Iterable[tuple[int, Payload]], turns: Turns | None = None) -> None:
+    """Write the numbers of each payload under its blob's id. Give way at the `turns`."""
+    with connection.cursor().copy("copy chunks from stdin (format binary)") as copy:
         copy.write(_COPY_HEAD)
         for blob, payload in payloads:
             for number, data in enumerate(payload.pieces()):
                 copy.write(_ROW.pack(3, 8, blob, 4, number, len(data)) + data)
+                if turns is not None and (number + 1) % (TURN_BYTES // CHUNK_BYTES) == 0:
+                    turns.wait()
         copy.write(b"\xff\xff")
 
 
-def read_numbers(cursor: Cursor, delta: Delta) -> Array:
+def read_numbers(connection: Connection, delta: Delta) -> Array:
     """Return the numbers of a delta. Raises `BufferCorrupt` if a row is missing."""
     dtype, shape = DTYPES[delta.dtype], orjson.loads(delta.shape)
     if delta.blob is None:
@@ -114,7 +114,7 @@ def read_numbers(cursor: Cursor, delta: Delta) -> Array:
     numbers = np.empty(shape, dtype)
     flat, filled = numbers.reshape(-1).view(np.uint8), 0
     query = "copy (select data from chunks where blob = %s order by number) to stdout (format binary)"
-    with cursor.copy(query, (delta.blob,)) as copy:
+    with connection.cursor().copy(query, (delta.blob,)) as copy:
         for place, row in enumerate(copy):
             start = 0 if place else len(_COPY_HEAD)
             count, length = _FOUND.unpack_from(row, start) if len(row) - start >= _FOUND.size else (_END, 0)
@@ -128,34 +128,51 @@ def read_numbers(cursor: Cursor, delta: Delta) -> Array:
     return numbers
 
 
-_SELECT = """
+SELECT = Statement(
+    """
     select value, seq, weight, overwrite, dtype, shape, bytes, blob, data from deltas
-    where value = any(%s) order by value, seq
-"""
+    where value = any($1::bigint[]) order by value, seq
+    """,
+    bigints,
+)
 
 
-_INSERT = """
+INSERT = Statement(
+    """
     insert into deltas (value, seq, weight, overwrite, dtype, shape, bytes, blob, data)
-    select * from unnest(%s::bigint[], %s::bigint[], %s::double precision[], %s::boolean[], %s::text[], %s::text[],
-                         %s::bigint[], %s::bigint[], %s::bytea[])
-"""
+    select * from unnest($1::bigint[], $2::bigint[], $3::double precision[], $4::boolean[], $5::text[], $6::text[],
+                         $7::bigint[], $8::bigint[], $9::bytea[])
+    """,
+    bigints,
+    bigints,
+    doubles,
+    booleans,
+    texts,
+    texts,
+    bigints,
+    bigints,
+    byteas,
+)
 
 
-def insert_deltas(connection: Connection, deltas: Sequence[Delta]) -> None:
-    """Insert the rows."""
-    connection.execute(_INSERT, [list(column) for column in zip(*deltas, strict=True)])
-
-
-def read_deltas(cursor: Cursor, values: Sequence[int]) -> dict[int, list[Delta]]:
+def read_deltas(connection: Connection, values: Sequence[int]) -> dict[int, list[Delta]]:
     """Return the deltas of each value, in order."""
     found: dict[int, list[Delta]] = {value: [] for value in values}
-    for row in cursor.execute(_SELECT, ([*values],), binary=True).fetchall():
+    for row in connection.exchange([SELECT(values)])[0]:
         found[row[0]].append(Delta(*row))
     return found
 
 
+def check_complete(value: int, deltas: Sequence[Delta], last: int | None = None) -> None:
+    """Raise `BufferCorrupt` if a delta of the value is missing. `last` is the `seq` of its last, None if not known."""
+    seqs = [delta.seq for delta in deltas]
+    is_whole = bool(deltas) and seqs == [*range(seqs[0], seqs[0] + len(seqs))]
+    if not is_whole or (seqs[0] > 1 and not deltas[0].overwrite) or last not in (None, seqs[-1]):
+        raise BufferCorrupt(f"The database lacks gradients of the value {value}")
+
+
 def total(
-    cursor: Cursor,
+    connection: Connection,
     spec: Spec,
     deltas: Sequence[Delta],
     allocate: Allocate,
@@ -173,7 +190,7 @@ def total(
         if unwritten and delta.blob is not None and delta.blob in unwritten:
             gradient = unwritten[delta.blob].onto(spec.shape)
         else:
-            gradient = Dense(read_numbers(cursor, delta), spec.shape)
+            gradient = Dense(read_numbers(connection, delta), spec.shape)
         for start in range(0, spec.size, BLOCK_ELEMENTS):
             part = flat[start : start + BLOCK_ELEMENTS]
             piece = gradient.piece(start, start + len(part))

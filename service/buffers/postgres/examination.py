@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterator
-from typing import Any, TypeAlias
 
-import psycopg
 from psycopg import sql
 
+from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import ID_BLOCK
 from service.buffers.postgres.transaction import unpack_known
 from service.buffers.readonly import WRONG
-
-Connection: TypeAlias = "psycopg.Connection[Any]"
 
 KEYS_AT_ONCE = 10_000
 """Keys that a statement reads: a longer one would make the server that drops old keys, and so all adds, wait."""

@@ -15,31 +15,43 @@ import numpy as np
 import psycopg
 
 from service.buffers.names import BufferName
-from service.buffers.postgres.connections import Connection, Database
+from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deltas import (
+    INSERT,
+    SELECT,
     Delta,
+    check_complete,
     delta_of,
-    insert_deltas,
     payload_of,
-    read_deltas,
     total,
     write_blobs,
 )
+from service.buffers.postgres.exchange import Connection, Statement, bigint, double, integer, text
 from service.buffers.postgres.schema import FREED_SECONDS, INLINE_BYTES
+from service.buffers.postgres.turns import Turns
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.errors import GradserveError
 
 logger = logging.getLogger(__name__)
 
-_LEASE = "select pg_try_advisory_xact_lock(3, %s)"
+_LEASE = Statement("select pg_try_advisory_xact_lock(3, $1)", integer)
 
-_LOCK = "select 1 from buffers where namespace = %s and name = %s for update"
+_LOCK = Statement("select from buffers where namespace = $1 and name = $2 for update", text, text)
 
-_FOLDED = """
-    with gone as (delete from deltas where value = %s and seq <= %s returning blob)
-    insert into loose select blob, extract(epoch from clock_timestamp()) + %s from gone where blob is not null
-"""
+_FOLDED = Statement(
+    """
+    with gone as (delete from deltas where value = $1 and seq <= $2 returning blob),
+    loosened as (
+        insert into loose
+        select blob, extract(epoch from clock_timestamp()) + $3::double precision from gone where blob is not null
+    )
+    select count(*) from gone
+    """,
+    bigint,
+    bigint,
+    double,
+)
 
 
 class Fold(NamedTuple):
@@ -57,8 +69,8 @@ class _OvertakenError(Exception):
 class Folder:
     """The folder thread. It ends with `close`."""
 
-    def __init__(self, database: Database, next_id: Callable[[], int], allocate: Allocate) -> None:
-        self._database, self._next_id, self._allocate = database, next_id, allocate
+    def __init__(self, database: Database, next_id: Callable[[], int], allocate: Allocate, turns: Turns) -> None:
+        self._database, self._next_id, self._allocate, self._turns = database, next_id, allocate, turns
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradserve-folder")
 
     def submit(self, fold: Fold) -> None:
@@ -82,26 +94,17 @@ class Folder:
 
     def _make(self, connection: Connection, fold: Fold) -> None:
         name, spec, value = fold
-        if connection.execute(_LEASE, (value & 0x7FFFFFFF,)).fetchall() == [(False,)]:
-            return  # another process folds the value
-        with connection.cursor() as cursor:
-            deltas = read_deltas(cursor, [value])[value]
-            if len(deltas) < 2:
-                return
-            payload = payload_of(total(cursor, spec, deltas, self._allocate))
-            blob = self._next_id() if payload.nbytes > INLINE_BYTES else None
-            if blob is not None:
-                write_blobs(cursor, [(blob, payload)])
-            if not connection.execute(_LOCK, name).fetchall():
-                raise _OvertakenError
-            last = deltas[-1].seq
-            if [_identity(each) for each in read_deltas(cursor, [value])[value] if each.seq <= last] != [
-                _identity(each) for each in deltas
-            ]:
-                raise _OvertakenError
-        connection.execute(_FOLDED, (value, last, FREED_SECONDS))
-        insert_deltas(connection, [delta_of(value, last, payload, 1.0, True, blob)])
-
-
-def _identity(delta: Delta) -> tuple[int, bool, int | None]:
-    return delta.seq, delta.overwrite, delta.blob
+        leased, rows = connection.exchange([_LEASE(value & 0x7FFFFFFF), SELECT([value])])
+        deltas = [Delta(*row) for row in rows]
+        if leased == [(False,)] or len(deltas) < 2:
+            return  # another process folds the value, or has
+        check_complete(value, deltas)
+        payload = payload_of(total(connection, spec, deltas, self._allocate))
+        blob = self._next_id() if payload.nbytes > INLINE_BYTES else None
+        if blob is not None:
+            write_blobs(connection, [(blob, payload)], self._turns)
+        last = deltas[-1].seq
+        _, gone = connection.exchange([_LOCK(*name), _FOLDED(value, last, FREED_SECONDS)])
+        if gone != [(len(deltas),)]:
+            raise _OvertakenError  # the value has been freed: otherwise it only grows while it is leased
+        connection.exchange([INSERT(*zip(delta_of(value, last, payload, 1.0, True, blob), strict=False))])

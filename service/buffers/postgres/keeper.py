@@ -147,5 +147,5 @@ class Keeper:
             records = [unpack_record(BufferName(namespace, name), packed) for namespace, name, packed in rows]
             for record in records:
                 connection.execute("delete from buffers where namespace = %s and name = %s", record.full_name)
-            connection.execute(FREE, ([value for record in records for value in record.values], FREED_SECONDS))
+            connection.exchange([FREE([value for record in records for value in record.values], FREED_SECONDS)])
         return bool(records)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.buffers.postgres.deltas import Cursor
+from service.buffers.postgres.exchange import Connection
 
 _MEASURES = """
     select
@@ -17,8 +17,9 @@ _MEASURES = """
 """The state and the lag of standbys are null for a user who may not see them."""
 
 
-def measures(cursor: Cursor) -> dict[str, float]:
+def measures(connection: Connection) -> dict[str, float]:
     """Return the numbers that are known, by the ends of their metrics' names."""
-    row = cursor.execute(_MEASURES).fetchall()[0]
+    cursor = connection.execute(_MEASURES)
+    (row,) = cursor.fetchall()
     names = [column.name for column in cursor.description or ()]
     return {name: value for name, value in zip(names, row, strict=True) if value is not None}

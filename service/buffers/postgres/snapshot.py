@@ -15,8 +15,9 @@ from psycopg import sql
 
 from service.buffers.names import BufferName
 from service.buffers.postgres.connections import as_client_error
-from service.buffers.postgres.deltas import Delta, read_deltas, total
-from service.buffers.postgres.examination import Connection, damaged_keys, leftovers
+from service.buffers.postgres.deltas import check_complete, read_deltas, total
+from service.buffers.postgres.examination import damaged_keys, leftovers
+from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import VERSION, check_version
 from service.buffers.postgres.transaction import unpack_record
 from service.buffers.record import Record, Spec
@@ -66,14 +67,13 @@ class PostgresMoment:
             yield full_name, record
 
     def streamed(self, spec: Spec, value: int | None) -> Iterator[Array]:
-        with self._connection.cursor() as cursor:
-            deltas = [] if value is None else read_deltas(cursor, [value])[value]
-            if value is not None:
-                _check_complete(value, deltas, self._seqs.get(value))
-            try:
-                yield total(cursor, spec, deltas, np.empty)
-            except (LookupError, TypeError, ValueError) as error:
-                raise BufferCorrupt(f"A gradient of the value {value} is damaged in the database: {error}") from None
+        deltas = [] if value is None else read_deltas(self._connection, [value])[value]
+        if value is not None:
+            check_complete(value, deltas, self._seqs.get(value))
+        try:
+            yield total(self._connection, spec, deltas, np.empty)
+        except (LookupError, TypeError, ValueError) as error:
+            raise BufferCorrupt(f"A gradient of the value {value} is damaged in the database: {error}") from None
 
     def faults(self) -> list[str]:
         return []
@@ -82,14 +82,6 @@ class PostgresMoment:
         yield from leftovers(self._connection, values)
         with self._connect() as connection:
             yield from damaged_keys(connection, self._schema)
-
-
-def _check_complete(value: int, deltas: list[Delta], last: int | None) -> None:
-    """Raise `BufferCorrupt` if a delta of the value is missing. `last` is the `seq` of its last, None if not known."""
-    seqs = [delta.seq for delta in deltas]
-    is_whole = bool(deltas) and seqs == [*range(seqs[0], seqs[0] + len(seqs))]
-    if not is_whole or (seqs[0] > 1 and not deltas[0].overwrite) or last not in (None, seqs[-1]):
-        raise BufferCorrupt(f"The database lacks gradients of the value {value}")
 
 
 class PostgresReadOnly:
@@ -121,9 +113,9 @@ class PostgresReadOnly:
 @contextmanager
 def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
     """Open the store in the schema of the database at `url`. Raises `StoreFailed` if it cannot be opened."""
-    connect = partial(psycopg.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS)
+    connect = partial(Connection.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS)
     with _client_errors():
-        connection: Connection = connect()
+        connection = connect()
     with connection:
         with _client_errors():
             if connection.execute("select to_regclass(%s)", (f'"{schema}".meta',)).fetchall() == [(None,)]:

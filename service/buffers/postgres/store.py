@@ -7,8 +7,9 @@ the synchronous standby, too. What this process keeps in memory can be lost at a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
@@ -17,12 +18,14 @@ from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
 from service.buffers.postgres.connections import Database, retried
-from service.buffers.postgres.deltas import Cursor, read_deltas, total
+from service.buffers.postgres.deltas import check_complete, read_deltas, total
+from service.buffers.postgres.exchange import Call, Connection, Rows, Statement, texts
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.keeper import Keeper
 from service.buffers.postgres.measures import measures
-from service.buffers.postgres.transaction import digest_of, unpack_known, unpack_record
+from service.buffers.postgres.transaction import Stored, digest_of, unpack_known, unpack_record
+from service.buffers.postgres.turns import Turns
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
@@ -41,7 +44,17 @@ CHECK_SECONDS = 2.0
 """How long a probe waits for the database."""
 
 
-_SERVER = "select pg_postmaster_start_time()::text"
+_SERVER = Statement("select pg_postmaster_start_time()::text")
+
+_RECORDS = Statement(
+    """
+    select buffers.namespace, buffers.name, buffers.record, buffers.seq, extract(epoch from now())::double precision
+    from unnest($1::text[], $2::text[]) as wanted(namespace, name)
+    join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
+    """,
+    texts,
+    texts,
+)
 
 
 class _Ids:
@@ -91,7 +104,8 @@ class PostgresStore(Store):
             raise
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
         self._fence = Fence(self._database)
-        self._folder = Folder(self._database, self._ids, allocate)
+        turns = Turns()
+        self._folder = Folder(self._database, self._ids, allocate, turns)
         self._watcher = Watcher(self._database)
         self._keeper = Keeper(self._database, max_bytes=max_bytes, key_seconds=key_seconds, clock=clock)
         self._writer = Writer(
@@ -105,13 +119,25 @@ class PostgresStore(Store):
             keeper=self._keeper,
             max_buffers=max_buffers,
             fold=self._folder.submit,
+            turns=turns,
         )
 
     def submit(self, request: Request) -> Future[Outcome]:
         return self._writer.submit(request, self.namespace)
 
     def record(self, name: str) -> Record:
-        return self._read(lambda cursor: self._alive(cursor, [name])[name])
+        rows = self._ask(_RECORDS([self.namespace], [name]))
+        return self._alive([name], rows)[name].record
+
+    def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
+        found = {}
+        wanted = [name.namespace for name in names], [name.name for name in names]
+        for namespace, name, packed, _, now in self._ask(_RECORDS(*wanted)):
+            with suppress(LookupError, TypeError, ValueError):
+                record = unpack_record(BufferName(namespace, name), packed)
+                if record.lives(now if self._clock is None else self._clock()):
+                    found[record.full_name] = record
+        return found
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
@@ -123,29 +149,36 @@ class PostgresStore(Store):
             order by name limit %s
         """
 
-        def find(cursor: Cursor) -> list[Record]:
-            arguments = (self.namespace, prefix, after, prefix, self._now(cursor), limit)
-            rows = cursor.execute(query, arguments, binary=True)
+        def find(connection: Connection) -> list[Record]:
+            arguments = (self.namespace, prefix, after, prefix, self._now(connection), limit)
+            rows = connection.execute(query, arguments, binary=True)
             return [unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows]
 
         return self._read(find)
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        def find(cursor: Cursor) -> tuple[str, list[Snapshot]]:
-            records = self._alive(cursor, names)
-            closed = {name: None if epoch is None else records[name].closed_epoch(epoch) for name in names}
-            values = {name: records[name].value if of is None else of.value for name, of in closed.items()}
-            deltas = read_deltas(cursor, [value for value in values.values() if value is not None])
+        is_fenced = epoch is not None and self._database.replicated
+
+        def find(connection: Connection) -> tuple[str, list[Snapshot]]:
+            rows, server = connection.exchange(
+                [_RECORDS([self.namespace] * len(names), names), _SERVER() if is_fenced else None]
+            )
+            stored = self._alive(names, rows)
+            closed = {name: None if epoch is None else stored[name].record.closed_epoch(epoch) for name in names}
+            values = {name: stored[name].record.value if of is None else of.value for name, of in closed.items()}
+            deltas = read_deltas(connection, [value for value in values.values() if value is not None])
             snapshots = []
-            for name in names:
+            for name, value in values.items():
+                (record, seq), own = stored[name], [] if value is None else deltas[value]
                 try:
-                    value = total(cursor, records[name].spec, deltas.get(values[name] or 0, []), self._allocate)
+                    if value is not None:
+                        check_complete(value, own, seq if closed[name] is None else None)
+                    array = total(connection, record.spec, own, self._allocate)
                 except BufferCorrupt as error:
                     name_buffer(error, name, one_of_many=True)
                     raise
-                snapshots.append(Snapshot(records[name], value, closed[name]))
-            is_fenced = epoch is not None and self._database.replicated
-            return cursor.execute(_SERVER).fetchall()[0][0] if is_fenced else "", snapshots
+                snapshots.append(Snapshot(record, array, closed[name]))
+            return server[0][0] if server else "", snapshots
 
         def attempt() -> list[Snapshot]:
             server, snapshots = self._read(find)
@@ -160,8 +193,9 @@ class PostgresStore(Store):
     def recall(self, key: Key) -> Known | None:
         query = "select outcome from keys where digest = %s and at + %s > %s"
 
-        def find(cursor: Cursor) -> Known | None:
-            rows = cursor.execute(query, (digest_of(key), self._key_seconds, self._now(cursor)), binary=True).fetchall()
+        def find(connection: Connection) -> Known | None:
+            arguments = (digest_of(key), self._key_seconds, self._now(connection))
+            rows = connection.execute(query, arguments, binary=True).fetchall()
             return unpack_known(rows[0][0]) if rows else None
 
         return self._read(find)
@@ -178,7 +212,7 @@ class PostgresStore(Store):
         retried(attempt, seconds=CHECK_SECONDS)
 
     def size(self) -> tuple[int, int]:
-        count = self._read(lambda cursor: cursor.execute("select count(*) from buffers").fetchall()[0][0])
+        count = self._read(lambda connection: connection.execute("select count(*) from buffers").fetchall()[0][0])
         return count, self._keeper.used()
 
     def measures(self) -> dict[str, float]:
@@ -190,29 +224,32 @@ class PostgresStore(Store):
                 helper.close()
             self._database.close()
 
-    def _now(self, cursor: Cursor) -> float:
+    def _now(self, connection: Connection) -> float:
         if self._clock is not None:
             return self._clock()
-        now: float = cursor.execute("select extract(epoch from now())::double precision").fetchall()[0][0]
+        now: float = connection.execute("select extract(epoch from now())::double precision").fetchall()[0][0]
         return now
 
-    def _read(self, work: Callable[[Cursor], R]) -> R:
+    def _read(self, work: Callable[[Connection], R]) -> R:
         """Return what `work` reads, all of it of one moment."""
 
         def attempt() -> R:
             with self._database.reading(READ_SECONDS) as connection:
-                with connection.cursor() as cursor:
-                    return work(cursor)
+                return work(connection)
 
         return retried(attempt, seconds=READ_SECONDS)
 
-    def _alive(self, cursor: Cursor, names: Sequence[str]) -> dict[str, Record]:
+    def _ask(self, call: Call) -> Rows:
+        return retried(lambda: self._database.ask(call, READ_SECONDS), seconds=READ_SECONDS)
+
+    def _alive(self, names: Sequence[str], rows: Rows) -> dict[str, Stored]:
         """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""
-        now = self._now(cursor)
-        query = "select name, record from buffers where namespace = %s and name = any(%s)"
-        rows = cursor.execute(query, (self.namespace, [*names]), binary=True)
-        found = {name: unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows}
+        found = {}
+        for namespace, name, packed, seq, now in rows:
+            record = unpack_record(BufferName(namespace, name), packed)
+            if record.lives(now if self._clock is None else self._clock()):
+                found[name] = Stored(record, seq)
         for name in names:
-            if name not in found or not found[name].lives(now):
+            if name not in found:
                 raise unknown(name)
         return found

@@ -17,15 +17,22 @@ import orjson
 
 from service.buffers.gradients import Dense, Gradient, add_piece
 from service.buffers.names import BufferName
-from service.buffers.postgres.deltas import Cursor, Delta, Payload, delta_of, payload_of, read_deltas, total
+from service.buffers.postgres.deltas import Delta, Payload, check_complete, delta_of, payload_of, read_deltas, total
+from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.folder import Fold
 from service.buffers.postgres.schema import INLINE_BYTES
 from service.buffers.record import Closed, Key, Known, Record, Spec, spec_of, too_many
 from service.buffers.store import Allocate
 from service.dtypes import Array
 
+FOLD_EVERY_SMALL = 64
+"""Deltas between two folds of a small value: each fold takes as much of the database as twenty adds."""
+
+SMALL_BYTES = 1 << 14
+"""Up to this size a read of 64 deltas takes hardly longer than a read of one."""
+
 FOLD_EVERY = 16
-"""Deltas between two folds of a value: a read of 16 small deltas takes no longer than a read of one."""
+"""The same for values that are neither small nor large."""
 
 FOLD_EVERY_LARGE = 8
 """The same for large values: a read has at most eight times their bytes to add."""
@@ -90,6 +97,8 @@ class Found:
     records: dict[BufferName, Stored | None]
     keys: dict[bytes, Known]
     counts: Counter[str]
+    seqs: dict[int, int]
+    """The `seq` of the last delta of each value that grows."""
 
 
 @dataclass
@@ -126,7 +135,7 @@ class PostgresTransaction:
 
     def __init__(
         self,
-        cursor: Cursor,
+        connection: Connection,
         found: Found,
         done: Changes,
         staged: Mapping[int, int],
@@ -136,7 +145,7 @@ class PostgresTransaction:
         now: float,
         admit_key: Callable[[str], None],
     ) -> None:
-        self._cursor, self._found, self._done, self._staged = cursor, found, done, staged
+        self._connection, self._found, self._done, self._staged = connection, found, done, staged
         self.new_id, self._allocate, self._max_buffers = next_id, allocate, max_buffers
         self.changes, self._now, self._admit_key = Changes(), now, admit_key
 
@@ -224,10 +233,11 @@ class PostgresTransaction:
     def load(self, spec: Spec, value: int | None) -> Array:
         deltas: list[Delta] = []
         if value is not None:
-            deltas = read_deltas(self._cursor, [value])[value]
-            for changes in (self._done, self.changes):
-                deltas += changes.deltas.get(value, ())
-        return total(self._cursor, spec, deltas, self._allocate, {**self._done.blobs, **self.changes.blobs})
+            deltas = read_deltas(self._connection, [value])[value]
+            new = [*self._done.deltas.get(value, ()), *self.changes.deltas.get(value, ())]
+            deltas += new
+            check_complete(value, deltas, new[-1].seq if new else self._found.seqs.get(value))
+        return total(self._connection, spec, deltas, self._allocate, {**self._done.blobs, **self.changes.blobs})
 
     def recall(self, key: Key) -> Known | None:
         digest = digest_of(key)
@@ -245,7 +255,7 @@ class PostgresTransaction:
 def _is_worth_a_fold(spec: Spec, seq: int, has_ended: bool) -> bool:
     """Return whether to fold a value now: often while it grows, and at the end of an epoch that all workers read."""
     if spec.nbytes < LARGE_BYTES:
-        return not has_ended and seq % FOLD_EVERY == 0
+        return not has_ended and seq % (FOLD_EVERY_SMALL if spec.nbytes <= SMALL_BYTES else FOLD_EVERY) == 0
     return seq > 1 and spec.quorum is not None if has_ended else seq % FOLD_EVERY_LARGE == 0
 
 

@@ -9,16 +9,19 @@ from collections.abc import Callable
 import psycopg
 from psycopg import sql
 
-from service.buffers.postgres.connections import Connection, Database
+from service.buffers.postgres.connections import Database
+from service.buffers.postgres.exchange import COMMIT, Connection, Statement, text
 
 QUIET_SECONDS = 0.25
 """Without a notification the watcher asks after this time: a notification can be lost, and poolers pass none on."""
 
-COALESCE_SECONDS = 0.002
-"""The pause between notifications: requests that wait cannot look more often anyway."""
+COALESCE_SECONDS = 0.01
+"""The pause between notifications: each takes as much of the processor as an add, at each server."""
 
 PAUSE_SECONDS = 0.2
 """The pause before a lost connection is opened again."""
+
+_NOTIFY = Statement("select pg_notify($1, '')", text)
 
 
 class Watcher:
@@ -67,21 +70,18 @@ class Watcher:
         seen = _snapshot(connection)
         while not self._closed:
             told = [note for note in connection.notifies(timeout=QUIET_SECONDS, stop_after=1)]
+            if told:
+                self.generation += any(note.pid not in self._own for note in told)
+                continue  # the next quiet time tells whether there was more: a server may die before it notifies
             before, seen = seen, _snapshot(connection)
-            if told and all(note.pid in self._own for note in told):
-                seen = before  # the next quiet time tells whether there was more: another server may die untold
-            elif seen != before:
-                self.generation += 1
+            self.generation += seen != before
 
     def _notify(self, connection: Connection) -> None:
         self._own = {connection.info.backend_pid}
         while not self._closed:
             self._told.wait()
             self._told.clear()
-            with connection.pipeline():
-                self._database.begin(connection, durable=False)
-                connection.execute("select pg_notify(%s, '')", (self._database.schema,))
-                connection.execute("commit")
+            connection.exchange([*self._database.beginning(durable=False), _NOTIFY(self._database.schema), COMMIT()])
             time.sleep(COALESCE_SECONDS)
 
 

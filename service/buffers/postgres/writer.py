@@ -8,24 +8,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
+from concurrent.futures import Future
 
 import numpy as np
 from psycopg.errors import CheckViolation
 
 from service.buffers import failpoints
+from service.buffers.batches import BUFFER_BYTES, Batches
 from service.buffers.changes import Add, Restore
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.postgres.batch import Batch, Job, StagedLostError
-from service.buffers.postgres.connections import Connection, Database, MovedError, retried
+from service.buffers.postgres.connections import Database, MovedError, retried
 from service.buffers.postgres.deltas import Payload, payload_of, write_blobs
+from service.buffers.postgres.exchange import Connection, Statement, bigints, double
 from service.buffers.postgres.folder import Fold
 from service.buffers.postgres.keeper import Keeper
 from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
+from service.buffers.postgres.turns import Turns
 from service.buffers.store import Allocate, Committed, without_traceback
 from service.errors import GradserveError, StoreFailed
+from service.pool import Pool
 
 MOST_IN_BATCH = 256
 """Requests in one transaction: more of them would hold their locks for too long."""
@@ -33,15 +36,26 @@ MOST_IN_BATCH = 256
 MOST_BYTES_IN_BATCH = 64 << 20
 """Bytes after which a transaction takes no more requests: PostgreSQL refuses an array of 1 GB."""
 
+LONG_SECONDS = 0.5
+"""A namespace rests after a transaction that took longer: a commit alone may take long over a network."""
+
+IDLE_SECONDS = 60.0
+"""How long the writer waits for a request at once."""
+
 STAGING_THREADS = 2
 """Threads that stage gradients: two keep the database busy."""
 
 STAGED_SECONDS = 3600.0
 """How long a staged blob that no transaction took is kept."""
 
-_STAGE = """
-    insert into loose select blob, extract(epoch from clock_timestamp()) + %s from unnest(%s::bigint[]) as blob
-"""
+_STAGE = Statement(
+    """
+    insert into loose
+    select blob, extract(epoch from clock_timestamp()) + $1::double precision from unnest($2::bigint[]) as blob
+    """,
+    double,
+    bigints,
+)
 
 
 class Writer:
@@ -60,14 +74,17 @@ class Writer:
         keeper: Keeper,
         max_buffers: int,
         fold: Callable[[Fold], None],
+        turns: Turns,
     ) -> None:
         self._database, self._next_id, self._allocate = database, next_id, allocate
         self._key_seconds, self._clock = key_seconds, clock
         self._committed, self._changed, self._keeper, self._max_buffers = committed, changed, keeper, max_buffers
-        self._fold = fold
+        self._fold, self._turns = fold, turns
         self._connection: Connection | None = None
-        self._stagers = ThreadPoolExecutor(STAGING_THREADS, thread_name_prefix="gradserve-staging")
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._stagers = Pool(STAGING_THREADS)
+        self._batches: Batches[Job] = Batches(
+            _work_of, most=MOST_IN_BATCH, most_bytes=MOST_BYTES_IN_BATCH, long_seconds=LONG_SECONDS
+        )
         self._closed, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
         self._thread.start()
@@ -75,23 +92,33 @@ class Writer:
     def submit(self, request: Request, namespace: str) -> Future[Outcome]:
         """Put the request of a namespace into the queue. The future has its result once the request is durable."""
         job = Job(request, namespace)
+        payloads = _large(job)
+        if not payloads:
+            self._put(job)
+            return job.done
         with self._lock:
             if self._closed:
-                job.done.set_exception(StoreFailed("The store is closed"))
-            elif payloads := _large(job):
-                self._stagers.submit(self._stage_and_queue, job, payloads)
+                _refuse(job)
             else:
-                self._queue.put(job)
+                staging = self._stagers.submit(lambda: self._stage_and_queue(job, payloads), namespace)
+                staging.add_done_callback(lambda _: _refuse(job) if staging.cancelled() else None)
         return job.done
 
+    def _put(self, job: Job) -> None:
+        if not self._batches.put(job):
+            _refuse(job)
+
     def close(self) -> bool:
-        """Finish what was submitted, and end the threads. Return False if this was done before."""
+        """Finish what was submitted, and end the threads. Return False if this was done before.
+
+        Requests whose gradients still wait for a thread are refused.
+        """
         with self._lock:
             if self._closed:
                 return False
             self._closed = True
-        self._stagers.shutdown()
-        self._queue.put(None)
+        self._stagers.close()
+        self._batches.close()
         self._thread.join()
         return True
 
@@ -103,7 +130,7 @@ class Writer:
         except Exception as error:
             job.done.set_exception(without_traceback(error))
         else:
-            self._queue.put(job)
+            self._put(job)
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -111,34 +138,25 @@ class Writer:
     def _stage(self, job: Job, payloads: dict[int, Payload]) -> None:
         """Write the gradients, without waiting for the disk: the commit that admits them waits for it."""
         blobs = {key: self._next_id() for key in payloads}
-        with self._database.transaction(durable=False) as connection, connection.cursor() as cursor:
-            cursor.execute(_STAGE, (STAGED_SECONDS, [*blobs.values()]))
-            write_blobs(cursor, [(blobs[key], payload) for key, payload in payloads.items()])
+        with self._database.transaction(durable=False) as connection:
+            connection.exchange([_STAGE(STAGED_SECONDS, [*blobs.values()])])
+            write_blobs(connection, [(blobs[key], payload) for key, payload in payloads.items()], self._turns)
         job.staged = blobs
         failpoints.hit("staged")
 
     # ----- the writer thread -----
 
     def _run(self) -> None:
-        taken: list[Job | None] = []
         with np.errstate(all="ignore"):
-            while None not in taken:
-                taken = self._take()
-                jobs = [job for job in taken if job is not None and job.done.set_running_or_notify_cancel()]
-                if jobs:
+            while (batch := self._batches.take(IDLE_SECONDS)) is not None:
+                began = time.monotonic()
+                if jobs := [job for job in batch if job.done.set_running_or_notify_cancel()]:
                     self._make(jobs)
+                    self._batches.charge(time.monotonic() - began)
+                    if not all(job.staged for job in jobs):
+                        self._turns.tell()
         if self._connection is not None:
             self._connection.close()
-
-    def _take(self) -> list[Job | None]:
-        """Wait for a job, and return all that wait, as far as a transaction may have them."""
-        taken, size = [self._queue.get()], 0
-        while self._queue.qsize() and len(taken) < MOST_IN_BATCH and taken[-1] is not None:
-            size += taken[-1].unstaged_bytes
-            if size > MOST_BYTES_IN_BATCH:
-                break
-            taken.append(self._queue.get())
-        return taken
 
     def _make(self, jobs: list[Job]) -> None:
         """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""
@@ -201,8 +219,7 @@ class Writer:
             batch.answers = [self._perform(connection, batch, job, found, changes) for job in batch.jobs]
             failpoints.hit("made")
             if changes.blobs:
-                with connection.cursor() as cursor:
-                    write_blobs(cursor, changes.blobs.items())
+                write_blobs(connection, changes.blobs.items())
             connection.is_unsure = False
             has_changed = batch.write(connection, changes, found)
             for fold in changes.folds:
@@ -220,26 +237,34 @@ class Writer:
     def _perform(
         self, connection: Connection, batch: Batch, job: Job, found: Found, done: Changes
     ) -> Outcome | GradserveError:
-        with connection.cursor() as cursor:
-            txn = PostgresTransaction(
-                cursor,
-                found,
-                done,
-                job.staged,
-                self._next_id,
-                self._allocate,
-                self._max_buffers,
-                batch.now,
-                self._keeper.check_keys,
-            )
-            try:
-                outcome = perform(txn, job.request, job.namespace, batch.now)
-                self._keeper.check_room(job.request, outcome)
-            except GradserveError as error:
-                return without_traceback(error)
+        txn = PostgresTransaction(
+            connection,
+            found,
+            done,
+            job.staged,
+            self._next_id,
+            self._allocate,
+            self._max_buffers,
+            batch.now,
+            self._keeper.check_keys,
+        )
+        try:
+            outcome = perform(txn, job.request, job.namespace, batch.now)
+            self._keeper.check_room(job.request, outcome)
+        except GradserveError as error:
+            return without_traceback(error)
         done.merge(txn.changes)
         batch.replayed |= outcome.replayed
         return outcome
+
+
+def _refuse(job: Job) -> None:
+    job.done.set_exception(StoreFailed("The store is closed"))
+
+
+def _work_of(job: Job) -> int:
+    """Return the work of a request in the transaction, as bytes: those that it writes there, and for each buffer."""
+    return job.unstaged_bytes + BUFFER_BYTES * (1 + len(job.request.changes))
 
 
 def _large(job: Job) -> dict[int, Payload]:

@@ -1,0 +1,85 @@
+"""Exchanges with a PostgreSQL database, and the turns of small and large requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+from psycopg import errors
+
+from service.buffers.changes import Add
+from service.buffers.perform import Outcome, Request
+from service.buffers.postgres import PostgresStore, turns
+from service.buffers.postgres.connections import Database
+from service.buffers.postgres.exchange import COMMIT, Connection, Statement, bigint, bigints, byteas, double, texts
+from tests.buffers.calls import PATIENCE, add, create, ones, value
+from tests.buffers.postgres import Schema
+
+DIVIDE = Statement("select 1 / $1::bigint", bigint)
+HALVE = Statement("select $1::double precision / 2", double)
+ARRAYS = Statement("select $1::text[], $2::bigint[], $3::bytea[]", texts, bigints, byteas)
+
+
+@pytest.fixture
+def connection(postgres_url: str) -> Iterator[Connection]:
+    with Database(postgres_url, "public", replicated=False).connect() as connection:
+        yield connection
+
+
+@pytest.fixture
+def store(postgres_url: str) -> Iterator[PostgresStore]:
+    schema = Schema(postgres_url)
+    yield schema.open()
+    schema.close()
+
+
+@pytest.mark.parametrize("prepares", [True, False])
+def test_an_exchange_returns_the_rows_of_each_statement(connection: Connection, prepares: bool) -> None:
+    if not prepares:
+        connection.prepared = None
+    for _ in range(2):
+        rows = connection.exchange([Statement("begin")(), DIVIDE(1), None, HALVE(3.0), HALVE(None), COMMIT()])
+        assert rows == [[], [(1,)], [], [(1.5,)], [(None,)], []]
+    strange = ["", "ü, \"'{}\\", "NULL"], [-(1 << 63), None, 7], [b"", None, bytes(range(256)) * 300]
+    assert connection.exchange([ARRAYS(*strange), ARRAYS([], [], [])]) == [[strange], [([], [], [])]]
+
+
+def test_a_statement_that_fails_leaves_the_connection_usable(connection: Connection) -> None:
+    """The database does not prepare what comes after the failure."""
+    for _ in range(2):
+        with pytest.raises(errors.DivisionByZero):
+            connection.exchange([Statement("begin")(), DIVIDE(0), HALVE(1.0), COMMIT()])
+        connection.execute("rollback")
+        assert connection.exchange([HALVE(1.0), DIVIDE(1)]) == [[(0.5,)], [(1,)]]
+
+
+def test_an_ended_backend_fails_the_exchange(connection: Connection) -> None:
+    end = Statement("select pg_terminate_backend(pg_backend_pid()), $1::bigint", bigint)
+    with pytest.raises((errors.AdminShutdown, errors.OperationalError)):
+        connection.exchange([end(1), HALVE(1.0)])
+
+
+def test_a_large_gradient_waits_for_small_requests_at_each_turn(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", PATIENCE)
+    monkeypatch.setattr(turns, "RECENT_SECONDS", PATIENCE)
+    size = 4 * turns.TURN_BYTES // 4
+    create(store, "small")
+    create(store, "large", shape=(size,))
+    add(store, "small", 1.0)
+    large: Future[Outcome] = store.submit(Request([Add(name="large", gradient=ones(size))]))
+    count = 1
+    while not large.done():
+        count = add(store, "small", 1.0)["count"]
+    assert count > 4
+    assert large.result().receipts["large"]["count"] == 1
+    assert (value(store, "large") == 1).all()
+
+
+def test_a_large_gradient_alone_waits_for_nobody(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr(turns, "RECENT_SECONDS", 0.0)
+    create(store, "large", shape=(turns.TURN_BYTES,))
+    assert add(store, "large", ones(turns.TURN_BYTES))["count"] == 1
