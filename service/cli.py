@@ -19,7 +19,7 @@ from service.api.server import run
 from service.buffers import doctor, transfer
 from service.buffers.forget import age, forget
 from service.buffers.readonly import WRONG
-from service.buffers.url import check_url, is_postgres
+from service.buffers.url import check_url, is_postgres, without_password
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
 from service.keys import MAX_TIME_SECONDS, SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
@@ -181,7 +181,9 @@ def _ops() -> int:
 
 def _settings(settings: Settings) -> int:
     for name, field in Settings.model_fields.items():
-        print(f"GRADSERVE_{name.upper()}={getattr(settings, name)}\n    {field.description}")
+        value = getattr(settings, name)
+        print(f"GRADSERVE_{name.upper()}={without_password(value) if name == 'store' else value}")
+        print(f"    {field.description}")
     return 0
 
 

@@ -36,6 +36,14 @@ def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str], monkey
         assert field.description in printed
 
 
+def test_settings_hides_the_password_of_the_database(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADSERVE_STORE", "postgresql://ann:s3cret@db/g")
+    assert main(["settings"]) == 0
+    assert "GRADSERVE_STORE=postgresql://ann:***@db/g\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ from service.errors import StoreFailed, shown
 SCHEMES = ("postgresql", "postgres")
 """The schemes of libpq's URLs."""
 
+_PASSWORD = re.compile(r"(?<=://)([^:@/?#]*:)[^/?#]*(?=@)|((?:^|[?&])(?:ssl)?password=)[^&]*")
+"""A password in a URL, behind what stays."""
+
 
 def is_postgres(url: str) -> bool:
     """Return whether the URL is that of a PostgreSQL database."""
@@ -30,6 +34,11 @@ def check_url(url: str) -> None:
         path_of(url)
 
 
+def without_password(url: str) -> str:
+    """Return the URL as people may see it."""
+    return _PASSWORD.sub(lambda found: f"{found[1] or found[2]}***", url)
+
+
 def path_of(url: str) -> Path | None:
     """Return the directory of an LMDB store; None for a store in memory. Raises `StoreFailed` for another URL."""
     kind, _, place = url.partition(":")
@@ -37,7 +46,8 @@ def path_of(url: str) -> Path | None:
         return Path(place)
     if url == "memory:":
         return None
-    raise StoreFailed(f"GRADSERVE_STORE is {shown(url)}, but must be lmdb:PATH, postgresql://HOST/DATABASE or memory:")
+    found = shown(without_password(url))
+    raise StoreFailed(f"GRADSERVE_STORE is {found}, but must be lmdb:PATH, postgresql://HOST/DATABASE or memory:")
 
 
 def opened_readonly(url: str, *, max_bytes: int, schema: str = "gradserve") -> AbstractContextManager[ReadOnlyStore]:
