@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "keys": {"errors", *DISK},
     "kernels": BOTTOM,
     "codecs": BOTTOM,
-    "buffers": {"codecs", "kernels", "fair_queue", "keys", *DISK, *BOTTOM},
+    "buffers": {"codecs", "kernels", "fair_queue", "pool", "keys", *DISK, *BOTTOM},
     "engine": {"kernels", "arena", "pool", *BOTTOM},
     "preflight": {"keys", "settings", "files", "errors"},
     "api.http": {"buffers", "engine", "codecs", "settings", "keys", *BOTTOM},

@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import lmdb
 import numpy as np
 
 from service.buffers import failpoints
-from service.buffers.lmdb.batches import Batches, Job
+from service.buffers.batches import BUFFER_BYTES, MOST_SHARED_BYTES, Batches
 from service.buffers.lmdb.caches import NOBODY, WriterState
 from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
 from service.buffers.lmdb.format import MARK_BYTES, WRITER, microseconds
 from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
 from service.buffers.lmdb.transaction import MOST_EXPIRED, LmdbTransaction
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.room import UNLIMITED, room_for
 from service.buffers.store import Committed, without_traceback
@@ -31,17 +33,31 @@ from service.errors import GradserveError, StoreFailed, StoreFull
 
 logger = logging.getLogger(__name__)
 
+MOST_IN_BATCH = 1024
+"""Requests in a transaction, at most."""
+
 LARGE_BATCH = 4
 """After this many requests in one transaction as many are likely to come again, and the writer waits for them."""
 
 GATHER_SECONDS = 0.0003
 """How long the writer waits for them: without this half of them come too late for the next sync."""
 
+LONG_SECONDS = 0.02
+"""A namespace rests after a transaction that took longer."""
+
 IDLE_SECONDS = 1.0
 """How long the writer waits for a request before it looks for what has expired."""
 
 EXPIRED_BY_TRY = (500, 20, 1)
 """Expired keys that a transaction deletes. A full store has room for few: LMDB copies every page that it changes."""
+
+
+class Job(NamedTuple):
+    """A request of a namespace, and the future of its outcome."""
+
+    request: Request
+    namespace: str
+    done: Future[Outcome]
 
 
 class _UndoneError(Exception):
@@ -65,7 +81,7 @@ class Writer:
     ) -> None:
         self._env, self._state = env, state
         self._key_seconds, self._clock, self._committed = key_seconds, clock, committed
-        self._batches = Batches(state.records)
+        self._batches: Batches[Job] = Batches(self._work_of, most=MOST_IN_BATCH, long_seconds=LONG_SECONDS)
         self._next_check = 0.0
         self._room_made = NOBODY  # the mark of the transaction that made room last
         self._given_back = 0  # bytes that `values` took after free slots were given back last
@@ -85,6 +101,17 @@ class Writer:
             return False
         self._thread.join()
         return True
+
+    def _work_of(self, job: Job) -> int:
+        """Return the work of a request as bytes: of its buffers, as far as they are remembered, and for each buffer."""
+        changes = job.request.changes
+        work = BUFFER_BYTES * (1 + len(changes))
+        for change in changes:
+            if work > MOST_SHARED_BYTES:
+                break
+            record = self._state.records.get(BufferName(job.namespace, change.name))
+            work += 0 if record is None else record.spec.nbytes
+        return work
 
     def oldest_key(self) -> int:
         """Return the time in microseconds up to which keys have expired."""

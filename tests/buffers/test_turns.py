@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from typing import NamedTuple
 
 import pytest
 
+from service.buffers import batches
+from service.buffers.batches import Batches
 from service.buffers.changes import Add, Change, Take
-from service.buffers.lmdb import batches
-from service.buffers.lmdb.batches import Batches, Job
-from service.buffers.lmdb.caches import RecordCache
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.perform import Request
 from tests.buffers.calls import LARGE, PATIENCE, Gate, create, do, key, ones
@@ -67,34 +66,49 @@ def test_large_requests_of_one_namespace_share_a_transaction(
     assert store.generation() - before <= 2
 
 
-def job(namespace: str) -> Job:
-    return Job(Request([]), namespace, Future())
+class Job(NamedTuple):
+    """What waits in these tests."""
+
+    namespace: str
+    work: int = 1
+
+
+def batches_of_jobs(most_bytes: int | None = None) -> Batches[Job]:
+    return Batches(lambda job: job.work, most=3, long_seconds=1.0, most_bytes=most_bytes)
 
 
 def test_a_namespace_rests_after_a_long_transaction_while_others_are_present() -> None:
-    queue = Batches(RecordCache())
+    queue = batches_of_jobs()
     for namespace in ("long", "other", "long", "other"):
-        queue.put(job(namespace))
+        queue.put(Job(namespace))
         (taken,) = queue.take(0) or []
         assert taken.namespace == namespace
         queue.charge(0.0)
-    queue.put(job("long"))
+    queue.put(Job("long"))
     assert queue.take(0)
     queue.charge(100.0)
-    queue.put(job("long"))
+    queue.put(Job("long"))
     assert queue.take(0.01) == []
-    queue.put(job("other"))
+    queue.put(Job("other"))
     assert [one.namespace for one in queue.take(0) or []] == ["other"]
     queue.charge(0.0)
     queue.close()  # what waits is finished without a rest
     assert [one.namespace for one in queue.take(0) or []] == ["long"]
     assert queue.take(0) is None
-    assert not queue.put(job("other"))
+    assert not queue.put(Job("other"))
 
 
 def test_a_namespace_alone_does_not_rest() -> None:
-    queue = Batches(RecordCache())
+    queue = batches_of_jobs()
     for _ in range(3):
-        queue.put(job("long"))
+        queue.put(Job("long"))
         assert queue.take(0)
         queue.charge(100.0)
+
+
+def test_a_transaction_has_no_more_requests_and_bytes_than_it_may() -> None:
+    queue = batches_of_jobs(most_bytes=10)
+    for work in (4, 6, 1, 50, 1, 1, 1, 1):
+        queue.put(Job("one", work))
+    taken = [[job.work for job in queue.take(0) or []] for _ in range(4)]
+    assert taken == [[4, 6], [1], [50], [1, 1, 1]]

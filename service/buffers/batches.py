@@ -1,4 +1,4 @@
-"""The requests that wait for the writer thread, and the choice of those that share the next transaction.
+"""The requests that wait for a writer thread, and the choice of those that share the next transaction.
 
 While several namespaces send requests, they have their turns, a transaction is small, and a namespace rests after a
 transaction that took long. Then a small request of the others waits for little more than one large request.
@@ -9,17 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
-from concurrent.futures import Future
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Generic, Protocol, TypeVar
 
-from service.buffers.lmdb.caches import RecordCache
-from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Request
 from service.fair_queue import FairQueue
-
-MOST_IN_BATCH = 1024
-"""Requests in a transaction, at most."""
 
 MOST_SHARED_BYTES = 1 << 22
 """The work of a transaction while several namespaces send requests: about 5 ms, as long as a slow sync."""
@@ -27,27 +20,32 @@ MOST_SHARED_BYTES = 1 << 22
 BUFFER_BYTES = 1 << 15
 """The bytes that are written in the time that it takes to find a buffer and to store its record."""
 
-LONG_SECONDS = 0.02
-"""A namespace rests after a transaction that took longer."""
-
 REST_FACTOR = 4
 """It rests four times as long: a request of the others seldom meets its next one."""
 
 
-class Job(NamedTuple):
-    """A request of a namespace, and the future of its outcome."""
+class Job(Protocol):
+    """A request of a namespace."""
 
-    request: Request
-    namespace: str
-    done: Future[Outcome]
+    @property
+    def namespace(self) -> str: ...
 
 
-class Batches:
-    """The requests that wait. Any thread may add one; only the writer thread, which fills `records`, takes them."""
+J = TypeVar("J", bound=Job)
 
-    def __init__(self, records: RecordCache) -> None:
-        self._records = records
-        self._queue: FairQueue[Job] = FairQueue()
+
+class Batches(Generic[J]):
+    """The requests that wait. Any thread may add one; only the writer thread takes them.
+
+    A transaction has `most` requests at most. `work_of` returns the work of a request as bytes. A namespace alone may
+    fill a transaction with `most_bytes` of them. It rests after a transaction of more than `long_seconds`.
+    """
+
+    def __init__(
+        self, work_of: Callable[[J], int], *, most: int, long_seconds: float, most_bytes: int | None = None
+    ) -> None:
+        self._work_of, self._most, self._most_bytes, self._long_seconds = work_of, most, most_bytes, long_seconds
+        self._queue: FairQueue[J] = FairQueue()
         self._rests: dict[str, float] = {}  # when the rests of namespaces end
         self._work: Counter[str] = Counter()  # of the last batch, by namespace
         self._closed, self._changed = False, threading.Condition()
@@ -57,7 +55,7 @@ class Batches:
         """Whether no request waits, and more may come."""
         return not (self._queue or self._closed)
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: J) -> bool:
         """Add a request. Return False if the store is closed."""
         with self._changed:
             if not self._closed:
@@ -72,7 +70,7 @@ class Batches:
             self._changed.notify()
         return was_open
 
-    def take(self, patience: float) -> list[Job] | None:
+    def take(self, patience: float) -> list[J] | None:
         """Return the next batch, none if no request comes within `patience` seconds, None at the end after `close`."""
         with self._changed:
             if not self._closed and self._queue.first(self._resting()) is None:
@@ -81,13 +79,14 @@ class Batches:
             batch = self._batch()
             return None if self._closed and not batch else batch
 
-    def _batch(self) -> list[Job]:
+    def _batch(self) -> list[J]:
         """Take all requests, or, in turns of several namespaces, up to `MOST_SHARED_BYTES` of work."""
-        batch: list[Job] = []
-        self._work, left = Counter(), MOST_SHARED_BYTES
+        batch: list[J] = []
         resting, shared = self._resting(), self._queue.is_shared()
-        while len(batch) < MOST_IN_BATCH:
-            if shared and (first := self._queue.first(resting)) is not None:
+        most_bytes = MOST_SHARED_BYTES if shared else self._most_bytes
+        self._work, left = Counter(), most_bytes or 0
+        while len(batch) < self._most:
+            if most_bytes is not None and (first := self._queue.first(resting)) is not None:
                 work = self._work_of(first)
                 left -= work
                 if batch and left < 0:
@@ -97,20 +96,9 @@ class Batches:
             if job is None:
                 break
             batch.append(job)
-        if batch and not shared:
+        if batch and not self._work:
             self._work[batch[0].namespace] = 1
         return batch
-
-    def _work_of(self, job: Job) -> int:
-        """Return the work of a request as bytes: of its buffers, as far as they are remembered, and for each buffer."""
-        changes = job.request.changes
-        work = BUFFER_BYTES * (1 + len(changes))
-        for change in changes:
-            if work > MOST_SHARED_BYTES:
-                break
-            record = self._records.get(BufferName(job.namespace, change.name))
-            work += 0 if record is None else record.spec.nbytes
-        return work
 
     def _resting(self) -> Collection[str]:
         """Return the namespaces that rest: none if one is alone, or if all requests must be finished."""
@@ -125,5 +113,5 @@ class Batches:
             for namespace, part in self._work.items():
                 taken = seconds * part / total
                 self._queue.charge(namespace, taken)
-                if taken > LONG_SECONDS:
+                if taken > self._long_seconds:
                     self._rests[namespace] = now + REST_FACTOR * taken
