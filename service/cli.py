@@ -19,7 +19,7 @@ from service.api.server import run
 from service.buffers import doctor, transfer
 from service.buffers.forget import age, forget
 from service.buffers.readonly import WRONG
-from service.buffers.url import check_url, is_postgres, without_password
+from service.buffers.url import check_url, without_password
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
 from service.keys import MAX_TIME_SECONDS, SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
@@ -221,9 +221,8 @@ def _import(settings: Settings, path: Path | None) -> int:
 
 
 def _forget(settings: Settings, seconds: float, namespace: str | None) -> int:
-    if is_postgres(store := _store(settings)):
-        raise UsageError(f"In PostgreSQL, delete rows of {settings.postgres_schema}.keys by their time, at")
-    print(f"{forget(Path(store.removeprefix('lmdb:')), settings.store_bytes, seconds, namespace)} keys")
+    store, size, schema = _store(settings), settings.store_bytes, settings.postgres_schema
+    print(f"{forget(store, seconds, namespace, max_bytes=size, schema=schema)} keys")
     _complain("a request that is repeated with one of these keys is made again: an add counts twice")
     return 0
 

@@ -53,7 +53,7 @@ def path_of(url: str) -> Path | None:
 def opened_readonly(url: str, *, max_bytes: int, schema: str = "gradserve") -> AbstractContextManager[ReadOnlyStore]:
     """Open the store at `url` to read it. Servers may use it. Raises `StoreFailed`, for a store in memory too."""
     if is_postgres(url):
-        with _installed():
+        with installed():
             from service.buffers.postgres import opened_readonly as opened
         return opened(url, schema)
     path = path_of(url)
@@ -75,7 +75,7 @@ def open_store(
 ) -> Store:
     """Open or create the store at `url`. `schema` and `replicated` are for PostgreSQL. Raises `StoreFailed`."""
     if is_postgres(url):
-        with _installed():
+        with installed():
             from service.buffers.postgres import PostgresStore
         return PostgresStore(
             url,
@@ -107,7 +107,7 @@ def open_store(
 
 
 @contextmanager
-def _installed() -> Iterator[None]:
+def installed() -> Iterator[None]:
     """Raise `StoreFailed` if a package is missing that a PostgreSQL store needs."""
     try:
         yield

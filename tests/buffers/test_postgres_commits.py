@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from service.buffers import failpoints
-from service.buffers.changes import Add
+from service.buffers.changes import Add, Zero
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres import PostgresStore, batch, connections, exchange, keeper, store, writer
+from service.buffers.postgres import PostgresStore, batch, connections, exchange, forget, keeper, store, writer
 from service.buffers.postgres.batch import Job
 from service.errors import StoreFailed
 from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, ones, value
@@ -227,6 +227,29 @@ def test_keys_go_with_their_partitions(schema: Schema, monkeypatch: pytest.Monke
         assert store.recall(key(f"{day}")) is None
     until(lambda: schema.ask(partitions)[0][0] <= 6, "no partition is dropped")
     assert store.record("w").count == 4
+
+
+def test_keys_are_forgotten_by_age_and_namespace(schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    monkeypatch.setattr(forget, "MOST_AT_ONCE", 2)
+    clock.now = time.time() - 550
+    store = schema.open(clock=clock)
+    create(store, "w")
+    for text in "abcdef":
+        for caller in ("", "ann"):
+            do(store, Zero(name="w"), key=key(text, caller=caller))
+        clock.advance(100)
+
+    def left(seconds: float, namespace: str | None) -> tuple[int, str, str]:
+        count = forget.forget(schema.url, schema.name, seconds, namespace)
+        kept = ["".join(text for text in "abcdef" if store.recall(key(text, caller=who))) for who in ("", "ann")]
+        return count, kept[0], kept[1]
+
+    assert left(700, None) == (0, "abcdef", "abcdef")
+    assert left(500, "ann") == (1, "abcdef", "bcdef")
+    assert left(300, None) == (5, "def", "def")
+    assert left(0, "") == (3, "", "def")
+    assert do(store, Zero(name="w"), key=key("d", caller="")).replayed is False
+    assert do(store, Zero(name="w"), key=key("d", caller="ann")).replayed is True
 
 
 def test_an_add_does_not_wait_for_partitions_of_later(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:

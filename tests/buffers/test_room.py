@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.forget import forget
 from service.buffers.lmdb import LmdbStore
+from service.buffers.lmdb.forget import forget
 from service.buffers.lmdb.format import KEYS, USE, WRITER
 from service.buffers.perform import Request
 from service.buffers.store import Store
@@ -219,8 +219,8 @@ def remembered(store: LmdbStore, texts: str, caller: str) -> str:
 def test_keys_are_forgotten_by_age_and_namespace(
     opened: Callable[[], LmdbStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.buffers.forget.clock_of", lambda env: clock)
-    monkeypatch.setattr("service.buffers.forget.MOST_BY_TRY", (2,))
+    monkeypatch.setattr("service.buffers.lmdb.forget.clock_of", lambda env: clock)
+    monkeypatch.setattr("service.buffers.lmdb.forget.MOST_BY_TRY", (2,))
     store = opened()
     create(store, *NAMES)
     made = {}
@@ -253,7 +253,7 @@ def test_keys_are_forgotten_by_age_and_namespace(
 def test_a_full_store_has_room_once_keys_are_forgotten(
     opened: Callable[[], LmdbStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.buffers.forget.clock_of", lambda env: clock)
+    monkeypatch.setattr("service.buffers.lmdb.forget.clock_of", lambda env: clock)
     store = opened()
     create(store, *NAMES)
     while type(fails(store, ADDING_NOTHING["zero"], caller=f"ann{next(_numbers)}")) is KeysFull:
