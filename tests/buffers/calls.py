@@ -140,22 +140,23 @@ def wrong(path: Path) -> list[str]:
 class Gate:
     """A gate that holds the writer before a commit: requests submitted meanwhile share one batch."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, point: str = "before commit") -> None:
+        self._point = point
         self._wanted, self._held, self._opened = False, threading.Event(), threading.Event()
         monkeypatch.setattr(failpoints, "action", self._hold)
 
     def _hold(self, point: str) -> None:
-        if point == "before commit" and self._wanted:
+        if point == self._point and self._wanted:
             self._wanted = False
             self._held.set()
             self._opened.wait(PATIENCE)
 
-    def together(self, store: LmdbStore, requests: Sequence[Request]) -> list[Future[Outcome]]:
+    def together(self, store: Store, requests: Sequence[Request]) -> list[Future[Outcome]]:
         with self.holding(store):
             return [store.submit(request) for request in requests]
 
     @contextmanager
-    def holding(self, store: LmdbStore) -> Iterator[None]:
+    def holding(self, store: Store) -> Iterator[None]:
         """Hold the writer until the context is left: what is submitted inside waits together."""
         self._held.clear()
         self._opened.clear()

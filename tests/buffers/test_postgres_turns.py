@@ -8,12 +8,13 @@ from concurrent.futures import Future
 import pytest
 from psycopg import errors
 
+from service.buffers import batches
 from service.buffers.changes import Add
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore, turns
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import COMMIT, Connection, Statement, bigint, bigints, byteas, double, texts
-from tests.buffers.calls import PATIENCE, add, create, ones, value
+from tests.buffers.calls import PATIENCE, Gate, add, create, ones, value
 from tests.buffers.postgres import Schema
 
 DIVIDE = Statement("select 1 / $1::bigint", bigint)
@@ -83,3 +84,25 @@ def test_a_large_gradient_alone_waits_for_nobody(store: PostgresStore, monkeypat
     monkeypatch.setattr(turns, "RECENT_SECONDS", 0.0)
     create(store, "large", shape=(turns.TURN_BYTES,))
     assert add(store, "large", ones(turns.TURN_BYTES))["count"] == 1
+
+
+@pytest.mark.parametrize("size", [2, 40_000])
+def test_a_small_add_waits_for_one_large_request_of_another_namespace(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The large requests name many buffers, or their gradients are staged."""
+    monkeypatch.setattr(batches, "MOST_SHARED_BYTES", 1 << 18)
+    gate, order = Gate(monkeypatch, "made"), list[int]()
+    one, other = store.within("one"), store.within("other")
+    names = [f"b{number}" for number in range(20)]
+    create(one, *names, shape=(size,))
+    create(other, "w", shape=(size,))
+    with gate.holding(store):
+        futures = [one.submit(Request([Add(name=name, gradient=ones(size)) for name in names])) for _ in range(10)]
+        futures.append(other.submit(Request([Add(name="w", gradient=ones(size))])))
+        for number, future in enumerate(futures):
+            future.add_done_callback(lambda _, number=number: order.append(number))  # type: ignore[misc]
+    for future in futures:
+        future.result(PATIENCE)
+    assert order.index(10) <= 3
+    assert value(one, "b7")[0] == 10
