@@ -147,7 +147,7 @@ class Add(Change):
         if not self.do_update:
             return record.receipt(updated=False), txn.load(record.spec, record.value) if self.want_value else None
         try:
-            value = txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
+            value = self._sum(txn, record)
         except NonfiniteGradient as error:
             error.context["tensor"] = self.tensor
             raise
@@ -164,6 +164,15 @@ class Add(Change):
             return record.receipt(updated=True, of=closed), loaded
         txn.put(record)
         return record.receipt(updated=True), loaded
+
+    def _sum(self, txn: Transaction, record: Record) -> int | None:
+        """Return the id of the sum with the gradient. Nothing of a gradient counts whose weight is 0, not even NaN."""
+        if self.weight:
+            return txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
+        if not self.overwrite:
+            return record.value
+        txn.free(record.value)
+        return None
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
         if not self.want_value:

@@ -252,6 +252,17 @@ def test_a_nonfinite_output_is_refused(http: httpx.Client) -> None:
     assert metadata(http, name)["version"] == 0
 
 
+@pytest.mark.parametrize("nonfinite", ["allow", "reject"])
+def test_nothing_of_an_output_of_weight_0_counts(http: httpx.Client, nonfinite: str) -> None:
+    name = create(http, nonfinite=nonfinite)
+    add(http, name, [1, 2])
+    body = {"shape": [2], "indices": [1], "grad": ["Infinity"]}
+    assert ok(run(http, "GatherGrad", body, into=f"output:{name}", weight=0))["output"]["count"] == 2
+    body = {"dY": ["NaN", 1], "X": [1, 1]}
+    assert ok(run(http, "ReluGrad", body, into=f"dX:{name}", weight=0))["dX"]["count"] == 3
+    assert (value(http, name), metadata(http, name)["weight"]) == ([1, 2], 1.0)
+
+
 def test_mistakes_in_into_are_named(http: httpx.Client) -> None:
     name = create(http)
     for wrong in ("dX", "dX:", f"dY:{name}", f":{name}", ""):

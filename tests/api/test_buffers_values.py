@@ -288,6 +288,21 @@ def test_a_nonfinite_gradient_is_added_or_refused_by_the_buffers_rule(http: http
     assert state(http, rejects) == before
 
 
+@pytest.mark.parametrize("nonfinite", ["allow", "reject"])
+def test_nothing_of_a_gradient_of_weight_0_counts(http: httpx.Client, nonfinite: str) -> None:
+    one, other = create(http, nonfinite=nonfinite), create(http, nonfinite=nonfinite)
+    for name in (one, other):
+        add(http, name, [1, 2])
+    receipt = ok(add(http, one, ["NaN", "Infinity"], weight=0, **{"return": "value"}))
+    assert (receipt["updated"], receipt["count"], receipt["weight"]) == (True, 2, 1.0)
+    assert receipt["value"]["data"] == [1, 2]
+    body = {one: "NaN", other: ["-Infinity", 0]}
+    receipts = ok(http.post("/v1/buffers/accumulate", json=body, params={"weight": 0}))["buffers"]
+    assert [(receipts[name]["count"], value(http, name)) for name in (one, other)] == [(3, [1, 2]), (2, [1, 2])]
+    receipt = ok(add(http, one, ["NaN", 0], weight=0, overwrite=True))
+    assert (receipt["count"], receipt["weight"], value(http, one)) == (1, 0.0, [0, 0])
+
+
 def test_a_sum_that_overflows_is_not_finite(http: httpx.Client) -> None:
     name = create(http, nonfinite="reject", dtype="float16")
     add(http, name, [40_000, 0])

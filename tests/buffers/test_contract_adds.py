@@ -51,7 +51,7 @@ def test_an_add_equals_in_place_accumulator(store: Store, dtype: Any, gradient_d
 
 
 @every_pair
-@pytest.mark.parametrize("weight", [0.0, 0.3, -2.5, 1e-9])
+@pytest.mark.parametrize("weight", [0.3, -2.5, 1e-9])
 def test_the_weight_multiplies_in_the_dtype_of_the_sum(
     store: Store, dtype: Any, gradient_dtype: Any, weight: float
 ) -> None:
@@ -144,6 +144,43 @@ def test_an_add_without_update_changes_nothing(store: Store, clock: Clock) -> No
     }
     assert outcome.values["a"].tolist() == [0.5, 1.0]
     assert state(store) == before
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("nonfinite", ["allow", "reject"])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_nothing_of_a_gradient_of_weight_0_counts(store: Store, size: int, nonfinite: str, dtype: Any) -> None:
+    names = ["dense", "broadcast", "sparse"]
+    create(store, *names, shape=(size, 1), dtype=str(dtype), nonfinite=nonfinite)
+    bad = np.full((size, 1), NAN, np.float32)
+    bad[0] = INF
+    rows = GatheredRows(np.array([size, 1]), np.array([1]), np.full((1, 1), NAN, np.float32))
+    gradients: dict[str, Any] = {"dense": bad, "broadcast": np.array(INF, np.float16), "sparse": rows}
+    for overwrite in (False, True):
+        for name in names:
+            add(store, name, np.array(-0.0), overwrite=True)
+            add(store, name, ones(1), weight=2.0)
+        old = value(store, "dense")
+        adds = [Add(name=name, gradient=gradients[name], weight=0.0, overwrite=overwrite) for name in names]
+        receipts = do(store, *adds).receipts
+        for name in names:
+            assert_same_bits(value(store, name), np.zeros_like(old) if overwrite else old)
+            assert (receipts[name]["count"], receipts[name]["weight"]) == ((1, 0.0) if overwrite else (3, 3.0))
+        assert add(store, "dense", ones(1))["count"] == (2 if overwrite else 4)
+        assert (value(store, "dense") == (1 if overwrite else old + ones(1))).all()
+
+
+def test_a_gradient_of_weight_0_completes_the_quorum(store: Store) -> None:
+    create(store, "a", quorum=2)
+    add(store, "a", [1, 2])
+    receipt = add(store, "a", [NAN, INF], weight=0.0)
+    assert (receipt["closed"], receipt["count"], receipt["weight"]) == (True, 2, 1.0)
+    assert value(store, "a", 0).tolist() == [1, 2]
+
+
+def test_a_gradient_of_weight_0_must_broadcast_into_the_buffer(store: Store) -> None:
+    create(store, "a")
+    fails_alone(store, ShapeMismatch, Add(name="a", gradient=ones(3), weight=0.0))
 
 
 @pytest.mark.parametrize("weight", [NAN, INF, -INF, 1e39])

@@ -83,7 +83,9 @@ class Buffer:
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         with np.errstate(all="ignore"):
             product = gradient if weight == 1 else gradient.astype(wide) * wide.type(weight)
-            if overwrite:
+            if not weight:
+                total = np.zeros_like(self.value) if overwrite else self.value
+            elif overwrite:
                 total = np.broadcast_to(product, self.value.shape).astype(dtype)
             else:
                 total = np.asarray(self.value.astype(wide) + product.astype(wide)).astype(dtype)
@@ -343,7 +345,7 @@ class Machine(RuleBasedStateMachine):
         random = np.random.default_rng(data.draw(st.integers(0, 999)))
         gradient = random.normal(size=data.draw(st.sampled_from(fitting)))
         dtype = data.draw(st.sampled_from(FLOAT_DTYPES))
-        weight, overwrite = data.draw(st.sampled_from([1.0, 1.0, 0.7])), data.draw(st.integers(0, 4)) == 4
+        weight, overwrite = data.draw(st.sampled_from([1.0, 1.0, 0.7, 0.0])), data.draw(st.integers(0, 4)) == 4
         change = Add(name=name, gradient=np.asarray(gradient, dtype), weight=weight, overwrite=overwrite)
         self.make([change], data.draw(keyed))
 
