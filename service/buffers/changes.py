@@ -167,12 +167,16 @@ class Add(Change):
 
     def _sum(self, txn: Transaction, record: Record) -> int | None:
         """Return the id of the sum with the gradient. Nothing of a gradient counts whose weight is 0, not even NaN."""
-        if self.weight:
+        if self.weight and (self.overwrite or not self._is_zero()):
             return txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
         if not self.overwrite:
             return record.value
         txn.free(record.value)
         return None
+
+    def _is_zero(self) -> bool:
+        """Return whether the gradient is a single 0, which a worker without data sends for each buffer."""
+        return isinstance(self.gradient, np.ndarray) and self.gradient.size == 1 and not self.gradient.any()
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
         if not self.want_value:

@@ -19,7 +19,7 @@ class Gradient(Protocol):
     dtype: DType
 
     def piece(self, start: int, stop: int) -> Array | None:
-        """Return the elements from `start` to `stop` of the flat gradient; None if all of them are zeros."""
+        """Return the elements from `start` to `stop` of the flat gradient: None for zeros, or one if all are alike."""
 
 
 class Dense:
@@ -38,10 +38,11 @@ class Dense:
         self.shape, self.dtype = shape, array.dtype
         self.array = source
         """The array before it was broadcast."""
+        self._one = source.reshape(1) if source.size == 1 else None
         self._flat = _flat(array)
 
     def piece(self, start: int, stop: int) -> Array:
-        return self._flat[start:stop]
+        return self._flat[start:stop] if self._one is None else self._one
 
 
 def _flat(array: Array) -> Array | np.flatiter[Array]:
@@ -56,8 +57,8 @@ def add_piece(
 ) -> None:
     """Add a piece of a gradient to `total`, or with `overwrite` replace it, and write the result into `result`.
 
-    All arrays are flat. The caller silences NumPy's floating-point warnings. Raises `NonfiniteGradient` if the buffer
-    refuses the result.
+    All arrays are flat. A piece of one element counts for each element of `result`. The caller silences NumPy's
+    floating-point warnings. Raises `NonfiniteGradient` if the buffer refuses the result.
     """
     if overwrite:
         accumulate.replace(result, total, np.zeros(1, spec.dtype) if piece is None else piece, weight)

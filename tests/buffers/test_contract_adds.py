@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -244,6 +245,38 @@ def test_buffers_may_have_several_chunks(store: Store, size: int, dtype: Any) ->
     assert_same_bits(value(store, "a"), in_place_accumulator(second, ones(1)))
     assert_same_bits(value(store, "a", 0), expected)
     assert not value(store, "b").any()
+
+
+# ----- scalar gradients -----
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("gradient", [0.0, -0.0, [[0.0]]])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_single_0_changes_count_and_weight_only(store: Store, size: int, gradient: Any, dtype: Any) -> None:
+    create(store, "a", shape=(size, 1), dtype=str(dtype))
+    add(store, "a", -0.0, overwrite=True)
+    before, old = store.record("a"), value(store, "a")
+    receipt = add(store, "a", np.array(gradient, dtype), weight=3.0)
+    assert (receipt["updated"], receipt["version"], receipt["count"], receipt["weight"]) == (True, 2, 2, 4.0)
+    assert store.record("a") == before.changed(version=2, count=2, weight=4.0)
+    assert_same_bits(value(store, "a"), old)
+    add(store, "a", np.array(gradient, dtype), overwrite=True)
+    assert_same_bits(value(store, "a"), np.broadcast_to(np.array(gradient, dtype), (size, 1)))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_scalar_is_added_without_a_copy_for_each_element(store: Store, overwrite: bool) -> None:
+    create(store, "a", shape=(4, 1 << 19))
+    add(store, "a", 1.0)
+    tracemalloc.start()
+    try:
+        add(store, "a", np.array(2.0, np.float32), weight=3.0, overwrite=overwrite)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.25 * store.record("a").spec.nbytes  # memory stores have the sum beside the old value
+    assert (value(store, "a") == (6 if overwrite else 7)).all()
 
 
 # ----- sparse gradients -----

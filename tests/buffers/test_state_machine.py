@@ -85,6 +85,8 @@ class Buffer:
             product = gradient if weight == 1 else gradient.astype(wide) * wide.type(weight)
             if not weight:
                 total = np.zeros_like(self.value) if overwrite else self.value
+            elif not overwrite and gradient.size == 1 and not gradient.any():
+                total = self.value  # a -0 in the sum stays
             elif overwrite:
                 total = np.broadcast_to(product, self.value.shape).astype(dtype)
             else:
