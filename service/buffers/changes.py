@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from service.buffers.gradients import Dense, Gradient
+from service.buffers.gradients import Dense, Gradient, check_norm
 from service.buffers.names import BufferName
 from service.buffers.record import Closed, Receipt, Record, Spec, unknown
 from service.buffers.transaction import Transaction
@@ -126,6 +126,8 @@ class Add(Change):
             )
         if self.do_update and self.gradient.shape != record.spec.shape:
             self._onto(record.spec)
+        if record.spec.max_norm is not None and self.do_update and self.weight:
+            check_norm(self._onto(record.spec), record.spec.max_norm, self.tensor)
 
     def _onto(self, spec: Spec) -> Gradient:
         if isinstance(self.gradient, np.ndarray):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
 
 from service.buffers.record import Spec
 from service.dtypes import Array, DType
-from service.errors import NonfiniteGradient, ShapeMismatch
+from service.errors import NonfiniteGradient, NormTooLarge, ShapeMismatch
 from service.kernels import accumulate
+
+NORM_ELEMENTS = 1 << 15
+"""Elements whose squares are summed at once: as float64 they fit into a cache."""
 
 
 class Gradient(Protocol):
@@ -67,3 +71,38 @@ def add_piece(
         accumulate.add(result, total, piece, weight)
     if spec.nonfinite == "reject" and not np.isfinite(result).all():
         raise NonfiniteGradient("The gradient would make the buffer infinite or NaN, which nonfinite=reject refuses")
+
+
+def check_norm(gradient: Gradient, max_norm: float, name: str) -> None:
+    """Raise `NormTooLarge` if the 2-norm of the gradient is above `max_norm`, or if the gradient is not finite."""
+    norm = norm_of(gradient)
+    if not norm <= max_norm:
+        raise NormTooLarge(
+            f"{name} has the 2-norm {norm}, but the buffer takes up to {max_norm} (max_norm)",
+            tensor=name,
+            norm=norm if math.isfinite(norm) else None,
+            max_norm=max_norm,
+        )
+
+
+def norm_of(gradient: Gradient) -> float:
+    """Return the 2-norm, computed in float64: infinite or NaN if an element is.
+
+    A piece is divided by a power of 2 before its squares are summed, so that no square overflows or vanishes.
+    """
+    size, norm = math.prod(gradient.shape), 0.0
+    if isinstance(gradient, Dense) and gradient.array.size < size:
+        source = gradient.array
+        return norm_of(Dense(source, source.shape)) * math.sqrt(size / source.size)
+    for start in range(0, size, NORM_ELEMENTS):
+        piece = gradient.piece(start, min(start + NORM_ELEMENTS, size))
+        if piece is None:
+            continue
+        numbers = piece.astype(np.float64)
+        largest = float(np.abs(numbers).max())
+        if not math.isfinite(largest):
+            return largest
+        _, exponent = math.frexp(largest)
+        scaled = np.ldexp(numbers, -exponent)
+        norm = math.hypot(norm, float(np.ldexp(np.sqrt(np.square(scaled).sum()), exponent)))
+    return norm

@@ -303,6 +303,18 @@ def test_nothing_of_a_gradient_of_weight_0_counts(http: httpx.Client, nonfinite:
     assert (receipt["count"], receipt["weight"], value(http, one)) == (1, 0.0, [0, 0])
 
 
+def test_a_gradient_with_a_larger_norm_is_refused(http: httpx.Client) -> None:
+    name, other = create(http, max_norm=5), create(http)
+    assert ok(add(http, name, [3, 4], weight=7))["count"] == 1
+    before = state(http, name, other)
+    problem = assert_problem(add(http, name, [6, 8]), 422, "norm_too_large", "gradient", "10.0", "5.0")
+    assert [problem[member] for member in ("norm", "max_norm", "tensor", "buffer")] == [10, 5, "gradient", name]
+    assert assert_problem(add(http, name, ["NaN", 0]), 422, "norm_too_large")["norm"] is None
+    many = http.post("/v1/buffers/accumulate", json={other: [9, 9], name: 4})
+    assert assert_problem(many, 422, "norm_too_large", name)["norm"] == pytest.approx(32**0.5)
+    assert state(http, name, other) == before
+
+
 def test_a_sum_that_overflows_is_not_finite(http: httpx.Client) -> None:
     name = create(http, nonfinite="reject", dtype="float16")
     add(http, name, [40_000, 0])

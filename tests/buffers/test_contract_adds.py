@@ -13,7 +13,7 @@ from service.buffers.changes import Add, Take, Zero
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.store import Store
 from service.dtypes import Array
-from service.errors import InvalidParameter, NonfiniteGradient, ShapeMismatch
+from service.errors import InvalidParameter, NonfiniteGradient, NormTooLarge, ShapeMismatch
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2
 from service.kernels.gather import GatheredRows, gather_grad
 from tests.buffers.calls import LARGE, Clock, add, create, do, fails_alone, ones, state, value
@@ -384,3 +384,72 @@ def test_nonfinite_sparse_gradients_are_refused(store: Store) -> None:
     create(store, "a", shape=(LARGE, 2), nonfinite="reject")
     rows = GatheredRows(np.array([LARGE, 2]), np.array([LARGE - 1]), np.full((1, 2), NAN, np.float32))
     fails_alone(store, NonfiniteGradient, Add(name="a", gradient=rows))
+
+
+# ----- max_norm -----
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("gradient_dtype", FLOAT_DTYPES, ids=str)
+def test_a_gradient_with_a_larger_norm_is_refused(store: Store, dtype: Any, gradient_dtype: Any) -> None:
+    create(store, "a", "b", shape=(2,), dtype=str(dtype), max_norm=5.0)
+    three_four = np.array([3, -4], gradient_dtype)
+    for how in ({}, {"weight": 1000.0}, {"overwrite": True}):
+        add(store, "a", three_four, **how)
+        error = fails_alone(
+            store, NormTooLarge, Add(name="b", gradient=three_four), Add(name="a", gradient=2 * three_four, **how)
+        )
+        context = {name: error.context[name] for name in ("norm", "max_norm", "buffer", "tensor")}
+        assert context == {"norm": 10.0, "max_norm": 5.0, "buffer": "a", "tensor": "gradient"}
+    assert add(store, "a", 2 * three_four, do_update=False)["count"] == 1
+    assert add(store, "a", 2 * three_four, weight=0.0)["count"] == 2
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_gradient_without_a_finite_norm_is_refused(store: Store, bad: float) -> None:
+    create(store, "a", shape=(LARGE,), max_norm=1e300)
+    gradient = ones(LARGE)
+    gradient[-1] = bad
+    rows = GatheredRows(np.array([LARGE]), np.array([7]), np.array([bad], np.float32))
+    for one in (gradient, rows, np.array(bad)):
+        error = fails_alone(store, NormTooLarge, Add(name="a", gradient=one))
+        assert error.context["norm"] is None
+    assert add(store, "a", gradient, weight=0.0)["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [(np.float16, 6e4), (ml_dtypes.bfloat16, 3e38), (np.float32, 3e38), (np.float64, 1e300), (np.float64, 1e-300)],
+)
+def test_no_square_of_a_norm_overflows_or_vanishes(store: Store, dtype: Any, number: float) -> None:
+    one = float(np.array(number, dtype))
+    norm = one * LARGE**0.5
+    create(store, "takes", shape=(LARGE,), dtype="float64", max_norm=norm * (1 + 1e-9))
+    create(store, "refuses", shape=(LARGE,), dtype="float64", max_norm=norm * (1 - 1e-9))
+    gradient = np.full(LARGE, number, dtype)
+    assert add(store, "takes", gradient)["count"] == 1
+    error = fails_alone(store, NormTooLarge, Add(name="refuses", gradient=gradient))
+    assert error.context["norm"] == pytest.approx(norm, rel=1e-12)
+
+
+def test_the_norm_of_a_broadcast_gradient_counts_each_element(store: Store) -> None:
+    create(store, "a", shape=(9, 4, 4), max_norm=12.0)
+    for takes, refuses in [(1.0, 1.001), (ones(4), [1, 1, 1, 1.001]), (ones(9, 1, 4), 1.001 * ones(9, 1, 4))]:
+        add(store, "a", takes)
+        fails_alone(store, NormTooLarge, Add(name="a", gradient=np.asarray(refuses, np.float32)))
+    assert value(store, "a").max() == 3
+
+
+@pytest.mark.parametrize("inner", [1, LARGE])
+def test_the_norm_of_a_sparse_gradient_adds_rows_of_one_index_first(store: Store, inner: int) -> None:
+    create(store, "a", shape=(5, inner), max_norm=5.0)
+    rows = np.zeros((3, inner), np.float32)
+    rows[:, -1] = [1, 4, 2]
+
+    def gathered(scale: float) -> GatheredRows:
+        return GatheredRows(np.array([5, inner]), np.array([4, 1, -1]), rows * np.float32(scale))
+
+    add(store, "a", gathered(1.0))  # 3 and 4
+    assert fails_alone(store, NormTooLarge, Add(name="a", gradient=gathered(-2.0))).context["norm"] == 10.0
+    add(store, "a", GatheredRows(np.array([5, inner]), np.zeros(0, np.int64), rows[:0]))
+    assert value(store, "a")[:, -1].tolist() == [0, 4, 0, 0, 3]

@@ -66,6 +66,7 @@ class Buffer:
             "quorum": self.spec.quorum,
             "keep": self.spec.keep,
             "ttl_seconds": ttl,
+            "max_norm": self.spec.max_norm,
             "epoch": self.epoch,
             "version": self.version,
             "count": self.count,
@@ -162,6 +163,10 @@ class Model:
                 raise RefusedError("stale_epoch")
             if change.do_update and not _fits(np.shape(_array(change)), buffer.spec.shape):
                 raise RefusedError("shape_mismatch")
+            if change.do_update and change.weight and buffer.spec.max_norm is not None:
+                whole = np.broadcast_to(_array(change), buffer.spec.shape).astype(np.float64)
+                if not np.linalg.norm(whole.reshape(-1)) <= buffer.spec.max_norm:
+                    raise RefusedError("norm_too_large")
 
     def _make(self, change: Change, buffers: dict[str, Buffer]) -> tuple[dict[str, Any], Array | None]:
         name, now = change.name, self.clock.now
@@ -233,6 +238,7 @@ specs = st.builds(
     st.sampled_from([None, None, 1, 2, 3]),
     st.sampled_from([1, 2]),
     st.sampled_from([None, None, 40.0]),
+    st.sampled_from([None, None, None, 5.0]),
 )
 names = st.sampled_from(NAMED)
 

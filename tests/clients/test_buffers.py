@@ -46,10 +46,20 @@ def after(seconds: float, url: str, change: Callable[[Client], object]) -> Itera
 
 def test_create_with_every_argument(server: Any, key: str) -> None:
     made = server.buffers["w"].create(
-        (2, 3), dtype="float64", quorum=2, keep=3, nonfinite="reject", ttl_seconds=1000, idempotency_key=f"{key} made"
+        (2, 3),
+        dtype="float64",
+        quorum=2,
+        keep=3,
+        nonfinite="reject",
+        ttl_seconds=1000,
+        max_norm=2.5,
+        idempotency_key=f"{key} made",
     )
     assert (made.name, made.shape, made.dtype, made.quorum, made.keep) == ("w", (2, 3), "float64", 2, 3)
     assert (made.nonfinite, made.ttl_seconds, made.bytes, made.closed_epochs) == ("reject", 1000.0, 48, ())
+    with pytest.raises(InvalidInput, match="max_norm") as caught:
+        server.buffers["w"].accumulate(3.0)
+    assert (caught.value.code, caught.value.context["max_norm"], made.max_norm) == ("norm_too_large", 2.5, 2.5)
     assert (made.epoch, made.version, made.count, made.weight) == (0, 0, 0, 0.0)
     assert server.buffers["w"].info() == made
     with pytest.raises(Conflict):

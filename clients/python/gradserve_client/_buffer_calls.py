@@ -28,6 +28,7 @@ def create(
     keep: int,
     nonfinite: str,
     ttl_seconds: float | None,
+    max_norm: float | None,
     exist_ok: bool,
     idempotency_key: str | None,
 ) -> Call[BufferInfo]:
@@ -41,6 +42,7 @@ def create(
         "keep": as_whole("keep", keep),
         "nonfinite": nonfinite,
         "ttl_seconds": None if ttl_seconds is None else as_float("ttl_seconds", ttl_seconds),
+        "max_norm": None if max_norm is None else as_float("max_norm", max_norm),
     }
     return Call(
         "PUT",

@@ -147,6 +147,7 @@ class Buffer(BufferName):
         keep: int = 1,
         nonfinite: str = "allow",
         ttl_seconds: float | None = None,
+        max_norm: float | None = None,
         exist_ok: bool = True,
         idempotency_key: str | None = None,
     ) -> BufferInfo:
@@ -154,7 +155,8 @@ class Buffer(BufferName):
 
         `dtype` is float16, bfloat16, float32 or float64. The `quorum`th gradient closes the epoch. The server keeps the
         last `keep` closed epochs. With nonfinite="reject", it refuses gradients that would make the sum infinite or
-        NaN. It deletes the buffer `ttl_seconds` after the last change.
+        NaN. It deletes the buffer `ttl_seconds` after the last change. It refuses gradients whose 2-norm, without the
+        weight, is above `max_norm`.
 
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
         is False, `TooManyBuffers`, and `InvalidInput`.
@@ -171,6 +173,7 @@ class Buffer(BufferName):
                 keep=keep,
                 nonfinite=nonfinite,
                 ttl_seconds=ttl_seconds,
+                max_norm=max_norm,
                 exist_ok=exist_ok,
                 idempotency_key=idempotency_key,
             )

@@ -63,6 +63,8 @@ class BufferInfo:
     quorum: int | None
     keep: int
     ttl_seconds: float | None
+    max_norm: float | None = None
+    """The largest 2-norm of a gradient that the server adds."""
     epoch: int
     """The running epoch, counted from 0."""
     version: int

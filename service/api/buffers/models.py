@@ -64,6 +64,9 @@ class NewBuffer(BaseModel):
     ttl_seconds: float | None = Field(
         None, strict=True, gt=0, le=MAX_TTL_SECONDS, description="Seconds from its last change until it is deleted."
     )
+    max_norm: float | None = Field(
+        None, strict=True, gt=0, allow_inf_nan=False, description="The largest 2-norm of a gradient that is added."
+    )
 
 
 class Metadata(BaseModel):
@@ -76,6 +79,7 @@ class Metadata(BaseModel):
     quorum: int | None
     keep: int
     ttl_seconds: float | None
+    max_norm: float | None
     epoch: int = Field(description="The current epoch, counted from 0.")
     version: int = Field(description="The number of changes so far.")
     count: int = Field(description="The number of gradients in this epoch's sum.")

@@ -53,7 +53,7 @@ async def create(call: CurrentCall, name: str) -> Answer:
     check_no_query(call)
     received = await receive(call)
     new = parse_model(received, NewBuffer, MAX_RULES_BYTES)
-    spec = Spec(tuple(new.shape), DTYPES[new.dtype], new.nonfinite, new.quorum, new.keep, new.ttl_seconds)
+    spec = Spec(**{**dict(new), "shape": tuple(new.shape), "dtype": DTYPES[new.dtype]})
     refusal = _refusal(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
         raise refusal  # no buffer can be like this

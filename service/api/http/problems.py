@@ -78,6 +78,8 @@ class Problem(BaseModel):
     epoch: int = Field(default_factory=absent, description="The buffer's current epoch.")
     count: int = Field(default_factory=absent, description="The gradients in that epoch so far.")
     min_count: int = Field(default_factory=absent)
+    norm: float | None = Field(default_factory=absent, description="The gradient's 2-norm; null if it is not finite.")
+    max_norm: float = Field(default_factory=absent)
     scope: str = Field(default_factory=absent, description="The scope that the API key lacks.")
     receipts: dict[str, Any] = Field(
         default_factory=absent, description="The receipts of the same request, which was made before."
