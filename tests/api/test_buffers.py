@@ -402,7 +402,13 @@ def test_if_match_fails_for_an_unknown_buffer(http: httpx.Client, mutation: str)
 def test_if_match_is_refused_for_many_buffers(http: httpx.Client, tag: str) -> None:
     a, b = create(http), create(http)
     before = state(http, a, b)
-    for what, body in (("accumulate", {a: [1, 1]}), ("zero", {"names": [a]}), ("take", {"names": [a]})):
+    new = {"buffers": {a: {"shape": [2]}}}
+    for what, body in (
+        ("accumulate", {a: [1, 1]}),
+        ("zero", {"names": [a]}),
+        ("take", {"names": [a]}),
+        ("create", new),
+    ):
         answer = http.post(f"/v1/buffers/{what}", json=body, headers={"If-Match": tag})
         assert_problem(answer, 422, "invalid_parameter", "If-Match")
     answer = http.post(

@@ -29,6 +29,9 @@ MAX_NAMED_BUFFERS = 100_000
 MAX_RULES_BYTES = 1 << 16
 """Bytes of a body that describes a buffer: a shape of 64 dimensions and all other members take about 2 KB."""
 
+MAX_SPECS_BYTES = 1 << 24
+"""Bytes of a body that describes many buffers: 1 KB for each of 16,384."""
+
 MAX_NAMES_BYTES = 256 * MAX_NAMED_BUFFERS
 """Bytes of a body that names buffers: a name has at most 200 characters, and JSON puts a few more around it."""
 
@@ -69,6 +72,16 @@ class NewBuffer(BaseModel):
     )
 
 
+class NewBuffers(BaseModel):
+    """The specifications of new buffers, by name."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"example": {"buffers": {"layer.weight": {"shape": [2, 2], "quorum": 4}}}}
+    )
+
+    buffers: dict[str, NewBuffer] = Field(min_length=1)
+
+
 class Metadata(BaseModel):
     """A buffer, without its value."""
 
@@ -89,6 +102,18 @@ class Metadata(BaseModel):
     created_at: float = Field(description="Seconds since 1970.")
     updated_at: float
     expires_at: float | None
+
+
+class CreatedBuffer(Metadata):
+    """A buffer of a request that creates many."""
+
+    created: bool = Field(description="Whether the request has created it; else it existed.")
+
+
+class CreatedBuffers(BaseModel):
+    """Buffers that a request has created or found, by name."""
+
+    buffers: dict[str, CreatedBuffer]
 
 
 class BufferList(BaseModel):

@@ -75,6 +75,7 @@ class Problem(BaseModel):
     index: int = Field(default_factory=absent)
     limit: float = Field(default_factory=absent)
     buffer: str = Field(default_factory=absent)
+    buffers: list[str] = Field(default_factory=absent, description="The first 100 buffers that differ.")
     epoch: int = Field(default_factory=absent, description="The buffer's current epoch.")
     count: int = Field(default_factory=absent, description="The gradients in that epoch so far.")
     min_count: int = Field(default_factory=absent)
