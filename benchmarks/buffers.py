@@ -146,6 +146,25 @@ def large_add(rows: Table, server: Server) -> None:
     rows.add("add of 4 MB, ms", "ReluGrad, 8 MB in, 4 MB out", times["add"] * 1e3, times["relu"] * 1e3, "<=", 1.2)
 
 
+def nothing(rows: Table, server: Server) -> None:
+    """A scalar 0 for 64 MB, as a worker without data sends it, against a scalar 0 for 4 KB."""
+    client, g, body = Client(server), numbers(VALUE), file(gradient=np.zeros((), np.float32))
+    client.create("nothing", VALUE)
+    client.create("nothing.small", SMALL)
+    client.add("/v1/buffers/nothing/accumulate", file(gradient=g))
+    times = alternate(
+        {
+            "large": lambda: client.add("/v1/buffers/nothing/accumulate", body),
+            "small": lambda: client.add("/v1/buffers/nothing.small/accumulate", body),
+        },
+        seconds=4.0,
+        calls=10,
+    )
+    if not np.array_equal(client.value("nothing"), g):
+        sys.exit("an add of nothing has changed the sum")
+    rows.add("add of nothing to 64 MB, ms", "to 4 KB", times["large"] * 1e3, times["small"] * 1e3, "<=", 1.2)
+
+
 def wrk(server: Server, work: Path, path: str, body: bytes, *, keys: bool, connections: int = CONNECTIONS) -> float:
     """Return wrk's requests per second over `connections`. With `keys`, each request has a new key."""
     (work / "body").write_bytes(body)
@@ -394,6 +413,7 @@ def main() -> None:
         store = f"lmdb:{work}/data"
         server = stack.enter_context(serving(gradserve(store=store, max_body_bytes=1 << 30), "/v2/health/ready"))
         large_add(rows, server)
+        nothing(rows, server)
         small_adds(rows, server, work)
         many(rows, server)
         keyed(rows, work)

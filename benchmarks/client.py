@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
-from gradserve_client import Client
+from gradserve_client import BufferSpec, Client
 from gradserve_client._tensors import MEDIA_TYPE, encode
 
 from benchmarks.servers import Server, gradserve, serving
@@ -26,6 +26,12 @@ from service.dtypes import Array
 SIZES = {"1 KB": 1 << 8, "64 KB": 1 << 14, "4 MB": 1 << 20}
 TARGETS = {"1 KB": 2.0, "64 KB": None, "4 MB": 1.25}
 MODEL = 200
+PARAMETERS = 2000
+"""Buffers that a `GradientAccumulator` of a large model creates."""
+
+ALONE = 100
+"""Buffers that are created one by one for comparison: all would take many seconds a turn."""
+
 _keys = itertools.count()
 
 
@@ -106,11 +112,35 @@ def main() -> None:
             keyed=True,
             target=None,
         )
+        taken = creation(client)
+        rows.append([f"{PARAMETERS} new buffers, in one request against one each, ms", *taken])
         sent, peak = (int(one) for one in measured(server.url).split())
         ratio = peak / sent
         rows.append(["peak memory of an add, MB", f"{peak / 1e6:.1f}", f"{sent / 1e6:.1f}", f"{ratio:.2f}", "<= 2", ""])
         rows[-1][-1] = verdict(ratio <= 2)
         print("\n" + table(["case", "client", "bare, bytes", "ratio", "target", "met"], rows))
+
+
+def creation(client: Client) -> list[str]:
+    """Return the figures of a row: milliseconds to create many buffers at once, and one by one."""
+    turns = itertools.count()
+    spec: BufferSpec = {"shape": (4, 4), "quorum": 2}
+
+    def names(count: int) -> list[str]:
+        turn = next(turns)
+        return [f"new.{turn}.{number}" for number in range(count)]
+
+    times = alternate(
+        {
+            "many": lambda: client.buffers.create_many(dict.fromkeys(names(PARAMETERS), spec)),
+            "each": lambda: [client.buffers[name].create(**spec) for name in names(ALONE)],
+        },
+        seconds=1.0,
+        least=5,
+    )
+    many, each = times["many"], times["each"] * PARAMETERS / ALONE
+    ratio = many / each
+    return [f"{many * 1e3:.0f}", f"{each * 1e3:.0f}", f"{ratio:.2f}", "<= 0.2", verdict(ratio <= 0.2)]
 
 
 MEASURE = """

@@ -36,6 +36,7 @@
     - AxisOutOfRange            422 axis_out_of_range
     - IndexOutOfRange           422 index_out_of_range
     - NonfiniteGradient         422 nonfinite_gradient
+    - NormTooLarge              422 norm_too_large
     - KeyReused                 422 idempotency_key_reused
   x Busy                        429 busy
   x NotReady                    503 not_ready
@@ -309,6 +310,12 @@ class NonfiniteGradient(Invalid):
     """Buffer would become infinite or NaN."""
 
     code = "nonfinite_gradient"
+
+
+class NormTooLarge(Invalid):
+    """Norm of the gradient too large."""
+
+    code = "norm_too_large"
 
 
 class KeyReused(Invalid):

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service.api.buffers.models import Metadata, Names, NewBuffer, Receipts
+from service.api.buffers.models import CreatedBuffers, Metadata, Names, NewBuffer, NewBuffers, Receipts
 from service.api.http.openapi import PROBLEM, REF, answer_header
 from service.api.http.problems import Problem
 from service.api.operators.models import answer_model, request_model
@@ -52,7 +52,7 @@ def install(app: FastAPI) -> None:
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            models: list[type[BaseModel]] = [Problem, Receipts, NewBuffer, Metadata, Names]
+            models: list[type[BaseModel]] = [Problem, Receipts, NewBuffer, NewBuffers, CreatedBuffers, Metadata, Names]
             for operator in OPERATORS.values():
                 models += [request_model(operator), answer_model(operator)]
             _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)

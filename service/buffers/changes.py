@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from service.buffers.gradients import Dense, Gradient
+from service.buffers.gradients import Dense, Gradient, check_norm
 from service.buffers.names import BufferName
 from service.buffers.record import Closed, Receipt, Record, Spec, unknown
 from service.buffers.transaction import Transaction
@@ -126,6 +126,8 @@ class Add(Change):
             )
         if self.do_update and self.gradient.shape != record.spec.shape:
             self._onto(record.spec)
+        if record.spec.max_norm is not None and self.do_update and self.weight:
+            check_norm(self._onto(record.spec), record.spec.max_norm, self.tensor)
 
     def _onto(self, spec: Spec) -> Gradient:
         if isinstance(self.gradient, np.ndarray):
@@ -147,7 +149,7 @@ class Add(Change):
         if not self.do_update:
             return record.receipt(updated=False), txn.load(record.spec, record.value) if self.want_value else None
         try:
-            value = txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
+            value = self._sum(txn, record)
         except NonfiniteGradient as error:
             error.context["tensor"] = self.tensor
             raise
@@ -164,6 +166,19 @@ class Add(Change):
             return record.receipt(updated=True, of=closed), loaded
         txn.put(record)
         return record.receipt(updated=True), loaded
+
+    def _sum(self, txn: Transaction, record: Record) -> int | None:
+        """Return the id of the sum with the gradient. Nothing of a gradient counts whose weight is 0, not even NaN."""
+        if self.weight and (self.overwrite or not self._is_zero()):
+            return txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
+        if not self.overwrite:
+            return record.value
+        txn.free(record.value)
+        return None
+
+    def _is_zero(self) -> bool:
+        """Return whether the gradient is a single 0, which a worker without data sends for each buffer."""
+        return isinstance(self.gradient, np.ndarray) and self.gradient.size == 1 and not self.gradient.any()
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
         if not self.want_value:

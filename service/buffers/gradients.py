@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
 
 from service.buffers.record import Spec
 from service.dtypes import Array, DType
-from service.errors import NonfiniteGradient, ShapeMismatch
+from service.errors import NonfiniteGradient, NormTooLarge, ShapeMismatch
 from service.kernels import accumulate
+
+NORM_ELEMENTS = 1 << 15
+"""Elements whose squares are summed at once: as float64 they fit into a cache."""
 
 
 class Gradient(Protocol):
@@ -19,7 +23,7 @@ class Gradient(Protocol):
     dtype: DType
 
     def piece(self, start: int, stop: int) -> Array | None:
-        """Return the elements from `start` to `stop` of the flat gradient; None if all of them are zeros."""
+        """Return the elements from `start` to `stop` of the flat gradient: None for zeros, or one if all are alike."""
 
 
 class Dense:
@@ -38,10 +42,11 @@ class Dense:
         self.shape, self.dtype = shape, array.dtype
         self.array = source
         """The array before it was broadcast."""
+        self._one = source.reshape(1) if source.size == 1 else None
         self._flat = _flat(array)
 
     def piece(self, start: int, stop: int) -> Array:
-        return self._flat[start:stop]
+        return self._flat[start:stop] if self._one is None else self._one
 
 
 def _flat(array: Array) -> Array | np.flatiter[Array]:
@@ -56,8 +61,8 @@ def add_piece(
 ) -> None:
     """Add a piece of a gradient to `total`, or with `overwrite` replace it, and write the result into `result`.
 
-    All arrays are flat. The caller silences NumPy's floating-point warnings. Raises `NonfiniteGradient` if the buffer
-    refuses the result.
+    All arrays are flat. A piece of one element counts for each element of `result`. The caller silences NumPy's
+    floating-point warnings. Raises `NonfiniteGradient` if the buffer refuses the result.
     """
     if overwrite:
         accumulate.replace(result, total, np.zeros(1, spec.dtype) if piece is None else piece, weight)
@@ -66,3 +71,38 @@ def add_piece(
         accumulate.add(result, total, piece, weight)
     if spec.nonfinite == "reject" and not np.isfinite(result).all():
         raise NonfiniteGradient("The gradient would make the buffer infinite or NaN, which nonfinite=reject refuses")
+
+
+def check_norm(gradient: Gradient, max_norm: float, name: str) -> None:
+    """Raise `NormTooLarge` if the 2-norm of the gradient is above `max_norm`, or if the gradient is not finite."""
+    norm = norm_of(gradient)
+    if not norm <= max_norm:
+        raise NormTooLarge(
+            f"{name} has the 2-norm {norm}, but the buffer takes up to {max_norm} (max_norm)",
+            tensor=name,
+            norm=norm if math.isfinite(norm) else None,
+            max_norm=max_norm,
+        )
+
+
+def norm_of(gradient: Gradient) -> float:
+    """Return the 2-norm, computed in float64: infinite or NaN if an element is.
+
+    A piece is divided by a power of 2 before its squares are summed, so that no square overflows or vanishes.
+    """
+    size, norm = math.prod(gradient.shape), 0.0
+    if isinstance(gradient, Dense) and gradient.array.size < size:
+        source = gradient.array
+        return norm_of(Dense(source, source.shape)) * math.sqrt(size / source.size)
+    for start in range(0, size, NORM_ELEMENTS):
+        piece = gradient.piece(start, min(start + NORM_ELEMENTS, size))
+        if piece is None:
+            continue
+        numbers = piece.astype(np.float64)
+        largest = float(np.abs(numbers).max())
+        if not math.isfinite(largest):
+            return largest
+        _, exponent = math.frexp(largest)
+        scaled = np.ldexp(numbers, -exponent)
+        norm = math.hypot(norm, float(np.ldexp(np.sqrt(np.square(scaled).sum()), exponent)))
+    return norm

@@ -10,7 +10,7 @@ from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
-from service.errors import BufferCorrupt, EpochGone, GradserveError, Invalid, KeyReused, shown
+from service.errors import BufferCorrupt, BufferExists, EpochGone, GradserveError, Invalid, KeyReused, shown
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     """Make the request's changes in the namespace, or return the original outcome if its key is known.
 
     Raises what `Change.admit` raises, `KeyReused`, `KeysFull`, and `EpochGone` if a value of the original outcome is
-    gone. After `NonfiniteGradient`, `BufferCorrupt`, `TooManyBuffers` and `StoreFull` the store must undo changes.
+    gone. A `BufferExists` names all buffers that exist but should not. After `NonfiniteGradient`, `BufferCorrupt`,
+    `TooManyBuffers` and `StoreFull` the store must undo changes.
     """
     key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
     if key is not None and (known := txn.recall(key)) is not None:
@@ -68,7 +69,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     if len(set(names)) < len(names):
         raise Invalid("A request may change each buffer once")
     many = len(names) > 1
-    records = []
+    records, existing = [], list[BufferExists]()
     for name, change in zip(names, request.changes, strict=True):
         try:
             record = _alive(txn, name, now)
@@ -81,10 +82,14 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
             if key is not None:
                 txn.remember(key, Known(key.fingerprint, outcome.receipts, {change.name: 0}), now)
             return outcome
+        except BufferExists as error:
+            existing.append(error)
         except GradserveError as error:
             name_buffer(error, change.name, one_of_many=many)
             raise
         records.append(record)
+    if existing:
+        raise _all_of(existing)
     outcome, ids = Outcome({}), {}
     for name, change, record in zip(names, request.changes, records, strict=True):
         try:
@@ -100,6 +105,19 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     if key is not None:
         txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
     return outcome
+
+
+MOST_NAMED = 100
+"""Buffers that an error names: their names take up to 20 KB."""
+
+
+def _all_of(errors: Sequence[BufferExists]) -> BufferExists:
+    """Return the first error, with the names of the buffers of all."""
+    error, names = errors[0], [each.context["buffer"] for each in errors[:MOST_NAMED]]
+    if len(errors) > 1:
+        error.detail += f"; and {len(errors) - 1} more, such as {names[1]!r}; nothing was changed"
+        error.context["buffers"] = names
+    return error
 
 
 def check_same(key: Key, known: Known) -> None:

@@ -33,7 +33,7 @@ class Spec:
 
     `nonfinite="reject"` refuses an add that would make the sum infinite or NaN. The add that makes the count reach the
     `quorum` closes the epoch. The last `keep` closed epochs stay readable. The buffer expires `ttl_seconds` after its
-    last change.
+    last change. An add is refused whose gradient has a 2-norm above `max_norm`, or none because it is not finite.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +42,7 @@ class Spec:
     quorum: int | None = None
     keep: int = 1
     ttl_seconds: float | None = None
+    max_norm: float | None = None
 
     @cached_property
     def size(self) -> int:
@@ -59,6 +60,7 @@ class Spec:
             "quorum": self.quorum,
             "keep": self.keep,
             "ttl_seconds": self.ttl_seconds,
+            "max_norm": self.max_norm,
         }
 
     @cached_property

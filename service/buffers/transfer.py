@@ -218,6 +218,10 @@ _RULES: Members = {
         f"null or a number above 0, up to {MAX_TTL_SECONDS}",
         lambda value: value is None or (is_number(value, 0, MAX_TTL_SECONDS) and value > 0),
     ),
+    "max_norm": (
+        "null or a number above 0",
+        lambda value: value is None or (is_number(value, 0, sys.float_info.max) and value > 0),
+    ),
 }
 
 

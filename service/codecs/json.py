@@ -222,17 +222,19 @@ def parse(body: Body) -> Any:
                 f'The body is not JSON (NaN is the string "NaN"), or has a number beyond 64 bits: {error}'
             ) from None
         # simdjson tells neither the place of a mistake nor the tensor of a number beyond 64 bits. Parse again, slowly.
-        try:
-            return json.loads(
-                str(body, "utf-8-sig"),
-                parse_constant=_refuse_constant,
-                parse_int=_parse_integer,
-                object_pairs_hook=Pairs,
-            )
-        except RecursionError:
-            raise MalformedBody("The body is nested too deeply") from None
-        except ValueError as error:
-            raise MalformedBody(f"The body is not JSON: {error}") from None
+        return parse_pairs(body)
+
+
+def parse_pairs(body: Body) -> Any:
+    """Parse JSON into Python objects, and each JSON object into `Pairs`. Raises `MalformedBody`."""
+    try:
+        return json.loads(
+            str(body, "utf-8-sig"), parse_constant=_refuse_constant, parse_int=_parse_integer, object_pairs_hook=Pairs
+        )
+    except RecursionError:
+        raise MalformedBody("The body is nested too deeply") from None
+    except ValueError as error:
+        raise MalformedBody(f"The body is not JSON: {error}") from None
 
 
 def _check_count(body: Body, byte: bytes, limit: int, fault: str) -> None:
@@ -257,7 +259,7 @@ def members_of(value: Any, title: str) -> Iterator[tuple[str, Any]]:
     """Yield the members of an object. Raises `MalformedBody`, also for two members of one name; `title` names it."""
     if not isinstance(value, (simdjson.Object, Pairs)):
         raise MalformedBody(f"{title} is JSON, but not an object")
-    if len(value) > MAX_MEMBERS:
+    if isinstance(value, simdjson.Object) and len(value) > MAX_MEMBERS:
         raise MalformedBody(f"{title} has {len(value)} members; the limit is {MAX_MEMBERS}", limit=MAX_MEMBERS)
     seen = set()
     for name, member in value if isinstance(value, Pairs) else ((name, None) for name in value):

@@ -120,6 +120,7 @@ RELU = {"dY": [1, 2], "X": [1, -1]}
         ("ops", "POST", "/v1/ops/ReluGrad?into=dX:a", RELU, "buffers:write"),
         ("ops", "POST", "/v1/ops/ReluGrad?from=X:a", {"dY": [1, 2]}, "buffers:read"),
         ("reader", "PUT", "/v1/buffers/b", {"shape": [2]}, "buffers:write"),
+        ("reader", "POST", "/v1/buffers/create", {"buffers": {"b": {"shape": [2]}}}, "buffers:write"),
         ("reader", "DELETE", "/v1/buffers/a", None, "buffers:write"),
         ("reader", "POST", "/v1/buffers/a/zero", None, "buffers:write"),
         ("reader", "POST", "/v1/buffers/accumulate", {"a": [1, 2]}, "buffers:write"),

@@ -69,6 +69,13 @@ BODIES = {
         Worst(b"{", b" ", b"}"),
         Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
     ],
+    "POST /v1/buffers/create": [
+        Worst(b'{"buffers":{', b'"":{},', b'"":{}}}', 6 << 20),
+        Worst(b'{"buffers":{"a":{"shape":[', b'"",', b'""]}}}', 3 << 20),
+        Worst(b'{"buffers":{"a":{"shape":[', b"[[[[[[[[]]]]]]]],", b"[]]}}}", 16 << 20),
+        Worst(b'{"buffers":{"a":{', b'"":0,', b'"":0}}}', 5 << 20),
+        Worst(b'{"buffers":{"a":{"shape":[', b" ", b"]}}}", 15 << 20),
+    ],
     "POST /v1/buffers/zero": NAMES,
     "POST /v1/buffers/take": NAMES,
     "POST /v1/buffers/value": NAMES,

@@ -40,6 +40,7 @@ def test_put_creates_a_buffer_of_zeros(http: httpx.Client) -> None:
         "quorum": None,
         "keep": 1,
         "ttl_seconds": None,
+        "max_norm": None,
         "epoch": 0,
         "version": 0,
         "count": 0,
@@ -79,6 +80,7 @@ def test_creating_a_buffer_again_changes_nothing(http: httpx.Client) -> None:
         ({"keep": 2}, ("keep 2", "not 1")),
         ({"nonfinite": "reject"}, ("nonfinite", "'reject'")),
         ({"ttl_seconds": 60}, ("ttl_seconds 60",)),
+        ({"max_norm": 1.5}, ("max_norm 1.5, not null",)),
     ],
 )
 def test_creating_a_buffer_again_with_other_rules_is_refused(
@@ -111,6 +113,8 @@ BODIES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "negative time": ({"shape": [], "ttl_seconds": -1}, ("ttl_seconds", "-1")),
     "a boolean for a time": ({"shape": [], "ttl_seconds": True}, ("ttl_seconds", "true")),
     "longer than time lasts": ({"shape": [], "ttl_seconds": 1e300}, ("ttl_seconds",)),
+    "no norm": ({"shape": [], "max_norm": 0}, ("max_norm", "0")),
+    "a text for a norm": ({"shape": [], "max_norm": "1"}, ("max_norm", "'1'")),
     "nonfinite": ({"shape": [], "nonfinite": "maybe"}, ("nonfinite", "'allow' or 'reject'", "'maybe'")),
 }
 
@@ -398,7 +402,13 @@ def test_if_match_fails_for_an_unknown_buffer(http: httpx.Client, mutation: str)
 def test_if_match_is_refused_for_many_buffers(http: httpx.Client, tag: str) -> None:
     a, b = create(http), create(http)
     before = state(http, a, b)
-    for what, body in (("accumulate", {a: [1, 1]}), ("zero", {"names": [a]}), ("take", {"names": [a]})):
+    new = {"buffers": {a: {"shape": [2]}}}
+    for what, body in (
+        ("accumulate", {a: [1, 1]}),
+        ("zero", {"names": [a]}),
+        ("take", {"names": [a]}),
+        ("create", new),
+    ):
         answer = http.post(f"/v1/buffers/{what}", json=body, headers={"If-Match": tag})
         assert_problem(answer, 422, "invalid_parameter", "If-Match")
     answer = http.post(

@@ -252,6 +252,28 @@ def test_a_nonfinite_output_is_refused(http: httpx.Client) -> None:
     assert metadata(http, name)["version"] == 0
 
 
+@pytest.mark.parametrize("nonfinite", ["allow", "reject"])
+def test_nothing_of_an_output_of_weight_0_counts(http: httpx.Client, nonfinite: str) -> None:
+    name = create(http, nonfinite=nonfinite)
+    add(http, name, [1, 2])
+    body = {"shape": [2], "indices": [1], "grad": ["Infinity"]}
+    assert ok(run(http, "GatherGrad", body, into=f"output:{name}", weight=0))["output"]["count"] == 2
+    body = {"dY": ["NaN", 1], "X": [1, 1]}
+    assert ok(run(http, "ReluGrad", body, into=f"dX:{name}", weight=0))["dX"]["count"] == 3
+    assert (value(http, name), metadata(http, name)["weight"]) == ([1, 2], 1.0)
+
+
+def test_an_output_with_a_larger_norm_is_refused(http: httpx.Client) -> None:
+    name = create(http, max_norm=5)
+    for grad in ([3, 4, 1], [5, 4, -1]):
+        body = {"shape": [2], "indices": [0, 1, 1], "grad": grad}
+        problem = assert_problem(run(http, "GatherGrad", body, into=f"output:{name}"), 422, "norm_too_large", "output")
+        assert problem["norm"] == pytest.approx((grad[0] ** 2 + (grad[1] + grad[2]) ** 2) ** 0.5)
+    assert_problem(run(http, "ReluGrad", {"dY": [6, 8], "X": [1, 1]}, into=f"dX:{name}"), 422, "norm_too_large", "dX")
+    assert metadata(http, name)["version"] == 0
+    assert ok(run(http, "ReluGrad", {"dY": [6, 4], "X": [-1, 1]}, into=f"dX:{name}"))["dX"]["count"] == 1
+
+
 def test_mistakes_in_into_are_named(http: httpx.Client) -> None:
     name = create(http)
     for wrong in ("dX", "dX:", f"dY:{name}", f":{name}", ""):

@@ -288,6 +288,33 @@ def test_a_nonfinite_gradient_is_added_or_refused_by_the_buffers_rule(http: http
     assert state(http, rejects) == before
 
 
+@pytest.mark.parametrize("nonfinite", ["allow", "reject"])
+def test_nothing_of_a_gradient_of_weight_0_counts(http: httpx.Client, nonfinite: str) -> None:
+    one, other = create(http, nonfinite=nonfinite), create(http, nonfinite=nonfinite)
+    for name in (one, other):
+        add(http, name, [1, 2])
+    receipt = ok(add(http, one, ["NaN", "Infinity"], weight=0, **{"return": "value"}))
+    assert (receipt["updated"], receipt["count"], receipt["weight"]) == (True, 2, 1.0)
+    assert receipt["value"]["data"] == [1, 2]
+    body = {one: "NaN", other: ["-Infinity", 0]}
+    receipts = ok(http.post("/v1/buffers/accumulate", json=body, params={"weight": 0}))["buffers"]
+    assert [(receipts[name]["count"], value(http, name)) for name in (one, other)] == [(3, [1, 2]), (2, [1, 2])]
+    receipt = ok(add(http, one, ["NaN", 0], weight=0, overwrite=True))
+    assert (receipt["count"], receipt["weight"], value(http, one)) == (1, 0.0, [0, 0])
+
+
+def test_a_gradient_with_a_larger_norm_is_refused(http: httpx.Client) -> None:
+    name, other = create(http, max_norm=5), create(http)
+    assert ok(add(http, name, [3, 4], weight=7))["count"] == 1
+    before = state(http, name, other)
+    problem = assert_problem(add(http, name, [6, 8]), 422, "norm_too_large", "gradient", "10.0", "5.0")
+    assert [problem[member] for member in ("norm", "max_norm", "tensor", "buffer")] == [10, 5, "gradient", name]
+    assert assert_problem(add(http, name, ["NaN", 0]), 422, "norm_too_large")["norm"] is None
+    many = http.post("/v1/buffers/accumulate", json={other: [9, 9], name: 4})
+    assert assert_problem(many, 422, "norm_too_large", name)["norm"] == pytest.approx(32**0.5)
+    assert state(http, name, other) == before
+
+
 def test_a_sum_that_overflows_is_not_finite(http: httpx.Client) -> None:
     name = create(http, nonfinite="reject", dtype="float16")
     add(http, name, [40_000, 0])

@@ -306,6 +306,7 @@ def test_every_error_code_has_a_test() -> None:
         "busy": "test_admission.py",
         "expired": "test_admission.py",
         "nonfinite_gradient": "test_buffers_values.py",
+        "norm_too_large": "test_buffers_values.py",
         "store_full": "test_buffers.py",
         "keys_full": "test_room.py",
         "invalid_request": "test_buffers_epochs.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from service.buffers.changes import Add, Take, Zero
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.store import Store
 from service.dtypes import Array
-from service.errors import InvalidParameter, NonfiniteGradient, ShapeMismatch
+from service.errors import InvalidParameter, NonfiniteGradient, NormTooLarge, ShapeMismatch
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2
 from service.kernels.gather import GatheredRows, gather_grad
 from tests.buffers.calls import LARGE, Clock, add, create, do, fails_alone, ones, state, value
@@ -51,7 +52,7 @@ def test_an_add_equals_in_place_accumulator(store: Store, dtype: Any, gradient_d
 
 
 @every_pair
-@pytest.mark.parametrize("weight", [0.0, 0.3, -2.5, 1e-9])
+@pytest.mark.parametrize("weight", [0.3, -2.5, 1e-9])
 def test_the_weight_multiplies_in_the_dtype_of_the_sum(
     store: Store, dtype: Any, gradient_dtype: Any, weight: float
 ) -> None:
@@ -146,6 +147,43 @@ def test_an_add_without_update_changes_nothing(store: Store, clock: Clock) -> No
     assert state(store) == before
 
 
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("nonfinite", ["allow", "reject"])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_nothing_of_a_gradient_of_weight_0_counts(store: Store, size: int, nonfinite: str, dtype: Any) -> None:
+    names = ["dense", "broadcast", "sparse"]
+    create(store, *names, shape=(size, 1), dtype=str(dtype), nonfinite=nonfinite)
+    bad = np.full((size, 1), NAN, np.float32)
+    bad[0] = INF
+    rows = GatheredRows(np.array([size, 1]), np.array([1]), np.full((1, 1), NAN, np.float32))
+    gradients: dict[str, Any] = {"dense": bad, "broadcast": np.array(INF, np.float16), "sparse": rows}
+    for overwrite in (False, True):
+        for name in names:
+            add(store, name, np.array(-0.0), overwrite=True)
+            add(store, name, ones(1), weight=2.0)
+        old = value(store, "dense")
+        adds = [Add(name=name, gradient=gradients[name], weight=0.0, overwrite=overwrite) for name in names]
+        receipts = do(store, *adds).receipts
+        for name in names:
+            assert_same_bits(value(store, name), np.zeros_like(old) if overwrite else old)
+            assert (receipts[name]["count"], receipts[name]["weight"]) == ((1, 0.0) if overwrite else (3, 3.0))
+        assert add(store, "dense", ones(1))["count"] == (2 if overwrite else 4)
+        assert (value(store, "dense") == (1 if overwrite else old + ones(1))).all()
+
+
+def test_a_gradient_of_weight_0_completes_the_quorum(store: Store) -> None:
+    create(store, "a", quorum=2)
+    add(store, "a", [1, 2])
+    receipt = add(store, "a", [NAN, INF], weight=0.0)
+    assert (receipt["closed"], receipt["count"], receipt["weight"]) == (True, 2, 1.0)
+    assert value(store, "a", 0).tolist() == [1, 2]
+
+
+def test_a_gradient_of_weight_0_must_broadcast_into_the_buffer(store: Store) -> None:
+    create(store, "a")
+    fails_alone(store, ShapeMismatch, Add(name="a", gradient=ones(3), weight=0.0))
+
+
 @pytest.mark.parametrize("weight", [NAN, INF, -INF, 1e39])
 def test_a_weight_must_be_finite_in_the_dtype_of_the_sum(store: Store, weight: float) -> None:
     create(store, "a", dtype="bfloat16")
@@ -207,6 +245,38 @@ def test_buffers_may_have_several_chunks(store: Store, size: int, dtype: Any) ->
     assert_same_bits(value(store, "a"), in_place_accumulator(second, ones(1)))
     assert_same_bits(value(store, "a", 0), expected)
     assert not value(store, "b").any()
+
+
+# ----- scalar gradients -----
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("gradient", [0.0, -0.0, [[0.0]]])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_single_0_changes_count_and_weight_only(store: Store, size: int, gradient: Any, dtype: Any) -> None:
+    create(store, "a", shape=(size, 1), dtype=str(dtype))
+    add(store, "a", -0.0, overwrite=True)
+    before, old = store.record("a"), value(store, "a")
+    receipt = add(store, "a", np.array(gradient, dtype), weight=3.0)
+    assert (receipt["updated"], receipt["version"], receipt["count"], receipt["weight"]) == (True, 2, 2, 4.0)
+    assert store.record("a") == before.changed(version=2, count=2, weight=4.0)
+    assert_same_bits(value(store, "a"), old)
+    add(store, "a", np.array(gradient, dtype), overwrite=True)
+    assert_same_bits(value(store, "a"), np.broadcast_to(np.array(gradient, dtype), (size, 1)))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_scalar_is_added_without_a_copy_for_each_element(store: Store, overwrite: bool) -> None:
+    create(store, "a", shape=(4, 1 << 19))
+    add(store, "a", 1.0)
+    tracemalloc.start()
+    try:
+        add(store, "a", np.array(2.0, np.float32), weight=3.0, overwrite=overwrite)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.25 * store.record("a").spec.nbytes  # memory stores have the sum beside the old value
+    assert (value(store, "a") == (6 if overwrite else 7)).all()
 
 
 # ----- sparse gradients -----
@@ -314,3 +384,72 @@ def test_nonfinite_sparse_gradients_are_refused(store: Store) -> None:
     create(store, "a", shape=(LARGE, 2), nonfinite="reject")
     rows = GatheredRows(np.array([LARGE, 2]), np.array([LARGE - 1]), np.full((1, 2), NAN, np.float32))
     fails_alone(store, NonfiniteGradient, Add(name="a", gradient=rows))
+
+
+# ----- max_norm -----
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("gradient_dtype", FLOAT_DTYPES, ids=str)
+def test_a_gradient_with_a_larger_norm_is_refused(store: Store, dtype: Any, gradient_dtype: Any) -> None:
+    create(store, "a", "b", shape=(2,), dtype=str(dtype), max_norm=5.0)
+    three_four = np.array([3, -4], gradient_dtype)
+    for how in ({}, {"weight": 1000.0}, {"overwrite": True}):
+        add(store, "a", three_four, **how)
+        error = fails_alone(
+            store, NormTooLarge, Add(name="b", gradient=three_four), Add(name="a", gradient=2 * three_four, **how)
+        )
+        context = {name: error.context[name] for name in ("norm", "max_norm", "buffer", "tensor")}
+        assert context == {"norm": 10.0, "max_norm": 5.0, "buffer": "a", "tensor": "gradient"}
+    assert add(store, "a", 2 * three_four, do_update=False)["count"] == 1
+    assert add(store, "a", 2 * three_four, weight=0.0)["count"] == 2
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_gradient_without_a_finite_norm_is_refused(store: Store, bad: float) -> None:
+    create(store, "a", shape=(LARGE,), max_norm=1e300)
+    gradient = ones(LARGE)
+    gradient[-1] = bad
+    rows = GatheredRows(np.array([LARGE]), np.array([7]), np.array([bad], np.float32))
+    for one in (gradient, rows, np.array(bad)):
+        error = fails_alone(store, NormTooLarge, Add(name="a", gradient=one))
+        assert error.context["norm"] is None
+    assert add(store, "a", gradient, weight=0.0)["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [(np.float16, 6e4), (ml_dtypes.bfloat16, 3e38), (np.float32, 3e38), (np.float64, 1e300), (np.float64, 1e-300)],
+)
+def test_no_square_of_a_norm_overflows_or_vanishes(store: Store, dtype: Any, number: float) -> None:
+    one = float(np.array(number, dtype))
+    norm = one * LARGE**0.5
+    create(store, "takes", shape=(LARGE,), dtype="float64", max_norm=norm * (1 + 1e-9))
+    create(store, "refuses", shape=(LARGE,), dtype="float64", max_norm=norm * (1 - 1e-9))
+    gradient = np.full(LARGE, number, dtype)
+    assert add(store, "takes", gradient)["count"] == 1
+    error = fails_alone(store, NormTooLarge, Add(name="refuses", gradient=gradient))
+    assert error.context["norm"] == pytest.approx(norm, rel=1e-12)
+
+
+def test_the_norm_of_a_broadcast_gradient_counts_each_element(store: Store) -> None:
+    create(store, "a", shape=(9, 4, 4), max_norm=12.0)
+    for takes, refuses in [(1.0, 1.001), (ones(4), [1, 1, 1, 1.001]), (ones(9, 1, 4), 1.001 * ones(9, 1, 4))]:
+        add(store, "a", takes)
+        fails_alone(store, NormTooLarge, Add(name="a", gradient=np.asarray(refuses, np.float32)))
+    assert value(store, "a").max() == 3
+
+
+@pytest.mark.parametrize("inner", [1, LARGE])
+def test_the_norm_of_a_sparse_gradient_adds_rows_of_one_index_first(store: Store, inner: int) -> None:
+    create(store, "a", shape=(5, inner), max_norm=5.0)
+    rows = np.zeros((3, inner), np.float32)
+    rows[:, -1] = [1, 4, 2]
+
+    def gathered(scale: float) -> GatheredRows:
+        return GatheredRows(np.array([5, inner]), np.array([4, 1, -1]), rows * np.float32(scale))
+
+    add(store, "a", gathered(1.0))  # 3 and 4
+    assert fails_alone(store, NormTooLarge, Add(name="a", gradient=gathered(-2.0))).context["norm"] == 10.0
+    add(store, "a", GatheredRows(np.array([5, inner]), np.zeros(0, np.int64), rows[:0]))
+    assert value(store, "a")[:, -1].tolist() == [0, 4, 0, 0, 3]

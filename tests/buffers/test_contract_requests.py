@@ -63,6 +63,19 @@ def test_one_request_changes_many_buffers(store: Store) -> None:
     assert [one.value.tolist() for one in store.read(["b1", "b0"])] == [[2, 2], [1, 1]]
 
 
+def test_all_buffers_that_differ_are_named(store: Store) -> None:
+    create(store, *NAMES[:3], quorum=2)
+    create(store, *NAMES[3:])
+    creates = [Create(name=name, spec=spec()) for name in (*NAMES, "new")]
+    error = fails_alone(store, BufferExists, *creates)
+    assert (error.context["buffer"], error.context["buffers"]) == ("b0", ["b0", "b1", "b2"])
+    assert {name: one["created"] for name, one in do(store, *creates[3:]).receipts.items()} == {
+        "b3": False,
+        "b4": False,
+        "new": True,
+    }
+
+
 FAILURES: list[tuple[type[GradserveError], Change]] = [
     (UnknownBuffer, Add(name="nowhere", gradient=ones(2))),
     (UnknownBuffer, Zero(name="nowhere")),

@@ -217,6 +217,18 @@ def test_processes_share_a_store(reopen: Callable[[], LmdbStore], tmp_path: Path
     assert store.generation() >= generation + 80
 
 
+def test_an_add_of_nothing_writes_no_chunk(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hits = reopen(), Counter[str]()
+    create(store, "a", shape=(LARGE,))
+    add(store, "a", 1.0)
+    monkeypatch.setattr(failpoints, "action", lambda point: hits.update([point]))
+    add(store, "a", 0.0)
+    add(store, "a", ones(LARGE), weight=0.0)
+    assert hits == dict.fromkeys(["made", "before commit", "committed"], 2)
+    add(store, "a", 1.0)
+    assert hits["chunk"] > 1
+
+
 def test_copies_at_every_step_of_the_writer_are_whole(
     reopen: Callable[[], LmdbStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

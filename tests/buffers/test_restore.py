@@ -25,6 +25,7 @@ RULES: dict[str, Any] = {
     "quorum": 9,
     "keep": 3,
     "ttl_seconds": 10.0,
+    "max_norm": 2.5,
 }
 STATE: dict[str, Any] = {"spec": RULES, "epoch": 1, "version": 5, "count": 3, "weight": 2.5, "created": 1e9}
 
@@ -109,6 +110,8 @@ def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, w
         (with_rules(keep=None), "has spec.keep null, but"),
         (with_rules(keep=1001), "has spec.keep 1001, but"),
         (with_rules(ttl_seconds=0), "has spec.ttl_seconds 0, but"),
+        (with_rules(max_norm=0), "has spec.max_norm 0, but"),
+        (with_rules(max_norm=math.inf), "has spec.max_norm "),
         (with_rules(ttl_seconds="10"), "has spec.ttl_seconds '10', but"),
         (with_rules(extra=1), "has 'spec.extra', which is unknown"),
     ],

@@ -66,6 +66,7 @@ class Buffer:
             "quorum": self.spec.quorum,
             "keep": self.spec.keep,
             "ttl_seconds": ttl,
+            "max_norm": self.spec.max_norm,
             "epoch": self.epoch,
             "version": self.version,
             "count": self.count,
@@ -83,7 +84,11 @@ class Buffer:
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         with np.errstate(all="ignore"):
             product = gradient if weight == 1 else gradient.astype(wide) * wide.type(weight)
-            if overwrite:
+            if not weight:
+                total = np.zeros_like(self.value) if overwrite else self.value
+            elif not overwrite and gradient.size == 1 and not gradient.any():
+                total = self.value  # a -0 in the sum stays
+            elif overwrite:
                 total = np.broadcast_to(product, self.value.shape).astype(dtype)
             else:
                 total = np.asarray(self.value.astype(wide) + product.astype(wide)).astype(dtype)
@@ -158,6 +163,10 @@ class Model:
                 raise RefusedError("stale_epoch")
             if change.do_update and not _fits(np.shape(_array(change)), buffer.spec.shape):
                 raise RefusedError("shape_mismatch")
+            if change.do_update and change.weight and buffer.spec.max_norm is not None:
+                whole = np.broadcast_to(_array(change), buffer.spec.shape).astype(np.float64)
+                if not np.linalg.norm(whole.reshape(-1)) <= buffer.spec.max_norm:
+                    raise RefusedError("norm_too_large")
 
     def _make(self, change: Change, buffers: dict[str, Buffer]) -> tuple[dict[str, Any], Array | None]:
         name, now = change.name, self.clock.now
@@ -229,6 +238,7 @@ specs = st.builds(
     st.sampled_from([None, None, 1, 2, 3]),
     st.sampled_from([1, 2]),
     st.sampled_from([None, None, 40.0]),
+    st.sampled_from([None, None, None, 5.0]),
 )
 names = st.sampled_from(NAMED)
 
@@ -343,7 +353,7 @@ class Machine(RuleBasedStateMachine):
         random = np.random.default_rng(data.draw(st.integers(0, 999)))
         gradient = random.normal(size=data.draw(st.sampled_from(fitting)))
         dtype = data.draw(st.sampled_from(FLOAT_DTYPES))
-        weight, overwrite = data.draw(st.sampled_from([1.0, 1.0, 0.7])), data.draw(st.integers(0, 4)) == 4
+        weight, overwrite = data.draw(st.sampled_from([1.0, 1.0, 0.7, 0.0])), data.draw(st.integers(0, 4)) == 4
         change = Add(name=name, gradient=np.asarray(gradient, dtype), weight=weight, overwrite=overwrite)
         self.make([change], data.draw(keyed))
 

@@ -46,10 +46,20 @@ def after(seconds: float, url: str, change: Callable[[Client], object]) -> Itera
 
 def test_create_with_every_argument(server: Any, key: str) -> None:
     made = server.buffers["w"].create(
-        (2, 3), dtype="float64", quorum=2, keep=3, nonfinite="reject", ttl_seconds=1000, idempotency_key=f"{key} made"
+        (2, 3),
+        dtype="float64",
+        quorum=2,
+        keep=3,
+        nonfinite="reject",
+        ttl_seconds=1000,
+        max_norm=2.5,
+        idempotency_key=f"{key} made",
     )
     assert (made.name, made.shape, made.dtype, made.quorum, made.keep) == ("w", (2, 3), "float64", 2, 3)
     assert (made.nonfinite, made.ttl_seconds, made.bytes, made.closed_epochs) == ("reject", 1000.0, 48, ())
+    with pytest.raises(InvalidInput, match="max_norm") as caught:
+        server.buffers["w"].accumulate(3.0)
+    assert (caught.value.code, caught.value.context["max_norm"], made.max_norm) == ("norm_too_large", 2.5, 2.5)
     assert (made.epoch, made.version, made.count, made.weight) == (0, 0, 0, 0.0)
     assert server.buffers["w"].info() == made
     with pytest.raises(Conflict):
@@ -179,6 +189,38 @@ def test_take_zero_and_delete(server: Any, key: str) -> None:
     buffer.delete(idempotency_key=f"{key} d")
     with pytest.raises(NotFound):
         buffer.delete()
+
+
+def test_many_are_created_at_once(server: Any, key: str) -> None:
+    rules = {"dtype": np.float64, "quorum": np.int64(3), "keep": 2, "nonfinite": "reject", "ttl_seconds": 60}
+    server.buffers["old"].create(3)
+    specs = {"new": {"shape": (2, 3), "max_norm": 2, **rules}, "old": {"shape": 3}}
+    made = server.buffers.create_many(specs, idempotency_key=key)
+    assert [*made] == ["new", "old"]
+    assert made == {name: server.buffers[name].info() for name in made}
+    assert (made["new"].dtype, made["new"].quorum, made["new"].max_norm) == ("float64", 3, 2.0)
+    assert server.buffers.create_many(specs) == made
+    with pytest.raises(Conflict, match="'new'") as caught:
+        server.buffers.create_many({"another": {"shape": 1}, "new": {"shape": 1}, "old": {"shape": 1}})
+    assert caught.value.context["buffers"] == ["new", "old"]
+    assert [one.name for one in server.buffers.list()] == ["new", "old"]
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ({}, "buffers is missing"),
+        ({"a": {}}, "'a': missing .* 'shape'"),
+        ({"a": {"shape": 1, "qourum": 2}}, "'a': .*'qourum'"),
+        ({"a": {"shape": 1, "exist_ok": False}}, "'a': .*'exist_ok'"),
+        ({"a": {"shape": 1.5}}, "shape: 1.5"),
+        ({"a": 3}, "'a': .*mapping"),
+        ({"a b": {"shape": 1}}, "'a b'"),
+    ],
+)
+def test_mistaken_specifications_are_refused(server: Any, specs: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        server.buffers.create_many(specs)
 
 
 def test_many_at_once(server: Any, key: str) -> None:

@@ -211,6 +211,18 @@ def test_results_have_the_order_of_the_names(shards: Any) -> None:
     assert [info.name for info in shards.buffers.list()] == sorted(names)
 
 
+def test_many_buffers_are_created_on_their_servers(shards: Any, key: str) -> None:
+    names = NAMES[::-1]
+    made = shards.buffers.create_many({name: {"shape": 2, "quorum": 2} for name in names}, idempotency_key=key)
+    assert [*made] == names
+    for url in shards.urls:
+        with Client(url) as one:
+            for info in one.buffers.list():
+                assert shards.buffers[info.name].info() == info == made[info.name]
+    assert sorted(info.name for info in shards.buffers.list()) == sorted(names)
+    assert shards.buffers.create_many({name: {"shape": 2, "quorum": 2} for name in names}) == made
+
+
 def test_a_prefix_may_fit_the_buffers_of_one_server(shards: Any) -> None:
     create(shards, "only")
     assert shards.buffers.accumulate({"only": [1, 2]})["only"].count == 1

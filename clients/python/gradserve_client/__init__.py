@@ -24,7 +24,7 @@ from gradserve_client.errors import (
     Unauthorized,
     Unavailable,
 )
-from gradserve_client.models import BufferInfo, OperatorInfo, Receipt, Taken, TensorInfo
+from gradserve_client.models import BufferInfo, BufferSpec, OperatorInfo, Receipt, Taken, TensorInfo
 
 __all__ = [
     "AsyncBuffer",
@@ -32,6 +32,7 @@ __all__ = [
     "AsyncClient",
     "Buffer",
     "BufferInfo",
+    "BufferSpec",
     "Buffers",
     "Busy",
     "Client",

@@ -64,6 +64,11 @@ def info(answer: Answer) -> BufferInfo:
     return BufferInfo.of(json.loads(answer.body))
 
 
+def infos(answer: Answer) -> dict[str, BufferInfo]:
+    """Read the metadata of several buffers, by name."""
+    return {name: BufferInfo.of(fields) for name, fields in json.loads(answer.body)["buffers"].items()}
+
+
 def page(answer: Answer) -> tuple[list[BufferInfo], str | None]:
     """Read the metadata of some buffers, and the cursor of the next ones."""
     page = json.loads(answer.body)

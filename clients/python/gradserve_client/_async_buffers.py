@@ -11,7 +11,7 @@ from gradserve_client import _buffer_calls, _bulk_calls
 from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._tensors import Array, TensorLike
-from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferName, BufferSpec, Receipt, Taken
 
 
 class AsyncBuffers:
@@ -40,6 +40,16 @@ class AsyncBuffers:
                 page, cursor = await shard.run(_bulk_calls.page(prefix, cursor))
                 infos += page
         return sorted(infos, key=lambda info: info.name)
+
+    async def create_many(
+        self, specs: Mapping[str, BufferSpec], *, idempotency_key: str | None = None
+    ) -> dict[str, BufferInfo]:
+        """Create buffers of these names with zeros, in one request; return their metadata. Equal buffers may exist.
+
+        Each value has the arguments of `Buffer.create`, except `exist_ok`, and needs only `shape`. Raises `Conflict`,
+        whose `context["buffers"]` names the buffers that differ.
+        """
+        return await self._runner.run(_bulk_calls.create(specs, idempotency_key=idempotency_key))
 
     async def accumulate(
         self,
@@ -127,6 +137,7 @@ class AsyncBuffer(BufferName):
         keep: int = 1,
         nonfinite: str = "allow",
         ttl_seconds: float | None = None,
+        max_norm: float | None = None,
         exist_ok: bool = True,
         idempotency_key: str | None = None,
     ) -> BufferInfo:
@@ -134,7 +145,8 @@ class AsyncBuffer(BufferName):
 
         `dtype` is float16, bfloat16, float32 or float64. The `quorum`th gradient closes the epoch. The server keeps the
         last `keep` closed epochs. With nonfinite="reject", it refuses gradients that would make the sum infinite or
-        NaN. It deletes the buffer `ttl_seconds` after the last change.
+        NaN. It deletes the buffer `ttl_seconds` after the last change. It refuses gradients whose 2-norm, without the
+        weight, is above `max_norm`.
 
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
         is False, `TooManyBuffers`, and `InvalidInput`.
@@ -142,12 +154,15 @@ class AsyncBuffer(BufferName):
         return await self._runner.run(
             _buffer_calls.create(
                 self.name,
-                shape,
-                dtype=dtype,
-                quorum=quorum,
-                keep=keep,
-                nonfinite=nonfinite,
-                ttl_seconds=ttl_seconds,
+                _buffer_calls.spec_json(
+                    shape,
+                    dtype=dtype,
+                    quorum=quorum,
+                    keep=keep,
+                    nonfinite=nonfinite,
+                    ttl_seconds=ttl_seconds,
+                    max_norm=max_norm,
+                ),
                 exist_ok=exist_ok,
                 idempotency_key=idempotency_key,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy.typing as npt
@@ -19,29 +19,32 @@ from gradserve_client.models import BufferInfo, Receipt, Taken
 Reduce: TypeAlias = Literal["sum", "mean"]
 
 
-def create(
-    name: str,
+def spec_json(
     shape: Sequence[int] | int,
     *,
-    dtype: npt.DTypeLike,
-    quorum: int | None,
-    keep: int,
-    nonfinite: str,
-    ttl_seconds: float | None,
-    exist_ok: bool,
-    idempotency_key: str | None,
-) -> Call[BufferInfo]:
-    """Create the buffer."""
+    dtype: npt.DTypeLike = "float32",
+    quorum: int | None = None,
+    keep: int = 1,
+    nonfinite: str = "allow",
+    ttl_seconds: float | None = None,
+    max_norm: float | None = None,
+) -> dict[str, Any]:
+    """Return the specification of a buffer as the server reads it."""
     if not isinstance(nonfinite, str):
         raise InvalidInput(f"nonfinite is {nonfinite!r}, but must be a string", code="invalid_parameter")
-    spec = {
+    return {
         "shape": _dims(shape),
         "dtype": as_dtype(dtype),
         "quorum": None if quorum is None else as_whole("quorum", quorum),
         "keep": as_whole("keep", keep),
         "nonfinite": nonfinite,
         "ttl_seconds": None if ttl_seconds is None else as_float("ttl_seconds", ttl_seconds),
+        "max_norm": None if max_norm is None else as_float("max_norm", max_norm),
     }
+
+
+def create(name: str, spec: Mapping[str, Any], *, exist_ok: bool, idempotency_key: str | None) -> Call[BufferInfo]:
+    """Create the buffer."""
     return Call(
         "PUT",
         _path(name),

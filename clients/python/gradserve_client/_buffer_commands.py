@@ -109,6 +109,9 @@ def create(
     nonfinite: Annotated[
         Nonfinite, typer.Option(help="Allow or reject gradients that are infinite or NaN.")
     ] = Nonfinite.allow,
+    max_norm: Annotated[
+        float | None, typer.Option(metavar="NORM", help="Refuse gradients whose 2-norm is larger.")
+    ] = None,
     key: Key = None,
 ) -> None:
     """Create a buffer with zeros. An equal buffer may exist already."""
@@ -121,6 +124,7 @@ def create(
             keep=keep,
             ttl_seconds=ttl,
             nonfinite=nonfinite.value,
+            max_norm=max_norm,
             idempotency_key=key,
         )
     if session.as_json:

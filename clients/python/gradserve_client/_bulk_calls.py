@@ -11,11 +11,11 @@ import numpy.typing as npt
 from gradserve_client import _answers
 from gradserve_client._answers import JSON
 from gradserve_client._arguments import as_dtype, as_key, as_name, as_query
-from gradserve_client._buffer_calls import Reduce, add_query
+from gradserve_client._buffer_calls import Reduce, add_query, spec_json
 from gradserve_client._policy import Call
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, encode
 from gradserve_client.errors import InvalidInput
-from gradserve_client.models import BufferInfo, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Taken
 
 PAGE_BUFFERS = 1000
 """Buffers that one request lists: the most that the server allows."""
@@ -27,6 +27,33 @@ def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
         raise InvalidInput(f"prefix is {prefix!r}, but must be a string", code="invalid_parameter")
     query = {"prefix": prefix, "cursor": cursor, "limit": PAGE_BUFFERS}
     return Call("GET", "/v1/buffers", _answers.page, query=query, headers={"Accept": JSON})
+
+
+def create(specs: Mapping[str, BufferSpec], *, idempotency_key: str | None) -> Call[dict[str, BufferInfo]]:
+    """Create several buffers."""
+    described = {as_name(name): _described(name, spec) for name, spec in specs.items()}
+
+    def body(names: Collection[str]) -> list[bytes | memoryview]:
+        return [json.dumps({"buffers": {name: described[name] for name in names}}).encode()]
+
+    return Call(
+        "POST",
+        "/v1/buffers/create",
+        _answers.infos,
+        headers={"Content-Type": JSON, "Accept": JSON},
+        body=body(described),
+        key=as_key(idempotency_key),
+        buffers=described,
+        body_for=body,
+    )
+
+
+def _described(name: str, spec: BufferSpec) -> dict[str, Any]:
+    try:
+        return spec_json(**spec)
+    except TypeError as error:
+        fault = str(error).removeprefix(f"{spec_json.__name__}() ")
+        raise InvalidInput(f"The specification of {name!r}: {fault}", code="invalid_parameter") from None
 
 
 def accumulate(

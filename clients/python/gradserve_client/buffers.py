@@ -10,7 +10,7 @@ from gradserve_client import _buffer_calls, _bulk_calls
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array, TensorLike
-from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferName, BufferSpec, Receipt, Taken
 
 
 class Buffers:
@@ -43,6 +43,20 @@ class Buffers:
                 page, cursor = shard.run(_bulk_calls.page(prefix, cursor))
                 infos += page
         return sorted(infos, key=lambda info: info.name)
+
+    def create_many(
+        self, specs: Mapping[str, BufferSpec], *, idempotency_key: str | None = None
+    ) -> dict[str, BufferInfo]:
+        """Create buffers of these names with zeros, in one request; return their metadata. Equal buffers may exist.
+
+        Each value has the arguments of `Buffer.create`, except `exist_ok`, and needs only `shape`. Raises `Conflict`,
+        whose `context["buffers"]` names the buffers that differ.
+
+        >>> made = server.buffers.create_many({"v1": {"shape": (2, 3), "quorum": 8}, "v2": {"shape": 3}})
+        >>> made["v1"].quorum, made["v2"].shape
+        (8, (3,))
+        """
+        return self._runner.run(_bulk_calls.create(specs, idempotency_key=idempotency_key))
 
     def accumulate(
         self,
@@ -147,6 +161,7 @@ class Buffer(BufferName):
         keep: int = 1,
         nonfinite: str = "allow",
         ttl_seconds: float | None = None,
+        max_norm: float | None = None,
         exist_ok: bool = True,
         idempotency_key: str | None = None,
     ) -> BufferInfo:
@@ -154,7 +169,8 @@ class Buffer(BufferName):
 
         `dtype` is float16, bfloat16, float32 or float64. The `quorum`th gradient closes the epoch. The server keeps the
         last `keep` closed epochs. With nonfinite="reject", it refuses gradients that would make the sum infinite or
-        NaN. It deletes the buffer `ttl_seconds` after the last change.
+        NaN. It deletes the buffer `ttl_seconds` after the last change. It refuses gradients whose 2-norm, without the
+        weight, is above `max_norm`.
 
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
         is False, `TooManyBuffers`, and `InvalidInput`.
@@ -165,12 +181,15 @@ class Buffer(BufferName):
         return self._runner.run(
             _buffer_calls.create(
                 self.name,
-                shape,
-                dtype=dtype,
-                quorum=quorum,
-                keep=keep,
-                nonfinite=nonfinite,
-                ttl_seconds=ttl_seconds,
+                _buffer_calls.spec_json(
+                    shape,
+                    dtype=dtype,
+                    quorum=quorum,
+                    keep=keep,
+                    nonfinite=nonfinite,
+                    ttl_seconds=ttl_seconds,
+                    max_norm=max_norm,
+                ),
                 exist_ok=exist_ok,
                 idempotency_key=idempotency_key,
             )

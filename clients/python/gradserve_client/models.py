@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Required, TypedDict
+
+import numpy.typing as npt
 
 from gradserve_client._tensors import Array
 
@@ -63,6 +65,8 @@ class BufferInfo:
     quorum: int | None
     keep: int
     ttl_seconds: float | None
+    max_norm: float | None = None
+    """The largest 2-norm of a gradient that the server adds."""
     epoch: int
     """The running epoch, counted from 0."""
     version: int
@@ -90,6 +94,18 @@ class BufferInfo:
         """Read the server's JSON, without the members that this version of the client does not know."""
         known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
         return cls(**{**known, "shape": tuple(known["shape"]), "closed_epochs": tuple(known["closed_epochs"])})
+
+
+class BufferSpec(TypedDict, total=False):
+    """The specification of a buffer that `create_many` creates: the arguments of `Buffer.create`."""
+
+    shape: Required[Sequence[int] | int]
+    dtype: npt.DTypeLike
+    quorum: int | None
+    keep: int
+    nonfinite: str
+    ttl_seconds: float | None
+    max_norm: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from gradserve_client._placement import balanced
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, EpochGone, GradserveError, InvalidInput, KeyReused, StaleEpoch
+from gradserve_client.models import BufferSpec
 
 try:
     import torch
@@ -208,14 +209,13 @@ class GradientAccumulator:
         """Create the buffers that do not exist, on the servers of these URLs by name if there are several servers."""
         self._server.place(places)
         self._places = places
-        created = [
-            self._server.buffers[name].create(
-                one.shape, dtype=_buffer_dtype(name, one), quorum=self._quorum, keep=self._keep
-            )
+        specs: dict[str, BufferSpec] = {
+            name: {"shape": one.shape, "dtype": _buffer_dtype(name, one), "quorum": self._quorum, "keep": self._keep}
             for name, one in self._parameters.items()
-        ]
+        }
+        created = self._server.buffers.create_many(specs)
         # The server may still remember the keys of earlier buffers with the same names.
-        identity = repr((self._prefix, self._worker, [info.created_at for info in created]))
+        identity = repr((self._prefix, self._worker, [created[name].created_at for name in self._parameters]))
         self._identity = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def _trainable(self) -> dict[str, Any]:

@@ -11,27 +11,42 @@ from fastapi import APIRouter, Query
 from service.api.buffers import openapi
 from service.api.buffers.models import (
     MAX_NAMES_BYTES,
+    MAX_SPECS_BYTES,
     AccumulateQuery,
+    CreatedBuffers,
     ManyTakeQuery,
     ManyValueQuery,
     ManyZeroQuery,
     Names,
+    NewBuffer,
+    NewBuffers,
     Receipts,
 )
 from service.api.buffers.preconditions import recalled, refuse_headers
 from service.api.buffers.receipts import answer_outcome, read_values
-from service.api.buffers.request import Received, form_of, gradients, parse_model, receive, submit, values_reserved
-from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_take
+from service.api.buffers.request import (
+    Received,
+    form_of,
+    gradients,
+    parse_model,
+    parse_models,
+    receive,
+    submit,
+    values_reserved,
+)
+from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_create, new_take
 from service.api.http.answer import Answer
 from service.api.http.call import Call, CurrentCall
-from service.api.http.negotiation import wanted_coding
+from service.api.http.costs import decode_json
+from service.api.http.negotiation import check_no_query, wanted_coding
 from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.openapi import MANY
 from service.api.http.routing import access
-from service.buffers.changes import Add, Zero
+from service.buffers.changes import Add, Create, Zero
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome
-from service.errors import Invalid, MissingTensor, UnknownBuffer, shown
+from service.buffers.record import name_buffer
+from service.errors import GradserveError, Invalid, MissingTensor, UnknownBuffer, shown
 
 R = TypeVar("R")
 
@@ -41,7 +56,40 @@ INLINE_NAMES_BYTES = 1 << 12
 MAX_LISTINGS = 10
 """Listings of the buffers of a prefix before a request fails because a listed buffer was deleted meanwhile."""
 
+METADATA_BYTES = 1 << 12
+"""Bytes of memory for a new buffer, its record and its metadata, as objects and as text."""
+
 router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
+
+
+@router.post(
+    "/create",
+    summary="Create many buffers, all or nothing",
+    operation_id="create_many",
+    openapi_extra=openapi.buffer_operation(NewBuffers, CreatedBuffers, MANY),
+)
+@access(WRITE, label="buffers")
+async def create_many(call: CurrentCall) -> Answer:
+    check_no_query(call)
+    refuse_headers(call, "If-Match")
+    received = await receive(call)
+    changes = await decode_json(call, received.body, received.body, _creates, call, received)
+    call.reserve(METADATA_BYTES * len(changes))
+    outcome = await submit(call, received, changes)
+    return await answer_outcome(call, received.answers, outcome, "list", single=False)
+
+
+def _creates(call: Call, received: Received) -> list[Create]:
+    limits = call.engine.limits
+    buffers = parse_models(received, "buffers", NewBuffer, MAX_SPECS_BYTES, limits)
+    changes = []
+    for name, new in buffers.items():
+        try:
+            changes.append(new_create(call, name, new))
+        except GradserveError as error:
+            name_buffer(error, name, one_of_many=len(buffers) > 1)
+            raise
+    return changes
 
 
 @router.post(

@@ -29,6 +29,9 @@ MAX_NAMED_BUFFERS = 100_000
 MAX_RULES_BYTES = 1 << 16
 """Bytes of a body that describes a buffer: a shape of 64 dimensions and all other members take about 2 KB."""
 
+MAX_SPECS_BYTES = 1 << 24
+"""Bytes of a body that describes many buffers: 1 KB for each of 16,384."""
+
 MAX_NAMES_BYTES = 256 * MAX_NAMED_BUFFERS
 """Bytes of a body that names buffers: a name has at most 200 characters, and JSON puts a few more around it."""
 
@@ -64,6 +67,19 @@ class NewBuffer(BaseModel):
     ttl_seconds: float | None = Field(
         None, strict=True, gt=0, le=MAX_TTL_SECONDS, description="Seconds from its last change until it is deleted."
     )
+    max_norm: float | None = Field(
+        None, strict=True, gt=0, allow_inf_nan=False, description="The largest 2-norm of a gradient that is added."
+    )
+
+
+class NewBuffers(BaseModel):
+    """The specifications of new buffers, by name."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"example": {"buffers": {"layer.weight": {"shape": [2, 2], "quorum": 4}}}}
+    )
+
+    buffers: dict[str, NewBuffer] = Field(min_length=1)
 
 
 class Metadata(BaseModel):
@@ -76,6 +92,7 @@ class Metadata(BaseModel):
     quorum: int | None
     keep: int
     ttl_seconds: float | None
+    max_norm: float | None
     epoch: int = Field(description="The current epoch, counted from 0.")
     version: int = Field(description="The number of changes so far.")
     count: int = Field(description="The number of gradients in this epoch's sum.")
@@ -85,6 +102,18 @@ class Metadata(BaseModel):
     created_at: float = Field(description="Seconds since 1970.")
     updated_at: float
     expires_at: float | None
+
+
+class CreatedBuffer(Metadata):
+    """A buffer of a request that creates many."""
+
+    created: bool = Field(description="Whether the request has created it; else it existed.")
+
+
+class CreatedBuffers(BaseModel):
+    """Buffers that a request has created or found, by name."""
+
+    buffers: dict[str, CreatedBuffer]
 
 
 class BufferList(BaseModel):

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from service.api.buffers.models import Receipts
+from service.api.buffers.models import CreatedBuffers, Names, Receipts
 from service.api.http.openapi import ONE, READING, REF, SAFETENSORS_CONTENT, answer_header, header_parameters
 
 CREATING = (*ONE, *READING)
@@ -69,7 +69,8 @@ def buffer_operation(
         return {"schema": of if isinstance(of, dict) else {"$ref": REF.format(model=of.__name__)}}
 
     content = {"application/json": schema(answer), **({} if created else SAFETENSORS_CONTENT)}
-    headers = {**(_ETAG if answer is not Receipts else {}), **(_REPLAYED if "Idempotency-Key" in knows else {})}
+    is_single = answer not in (Receipts, CreatedBuffers)
+    headers = {**(_ETAG if is_single else {}), **(_REPLAYED if "Idempotency-Key" in knows else {})}
     success = {"content": content, "headers": headers}
     responses = {"200": {"description": "The buffer already existed" if created else "The receipt", **success}}
     if created:
@@ -79,5 +80,5 @@ def buffer_operation(
     operation: dict[str, Any] = {**header_parameters(*knows), "responses": responses}
     if body is not None:
         content = {"application/json": schema(body), **(SAFETENSORS_CONTENT if isinstance(body, dict) else {})}
-        operation["requestBody"] = {"required": not isinstance(body, type) or created, "content": content}
+        operation["requestBody"] = {"required": body is not Names, "content": content}
     return operation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -44,6 +44,9 @@ MAX_LIST_ELEMENTS = 1 << 17
 
 MAX_EMPTY_BYTES = 64
 """Bytes of a body that can count as empty: a longer body is not searched for blanks."""
+
+MAX_SPEC_ELEMENTS = 1 << 20
+"""Members and elements of a body that describes many buffers: 64 for each of 16,384. Each becomes an object."""
 
 RECEIPT_BYTES = 1 << 10
 """Bytes of memory for a change and its receipt, as objects and as text."""
@@ -86,9 +89,41 @@ def parse_model(received: Received, model: type[M], max_bytes: int) -> M:
 
     Raises `UnsupportedMediaType`, `BodyTooLarge`, `MalformedBody`, `UnknownParameter` and `InvalidParameter`.
     """
+    text, members = _text(received, max_bytes, MAX_LIST_ELEMENTS, parameters_of(model)), parameters_of(model)
+    _known_members(json_codec.parse(text), members)
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as invalid:
+        raise _complaint(invalid, members) from None
+
+
+def parse_models(received: Received, member: str, model: type[M], max_bytes: int, limits: Limits) -> dict[str, M]:
+    """Return the models by name in the only `member` of the body. `limits` bounds their number.
+
+    Raises what `parse_model` raises, and `TooManyTensors`.
+    """
+    text, members = _text(received, max_bytes, MAX_SPEC_ELEMENTS, [member]), parameters_of(model)
+    body = _known_members(json_codec.parse_pairs(text), [member])
+    if not body.get(member):
+        raise invalid_parameter({"type": "missing", "loc": (member,)}, "member")
+    limits.check_count(len(body[member]))
+    models = {}
+    for name, value in json_codec.members_of(body[member], member):
+        place = f"{member}.{name}"
+        fields = _known_members(value, members, place)
+        plain = {each: dict(one) if isinstance(one, json_codec.Pairs) else one for each, one in fields.items()}
+        try:
+            models[name] = model.model_validate(plain)
+        except ValidationError as invalid:
+            raise _complaint(invalid, members, place) from None
+    return models
+
+
+def _text(received: Received, max_bytes: int, max_elements: int, members: Collection[str]) -> bytes:
+    """Return the body if it can be JSON with these members, within the limits."""
     if received.sent != JSON:
         raise UnsupportedMediaType(f"Content-Type is {received.sent}, but must be {JSON} here", {"Accept": JSON})
-    size, members = len(received.body), parameters_of(model)
+    size = len(received.body)
     if size > max_bytes:
         raise BodyTooLarge(f"The body has {size} bytes; this request takes {max_bytes}, the limit", limit=max_bytes)
     if not size:
@@ -96,30 +131,30 @@ def parse_model(received: Received, model: type[M], max_bytes: int) -> M:
             f"The body is empty, so not JSON; it must be an object with the members {', '.join(members)}"
         )
     text = bytes(received.body)
-    if text.count(b",") > MAX_LIST_ELEMENTS:
-        raise Invalid(f"The lists in the body have more than {MAX_LIST_ELEMENTS} elements, the limit")
-    _check_members(text, members)
-    try:
-        return model.model_validate_json(text)
-    except ValidationError as invalid:
-        raise _complaint(invalid, members) from None
+    if text.count(b",") > max_elements:
+        raise Invalid(f"The lists in the body have more than {max_elements} elements, the limit")
+    return text
 
 
-def _check_members(text: bytes, known: Collection[str]) -> None:
-    """Raise unless the body is an object with `known` members, each once.
+def _known_members(value: Any, known: Collection[str], title: str = "") -> dict[str, Any]:
+    """Return the members of an object, the body by default. Raise unless all are `known` and come once.
 
     pydantic takes the last of two members with one name, and makes an error of each unknown member.
     """
-    for name, _ in json_codec.members_of(json_codec.parse(text), "The body"):
+    members = {}
+    for name, member in json_codec.members_of(value, title or "The body"):
         if name not in known:
-            raise invalid_parameter({"type": "extra_forbidden", "loc": (name,)}, "member", known)
+            place = f"{title}.{name}".lstrip(".")
+            raise invalid_parameter({"type": "extra_forbidden", "loc": (place,)}, "member", known)
+        members[name] = member
+    return members
 
 
-def _complaint(invalid: ValidationError, members: Collection[str]) -> GradserveError:
+def _complaint(invalid: ValidationError, members: Collection[str], title: str = "") -> GradserveError:
     error = invalid.errors(include_url=False, include_context=False)[0]
     if error["type"] == "json_invalid":
         return MalformedBody(f"The body is not JSON: {error['msg']}")
-    place = ".".join(map(str, error["loc"]))
+    place = ".".join(map(str, (*filter(None, [title]), *error["loc"])))
     return invalid_parameter({**error, "loc": (place,)}, "member", members)
 
 

@@ -52,13 +52,8 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 async def create(call: CurrentCall, name: str) -> Answer:
     check_no_query(call)
     received = await receive(call)
-    new = parse_model(received, NewBuffer, MAX_RULES_BYTES)
-    spec = Spec(tuple(new.shape), DTYPES[new.dtype], new.nonfinite, new.quorum, new.keep, new.ttl_seconds)
-    refusal = _refusal(call, name, spec)
-    if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
-        raise refusal  # no buffer can be like this
-    match, unless = match_of(call), states_not_wanted(call)
-    change = Create(name=check_name(name), match=match, unless=unless, spec=spec, refusal=refusal)
+    change = new_create(call, name, parse_model(received, NewBuffer, MAX_RULES_BYTES))
+    change.match, change.unless = match_of(call), states_not_wanted(call)
     outcome = await submit(call, received, [change])
     receipt = dict(outcome.receipts[name])
     status = 201 if receipt.pop("created") else 200
@@ -209,6 +204,15 @@ def check_may_read(call: Call, query: AccumulateQuery) -> None:
     """Raise `Forbidden` if the caller asks for the sum but may not read it."""
     if query.answered is not None:
         call.caller.require(READ)
+
+
+def new_create(call: Call, name: str, new: NewBuffer) -> Create:
+    """Return the change that creates a buffer. Raises for what no buffer can be."""
+    spec = Spec(**{**dict(new), "shape": tuple(new.shape), "dtype": DTYPES[new.dtype]})
+    refusal = _refusal(call, name, spec)
+    if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
+        raise refusal
+    return Create(name=check_name(name), spec=spec, refusal=refusal)
 
 
 def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -> Take:

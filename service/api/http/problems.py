@@ -75,9 +75,12 @@ class Problem(BaseModel):
     index: int = Field(default_factory=absent)
     limit: float = Field(default_factory=absent)
     buffer: str = Field(default_factory=absent)
+    buffers: list[str] = Field(default_factory=absent, description="The first 100 buffers that differ.")
     epoch: int = Field(default_factory=absent, description="The buffer's current epoch.")
     count: int = Field(default_factory=absent, description="The gradients in that epoch so far.")
     min_count: int = Field(default_factory=absent)
+    norm: float | None = Field(default_factory=absent, description="The gradient's 2-norm; null if it is not finite.")
+    max_norm: float = Field(default_factory=absent)
     scope: str = Field(default_factory=absent, description="The scope that the API key lacks.")
     receipts: dict[str, Any] = Field(
         default_factory=absent, description="The receipts of the same request, which was made before."

@@ -270,7 +270,7 @@ def _work_of(job: Job) -> int:
 def _large(job: Job) -> dict[int, Payload]:
     """Return the gradients that are too large for a row, by the identity of their arrays. Sum up the others."""
     changes = job.request.changes
-    gradients = [change.gradient for change in changes if isinstance(change, Add) and change.do_update]
+    gradients = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
     arrays = [change.value for change in changes if isinstance(change, Restore)]
     payloads = {id(gradient): payload_of(gradient) for gradient in (*gradients, *arrays)}
     sizes = {key: payload.nbytes for key, payload in payloads.items()}
