@@ -33,7 +33,7 @@ test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill dis
 
 fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then send random requests and random changes of buffers
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
-	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py tests/buffers/test_state_machine.py
+	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py tests/buffers/test_state_machine.py tests/faults/test_state_machine.py
 
 examples: $(VENV)/.dev  ## train through the service: digits in four processes, a GRU, PyTorch behind a bad network
 	$(BIN)/python examples/digits_data_parallel.py

@@ -30,6 +30,8 @@ KEY_SECONDS = 1000.0
 MAX_BYTES = 64 << 20
 LARGE = 5 * (CHUNK_BYTES // 8) + 3
 """Elements of a buffer that has several chunks in any dtype, the last chunk partly full."""
+SMALL_CHUNK = 16
+"""Bytes of a chunk where a value of a few elements must have several chunks."""
 PATIENCE = 20
 """Seconds after which a pending future makes a test fail instead of hang."""
 

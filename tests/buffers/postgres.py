@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
+import pytest
 
 from service.buffers.names import BufferName
-from service.buffers.postgres import PostgresStore
+from service.buffers.postgres import PostgresStore, deltas, folder, transaction, writer
 from service.buffers.postgres.transaction import unpack_record
-from tests.buffers.calls import PATIENCE
+from tests.buffers.calls import PATIENCE, SMALL_CHUNK
 
 
 class Schema:
@@ -75,6 +76,15 @@ class Schema:
         for what, query in queries.items():
             faults += [f"{what}: {blob}" for (blob,) in self.ask(query)]
         return faults
+
+
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    """Stage gradients of a few elements, in several chunks, and fold a value after every second delta."""
+    for module in (writer, transaction, folder, deltas):
+        patch.setattr(module, "INLINE_BYTES", SMALL_CHUNK // 2)
+    patch.setattr(deltas, "CHUNK_BYTES", SMALL_CHUNK)
+    for name in ("FOLD_EVERY", "FOLD_EVERY_SMALL"):
+        patch.setattr(transaction, name, 2)
 
 
 def until_changed(store: PostgresStore, before: int) -> None:

@@ -20,21 +20,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import value_writer, values
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres import deltas, folder, transaction, writer
 from service.buffers.record import Spec
 from service.buffers.store import Store
 from service.dtypes import DTYPES, NAMES, Array
-from service.errors import GradserveError
-from tests.buffers.calls import KEY_SECONDS, PATIENCE, Clock, key, open_lmdb, open_memory, wrong
-from tests.buffers.postgres import Schema
+from service.errors import GradserveError, UnknownBuffer
+from tests.buffers.calls import KEY_SECONDS, PATIENCE, SMALL_CHUNK, Clock, key, open_lmdb, open_memory, wrong
+from tests.buffers.postgres import Schema, shrink
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 
 NAMED = ["a", "b", "c.0", "d"]
 MOST_BUFFERS = 3
 FUZZ = int(os.environ.get("GRADSERVE_FUZZ", "2"))
-SMALL_CHUNK = 16
-"""Bytes of a chunk in these tests: a value of a few elements has several chunks."""
 
 
 @dataclass
@@ -228,6 +225,7 @@ class Sent:
 
 SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (0, 3), (11,)]
 GRADIENT_SHAPES: list[tuple[int, ...]] = [*SHAPES, (1,), (2, 1)]
+TAGS = ['"0-0"', '"0-1"', '"1-1"', '"1-2"']
 VALUES = [0.0, -0.0, 1.0, -1.0, 0.1, 3.0, 1e-7, 2049.0, 65504.0, 3e38, np.inf, -np.inf, np.nan]
 
 specs = st.builds(
@@ -261,7 +259,7 @@ adds = st.builds(
     overwrite=st.sampled_from([False, False, False, True]),
     epoch=st.sampled_from([None, None, None, 0, 1]),
     want_value=st.booleans(),
-    match=st.one_of(st.none(), st.none(), st.frozensets(st.sampled_from(['"0-0"', '"0-1"', '"1-1"', '"1-2"']))),
+    match=st.one_of(st.none(), st.none(), st.frozensets(st.sampled_from(TAGS), min_size=1)),
 )
 changes: dict[str, st.SearchStrategy[Change]] = {
     "create": st.builds(Create, name=names, spec=specs),
@@ -282,25 +280,33 @@ keyed = st.sampled_from([False, False, True])
 
 
 class Machine(RuleBasedStateMachine):
-    """The rules of the state machine. A subclass opens its kind of store."""
+    """The rules of the state machine. A subclass opens its kind of store, which may be a service."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = self.new_clock()
         self.model = Model(self.clock)
         self.store = self.open()
         self.sent: list[Sent] = []
         self.requests = 0
 
+    def new_clock(self) -> Clock:
+        return Clock()
+
     def open(self) -> Store:
         raise NotImplementedError
+
+    def told(self, changes: list[Change], receipts: dict[str, Any]) -> dict[str, Any]:
+        """Return the receipts that the answer to these changes has."""
+        return receipts
 
     def teardown(self) -> None:
         self.store.close()
 
     def ask(self, changes: list[Change], text: str | None) -> Outcome | str:
         """Return the store's outcome, or the code of its error."""
-        request = Request(changes, None if text is None else key(text, request=text))
+        names = " ".join(change.name for change in changes)
+        request = Request(changes, None if text is None else key(text, request=names))
         try:
             return self.store.submit(request).result(PATIENCE)
         except GradserveError as error:
@@ -320,7 +326,7 @@ class Machine(RuleBasedStateMachine):
         receipts, values = done
         assert isinstance(got, Outcome), got
         assert not got.replayed
-        assert got.receipts == receipts
+        assert got.receipts == self.told(changes, receipts)
         assert list(got.values) == list(values)
         for name, array in values.items():
             assert_same_bits(got.values[name], array)
@@ -398,7 +404,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert isinstance(got, Outcome), got
         assert got.replayed
-        assert got.receipts == sent.receipts
+        assert got.receipts == self.told(sent.changes, sent.receipts)
         assert list(got.values) == list(sent.taken)
         for name, (_, _, array) in sent.taken.items():
             assert_same_bits(got.values[name], array)
@@ -408,10 +414,7 @@ class Machine(RuleBasedStateMachine):
     def send_another_request_with_the_key(self, data: st.DataObject) -> None:
         sent = data.draw(st.sampled_from(self.sent), label="sent")
         if self.clock.now < sent.at + KEY_SECONDS:
-            request = Request([Zero(name="a")], key(sent.text, request="another"))
-            error = self.store.submit(request).exception(PATIENCE)
-            assert isinstance(error, GradserveError)
-            assert error.code == "idempotency_key_reused"
+            assert self.ask([Zero(name="another")], sent.text) == "idempotency_key_reused"
 
     @rule(name=names, epoch=st.integers(0, 4))
     def read_epoch(self, name: str, epoch: int) -> None:
@@ -426,6 +429,15 @@ class Machine(RuleBasedStateMachine):
         receipt, array = buffer.epochs[epoch]
         assert snapshot.receipt() == {**receipt, "updated": False}
         assert_same_bits(snapshot.value, array)
+
+    @rule(name=names)
+    def look_up(self, name: str) -> None:
+        buffer = self.model.alive().get(name)
+        if buffer is None:
+            with pytest.raises(UnknownBuffer):
+                self.store.record(name)
+        else:
+            assert self.store.record(name).as_json() == buffer.metadata(name)
 
     @rule(prefix=st.sampled_from(["", "a", "c."]), after=st.sampled_from(["", "a", "b"]), limit=st.integers(0, 3))
     def list_some(self, prefix: str, after: str, limit: int) -> None:
@@ -487,17 +499,12 @@ class ByTurns:
 
 
 class PostgresMachine(Machine):
-    """Small gradients are staged here, and every second is followed by a fold."""
-
     url: str
     stores = 1
 
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        for module in (writer, transaction, folder, deltas):
-            self.patch.setattr(module, "INLINE_BYTES", SMALL_CHUNK // 2)
-        self.patch.setattr(deltas, "CHUNK_BYTES", SMALL_CHUNK)
-        self.patch.setattr(transaction, "FOLD_EVERY", 2)
+        shrink(self.patch)
         self.schema = Schema(self.url)
         super().__init__()
 

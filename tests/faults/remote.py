@@ -1,0 +1,141 @@
+"""A store that is a service: the requests of the state machine over HTTP, each to the next of several servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import httpx
+import numpy as np
+
+from service.buffers.changes import Add, Change, Create, Delete, Take
+from service.buffers.perform import Outcome, Request
+from service.codecs import safetensors
+from service.dtypes import Array
+from service.errors import GradserveError, tree
+from service.limits import Limits
+from tests.faults.servers import PATIENCE, SAFETENSORS
+
+BUFFERS = "/v1/buffers"
+TO_JSON = {"Accept": "application/json"}
+ERRORS = {each.code: each for each in tree()}
+
+
+@dataclass
+class Found:
+    """A buffer as a client finds it: with its metadata, or with a receipt and the value."""
+
+    name: str
+    answer: dict[str, Any]
+    value: Array = field(default_factory=lambda: np.zeros(0))
+
+    def as_json(self) -> dict[str, Any]:
+        return self.answer
+
+    def receipt(self) -> dict[str, Any]:
+        return self.answer
+
+
+class Remote:
+    """The part of a store's protocol that the state machine needs. `turns` says which server gets which request."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._stack = ExitStack()
+        self._clients = [
+            self._stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE, headers={"Accept": SAFETENSORS}))
+            for url in urls
+        ]
+        self.turns: Iterator[int] = cycle(range(len(urls)))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def submit(self, request: Request) -> Future[Outcome]:
+        """Make the changes before the return. Those of several buffers must be alike: HTTP has no other requests."""
+        made = Future[Outcome]()
+        try:
+            made.set_result(self._make(request))
+        except GradserveError as error:
+            made.set_exception(error)
+        return made
+
+    def read(self, names: Sequence[str], epoch: int | None = None) -> list[Found]:
+        if not names:
+            return []
+        if epoch is None:
+            answer = self._send("POST", "/value", json={"names": names})
+        else:
+            (name,) = names
+            answer = self._send("GET", f"/{name}/value", params={"epoch": epoch})
+        receipts, values = contents(answer, names)
+        return [Found(name, receipts[name], values[name]) for name in names]
+
+    def records(self, prefix: str = "", after: str = "", limit: int = 1000) -> list[Found]:
+        query = {"prefix": prefix, "cursor": after, "limit": max(limit, 1)}
+        found = self._send("GET", "", params=query, headers=TO_JSON).json()["buffers"]
+        return [Found(one["name"], one) for one in found[:limit]]
+
+    def record(self, name: str) -> Found:
+        return Found(name, self._send("GET", f"/{name}", headers=TO_JSON).json())
+
+    def _make(self, request: Request) -> Outcome:
+        changes, first = request.changes, request.changes[0]
+        headers = {} if request.key is None else {"Idempotency-Key": request.key.text}
+        if first.match is not None:
+            headers["If-Match"] = ", ".join(sorted(first.match))
+        path = f"/{first.name}" if len(changes) == 1 else ""
+        if isinstance(first, Create):
+            answer = self._send("PUT", path, headers=headers | TO_JSON, json=first.spec.as_json())
+            receipts = {first.name: {**answer.json(), "created": answer.status_code == 201}}
+            values = dict[str, Array]()
+        elif isinstance(first, Delete):
+            answer, receipts, values = self._send("DELETE", path, headers=headers), {}, {}
+        else:
+            answer = self._change_sums(path, changes, headers)
+            receipts, values = contents(answer, [change.name for change in changes])
+        return Outcome(receipts, values, answer.headers.get("Idempotency-Replayed") == "true")
+
+    def _change_sums(self, path: str, changes: Sequence[Change], headers: dict[str, str]) -> httpx.Response:
+        first = changes[0]
+        if isinstance(first, Add):
+            gradients = {change.name: change.gradient for change in changes if isinstance(change, Add)}
+            body = safetensors.encode({"gradient": first.gradient} if path else gradients)  # type: ignore[arg-type, dict-item]
+            sent = {"content": b"".join(body), "headers": {**headers, "Content-Type": SAFETENSORS}}
+            return self._send("POST", f"{path}/accumulate", params=_query(first), **sent)
+        named: dict[str, Any] = {} if path else {"json": {"names": [change.name for change in changes]}}
+        if isinstance(first, Take):
+            query = {"min_count": first.min_count, **_epoch(first)}
+            return self._send("POST", f"{path}/take", params=query, headers=headers, **named)
+        return self._send("POST", f"{path}/zero", headers=headers, **named)
+
+    def _send(self, method: str, path: str, **rest: Any) -> httpx.Response:
+        """Return an answer of the next server. Raise the error that it names."""
+        answer = self._clients[next(self.turns)].request(method, f"{BUFFERS}{path}", **rest)
+        if answer.is_error:
+            raise ERRORS[answer.json()["code"]](answer.text)
+        return answer
+
+
+def contents(answer: httpx.Response, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return receipts and values by buffer. The caller may change the values."""
+    body, limits = memoryview(answer.content), Limits(1 << 30)
+    receipts = json.loads(safetensors.metadata_of(body, limits)["receipts"])
+    tensors = safetensors.decode(body, limits)
+    if "value" in tensors:
+        (name,) = names
+        tensors = {name: tensors["value"]}
+    return receipts, {name: tensors[name].copy() for name in names if name in tensors}
+
+
+def _query(add: Add) -> dict[str, Any]:
+    wanted = {"return": "value"} if add.want_value else {}
+    return {"weight": add.weight, "do_update": add.do_update, "overwrite": add.overwrite, **_epoch(add), **wanted}
+
+
+def _epoch(change: Add | Take) -> dict[str, int]:
+    return {} if change.epoch is None else {"epoch": change.epoch}

@@ -1,0 +1,235 @@
+"""Concurrent calls of one or two buffers over two servers are linearizable: some serial order explains all answers.
+
+`test_history.py` takes the order from the versions in the answers. Here no number is trusted, answers get lost, and
+calls are conditional, are repeated, and change two buffers at once.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.cluster import replicas
+from tests.faults.histories import CLIENTS, Caller, Round, play
+from tests.faults.linearizable import Answer, Buffer, Call, Event, Receipt, State, Success, check, order_of, step
+from tests.faults.servers import LONG, Server, new_key
+from tests.postgres import Cluster, cluster
+
+ROUNDS = 1500 if LONG else 30
+KILLS = 60 if LONG else 2
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[Cluster]:
+    with cluster() as made:
+        yield made
+
+
+@contextmanager
+def players(servers: list[Server], *elements: int) -> Iterator[Callable[[random.Random], Counter[str]]]:
+    """Yield a function that plays a round with buffers of a size, checks its history, and counts what came."""
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(CLIENTS))
+        callers = [Caller([server.url for server in servers], seed) for seed in range(CLIENTS)]
+        for caller in callers:
+            stack.callback(caller.close)
+
+        def play_round(chance: random.Random) -> Counter[str]:
+            quorums = [chance.choice([None, 3]) for _ in range(chance.choice([1, 2]))]
+            game = Round([new_key() for _ in quorums], quorums, chance.choice(elements))
+            game.create(callers[0].servers[-1])  # which does not die
+            play(game, callers, threads)
+            check(game.history, quorums)
+            return Counter(kind for event in game.history for kind in kinds(event))
+
+        yield play_round
+
+
+def kinds(event: Event) -> list[str]:
+    """Return the kind of a call, and the kind of its answer."""
+    if event.answer is None:
+        return ["lost"]
+    if isinstance(event.answer, str):
+        return [event.answer]
+    return ["repeated" if event.answer.replayed else event.call.what]
+
+
+ALL = {"add", "zero", "take", "read", "look", "repeated", "lost", "precondition_failed", "stale_epoch", "epoch_open"}
+
+
+def test_histories_of_two_servers(database: Cluster, tmp_path: Path) -> None:
+    """A gradient of five elements is staged."""
+    chance, found = random.Random(1), Counter[str]()
+    own = {"module": "tests.faults.modelled"}
+    with replicas(2, tmp_path, database.url, **own) as servers, players(servers, 1, 5) as play_round:
+        for _ in range(ROUNDS):
+            found += play_round(chance)
+    assert found.keys() >= ALL
+
+
+def test_histories_with_kills(database: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the servers dies at a point of a commit, or at any time. A gradient of 9,000 elements is staged."""
+    chance, order, deaths = random.Random(2), tmp_path / "order", 0
+    monkeypatch.setenv("GRADSERVE_TEST_KILL", str(order))
+    with (
+        Server(
+            tmp_path / "mortal", module="tests.faults.killing", store=database.url, postgres_schema="killed"
+        ) as mortal,
+        Server(tmp_path / "other", store=database.url, postgres_schema="killed") as other,
+        players([mortal, other], 2, 9000) as play_round,
+    ):
+        for number in range(KILLS):
+            if number % 4 < 3:
+                order.write_text(f"{['committed', 'made', 'staged'][number % 4]}:{chance.randint(1, 3)}")
+            else:
+                threading.Timer(chance.uniform(0, 0.1), mortal.process.kill).start()
+            play_round(chance)
+            order.unlink(missing_ok=True)
+            if mortal.process.poll() is not None:
+                deaths += 1
+                mortal.kill()
+                mortal.start()
+    assert deaths > KILLS // 3
+
+
+def told(epoch: int, version: int, count: int, total: int | None = None, **rest: bool) -> Success:
+    closed, replayed = rest.get("closed", False), rest.get("replayed", False)
+    return Success((Receipt(closed, epoch, version, count, total),), replayed)
+
+
+def added(amount: int, **rest: Any) -> Call:
+    return Call("add", amount=amount, **rest)
+
+
+READ, TAKE, ZERO, LOOK = Call("read"), Call("take"), Call("zero"), Call("look")
+BOTH = (0, 1)
+
+LINEARIZABLE: dict[str, list[Event]] = {
+    "nothing": [],
+    "one after the other": [
+        Event(added(1), 0, 1, told(0, 1, 1)),
+        Event(READ, 2, 3, told(0, 1, 1, 1)),
+        Event(added(2, epoch=0, match=(0, 1)), 4, 5, told(0, 2, 2)),
+        Event(TAKE, 6, 7, told(0, 3, 2, 3, closed=True)),
+        Event(Call("read", epoch=0), 8, 9, told(0, 3, 2, 3, closed=True)),
+        Event(added(4, epoch=0), 10, 11, "stale_epoch"),
+        Event(added(4, match=(0, 2)), 12, 13, "precondition_failed"),
+        Event(Call("read", epoch=1), 14, 15, "epoch_open"),
+        Event(ZERO, 16, 17, told(2, 4, 0)),
+        Event(Call("read", epoch=1), 18, 19, "epoch_gone"),
+        Event(LOOK, 20, 21, told(2, 4, 0)),
+    ],
+    "the later call first": [
+        Event(added(1), 0, 9, told(0, 2, 2)),
+        Event(added(2), 1, 8, told(0, 1, 1)),
+        Event(READ, 2, 7, told(0, 0, 0, 0)),
+    ],
+    "a lost add that was made": [Event(added(1), 0), Event(READ, 5, 6, told(0, 1, 1, 1))],
+    "a lost add that was made late": [
+        Event(added(1), 0),
+        Event(READ, 5, 6, told(0, 0, 0, 0)),
+        Event(READ, 7, 8, told(0, 1, 1, 1)),
+    ],
+    "a lost add that was never made": [Event(added(1), 0), Event(added(2), 5, 6, told(0, 1, 1))],
+    "a lost add that was made, and its repetition": [
+        Event(added(1, key="k"), 0),
+        Event(added(1, key="k"), 1, 2, told(0, 1, 1, replayed=True)),
+        Event(READ, 3, 4, told(0, 1, 1, 1)),
+    ],
+    "a lost add that was not made, and its repetition": [
+        Event(added(1, key="k"), 0),
+        Event(added(1, key="k"), 1, 2, told(0, 1, 1)),
+        Event(READ, 3, 4, told(0, 1, 1, 1)),
+    ],
+    "two changes of one state, one of them refused": [
+        Event(added(1, match=(0, 0)), 0, 9, "precondition_failed"),
+        Event(added(2, match=(0, 0)), 0, 9, told(0, 1, 1)),
+    ],
+    "two buffers at one moment": [
+        Event(Call("add", BOTH, 1), 0, 9, Success((Receipt(False, 0, 1, 1), Receipt(False, 0, 1, 1)))),
+        Event(Call("read", BOTH), 1, 8, Success((Receipt(False, 0, 1, 1, 1), Receipt(False, 0, 1, 1, 1)))),
+    ],
+}
+
+WRONG: dict[str, list[Event]] = {
+    "a lost update": [
+        Event(added(1), 0, 9, told(0, 1, 1)),
+        Event(added(2), 0, 9, told(0, 1, 1)),
+    ],
+    "an update lost from the sum alone": [
+        Event(added(1), 0, 1, told(0, 1, 1)),
+        Event(added(2), 2, 3, told(0, 2, 2)),
+        Event(READ, 4, 5, told(0, 2, 2, 2)),
+    ],
+    "a stale read": [Event(added(1), 0, 1, told(0, 1, 1)), Event(READ, 2, 3, told(0, 0, 0, 0))],
+    "stale metadata": [Event(added(1), 0, 1, told(0, 1, 1)), Event(LOOK, 2, 3, told(0, 0, 0))],
+    "a read of the future": [Event(READ, 0, 1, told(0, 1, 1, 1)), Event(added(1), 2, 3, told(0, 1, 1))],
+    "reads that go back": [
+        Event(added(1), 0),
+        Event(READ, 1, 2, told(0, 1, 1, 1)),
+        Event(READ, 3, 4, told(0, 0, 0, 0)),
+    ],
+    "an add counted twice": [Event(added(1), 0, 1, told(0, 1, 1)), Event(READ, 2, 3, told(0, 2, 2, 2))],
+    "an add of a lost answer counted twice": [
+        Event(added(1, key="k"), 0),
+        Event(added(1, key="k"), 1, 2, told(0, 2, 2)),
+        Event(READ, 3, 4, told(0, 2, 2, 2)),
+    ],
+    "a repetition counted as new": [
+        Event(added(1, key="k"), 0, 1, told(0, 1, 1)),
+        Event(added(1, key="k"), 2, 3, told(0, 2, 2)),
+    ],
+    "a repetition of nothing": [Event(added(1, key="k"), 0, 1, told(0, 1, 1, replayed=True))],
+    "two changes of one state": [
+        Event(added(1, match=(0, 0)), 0, 9, told(0, 1, 1)),
+        Event(added(2, match=(0, 0)), 0, 9, told(0, 2, 2)),
+    ],
+    "a refusal without a reason": [Event(added(1, match=(0, 0)), 0, 1, "precondition_failed")],
+    "an add that two takes took": [
+        Event(added(1), 0, 1, told(0, 1, 1)),
+        Event(TAKE, 2, 9, told(0, 2, 1, 1, closed=True)),
+        Event(TAKE, 2, 9, told(0, 2, 1, 1, closed=True)),
+    ],
+    "half of a request": [
+        Event(Call("add", BOTH, 1), 0, 9, Success((Receipt(False, 0, 1, 1), Receipt(False, 0, 1, 1)))),
+        Event(Call("read", BOTH), 1, 8, Success((Receipt(False, 0, 1, 1, 1), Receipt(False, 0, 0, 0, 0)))),
+    ],
+    "an epoch that closes before its quorum": [
+        Event(added(1), 0, 1, told(0, 1, 1)),
+        Event(added(2), 2, 3, told(0, 2, 2, closed=True)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LINEARIZABLE)
+def test_the_checker_accepts_a_linearizable_history(name: str) -> None:
+    check(LINEARIZABLE[name], [3, None])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_checker_rejects_a_wrong_history(name: str) -> None:
+    with pytest.raises(AssertionError, match="no serial order"):
+        check(WRONG[name], [3, None])
+
+
+def test_the_checker_finds_every_order_and_no_other() -> None:
+    """Of all histories of three concurrent reads and adds, the right ones are those of the six orders."""
+    calls = [added(1), added(2), READ]
+    right = set()
+    for order in permutations(range(3)):
+        state, answers = State((Buffer(),)), dict[int, Answer]()
+        for which in order:
+            state, answers[which] = step(state, calls[which])
+        right.add(tuple(answers[which] for which in range(3)))
+    for found in product(*[{one[which] for one in right} for which in range(3)]):
+        history = [Event(call, 0, 1, answer) for call, answer in zip(calls, found, strict=True)]
+        assert (order_of(history, State((Buffer(),)), step) is not None) == (found in right)
