@@ -21,10 +21,12 @@ import numpy as np
 import orjson
 
 from service.buffers.changes import Delete, Restore
+from service.buffers.epochs import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
 from service.buffers.names import BufferName, check_length, check_name
+from service.buffers.packed import spec_of
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
-from service.buffers.record import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS, Record, name_buffer, spec_of
+from service.buffers.record import Record, name_buffer
 from service.buffers.store import Store
 from service.buffers.url import opened_readonly
 from service.codecs import safetensors

@@ -11,8 +11,8 @@ from typing import Any
 import psycopg
 
 from service.buffers.names import BufferName
+from service.buffers.packed import unpack_record
 from service.buffers.postgres import PostgresStore
-from service.buffers.postgres.transaction import unpack_record
 from tests.buffers.calls import PATIENCE
 
 

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from service.api.http.tensor_forms import absent, output_type
-from service.buffers.record import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
+from service.buffers.epochs import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS
 
