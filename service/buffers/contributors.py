@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS
 from service.buffers.record import Record
-from service.errors import Conflict, DuplicateContributor, shown
+from service.errors import DuplicateContributor, InvalidParameter, shown
 
 
 def most_contributors(keep: int) -> int:
@@ -13,7 +13,7 @@ def most_contributors(keep: int) -> int:
 
 
 def check_may_add(record: Record, name: str) -> None:
-    """Raise `DuplicateContributor`, or `Conflict` if the epoch has as many contributors as it may."""
+    """Raise `DuplicateContributor`, or `InvalidParameter` if the epoch has as many contributors as it may."""
     adds, others = record.contributors_in.get(name, 0), len(record.contributors_in)
     limit, most = record.spec.per_contributor, most_contributors(record.spec.keep)
     if adds >= limit:
@@ -25,8 +25,10 @@ def check_may_add(record: Record, name: str) -> None:
             count=record.count,
         )
     if not adds and others >= most:
-        raise Conflict(
-            f"{others} contributors have added to epoch {record.epoch} of {record.name!r}, which takes no more",
+        raise InvalidParameter(
+            f"contributor is {shown(name)}, but epoch {record.epoch} of {record.name!r} has {others} contributors,"
+            " the limit",
+            parameter="contributor",
             buffer=record.name,
             epoch=record.epoch,
             limit=most,

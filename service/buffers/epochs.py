@@ -57,12 +57,12 @@ def is_contributor(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MAX_CONTRIBUTOR_CHARACTERS and name.isprintable()
 
 
-def check_contributor(name: str) -> str:
+def check_contributor(name: str, parameter: str = "contributor") -> str:
     """Return the name of a contributor. Raises `InvalidParameter`."""
     if not is_contributor(name):
         raise InvalidParameter(
-            f"contributor is {shown(name)}, but must be 1 to {MAX_CONTRIBUTOR_CHARACTERS} printable characters",
-            parameter="contributor",
+            f"{parameter} has {shown(name)}, but a name must be 1 to {MAX_CONTRIBUTOR_CHARACTERS} printable characters",
+            parameter=parameter,
         )
     return name
 

@@ -80,6 +80,9 @@ class MemoryStore(Store):
             self._expire(self._clock())
             return self._alive(BufferName(self.namespace, name))
 
+    def now(self) -> float:
+        return self._clock()
+
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         with self._lock:
             self._expire(now := self._clock())

@@ -22,6 +22,7 @@ from service.api.buffers.preconditions import recalled, refuse_headers
 from service.api.buffers.receipts import answer_outcome, read_values
 from service.api.buffers.request import Received, form_of, gradients, parse_model, receive, submit, values_reserved
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_take
+from service.api.buffers.rules import closed_due
 from service.api.http.answer import Answer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import wanted_coding
@@ -31,7 +32,7 @@ from service.api.http.routing import access
 from service.buffers.changes import Add, Zero
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome
-from service.errors import Invalid, MissingTensor, UnknownBuffer, shown
+from service.errors import EpochOpen, Invalid, MissingTensor, UnknownBuffer, shown
 
 R = TypeVar("R")
 
@@ -131,7 +132,11 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     async def read(names: list[str]) -> Answer:
         _check_some(names, query.prefix)
         if query.epoch is not None:
-            await call.look_up(len(names), lambda: [*map(look, names)])
+            try:
+                await call.look_up(len(names), lambda: [*map(look, names)])
+            except EpochOpen:
+                if not await closed_due(call, names):
+                    raise
         async with values_reserved(call, names, form_of(call, received, query, "list")):
             return await call.offload(False, read_values, call.store, names, query, received.answers, coding, False)
 

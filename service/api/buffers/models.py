@@ -13,7 +13,13 @@ from pydantic import (
 )
 
 from service.api.http.tensor_forms import absent, output_type
-from service.buffers.epochs import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
+from service.buffers.epochs import (
+    MAX_CONTRIBUTOR_CHARACTERS,
+    MAX_CONTRIBUTORS,
+    MAX_KEEP,
+    MAX_QUORUM,
+    MAX_TTL_SECONDS,
+)
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS
 
@@ -26,8 +32,8 @@ MAX_LISTED_BUFFERS = 1000
 MAX_NAMED_BUFFERS = 100_000
 """Buffers that a request may name: by default as many as a namespace may have."""
 
-MAX_RULES_BYTES = 1 << 16
-"""Bytes of a body that describes a buffer: a shape of 64 dimensions and all other members take about 2 KB."""
+MAX_RULES_BYTES = 1 << 18
+"""Bytes of a body that describes a buffer: a thousand names of contributors, each of 100 characters, take 103 KB."""
 
 MAX_NAMES_BYTES = 256 * MAX_NAMED_BUFFERS
 """Bytes of a body that names buffers: a name has at most 200 characters, and JSON puts a few more around it."""
@@ -45,6 +51,54 @@ Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the su
 AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
 
 
+Quorum = Annotated[
+    StrictInt | None, Field(ge=1, le=MAX_QUORUM, description="Gradients after which an epoch closes by itself.")
+]
+TtlSeconds = Annotated[
+    float | None,
+    Field(strict=True, gt=0, le=MAX_TTL_SECONDS, description="Seconds from its last change until it is deleted."),
+]
+DeadlineSeconds = Annotated[
+    float | None,
+    Field(
+        strict=True,
+        gt=0,
+        le=MAX_TTL_SECONDS,
+        description="Seconds from its first gradient until an epoch closes by itself, if min_count gradients are in;"
+        " if not, the gradient that brings them closes it.",
+    ),
+]
+MinCount = Annotated[
+    StrictInt, Field(ge=1, le=MAX_QUORUM, description="Gradients without which the deadline closes no epoch.")
+]
+QuorumWeight = Annotated[
+    float | None,
+    Field(
+        strict=True, gt=0, allow_inf_nan=False, description="Sum of the weights with which an epoch closes by itself."
+    ),
+]
+Contributors = Annotated[
+    list[StrictStr] | None,
+    Field(
+        min_length=1,
+        max_length=MAX_CONTRIBUTORS,
+        fail_fast=True,
+        description="Contributors that each epoch expects: while it is open, the server says who is missing.",
+    ),
+]
+PerContributor = Annotated[
+    StrictInt, Field(ge=1, le=MAX_QUORUM, description="Gradients that an epoch takes of each contributor.")
+]
+Contributor = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=MAX_CONTRIBUTOR_CHARACTERS,
+        description="Who adds: listed in the epoch, which takes per_contributor gradients of each contributor.",
+    ),
+]
+
+
 class _Query(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -57,13 +111,28 @@ class NewBuffer(BaseModel):
     shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]] = Field(fail_fast=True)
     dtype: FloatName = "float32"
     nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether the value may become infinite or NaN.")
-    quorum: StrictInt | None = Field(
-        None, ge=1, le=MAX_QUORUM, description="Gradients after which an epoch closes by itself."
-    )
+    quorum: Quorum = None
     keep: StrictInt = Field(1, ge=1, le=MAX_KEEP, description="Closed epochs that stay readable.")
-    ttl_seconds: float | None = Field(
-        None, strict=True, gt=0, le=MAX_TTL_SECONDS, description="Seconds from its last change until it is deleted."
-    )
+    ttl_seconds: TtlSeconds = None
+    deadline_seconds: DeadlineSeconds = None
+    min_count: MinCount = 1
+    quorum_weight: QuorumWeight = None
+    contributors: Contributors = None
+    per_contributor: PerContributor = 1
+
+
+class NewRules(BaseModel):
+    """The rules to replace; those that are absent stay."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"deadline_seconds": 30.0, "min_count": 2}})
+
+    quorum: Quorum = None
+    ttl_seconds: TtlSeconds = None
+    deadline_seconds: DeadlineSeconds = None
+    min_count: MinCount = 1
+    quorum_weight: QuorumWeight = None
+    contributors: Contributors = None
+    per_contributor: PerContributor = 1
 
 
 class Metadata(BaseModel):
@@ -76,6 +145,11 @@ class Metadata(BaseModel):
     quorum: int | None
     keep: int
     ttl_seconds: float | None
+    deadline_seconds: float | None
+    min_count: int
+    quorum_weight: float | None
+    contributors: list[str] | None
+    per_contributor: int
     epoch: int = Field(description="The current epoch, counted from 0.")
     version: int = Field(description="The number of changes so far.")
     count: int = Field(description="The number of gradients in this epoch's sum.")
@@ -85,6 +159,9 @@ class Metadata(BaseModel):
     created_at: float = Field(description="Seconds since 1970.")
     updated_at: float
     expires_at: float | None
+    deadline_at: float | None = Field(description="When the deadline of this epoch ends; null before its first add.")
+    contributors_in: dict[str, int] = Field(description="Gradients of each contributor in this epoch.")
+    missing: list[str] | None = Field(description="Expected contributors that are not in; null if none are expected.")
 
 
 class BufferList(BaseModel):
@@ -101,8 +178,16 @@ class AccumulateQuery(_Query):
     overwrite: bool = Field(False, description="True: the gradient replaces the sum.")
     weight: float = Field(1.0, allow_inf_nan=False, description="Number to multiply the gradient by.")
     epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
+    contributor: Contributor = None
     answered: Literal["value"] | None = Field(None, alias="return", description="`value`: answer the sum, too.")
     encoding: Encoding = None
+
+
+class MetadataQuery(_Query):
+    """What is read of a buffer without its value."""
+
+    epoch: int | None = Field(None, ge=0, description="A closed epoch, whose receipt is the answer.")
+    timeout: Timeout = 0.0
 
 
 class ValueQuery(_Query):
@@ -182,6 +267,12 @@ class Receipt(BaseModel):
     version: int
     count: int
     weight: float
+    closed_by: Literal["quorum", "deadline", "take"] = Field(
+        default_factory=absent, description="What has closed the epoch, if it is closed."
+    )
+    contributors: dict[str, int] = Field(
+        default_factory=absent, description="Gradients of each contributor, if the epoch is closed."
+    )
     value: output_type(FLOATS) = Field(default_factory=absent)  # type: ignore[valid-type]
 
 

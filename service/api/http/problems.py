@@ -78,6 +78,8 @@ class Problem(BaseModel):
     epoch: int = Field(default_factory=absent, description="The buffer's current epoch.")
     count: int = Field(default_factory=absent, description="The gradients in that epoch so far.")
     min_count: int = Field(default_factory=absent)
+    missing: list[str] = Field(default_factory=absent, description="Expected contributors that are not in that epoch.")
+    receipt: dict[str, Any] = Field(default_factory=absent, description="The receipt of an epoch without a mean.")
     scope: str = Field(default_factory=absent, description="The scope that the API key lacks.")
     receipts: dict[str, Any] = Field(
         default_factory=absent, description="The receipts of the same request, which was made before."

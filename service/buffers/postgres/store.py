@@ -133,6 +133,21 @@ class PostgresStore(Store):
         rows = self._ask(_RECORDS([self.namespace], [name]))
         return self._alive([name], rows)[name].record
 
+    def closed(self, name: str, epoch: int) -> Record:
+        def attempt() -> Record:
+            with self._database.reading(READ_SECONDS) as connection:
+                rows, ((server,),) = connection.exchange([_RECORDS([self.namespace], [name]), _SERVER()])
+            record = self._alive([name], rows)[name].record
+            record.closed_epoch(epoch)
+            if self._database.replicated:
+                self._fence.wait(server, record.updated + JUST_CLOSED_SECONDS)
+            return record
+
+        return retried(attempt)
+
+    def now(self) -> float:
+        return self._read(self._now)
+
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         found = {}
         wanted = [name.namespace for name in names], [name.name for name in names]
