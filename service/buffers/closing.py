@@ -28,7 +28,6 @@ def close_if_due(txn: Transaction, record: Record, now: float) -> Record:
 
     The result depends on the record alone, not on the moment: the deadline counts as a change when it ends.
     """
-    due = record.due
-    if due is None or due > now:
+    if record.began is None or (due := record.due) is None or due > now:
         return record
     return close(txn, record.changed(updated=max(record.updated, due), version=record.version + 1), "deadline")[0]

@@ -52,6 +52,8 @@ class State:
 
     def schedule(self, record: Record, old: Record | None) -> None:
         """Put the times at which the changed record may expire, and is due, into the heaps if they are new."""
+        if record.spec.ttl_seconds is None and record.began is None:
+            return
         ttl, due = (None, None) if old is None or old.id != record.id else (old.spec.ttl_seconds, old.due)
         if record.expires is not None and record.spec.ttl_seconds != ttl:
             heapq.heappush(self.deadlines, (record.expires, record.id, record.full_name))

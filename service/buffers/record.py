@@ -146,7 +146,7 @@ class Record:
     @property
     def due(self) -> float | None:
         """When the running epoch closes by itself unless it changes."""
-        return self.deadline_at if self.count >= self.spec.min_count else None
+        return None if self.began is None or self.count < self.spec.min_count else self.deadline_at
 
     def fulfilled(self, now: float) -> ClosedBy | None:
         """Return what closes the running epoch now, if anything does."""
@@ -155,7 +155,7 @@ class Record:
             return "quorum"
         if spec.quorum_weight is not None and self.weight >= spec.quorum_weight:
             return "quorum"
-        return "deadline" if spec.deadline_seconds is not None and (self.due or math.inf) <= now else None
+        return "deadline" if self.began is not None and (self.due or math.inf) <= now else None
 
     @property
     def missing(self) -> list[str] | None:

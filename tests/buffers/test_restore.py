@@ -37,6 +37,9 @@ LATER: dict[str, Any] = {
 }
 """Rules that a file of the version before lacks, with their defaults."""
 
+HELD: list[Any] = [[], {"": 1}, {"a": 0}, {"a": 1.5}]
+"""Contributors that no epoch has."""
+
 NUMBERS = ("epoch", "version", "count")
 
 LIMITS = Limits(max_tensor_bytes=1 << 20)
@@ -135,7 +138,7 @@ def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, w
         *[(with_rules(**{name: 0}), f"has spec.{name} 0, but") for name in LATER if name != "contributors"],
         *[(with_rules(contributors=names), "has spec.contributors ") for names in ([], ["a", "a"], [""], [3], "a")],
         ({**STATE, "began": "then"}, "has began 'then', but it must be seconds since 1970"),
-        *[({**STATE, "contributors": held}, "has contributors ") for held in ([], {"": 1}, {"a": 0}, {"a": 1.5})],
+        *[({**STATE, "contributors": held}, "has contributors ") for held in HELD],
         (with_rules(extra=1), "has 'spec.extra', which is unknown"),
     ],
 )
