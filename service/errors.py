@@ -17,6 +17,7 @@
     - EpochOpen                 409 epoch_open
     - TooFewGradients           409 too_few_gradients
     - NothingToAverage          409 nothing_to_average
+    - DuplicateContributor      409 duplicate_contributor
   x TooManyBuffers              409 too_many_buffers
   x EpochGone                   410 epoch_gone
   x PreconditionFailed          412 precondition_failed
@@ -183,6 +184,12 @@ class NothingToAverage(Conflict):
     """Gradient weights sum to zero."""
 
     code = "nothing_to_average"
+
+
+class DuplicateContributor(Conflict):
+    """Contributor is in the epoch already."""
+
+    code = "duplicate_contributor"
 
 
 class TooManyBuffers(GradserveError):

@@ -33,6 +33,6 @@ def put(client: httpx.Client, name: str, **spec: Any) -> None:
     assert client.put(f"/v1/buffers/{name}", json=spec).status_code == 201
 
 
-def add(client: httpx.Client, name: str, gradient: object, **query: float) -> None:
+def add(client: httpx.Client, name: str, gradient: object, **query: float | str) -> None:
     answer = client.post(f"/v1/buffers/{name}/accumulate", json={"gradient": gradient}, params=query)
     assert answer.status_code == 200, answer.text

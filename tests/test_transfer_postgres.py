@@ -44,14 +44,15 @@ def test_a_store_moves_to_postgresql_and_back(tmp_path: Path, postgres_url: str,
         for number, secret in enumerate(secrets):
             with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {secret}"}) as client:
                 put(client, "net.w", shape=[2, 3], dtype="float64", quorum=9, keep=3, nonfinite="reject")
-                put(client, "net.large", shape=[LARGE], ttl_seconds=10**6)
+                rules = {"deadline_seconds": 10**6, "min_count": 2, "quorum_weight": 50.0, "per_contributor": 3}
+                put(client, "net.large", shape=[LARGE], ttl_seconds=10**6, contributors=["x", "y"], **rules)
                 put(client, "net.empty", shape=[0, 3], dtype="float16")
                 put(client, "net.scalar", shape=[], dtype="bfloat16")
                 put(client, "zeros", shape=[4])
                 add(client, "net.w", 5.5)
                 client.post("/v1/buffers/net.w/take")
                 for name in ("net.w", "net.large", "net.scalar"):
-                    add(client, name, 1.5 + number, weight=0.5)
+                    add(client, name, 1.5 + number, weight=0.5, contributor="x")
         before = [seen(url, secret) for secret in secrets]
     assert called("export", files[0], "--store", first)[0] == 0
     assert called("import", files[0], "--store", postgres_url) == (0, "10 buffers\n", "")

@@ -34,7 +34,7 @@ from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
 
-METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """The methods in the order of `Allow`."""
 
 

@@ -9,7 +9,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service.api.buffers.models import CreatedBuffers, Metadata, Names, NewBuffer, NewBuffers, Receipts
+from service.api.buffers.models import CreatedBuffers, Metadata, Names, Receipts
+from service.api.buffers.specs import NewBuffer, NewBuffers
 from service.api.http.openapi import PROBLEM, REF, answer_header
 from service.api.http.problems import Problem
 from service.api.operators.models import answer_model, request_model

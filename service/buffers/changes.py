@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from service.buffers.closing import close, next_epoch
+from service.buffers.contributors import check_may_add, contributed
+from service.buffers.epochs import described
 from service.buffers.gradients import Dense, Gradient, check_norm
 from service.buffers.names import BufferName
-from service.buffers.record import Closed, Receipt, Record, Spec, unknown
+from service.buffers.record import Receipt, Record, Spec, unknown
 from service.buffers.transaction import Transaction
 from service.dtypes import Array, DType, compute_dtype
 from service.errors import (
@@ -112,6 +115,7 @@ class Add(Change):
     overwrite: bool = False
     epoch: int | None = None
     want_value: bool = False
+    contributor: str | None = None
 
     def admit(self, record: Record | None) -> None:
         super().admit(record)
@@ -124,6 +128,8 @@ class Add(Change):
                 f"weight is {self.weight}, but must be 0 or in the range of {dtype}, and the sum of the weights finite",
                 parameter="weight",
             )
+        if self.contributor is not None and self.do_update and not self.overwrite:
+            check_may_add(record, self.contributor)
         if self.do_update and self.gradient.shape != record.spec.shape:
             self._onto(record.spec)
         if record.spec.max_norm is not None and self.do_update and self.weight:
@@ -159,10 +165,13 @@ class Add(Change):
             version=record.version + 1,
             count=1 if self.overwrite else record.count + 1,
             weight=self.weight if self.overwrite else record.weight + self.weight,
+            began=now if record.began is None and record.spec.deadline_seconds is not None else record.began,
         )
+        if self.contributor is not None or self.overwrite:
+            record = contributed(record, self.contributor, alone=self.overwrite)
         loaded = txn.load(record.spec, value) if self.want_value else None
-        if record.spec.quorum is not None and record.count >= record.spec.quorum:
-            record, closed = close(txn, record)
+        if (reason := record.fulfilled(now)) is not None:
+            record, closed = close(txn, record, reason)
             return record.receipt(updated=True, of=closed), loaded
         txn.put(record)
         return record.receipt(updated=True), loaded
@@ -181,10 +190,9 @@ class Add(Change):
         return isinstance(self.gradient, np.ndarray) and self.gradient.size == 1 and not self.gradient.any()
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
-        if not self.want_value:
-            return None
-        with suppress(EpochGone):  # the receipt alone is worth an answer
-            return _load(txn, self.name, record, receipt)
+        if self.want_value:
+            with suppress(EpochGone):  # the receipt alone is worth an answer
+                return _load(txn, self.name, record, receipt)
         return None
 
 
@@ -194,7 +202,7 @@ class Zero(Change):
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         txn.free(record.value)
-        record = _next_epoch(record).changed(updated=now, version=record.version + 1)
+        record = next_epoch(record).changed(updated=now, version=record.version + 1)
         txn.put(record)
         return record.receipt(updated=True), None
 
@@ -221,7 +229,7 @@ class Take(Change):
         if record.count < self.min_count:
             raise TooFewGradients(
                 f"The count of {self.name!r} is {record.count} in epoch {record.epoch}, but min_count is"
-                f" {self.min_count}",
+                f" {self.min_count}{described(record.missing or ())}",
                 buffer=self.name,
                 epoch=record.epoch,
                 count=record.count,
@@ -232,7 +240,7 @@ class Take(Change):
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         loaded = txn.load(record.spec, record.value)
-        record, closed = close(txn, record.changed(updated=now, version=record.version + 1))
+        record, closed = close(txn, record.changed(updated=now, version=record.version + 1), "take")
         return record.receipt(updated=True, of=closed), loaded
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
@@ -265,21 +273,6 @@ class Restore(Change):
         new = new.changed(value=txn.accumulate(new, Dense(self.value, new.spec.shape), 1.0, True))
         txn.put(new)
         return new.receipt(updated=True), None
-
-
-def close(txn: Transaction, record: Record) -> tuple[Record, Closed]:
-    """Close the epoch: keep its value as a closed epoch, and begin the next epoch."""
-    closed = Closed(record.epoch, record.version, record.count, record.weight, record.value)
-    epochs = (*record.closed, closed)
-    for old in epochs[: -record.spec.keep]:
-        txn.free(old.value)
-    record = _next_epoch(record).changed(closed=epochs[-record.spec.keep :])
-    txn.put(record)
-    return record, closed
-
-
-def _next_epoch(record: Record) -> Record:
-    return record.changed(epoch=record.epoch + 1, count=0, weight=0.0, value=None)
 
 
 def _check_epoch(record: Record, epoch: int | None) -> None:

@@ -14,7 +14,9 @@ from typing import TypeVar
 import numpy as np
 
 from service.buffers.clock import Clock
+from service.buffers.closing import close_if_due
 from service.buffers.gradients import Gradient, add_piece
+from service.buffers.memory_state import State, room_of
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many, unknown
@@ -25,12 +27,6 @@ from service.errors import StoreFailed
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-KEY_BYTES = 700
-"""What Python takes for a key without receipts."""
-
-RECEIPT_BYTES = 450
-"""What Python takes for a receipt, with the id of its buffer."""
 
 
 class MemoryStore(Store):
@@ -51,7 +47,7 @@ class MemoryStore(Store):
         self._committed, self._max_buffers, self._max_bytes = committed, max_buffers, max_bytes
         self._allocate, self._key_seconds = allocate, key_seconds
         self._clock = clock or Clock.starting()
-        self._lock, self._state = threading.Lock(), _State()
+        self._lock, self._state = threading.Lock(), State()
 
     def submit(self, request: Request) -> Future[Outcome]:
         done: Future[Outcome] = Future()
@@ -81,24 +77,30 @@ class MemoryStore(Store):
 
     def record(self, name: str) -> Record:
         with self._lock:
+            self._expire(self._clock())
             return self._alive(BufferName(self.namespace, name))
+
+    def now(self) -> float:
+        return self._clock()
 
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         with self._lock:
-            now, records = self._clock(), self._state.records
+            self._expire(now := self._clock())
+            records = self._state.records
             return {name: records[name] for name in names if name in records and records[name].lives(now)}
 
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
     ) -> list[Record]:
         with self._lock:
-            now = self._clock()
+            self._expire(now := self._clock())
             own = (each for each in self._state.records.values() if each.full_name.namespace == self.namespace)
             listed = [each for each in own if each.name.startswith(prefix) and each.name > after and each.lives(now)]
             return sorted(listed, key=lambda record: record.name)[:limit]
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         with self._lock:
+            self._expire(self._clock())
             txn = self._transaction()
             snapshots = []
             for name in names:
@@ -126,7 +128,7 @@ class MemoryStore(Store):
         return _Transaction(self._state, self._allocate, self._max_buffers, self._max_bytes)
 
     def _expire(self, now: float) -> None:
-        keys, deadlines = self._state.keys, self._state.deadlines
+        keys, deadlines, dues = self._state.keys, self._state.deadlines, self._state.dues
         while keys and keys[oldest := next(iter(keys))][0] + self._key_seconds <= now:
             self._state.forget(oldest)
         while deadlines and deadlines[0][0] <= now:
@@ -137,10 +139,18 @@ class MemoryStore(Store):
             if record.lives(now):
                 heapq.heappush(deadlines, (record.expires, number, name))
             else:
-                txn = self._transaction()
-                txn.remove(record)
-                txn.commit()
-                self._state.generation += 1
+                self._change(_Transaction.remove, record)
+        while dues and dues[0][0] <= now:
+            due, number, name = heapq.heappop(dues)
+            record = self._state.records.get(name)
+            if record is not None and record.id == number and record.due == due:
+                self._change(close_if_due, record, now)
+
+    def _change(self, change: Callable[..., object], *arguments: object) -> None:
+        txn = self._transaction()
+        change(txn, *arguments)
+        txn.commit()
+        self._state.generation += 1
 
     def _alive(self, name: BufferName) -> Record:
         record = self._state.records.get(name)
@@ -149,45 +159,10 @@ class MemoryStore(Store):
         return record
 
 
-class _State:
-    def __init__(self) -> None:
-        self.records: dict[BufferName, Record] = {}
-        self.values: dict[int, Array] = {}
-        self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # the oldest first
-        self.counts: Counter[str] = Counter()  # buffers by namespace
-        self.key_bytes: Counter[str] = Counter()  # bytes of keys by namespace
-        self.deadlines: list[tuple[float, int, BufferName]] = []  # a heap: when a buffer may expire, and its id
-        self.last_id = self.generation = self.value_bytes = 0
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed, self.value_bytes = True, 0
-        self.records, self.values, self.keys = {}, {}, {}
-        for each in (self.counts, self.key_bytes, self.deadlines):
-            each.clear()
-
-    @property
-    def used(self) -> int:
-        """The bytes of all values and keys."""
-        return self.value_bytes + self.key_bytes.total()
-
-    def forget(self, key: tuple[str, str]) -> None:
-        """Forget a key, if it is known."""
-        if key in self.keys:
-            namespace, _ = key
-            self.key_bytes[namespace] -= _room_of(self.keys.pop(key)[1])
-
-    def drop_deadlines(self) -> None:
-        """Rebuild the heap without the deadlines of deleted buffers."""
-        records = self.records.values()
-        self.deadlines[:] = [(each.expires, each.id, each.full_name) for each in records if each.expires is not None]
-        heapq.heapify(self.deadlines)
-
-
 class _Transaction:
     """The changes of a request, which `commit` merges into `state`."""
 
-    def __init__(self, state: _State, allocate: Allocate, max_buffers: int, max_bytes: int) -> None:
+    def __init__(self, state: State, allocate: Allocate, max_buffers: int, max_bytes: int) -> None:
         self._state, self._allocate, self._max_buffers, self._max_bytes = state, allocate, max_buffers, max_bytes
         self._counted: Counter[str] = Counter()
         self._records: dict[BufferName, Record | None] = {}
@@ -196,30 +171,24 @@ class _Transaction:
         self._last_id = state.last_id
 
     def commit(self) -> None:
-        if self._counted:
-            self._commit_new()
+        for namespace, change in self._counted.items():
+            self._state.counts[namespace] += change
+        for name, record in self._records.items():
+            if record is not None:
+                self._state.schedule(record, self._state.records.get(name))
         _merge(self._state.records, self._records)
         self._state.value_bytes += self._more_value_bytes()
         _merge(self._state.values, self._values)
         for key, stored in self._keys.items():
             self._state.forget(key)
             self._state.keys[key] = stored
-            self._state.key_bytes[key[0]] += _room_of(stored[1])
+            self._state.key_bytes[key[0]] += room_of(stored[1])
         self._state.last_id = self._last_id
-        if len(self._state.deadlines) > 2 * len(self._state.records) + 100:
-            self._state.drop_deadlines()
-
-    def _commit_new(self) -> None:
-        for namespace, change in self._counted.items():
-            self._state.counts[namespace] += change
-        for name, record in self._records.items():
-            old = self._state.records.get(name)
-            if record is not None and record.expires is not None and (old is None or old.id != record.id):
-                heapq.heappush(self._state.deadlines, (record.expires, record.id, name))
+        self._state.drop_times()
 
     def used(self) -> int:
         """Return the bytes of all values and keys after these changes."""
-        return self._state.used + self._more_value_bytes() + sum(_room_of(known) for _, known in self._keys.values())
+        return self._state.used + self._more_value_bytes() + sum(room_of(known) for _, known in self._keys.values())
 
     def _more_value_bytes(self) -> int:
         old = sum(self._state.values[value].nbytes for value in self._values if value in self._state.values)
@@ -286,10 +255,6 @@ class _Transaction:
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self._keys[key.caller, key.text] = (now, copy.deepcopy(known))
-
-
-def _room_of(known: Known) -> int:
-    return KEY_BYTES + RECEIPT_BYTES * len(known.receipts)
 
 
 def _merge(stored: dict[K, V], changes: Mapping[K, V | None]) -> None:

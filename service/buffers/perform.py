@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.buffers.changes import Add, Change, Delete
+from service.buffers.closing import close_if_due
 from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer
 from service.buffers.transaction import Transaction
@@ -150,9 +151,11 @@ def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
 
 
 def _alive(txn: Transaction, name: BufferName, now: float) -> Record | None:
-    """Return the buffer; None if there is none. Remove a buffer that has expired."""
+    """Return the buffer; None if there is none. Remove a buffer that has expired, and close an epoch that is due."""
     record = txn.get(name)
-    if record is not None and not record.lives(now):
+    if record is None:
+        return None
+    if not record.lives(now):
         txn.remove(record)
         return None
-    return record
+    return close_if_due(txn, record, now)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import orjson
 
+from service.buffers.epochs import Closed, ClosedBy, described
 from service.buffers.names import BufferName
-from service.dtypes import DTYPES, NAMES, Array, DType
+from service.dtypes import NAMES, Array, DType
 from service.errors import EpochGone, EpochOpen, GradserveError, TooManyBuffers, UnknownBuffer, shown
 
 Receipt: TypeAlias = dict[str, Any]
-"""The result of a change: name, updated, closed, epoch, version, count and weight; of a new buffer its metadata."""
+"""The result of a change: name, updated, closed, epoch, version, count and weight; of a new buffer its metadata.
+
+The receipt of a closed epoch also has closed_by and contributors."""
 
 
 def too_many(count: int, limit: int) -> TooManyBuffers:
@@ -32,8 +35,10 @@ class Spec:
     """The specification of a buffer: the shape and the dtype of its sum, and its rules.
 
     `nonfinite="reject"` refuses an add that would make the sum infinite or NaN. The add that makes the count reach the
-    `quorum` closes the epoch. The last `keep` closed epochs stay readable. The buffer expires `ttl_seconds` after its
-    last change. An add is refused whose gradient has a 2-norm above `max_norm`, or none because it is not finite.
+    `quorum`, or the weight the `quorum_weight`, closes the epoch. So does its deadline, `deadline_seconds` after its
+    first add, once `min_count` gradients are in. The last `keep` closed epochs stay readable. The buffer expires
+    `ttl_seconds` after its last change. `contributors` are expected in each epoch, which takes `per_contributor`
+    gradients of each contributor. An add is refused unless the 2-norm of its gradient is at most `max_norm`.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +47,11 @@ class Spec:
     quorum: int | None = None
     keep: int = 1
     ttl_seconds: float | None = None
+    deadline_seconds: float | None = None
+    min_count: int = 1
+    quorum_weight: float | None = None
+    contributors: tuple[str, ...] | None = None
+    per_contributor: int = 1
     max_norm: float | None = None
 
     @cached_property
@@ -53,53 +63,37 @@ class Spec:
         return self.size * self.dtype.itemsize
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "shape": list(self.shape),
-            "dtype": NAMES[self.dtype],
-            "nonfinite": self.nonfinite,
-            "quorum": self.quorum,
-            "keep": self.keep,
-            "ttl_seconds": self.ttl_seconds,
-            "max_norm": self.max_norm,
-        }
+        contributors = None if self.contributors is None else list(self.contributors)
+        members = {"shape": list(self.shape), "dtype": NAMES[self.dtype], "contributors": contributors}
+        return {each.name: members.get(each.name, getattr(self, each.name)) for each in fields(self)}
+
+    def stored(self) -> dict[str, Any]:
+        """Return `as_json` without the rules that a version before may not know, if they have their defaults."""
+        return {name: value for name, value in self.as_json().items() if name in _FIRST or value != _DEFAULTS[name]}
 
     @cached_property
     def text(self) -> bytes:
         """The specification as the store writes it."""
-        return orjson.dumps(self.as_json())
-
-
-MAX_QUORUM = 10**9
-"""Gradients of a quorum: more than any epoch can gather."""
-
-MAX_KEEP = 1000
-"""Closed epochs that a buffer keeps: every record holds their list, and every change writes it."""
-
-MAX_TTL_SECONDS = 10**9
-"""The longest time to live: 31 years, in effect for ever."""
-
-
-@dataclass(frozen=True)
-class Closed:
-    """A closed epoch. Its sum has the id `value`, or None if nothing was added."""
-
-    epoch: int
-    version: int
-    count: int
-    weight: float
-    value: int | None
+        return orjson.dumps(self.stored())
 
     @property
-    def etag(self) -> str:
-        """The tag of the epoch's last state, in quotation marks."""
-        return f'"{self.epoch}-{self.version}"'
+    def closes_itself(self) -> bool:
+        """Whether epochs close without a take: then every client may read them."""
+        return not self.quorum is self.quorum_weight is self.deadline_seconds is None
+
+
+_FIRST = {"shape", "dtype", "nonfinite", "quorum", "keep", "ttl_seconds"}
+"""The rules that every version knows."""
+
+_DEFAULTS = {each.name: each.default for each in fields(Spec)}
 
 
 @dataclass(frozen=True)
 class Record:
     """A buffer without its numbers. The store keeps them under the id `value`; None means zeros, which are not stored.
 
-    `id` tells the buffer from earlier buffers of the same name.
+    `id` tells the buffer from earlier buffers of the same name. `began` is the time of the running epoch's first add,
+    None without a deadline. `contributors_in` counts the gradients of each contributor in it.
     """
 
     full_name: BufferName
@@ -113,6 +107,8 @@ class Record:
     weight: float = 0.0
     value: int | None = None
     closed: tuple[Closed, ...] = ()
+    began: float | None = None
+    contributors_in: Mapping[str, int] = field(default_factory=dict)
 
     def changed(self, **changes: Any) -> Record:
         """Return a copy with other values in some fields, in a fifth of the time of `dataclasses.replace`."""
@@ -143,9 +139,39 @@ class Record:
         return frozenset({"*", self.etag, self.tag_of(self)})
 
     @property
+    def deadline_at(self) -> float | None:
+        """When the deadline of the running epoch ends, in seconds since 1970."""
+        seconds = self.spec.deadline_seconds
+        return None if seconds is None or self.began is None else self.began + seconds
+
+    @property
+    def due(self) -> float | None:
+        """When the running epoch closes by itself unless it changes."""
+        return None if self.began is None or self.count < self.spec.min_count else self.deadline_at
+
+    def fulfilled(self, now: float) -> ClosedBy | None:
+        """Return what closes the running epoch now, if anything does."""
+        spec = self.spec
+        if spec.quorum is not None and self.count >= spec.quorum:
+            return "quorum"
+        if spec.quorum_weight is not None and self.weight >= spec.quorum_weight:
+            return "quorum"
+        return "deadline" if self.began is not None and (self.due or math.inf) <= now else None
+
+    @property
+    def missing(self) -> list[str] | None:
+        """The expected contributors that the running epoch lacks; None if the buffer expects nobody."""
+        expected = self.spec.contributors
+        return None if expected is None else [name for name in expected if name not in self.contributors_in]
+
+    @property
     def expires(self) -> float | None:
-        """When the buffer expires unless it changes, in seconds since 1970."""
-        return None if self.spec.ttl_seconds is None else self.updated + self.spec.ttl_seconds
+        """When the buffer expires unless a client changes it, in seconds since 1970. Its deadline is a change, too."""
+        seconds = self.spec.ttl_seconds
+        if seconds is None:
+            return None
+        due = self.due
+        return seconds + (self.updated if due is None or due >= self.updated + seconds else max(self.updated, due))
 
     @property
     def values(self) -> list[int]:
@@ -158,12 +184,16 @@ class Record:
     def closed_epoch(self, epoch: int) -> Closed:
         """Return the closed epoch. Raises `EpochOpen` if it has not closed, and `EpochGone` if it is no longer kept."""
         if epoch >= self.epoch:
+            spec, missing = self.spec, self.missing
             raise EpochOpen(
                 f"Epoch {epoch} of {self.name!r} has not closed: the buffer is in epoch {self.epoch},"
-                f" whose count is {self.count}{'' if self.spec.quorum is None else f' of {self.spec.quorum}'}",
+                f" whose count is {self.count}{'' if spec.quorum is None else f' of {spec.quorum}'}"
+                f"{'' if spec.quorum_weight is None else f', and its weight {self.weight} of {spec.quorum_weight}'}"
+                f"{described(missing or ())}",
                 buffer=self.name,
                 epoch=self.epoch,
                 count=self.count,
+                **({} if missing is None else {"missing": missing}),
             )
         for closed in self.closed:
             if closed.epoch == epoch:
@@ -188,12 +218,15 @@ class Record:
             "created_at": self.created,
             "updated_at": self.updated,
             "expires_at": self.expires,
+            "deadline_at": self.deadline_at,
+            "contributors_in": dict(self.contributors_in),
+            "missing": self.missing,
         }
 
     def receipt(self, *, updated: bool, of: Closed | None = None) -> Receipt:
         """Return the receipt of a change; with `of`, of the epoch that the change closed."""
         state = self if of is None else of
-        return {
+        receipt = {
             "name": self.name,
             "updated": updated,
             "closed": of is not None,
@@ -202,6 +235,9 @@ class Record:
             "count": state.count,
             "weight": state.weight,
         }
+        if of is not None:
+            receipt |= {"closed_by": of.closed_by, "contributors": dict(of.contributors)}
+        return receipt
 
 
 class Key(NamedTuple):
@@ -262,8 +298,3 @@ class Snapshot:
 
     def receipt(self) -> Receipt:
         return self.record.receipt(updated=False, of=self.of)
-
-
-def spec_of(members: Mapping[str, Any]) -> Spec:
-    """Return the specification whose `as_json` has these members."""
-    return Spec(**{**members, "shape": tuple(members["shape"]), "dtype": DTYPES[members["dtype"]]})

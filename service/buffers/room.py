@@ -6,6 +6,7 @@ import sys
 
 from service.buffers.changes import Add, Create, Delete, Restore
 from service.buffers.perform import Outcome, Request
+from service.buffers.rules import SetRules
 from service.errors import KeysFull, StoreFull
 
 KEYS_PART = 4
@@ -40,6 +41,8 @@ def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int:
         return UNLIMITED
     for change in request.changes:
         receipt = outcome.receipts[change.name]
+        if isinstance(change, SetRules):
+            return max_bytes - max_bytes // SHRINKING_PART
         if isinstance(change, (Create, Add, Restore)) and receipt.get("created", receipt.get("updated")):
             return max_bytes - max_bytes // SHRINKING_PART
     only_deletes = request.changes and all(isinstance(change, Delete) for change in request.changes)

@@ -55,8 +55,11 @@ class Store(Protocol):
 
     Thread-safe. The caller owns what the store returns.
 
-    `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `look`, `recall` and
-    `generation` block only in a store that `blocks`: then the event loop must not call them.
+    `submit` never blocks. `records`, `read` and `size` may take long in every store. `record`, `closed`, `look`,
+    `recall`, `now` and `generation` block only in a store that `blocks`: then the event loop must not call them.
+
+    The store closes an epoch soon after its deadline, and before the next change of its buffer. Until then a read may
+    still see it open, with `Record.due` in the past.
     """
 
     blocks: bool
@@ -78,6 +81,15 @@ class Store(Protocol):
 
     def record(self, name: str) -> Record:
         """Return the buffer. Raises `UnknownBuffer`."""
+
+    def closed(self, name: str, epoch: int) -> Record:
+        """Return the buffer, whose closed `epoch` is durable. Raises `UnknownBuffer`, `EpochOpen` and `EpochGone`."""
+        record = self.record(name)
+        record.closed_epoch(epoch)
+        return record
+
+    def now(self) -> float:
+        """Return the time of the store's clock, in seconds since 1970. It may block like `record`."""
 
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         """Return the buffers of these namespaces and names, as of one moment. Leave out those that cannot be read."""

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,10 +21,12 @@ import numpy as np
 import orjson
 
 from service.buffers.changes import Delete, Restore
+from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS, is_contributor
 from service.buffers.names import BufferName, check_length, check_name
+from service.buffers.packed import spec_of
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
-from service.buffers.record import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS, Record, name_buffer, spec_of
+from service.buffers.record import Record, name_buffer
 from service.buffers.store import Store
 from service.buffers.url import opened_readonly
 from service.codecs import safetensors
@@ -109,14 +111,17 @@ def _replacing(path: Path | None) -> Iterator[Any]:
 
 
 def _described(record: Record) -> dict[str, Any]:
-    return {
-        "spec": record.spec.as_json(),
+    """Return the state of a buffer, without what a version before would not know, if it can be absent."""
+    state = {
+        "spec": record.spec.stored(),
         "epoch": record.epoch,
         "version": record.version,
         "count": record.count,
         "weight": record.weight,
         "created": record.created,
     }
+    later = {"began": record.began, "contributors": dict(record.contributors_in)}
+    return state | {name: value for name, value in later.items() if value}
 
 
 def read(path: Path | None, limits: Limits, longest_name: int) -> list[Restore]:
@@ -205,6 +210,27 @@ _STATE: Members = {
     "created": ("seconds since 1970, from 0 to 10^11", lambda value: is_number(value, 0, MAX_CREATED_SECONDS)),
 }
 
+_LATER: Members = {
+    "began": _STATE["created"],
+    "contributors": (
+        f"an object of at most {MAX_CONTRIBUTORS} names with integers, 1 or more",
+        lambda value: (
+            isinstance(value, dict)
+            and len(value) <= MAX_CONTRIBUTORS
+            and all(is_contributor(name) and _is_whole(adds, 1) for name, adds in value.items())
+        ),
+    ),
+}
+"""Members of a state that a version before did not write."""
+
+
+def _optional_above_0(most: float) -> tuple[str, Callable[[Any], bool]]:
+    return (
+        f"null or a number above 0, up to {most}",
+        lambda value: value is None or (is_number(value, 0, most) and value > 0),
+    )
+
+
 _RULES: Members = {
     "shape": ("a list of integers, 0 or more", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
     "dtype": (f"one of {', '.join(FLOATS.dtypes)}", lambda value: value in FLOATS.dtypes),
@@ -214,10 +240,23 @@ _RULES: Members = {
         lambda value: value is None or _is_whole(value, 1, MAX_QUORUM),
     ),
     "keep": (f"an integer from 1 to {MAX_KEEP}", lambda value: _is_whole(value, 1, MAX_KEEP)),
-    "ttl_seconds": (
-        f"null or a number above 0, up to {MAX_TTL_SECONDS}",
-        lambda value: value is None or (is_number(value, 0, MAX_TTL_SECONDS) and value > 0),
+    "ttl_seconds": _optional_above_0(MAX_TTL_SECONDS),
+    "deadline_seconds": _optional_above_0(MAX_TTL_SECONDS),
+    "min_count": (f"an integer from 1 to {MAX_QUORUM}", lambda value: _is_whole(value, 1, MAX_QUORUM)),
+    "quorum_weight": _optional_above_0(sys.float_info.max),
+    "contributors": (
+        f"null or a list of at most {MAX_CONTRIBUTORS} names, each once",
+        lambda value: (
+            value is None
+            or (
+                isinstance(value, list)
+                and 0 < len(value) <= MAX_CONTRIBUTORS
+                and all(map(is_contributor, value))
+                and len({*value}) == len(value)
+            )
+        ),
     ),
+    "per_contributor": (f"an integer from 1 to {MAX_QUORUM}", lambda value: _is_whole(value, 1, MAX_QUORUM)),
     "max_norm": (
         "null or a number above 0",
         lambda value: value is None or (is_number(value, 0, sys.float_info.max) and value > 0),
@@ -234,7 +273,7 @@ def _checked(what: str, metadata: str) -> dict[str, dict[str, Any]]:
             raise DocumentInvalid(f"{everything} is {shown(states)}, but must be an object")
         for name, state in states.items():
             subject = f"The metadata of the buffer {shown(name)} in {what}"
-            check(subject, state, _STATE, _STATE.keys())
+            check(subject, state, _STATE | _LATER, _STATE.keys())
             check(subject, state["spec"], _RULES, {"shape", "dtype"}, "spec.")
     except DocumentInvalid as error:
         raise MalformedBody(str(error)) from None
@@ -247,4 +286,6 @@ def _record(what: str, name: str, state: dict[str, Any], longest_name: int) -> R
         raise MalformedBody(f"{what} has the buffer {shown(name)}, but a namespace must be {NAME_RULE}")
     check_length(check_name(full_name.name), longest_name)
     spec, created, weight = spec_of(state["spec"]), float(state["created"]), float(state["weight"])
-    return Record(full_name, spec, 0, created, created, state["epoch"], state["version"], state["count"], weight)
+    began, contributors = state.get("began"), state.get("contributors", {})
+    record = Record(full_name, spec, 0, created, created, state["epoch"], state["version"], state["count"], weight)
+    return record.changed(began=began, contributors_in=contributors)

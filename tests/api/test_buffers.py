@@ -47,8 +47,15 @@ def test_put_creates_a_buffer_of_zeros(http: httpx.Client) -> None:
         "weight": 0.0,
         "bytes": 24,
         "closed_epochs": [],
+        "deadline_seconds": None,
+        "min_count": 1,
+        "quorum_weight": None,
+        "contributors": None,
+        "per_contributor": 1,
+        "contributors_in": {},
+        "missing": None,
     }
-    assert made["expires_at"] is None
+    assert made["expires_at"] is made["deadline_at"] is None
     assert abs(made["created_at"] - time.time()) < 3600
     assert http.get(answer.url.join(answer.headers["location"])).json() == made
     assert value(http, name) == [[0, 0, 0], [0, 0, 0]]
@@ -139,7 +146,7 @@ def test_a_body_without_tensors_is_bounded_before_it_is_parsed(http: httpx.Clien
         return http.request(method, f"/v1/buffers/{path}", content=gzip.compress(text.encode(), 1), headers=headers)
 
     many = "1," * ((1 << 17) + 1)
-    assert_problem(ask("PUT", fresh(), f'{{"shape": [{many}1]}}'), 413, "body_too_large", "65536")
+    assert_problem(ask("PUT", fresh(), f'{{"shape": [{many}1]}}'), 413, "body_too_large", "262144")
     assert_problem(ask("POST", "take", f'{{"names": [{many}1]}}'), 422, "invalid_request", "131072 elements")
     long = '{"names": ["a"' + " " * (256 * 100_000) + "]}"
     assert assert_problem(ask("POST", "take", long), 413, "body_too_large")["limit"] == 256 * 100_000

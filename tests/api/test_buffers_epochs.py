@@ -59,6 +59,7 @@ def test_take_answers_the_value_and_closes_the_epoch(http: httpx.Client) -> None
     answer = post(http, name, "take", reduce="mean", dtype="float64")
     assert answer.headers["etag"] == etag(http, name) == '"1-3"'
     expected = {"name": name, "updated": True, "closed": True, "epoch": 0, "version": 3, "count": 2, "weight": 4.0}
+    expected |= {"closed_by": "take", "contributors": {}}
     assert ok(answer) == {**expected, "value": {"dtype": "float64", "shape": [2], "data": [2.5, 3.0]}}
     assert value(http, name) == [0, 0]
     closed = ok(get(http, name, epoch=0))

@@ -49,6 +49,8 @@ Request = tuple[str, str, dict[str, Any]]
 MUTATIONS: dict[str, Callable[[str, str], Request]] = {
     "create": lambda a, b: ("PUT", f"/v1/buffers/{a}.new", {"json": {"shape": [3]}}),
     "create what is there": lambda a, b: ("PUT", f"/v1/buffers/{a}", {"json": {"shape": [2]}}),
+    "set rules": lambda a, b: ("PATCH", f"/v1/buffers/{a}", {"json": {"quorum": 7}}),
+    "set rules and close": lambda a, b: ("PATCH", f"/v1/buffers/{a}", {"json": {"quorum": 1}}),
     "delete": lambda a, b: ("DELETE", f"/v1/buffers/{a}", {}),
     "accumulate": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate?weight=2", {"json": ONES}),
     "accumulate nothing": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate?do_update=false", {"json": ONES}),

@@ -137,7 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str, tuple[str, ...]]] = {
         {"json": {}, "params": {"Axis": 1}},
         422,
         "unknown_parameter",
-        ("'Axis'", "one of encoding, from, into, weight, epoch, axis"),
+        ("'Axis'", "one of encoding, from, into, weight, epoch, contributor, axis"),
     ),
     "a patience that is none": (
         "ReluGrad",
@@ -294,6 +294,7 @@ def test_every_error_code_has_a_test() -> None:
         "unknown_buffer": "test_buffers.py",
         "buffer_exists": "test_buffers.py",
         "stale_epoch": "test_buffers_epochs.py",
+        "duplicate_contributor": "test_buffers_rules.py",
         "epoch_open": "test_buffers_epochs.py",
         "epoch_gone": "test_buffers_epochs.py",
         "too_few_gradients": "test_buffers_epochs.py",

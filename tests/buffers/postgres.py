@@ -12,8 +12,8 @@ import psycopg
 import pytest
 
 from service.buffers.names import BufferName
+from service.buffers.packed import unpack_record
 from service.buffers.postgres import PostgresStore, deltas, folder, transaction, writer
-from service.buffers.postgres.transaction import unpack_record
 from tests.buffers.calls import PATIENCE, SMALL_CHUNK
 
 

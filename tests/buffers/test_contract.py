@@ -58,6 +58,14 @@ def test_a_new_buffer_is_zero(store: Store, clock: Clock) -> None:
         "created_at": clock.now,
         "updated_at": clock.now,
         "expires_at": clock.now + 60,
+        "deadline_seconds": None,
+        "min_count": 1,
+        "quorum_weight": None,
+        "contributors": None,
+        "per_contributor": 1,
+        "deadline_at": None,
+        "contributors_in": {},
+        "missing": None,
     }
     assert outcome == Outcome({"a": {**expected, "created": True}})
     assert store.record("a").as_json() == expected

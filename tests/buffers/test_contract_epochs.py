@@ -44,6 +44,8 @@ def test_a_take_closes_the_epoch(store: Store) -> None:
         "version": 2,
         "count": 1,
         "weight": 2.0,
+        "closed_by": "take",
+        "contributors": {},
     }
     assert outcome.values["a"].tolist() == [2, 4]
     record = store.record("a")

@@ -19,12 +19,13 @@ import pytest
 
 from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
+from service.buffers.epochs import Closed
 from service.buffers.lmdb import caches, value_writer
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome
-from service.buffers.record import Closed, Record, Spec
+from service.buffers.record import Record, Spec
 from service.dtypes import FLOAT32
 from service.errors import StoreFailed
 from service.kernels.gather import GatheredRows

@@ -29,6 +29,18 @@ RULES: dict[str, Any] = {
 }
 STATE: dict[str, Any] = {"spec": RULES, "epoch": 1, "version": 5, "count": 3, "weight": 2.5, "created": 1e9}
 
+LATER: dict[str, Any] = {
+    "deadline_seconds": None,
+    "min_count": 1,
+    "quorum_weight": None,
+    "contributors": None,
+    "per_contributor": 1,
+}
+"""Rules that a file of the version before lacks, with their defaults."""
+
+HELD: list[Any] = [[], {"": 1}, {"a": 0}, {"a": 1.5}]
+"""Contributors that no epoch has."""
+
 NUMBERS = ("epoch", "version", "count")
 
 LIMITS = Limits(max_tensor_bytes=1 << 20)
@@ -50,10 +62,23 @@ def test_valid_metadata_is_restored(tmp_path: Path, clock: Clock) -> None:
     store = open_memory(clock)
     restore(store, read(file, LIMITS, 200))
     record = store.record("a")
-    assert record.spec.as_json() == RULES
+    assert record.spec.as_json() == {**RULES, **LATER}
     assert (record.epoch, record.version, record.count, record.weight, record.created) == (1, 5, 3, 2.5, 1e9)
     assert store.record("b").spec.keep == 1
     assert value(store, "b").tolist() == [1, 1]
+
+
+def test_a_running_epoch_is_restored(tmp_path: Path, clock: Clock) -> None:
+    """Its contributors are in it, and its deadline counts on: if it is over, the epoch closes at once."""
+    state = {**with_rules(deadline_seconds=5.0, ttl_seconds=None), "began": clock.now - 4, "contributors": {"x": 2}}
+    file = saved(tmp_path, json.dumps({"a": state, "b": {**state, "began": clock.now - 5}}))
+    store = open_memory(clock)
+    restore(store, read(file, LIMITS, 200))
+    record = store.record("a")
+    assert (record.deadline_at, record.contributors_in, record.epoch) == (clock.now + 1, {"x": 2}, 1)
+    (snapshot,) = store.read(["b"], 1)
+    assert snapshot.receipt()["closed_by"] == "deadline"
+    assert snapshot.receipt()["contributors"] == {"x": 2}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +138,10 @@ def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, about: str, w
         (with_rules(max_norm=0), "has spec.max_norm 0, but"),
         (with_rules(max_norm=math.inf), "has spec.max_norm "),
         (with_rules(ttl_seconds="10"), "has spec.ttl_seconds '10', but"),
+        *[(with_rules(**{name: 0}), f"has spec.{name} 0, but") for name in LATER if name != "contributors"],
+        *[(with_rules(contributors=names), "has spec.contributors ") for names in ([], ["a", "a"], [""], [3], "a")],
+        ({**STATE, "began": "then"}, "has began 'then', but it must be seconds since 1970"),
+        *[({**STATE, "contributors": held}, "has contributors ") for held in HELD],
         (with_rules(extra=1), "has 'spec.extra', which is unknown"),
     ],
 )

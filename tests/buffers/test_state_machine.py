@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import value_writer, values
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Spec
+from service.buffers.rules import CloseIfDue, SetRules
 from service.buffers.store import Store
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import GradserveError, UnknownBuffer
@@ -47,14 +48,43 @@ class Buffer:
     version: int = 0
     count: int = 0
     weight: float = 0.0
+    began: float | None = None
+    names: dict[str, int] = field(default_factory=dict)
     epochs: dict[int, tuple[dict[str, Any], Array]] = field(default_factory=dict)
 
     def receipt(self, name: str, *, updated: bool = True, closed: bool = False) -> dict[str, Any]:
         numbers = {"epoch": self.epoch, "version": self.version, "count": self.count, "weight": self.weight}
         return {"name": name, "updated": updated, "closed": closed, **numbers}
 
-    def metadata(self, name: str) -> dict[str, Any]:
+    @property
+    def ends(self) -> float | None:
+        """When the deadline of the running epoch ends."""
+        seconds = self.spec.deadline_seconds
+        return None if self.began is None or seconds is None else self.began + seconds
+
+    @property
+    def due(self) -> float | None:
+        return self.ends if self.count >= self.spec.min_count else None
+
+    @property
+    def expires(self) -> float | None:
         ttl = self.spec.ttl_seconds
+        if ttl is None:
+            return None
+        closes = self.due is not None and self.due < self.updated + ttl
+        return ttl + (max(self.updated, self.due or 0) if closes else self.updated)
+
+    def reason(self, now: float) -> str | None:
+        """Return what closes the running epoch."""
+        spec = self.spec
+        if spec.quorum is not None and self.count >= spec.quorum:
+            return "quorum"
+        if spec.quorum_weight is not None and self.weight >= spec.quorum_weight:
+            return "quorum"
+        return "deadline" if self.due is not None and self.due <= now else None
+
+    def metadata(self, name: str) -> dict[str, Any]:
+        expected = self.spec.contributors
         return {
             "name": name,
             "shape": list(self.spec.shape),
@@ -62,7 +92,12 @@ class Buffer:
             "nonfinite": self.spec.nonfinite,
             "quorum": self.spec.quorum,
             "keep": self.spec.keep,
-            "ttl_seconds": ttl,
+            "ttl_seconds": self.spec.ttl_seconds,
+            "deadline_seconds": self.spec.deadline_seconds,
+            "min_count": self.spec.min_count,
+            "quorum_weight": self.spec.quorum_weight,
+            "contributors": None if expected is None else [*expected],
+            "per_contributor": self.spec.per_contributor,
             "max_norm": self.spec.max_norm,
             "epoch": self.epoch,
             "version": self.version,
@@ -72,10 +107,13 @@ class Buffer:
             "closed_epochs": list(self.epochs),
             "created_at": self.created,
             "updated_at": self.updated,
-            "expires_at": None if ttl is None else self.updated + ttl,
+            "expires_at": self.expires,
+            "deadline_at": self.ends,
+            "contributors_in": self.names,
+            "missing": None if expected is None else [one for one in expected if one not in self.names],
         }
 
-    def add(self, gradient: Array, weight: float, overwrite: bool) -> bool:
+    def add(self, gradient: Array, weight: float, overwrite: bool, contributor: str | None, now: float) -> bool:
         """Add a gradient; return whether the buffer's rules allow the sum."""
         dtype = self.spec.dtype
         wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -94,13 +132,19 @@ class Buffer:
         self.value, self.version = total, self.version + 1
         self.count = 1 if overwrite else self.count + 1
         self.weight = weight if overwrite else self.weight + weight
+        if self.began is None and self.spec.deadline_seconds is not None:
+            self.began = now
+        self.names = {} if overwrite else dict(self.names)
+        if contributor is not None:
+            self.names[contributor] = self.names.get(contributor, 0) + 1
         return True
 
     def begin(self) -> None:
         self.epoch, self.count, self.weight, self.value = self.epoch + 1, 0, 0.0, np.zeros_like(self.value)
+        self.began, self.names = None, {}
 
-    def close(self, name: str) -> dict[str, Any]:
-        receipt = self.receipt(name, closed=True)
+    def close(self, name: str, by: str) -> dict[str, Any]:
+        receipt = {**self.receipt(name, closed=True), "closed_by": by, "contributors": self.names}
         self.epochs[self.epoch] = (receipt, self.value)
         for old in sorted(self.epochs)[: -self.spec.keep]:
             del self.epochs[old]
@@ -117,12 +161,14 @@ class Model:
         self.clock, self.buffers, self.births = clock, dict[str, Buffer](), 0
 
     def alive(self) -> dict[str, Buffer]:
+        """Return the buffers that have not expired, after the closing of epochs whose deadlines are over."""
         now = self.clock.now
-        return {
-            name: one
-            for name, one in sorted(self.buffers.items())
-            if one.spec.ttl_seconds is None or now < one.updated + one.spec.ttl_seconds
-        }
+        alive = {name: one for name, one in sorted(self.buffers.items()) if one.expires is None or now < one.expires}
+        for name, one in alive.items():
+            if one.due is not None and one.due <= now:
+                one.updated, one.version = max(one.updated, one.due), one.version + 1
+                one.close(name, "deadline")
+        return alive
 
     def do(self, changes: list[Change]) -> tuple[dict[str, Any], dict[str, Array]] | str:
         """Return receipts and values, or the expected error's code if nothing may change."""
@@ -158,6 +204,9 @@ class Model:
         if isinstance(change, Add):
             if change.epoch not in (None, buffer.epoch):
                 raise RefusedError("stale_epoch")
+            adds = buffer.names.get(change.contributor or "", 0)
+            if change.do_update and not change.overwrite and adds >= buffer.spec.per_contributor:
+                raise RefusedError("duplicate_contributor")
             if change.do_update and not _fits(np.shape(_array(change)), buffer.spec.shape):
                 raise RefusedError("shape_mismatch")
             if change.do_update and change.weight and buffer.spec.max_norm is not None:
@@ -187,16 +236,27 @@ class Model:
         if isinstance(change, Take):
             buffer.version, buffer.updated = buffer.version + 1, now
             taken = buffer.value
-            return buffer.close(name), taken
+            return buffer.close(name, "take"), taken
+        if isinstance(change, SetRules):
+            spec = replace(buffer.spec, **change.rules)
+            if spec != buffer.spec:
+                if spec.deadline_seconds is None or not buffer.count:
+                    buffer.began = None
+                elif buffer.began is None:
+                    buffer.began = now
+                buffer.spec, buffer.version, buffer.updated = spec, buffer.version + 1, now
+                if buffer.count and (reason := buffer.reason(now)) is not None:
+                    buffer.close(name, reason)
+            return buffer.metadata(name), None
         assert isinstance(change, Add)
         if not change.do_update:
             return buffer.receipt(name, updated=False), buffer.value if change.want_value else None
-        if not buffer.add(_array(change), change.weight, change.overwrite):
+        if not buffer.add(_array(change), change.weight, change.overwrite, change.contributor, now):
             raise RefusedError("nonfinite_gradient")
         buffer.updated = now
         found = buffer.value if change.want_value else None
-        if buffer.spec.quorum is not None and buffer.count >= buffer.spec.quorum:
-            return buffer.close(name), found
+        if (reason := buffer.reason(now)) is not None:
+            return buffer.close(name, reason), found
         return buffer.receipt(name), found
 
 
@@ -236,8 +296,28 @@ specs = st.builds(
     st.sampled_from([None, None, 1, 2, 3]),
     st.sampled_from([1, 2]),
     st.sampled_from([None, None, 40.0]),
+    st.sampled_from([None, None, 7.0, 30.0]),
+    st.sampled_from([1, 1, 2]),
+    st.sampled_from([None, None, None, 1.5]),
+    st.sampled_from([None, None, ("x", "y")]),
+    st.sampled_from([1, 2]),
     st.sampled_from([None, None, None, 5.0]),
 )
+contributors = st.sampled_from([None, None, "x", "y", "z"])
+rules = st.dictionaries(
+    st.sampled_from(["quorum", "ttl_seconds", "deadline_seconds", "min_count", "quorum_weight", "contributors"]),
+    st.integers(0, 1),
+    min_size=1,
+    max_size=2,
+).map(lambda drawn: {name: RULES[name][place] for name, place in drawn.items()})
+RULES: dict[str, tuple[Any, Any]] = {
+    "quorum": (None, 2),
+    "ttl_seconds": (None, 15.0),
+    "deadline_seconds": (None, 15.0),
+    "min_count": (1, 2),
+    "quorum_weight": (None, 1.5),
+    "contributors": (None, ("z",)),
+}
 names = st.sampled_from(NAMED)
 
 
@@ -259,6 +339,7 @@ adds = st.builds(
     overwrite=st.sampled_from([False, False, False, True]),
     epoch=st.sampled_from([None, None, None, 0, 1]),
     want_value=st.booleans(),
+    contributor=contributors,
     match=st.one_of(st.none(), st.none(), st.frozensets(st.sampled_from(TAGS), min_size=1)),
 )
 changes: dict[str, st.SearchStrategy[Change]] = {
@@ -269,9 +350,10 @@ changes: dict[str, st.SearchStrategy[Change]] = {
         Take, name=names, min_count=st.sampled_from([0, 0, 1, 2]), epoch=st.sampled_from([None, None, 0, 1])
     ),
     "delete": st.builds(Delete, name=names),
+    "set rules": st.builds(SetRules, name=names, rules=rules),
 }
 many = st.lists(
-    st.one_of(adds, adds, changes["take"], changes["zero"], changes["create"]),
+    st.one_of(adds, adds, changes["take"], changes["zero"], changes["create"], changes["set rules"]),
     min_size=2,
     max_size=3,
     unique_by=lambda change: change.name,
@@ -360,8 +442,26 @@ class Machine(RuleBasedStateMachine):
         gradient = random.normal(size=data.draw(st.sampled_from(fitting)))
         dtype = data.draw(st.sampled_from(FLOAT_DTYPES))
         weight, overwrite = data.draw(st.sampled_from([1.0, 1.0, 0.7, 0.0])), data.draw(st.integers(0, 4)) == 4
-        change = Add(name=name, gradient=np.asarray(gradient, dtype), weight=weight, overwrite=overwrite)
+        who = data.draw(contributors)
+        change = Add(
+            name=name, gradient=np.asarray(gradient, dtype), weight=weight, overwrite=overwrite, contributor=who
+        )
         self.make([change], data.draw(keyed))
+
+    @rule(change=changes["set rules"], with_key=keyed)
+    def set_rules(self, change: Change, with_key: bool) -> None:
+        self.make([change], with_key)
+
+    @rule()
+    def close_what_is_due(self) -> None:
+        for name in self.model.alive():
+            self.store.submit(Request([CloseIfDue(name=name)])).result(PATIENCE)
+        assert not self.due()
+
+    def due(self) -> set[str]:
+        """Return the buffers whose deadlines are over, and which the store has not closed yet."""
+        now = self.clock.now
+        return {record.name for record in self.store.records() if record.due is not None and record.due <= now}
 
     @rule(change=changes["zero"], with_key=keyed)
     def zero(self, change: Change, with_key: bool) -> None:
@@ -379,7 +479,7 @@ class Machine(RuleBasedStateMachine):
     def change_many(self, several: list[Change], with_key: bool) -> None:
         self.make(several, with_key)
 
-    @rule(seconds=st.sampled_from([1, 7, 15, 39, 40, 41, int(KEY_SECONDS) - 30, int(KEY_SECONDS)]))
+    @rule(seconds=st.sampled_from([1, 7, 8, 15, 39, 40, 41, int(KEY_SECONDS) - 30, int(KEY_SECONDS)]))
     def let_time_pass(self, seconds: int) -> None:
         self.clock.advance(seconds)
 
@@ -419,6 +519,7 @@ class Machine(RuleBasedStateMachine):
     @rule(name=names, epoch=st.integers(0, 4))
     def read_epoch(self, name: str, epoch: int) -> None:
         buffer = self.model.alive().get(name)
+        self.ask([CloseIfDue(name=name)], None)
         if buffer is None or epoch not in buffer.epochs:
             with pytest.raises(GradserveError) as caught:
                 self.store.read([name], epoch)
@@ -447,11 +548,16 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def everything_is_the_same(self) -> None:
         alive = self.model.alive()
-        assert [record.as_json() for record in self.store.records()] == [
-            buffer.metadata(name) for name, buffer in alive.items()
-        ]
-        for snapshot, buffer in zip(self.store.read(list(alive)), alive.values(), strict=True):
-            assert_same_bits(snapshot.value, buffer.value)
+        records, now = self.store.records(), self.clock.now
+        assert [record.name for record in records] == [*alive]
+        open_yet = self.due()
+        for record in records:
+            if record.due is None or record.due > now:
+                assert record.as_json() == alive[record.name].metadata(record.name)
+            else:
+                assert record.epoch == alive[record.name].epoch - 1
+        for snapshot in self.store.read([name for name in alive if name not in open_yet]):
+            assert_same_bits(snapshot.value, alive[snapshot.record.name].value)
 
 
 class MemoryMachine(Machine):

@@ -11,15 +11,12 @@ from fastapi import APIRouter, Query
 from service.api.buffers import openapi
 from service.api.buffers.models import (
     MAX_NAMES_BYTES,
-    MAX_SPECS_BYTES,
     AccumulateQuery,
     CreatedBuffers,
     ManyTakeQuery,
     ManyValueQuery,
     ManyZeroQuery,
     Names,
-    NewBuffer,
-    NewBuffers,
     Receipts,
 )
 from service.api.buffers.preconditions import recalled, refuse_headers
@@ -35,6 +32,8 @@ from service.api.buffers.request import (
     values_reserved,
 )
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_create, new_take
+from service.api.buffers.rules import closed_due
+from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers
 from service.api.http.answer import Answer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.costs import decode_json
@@ -46,7 +45,7 @@ from service.buffers.changes import Add, Create, Zero
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome
 from service.buffers.record import name_buffer
-from service.errors import GradserveError, Invalid, MissingTensor, UnknownBuffer, shown
+from service.errors import EpochOpen, GradserveError, Invalid, MissingTensor, UnknownBuffer, shown
 
 R = TypeVar("R")
 
@@ -179,7 +178,11 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     async def read(names: list[str]) -> Answer:
         _check_some(names, query.prefix)
         if query.epoch is not None:
-            await call.look_up(len(names), lambda: [*map(look, names)])
+            try:
+                await call.look_up(len(names), lambda: [*map(look, names)])
+            except EpochOpen:
+                if not await closed_due(call, names):
+                    raise
         async with values_reserved(call, names, form_of(call, received, query, "list")):
             return await call.offload(False, read_values, call.store, names, query, received.answers, coding, False)
 

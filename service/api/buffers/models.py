@@ -8,12 +8,14 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    StrictInt,
     StrictStr,
 )
 
+from service.api.buffers.specs import FloatName
 from service.api.http.tensor_forms import absent, output_type
-from service.buffers.record import MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
+from service.buffers.epochs import (
+    MAX_CONTRIBUTOR_CHARACTERS,
+)
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS
 
@@ -26,16 +28,9 @@ MAX_LISTED_BUFFERS = 1000
 MAX_NAMED_BUFFERS = 100_000
 """Buffers that a request may name: by default as many as a namespace may have."""
 
-MAX_RULES_BYTES = 1 << 16
-"""Bytes of a body that describes a buffer: a shape of 64 dimensions and all other members take about 2 KB."""
-
-MAX_SPECS_BYTES = 1 << 24
-"""Bytes of a body that describes many buffers: 1 KB for each of 16,384."""
-
 MAX_NAMES_BYTES = 256 * MAX_NAMED_BUFFERS
 """Bytes of a body that names buffers: a name has at most 200 characters, and JSON puts a few more around it."""
 
-FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 Timeout = Annotated[
     float,
     Field(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the epoch, or for enough gradients."),
@@ -48,38 +43,18 @@ Reduce = Annotated[Literal["sum", "mean"], Field(description="The sum, or the su
 AnswerDtype = Annotated[FloatName | None, Field(description="The dtype of the answer; by default the buffer's.")]
 
 
+Contributor = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=MAX_CONTRIBUTOR_CHARACTERS,
+        description="Who adds: listed in the epoch, which takes per_contributor gradients of each contributor.",
+    ),
+]
+
+
 class _Query(BaseModel):
     model_config = ConfigDict(extra="forbid")
-
-
-class NewBuffer(BaseModel):
-    """The specification of a new buffer."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"shape": [2, 2], "dtype": "float32"}})
-
-    shape: list[Annotated[StrictInt, Field(ge=0, lt=1 << 63)]] = Field(fail_fast=True)
-    dtype: FloatName = "float32"
-    nonfinite: Literal["allow", "reject"] = Field("allow", description="Whether the value may become infinite or NaN.")
-    quorum: StrictInt | None = Field(
-        None, ge=1, le=MAX_QUORUM, description="Gradients after which an epoch closes by itself."
-    )
-    keep: StrictInt = Field(1, ge=1, le=MAX_KEEP, description="Closed epochs that stay readable.")
-    ttl_seconds: float | None = Field(
-        None, strict=True, gt=0, le=MAX_TTL_SECONDS, description="Seconds from its last change until it is deleted."
-    )
-    max_norm: float | None = Field(
-        None, strict=True, gt=0, allow_inf_nan=False, description="The largest 2-norm of a gradient that is added."
-    )
-
-
-class NewBuffers(BaseModel):
-    """The specifications of new buffers, by name."""
-
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"example": {"buffers": {"layer.weight": {"shape": [2, 2], "quorum": 4}}}}
-    )
-
-    buffers: dict[str, NewBuffer] = Field(min_length=1)
 
 
 class Metadata(BaseModel):
@@ -92,6 +67,11 @@ class Metadata(BaseModel):
     quorum: int | None
     keep: int
     ttl_seconds: float | None
+    deadline_seconds: float | None
+    min_count: int
+    quorum_weight: float | None
+    contributors: list[str] | None
+    per_contributor: int
     max_norm: float | None
     epoch: int = Field(description="The current epoch, counted from 0.")
     version: int = Field(description="The number of changes so far.")
@@ -102,6 +82,9 @@ class Metadata(BaseModel):
     created_at: float = Field(description="Seconds since 1970.")
     updated_at: float
     expires_at: float | None
+    deadline_at: float | None = Field(description="When the deadline of this epoch ends; null before its first add.")
+    contributors_in: dict[str, int] = Field(description="Gradients of each contributor in this epoch.")
+    missing: list[str] | None = Field(description="Expected contributors that are not in; null if none are expected.")
 
 
 class CreatedBuffer(Metadata):
@@ -130,8 +113,16 @@ class AccumulateQuery(_Query):
     overwrite: bool = Field(False, description="True: the gradient replaces the sum.")
     weight: float = Field(1.0, allow_inf_nan=False, description="Number to multiply the gradient by.")
     epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
+    contributor: Contributor = None
     answered: Literal["value"] | None = Field(None, alias="return", description="`value`: answer the sum, too.")
     encoding: Encoding = None
+
+
+class MetadataQuery(_Query):
+    """What is read of a buffer without its value."""
+
+    epoch: int | None = Field(None, ge=0, description="A closed epoch, whose receipt is the answer.")
+    timeout: Timeout = 0.0
 
 
 class ValueQuery(_Query):
@@ -211,6 +202,12 @@ class Receipt(BaseModel):
     version: int
     count: int
     weight: float
+    closed_by: Literal["quorum", "deadline", "take"] = Field(
+        default_factory=absent, description="What has closed the epoch, if it is closed."
+    )
+    contributors: dict[str, int] = Field(
+        default_factory=absent, description="Gradients of each contributor, if the epoch is closed."
+    )
     value: output_type(FLOATS) = Field(default_factory=absent)  # type: ignore[valid-type]
 
 

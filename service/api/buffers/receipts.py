@@ -61,8 +61,7 @@ async def answer_outcome(
     coding = wanted_coding(call)
 
     def write() -> Answer:
-        weights = {name: receipt["weight"] for name, receipt in outcome.receipts.items() if name in outcome.values}
-        values = _reduced(outcome.values, weights, reduce, dtype)
+        values = _reduced(outcome.values, outcome.receipts, reduce, dtype)
         return _written(outcome.receipts, values, media_type, form, fields, single).coded(coding)
 
     return await call.offload(inline, write, changed=True)
@@ -74,24 +73,23 @@ def read_values(
     """Answer with the values of buffers at one moment, and their receipts; of a `single` buffer also its tag."""
     snapshots = store.read(names, query.epoch)
     receipts: dict[str, Receipt] = {snapshot.record.name: snapshot.receipt() for snapshot in snapshots}
-    weights = {snapshot.record.name: snapshot.weight for snapshot in snapshots}
     values = {snapshot.record.name: snapshot.value for snapshot in snapshots}
     fields = {"ETag": formed(snapshots[0].etag, media_type), "Vary": VARY} if single else {}
-    values = _reduced(values, weights, query.reduce, query.dtype)
+    values = _reduced(values, receipts, query.reduce, query.dtype)
     return _written(receipts, values, media_type, query.encoding or "list", fields, single).coded(coding)
 
 
 def _reduced(
-    values: Mapping[str, Array], weights: Mapping[str, float], reduce: str, dtype: str | None
+    values: Mapping[str, Array], receipts: Mapping[str, Receipt], reduce: str, dtype: str | None
 ) -> dict[str, Array]:
     """Return the sums or the means, in the dtype that the request wants."""
     if not values:
         return {}
-    if reduce != "mean":
-        weights = dict.fromkeys(values, 1.0)
+    weights = {name: receipts[name]["weight"] if reduce == "mean" else 1.0 for name in values}
     for name, weight in weights.items():
         if not weight:
-            raise NothingToAverage(f"The weights in {name!r} sum to zero: there is no mean", buffer=name)
+            problem = f"The weights in {name!r} sum to zero: there is no mean"
+            raise NothingToAverage(problem, buffer=name, receipt=receipts[name])
     with np.errstate(all="ignore"):
         return {
             name: converted(value, DTYPES[dtype] if dtype else value.dtype, weights[name])

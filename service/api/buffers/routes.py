@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
 from service.api.buffers.models import (
-    MAX_RULES_BYTES,
     AccumulateQuery,
     BufferList,
     ListQuery,
     Metadata,
-    NewBuffer,
+    MetadataQuery,
     Receipt,
     TakeQuery,
     ValueQuery,
@@ -21,6 +21,8 @@ from service.api.buffers.models import (
 from service.api.buffers.preconditions import formed, known_tag, match_of, refuse_headers, states_not_wanted
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
 from service.api.buffers.request import check_gradient, check_no_body, form_of, gradients, parse_model, receive, submit
+from service.api.buffers.rules import current, rules_of, spec_of
+from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules
 from service.api.http.answer import JSON, Answer, json_answer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.costs import Form
@@ -30,10 +32,12 @@ from service.api.http.openapi import ONE, READING
 from service.api.http.routing import access
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
+from service.buffers.epochs import check_contributor
 from service.buffers.names import MAX_NAME_CHARACTERS, check_length, check_name
 from service.buffers.record import Record, Spec
+from service.buffers.rules import SetRules
 from service.buffers.store import Store
-from service.dtypes import DTYPES, Array
+from service.dtypes import Array
 from service.errors import GradserveError, MissingTensor
 from service.limits import MAX_RANK
 
@@ -86,16 +90,52 @@ def _listed(store: Store, query: ListQuery) -> Answer:
     return json_answer({"buffers": [record.as_json() for record in records], "next_cursor": cursor})
 
 
-@router.get("/{name}", summary="Read a buffer's metadata", response_model=Metadata, openapi_extra=openapi.METADATA)
+@router.get(
+    "/{name}",
+    summary="Read a buffer's metadata, or a closed epoch's receipt",
+    response_model=Metadata | Receipt,
+    openapi_extra=openapi.METADATA,
+)
 @access(READ, label="buffers")
-async def get(call: CurrentCall, name: str) -> Answer:
-    check_no_query(call)
+async def get(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Query()]) -> Answer:
     refuse_headers(call, "If-Match")
-    record = await call.look_up(1, call.store.record, check_name(name))
-    fields = {"ETag": record.tag_of(record)}
+    epoch = query.epoch
+    if epoch is None:
+        record = await current(call, check_name(name))
+        closed, body = None, record.as_json
+    else:
+        record = await call.wait_for(query.timeout, partial(_when_closed, call, check_name(name), epoch))
+        record = await call.look_up(1, call.store.closed, name, epoch)
+        closed = record.closed_epoch(epoch)
+        body = partial(record.receipt, updated=False, of=closed)
+    fields = {"ETag": record.tag_of(closed or record)}
     if known_tag(call, fields["ETag"]):
         return Answer(status=304, fields=fields)
-    return json_answer(record.as_json(), fields=fields)
+    return json_answer(body(), fields=fields)
+
+
+async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
+    """Return the buffer. Raises `EpochOpen` and `EpochGone` for a closed epoch that cannot be read."""
+    record = await current(call, name)
+    if epoch is not None:
+        record.closed_epoch(epoch)
+    return record
+
+
+@router.patch(
+    "/{name}",
+    summary="Change a buffer's rules",
+    operation_id="set_rules",
+    openapi_extra=openapi.buffer_operation(NewRules, Metadata, ONE),
+)
+@access(WRITE, label="buffers")
+async def set_rules(call: CurrentCall, name: str) -> Answer:
+    check_no_query(call)
+    received = await receive(call)
+    rules = rules_of(parse_model(received, NewRules, MAX_RULES_BYTES))
+    outcome = await submit(call, received, [SetRules(name=check_name(name), match=match_of(call), rules=rules)])
+    receipt = outcome.receipts[name]
+    return json_answer(receipt, fields={"ETag": f'"{receipt["epoch"]}-{receipt["version"]}"', **replayed(outcome)})
 
 
 @router.delete("/{name}", summary="Delete a buffer", status_code=204, openapi_extra=openapi.DELETION)
@@ -120,10 +160,7 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     _, answers = media_types(call)
     check_name(name)
 
-    async def attempt() -> Record:
-        return await call.look_up(1, _record, call.store, name, query.epoch)
-
-    record = await call.wait_for(query.timeout, attempt)
+    record = await call.wait_for(query.timeout, partial(_when_closed, call, name, query.epoch))
     tag = record.tag_of(record if query.epoch is None else record.closed_epoch(query.epoch))
     coding, size = wanted_coding(call), record.spec.nbytes
     known = known_tag(call, formed(tag, answers), coding)
@@ -134,14 +171,6 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     call.reserve(size + form.extra_bytes(record.spec.shape, record.spec.dtype))
     inline = size <= (INLINE_TEXT_BYTES if answers == JSON else INLINE_BYTES) and not call.store.blocks
     return await call.offload(inline, read_values, call.store, [name], query, answers, coding, True)
-
-
-def _record(store: Store, name: str, epoch: int | None) -> Record:
-    """Return the buffer. Raises `EpochOpen` and `EpochGone` for a closed epoch that cannot be read."""
-    record = store.record(name)
-    if epoch is not None:
-        record.closed_epoch(epoch)
-    return record
 
 
 @router.post(
@@ -208,7 +237,7 @@ def check_may_read(call: Call, query: AccumulateQuery) -> None:
 
 def new_create(call: Call, name: str, new: NewBuffer) -> Create:
     """Return the change that creates a buffer. Raises for what no buffer can be."""
-    spec = Spec(**{**dict(new), "shape": tuple(new.shape), "dtype": DTYPES[new.dtype]})
+    spec = spec_of(new)
     refusal = _refusal(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
         raise refusal
@@ -231,4 +260,5 @@ def new_add(name: str, tensor: str, gradient: Array, query: AccumulateQuery, mat
         overwrite=query.overwrite,
         epoch=query.epoch,
         want_value=query.answered is not None,
+        contributor=None if query.contributor is None else check_contributor(query.contributor),
     )

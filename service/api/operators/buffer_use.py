@@ -49,7 +49,8 @@ async def run(
         return answered, {}, {}
     outcome = computed.outcome
     if outcome is None:
-        add = partial(Add, match=match, weight=job.buffers.weight, epoch=job.buffers.epoch)
+        use = job.buffers
+        add = partial(Add, match=match, weight=use.weight, epoch=use.epoch, contributor=use.contributor)
         adds = [add(name=buffer, tensor=name, gradient=computed.outputs[name]) for name, buffer in targets.items()]
         outcome = await call.submit(adds, computed.key, computed.states)
     if answered:

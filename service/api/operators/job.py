@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from service.buffers.epochs import check_contributor
 from service.buffers.names import check_name
 from service.dtypes import FLOATS, Array
 from service.errors import DtypeMismatch, InvalidParameter, UnknownOperator, shown
@@ -19,6 +20,7 @@ class BufferUse(NamedTuple):
     targets: Mapping[str, str] = {}
     weight: float = 1.0
     epoch: int | None = None
+    contributor: str | None = None
 
 
 NO_BUFFERS = BufferUse()
@@ -52,11 +54,16 @@ def unknown_operator(name: str) -> UnknownOperator:
 
 
 def buffers_of(
-    operator: Operator, sources: Sequence[str], into: Sequence[str], weight: float | None, epoch: int | None
+    operator: Operator,
+    sources: Sequence[str],
+    into: Sequence[str],
+    weight: float | None,
+    epoch: int | None,
+    contributor: str | None,
 ) -> BufferUse:
     """Parse the buffers of a request from `tensor:buffer`. Raises `InvalidParameter` and `DtypeMismatch`."""
-    if not into and not (weight is None and epoch is None):
-        name = "epoch" if weight is None else "weight"
+    if not into and not (weight is None and epoch is None and contributor is None):
+        name = "weight" if weight is not None else "epoch" if epoch is not None else "contributor"
         raise InvalidParameter(f"{name} is only for outputs that into= adds to a buffer", parameter=name)
     if not (sources or into):
         return NO_BUFFERS
@@ -69,7 +76,9 @@ def buffers_of(
             )
     if len(set(targets.values())) < len(targets):
         raise InvalidParameter("into names a buffer twice, but a request may change each once", parameter="into")
-    return BufferUse(sources_by_input, targets, 1.0 if weight is None else weight, epoch)
+    if contributor is not None:
+        check_contributor(contributor)
+    return BufferUse(sources_by_input, targets, 1.0 if weight is None else weight, epoch, contributor)
 
 
 def _pairs(parameter: str, texts: Sequence[str], tensors: Collection[str]) -> dict[str, str]:

@@ -121,6 +121,7 @@ class _BufferParameters(BaseModel):
     into: str = ""
     weight: float | None = Field(None, allow_inf_nan=False)
     epoch: int | None = Field(None, ge=0)
+    contributor: str | None = None
 
 
 _BUFFER_PARAMETERS = frozenset(parameters_of(_BufferParameters))
@@ -158,4 +159,4 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict
         error = invalid.errors(include_url=False, include_context=False)[0]
         raise invalid_parameter(error, "parameter", known) from None
     sources, into = (text.split(",") if text else [] for text in (use.sources, use.into))
-    return attributes, buffers_of(operator, sources, into, use.weight, use.epoch)
+    return attributes, buffers_of(operator, sources, into, use.weight, use.epoch, use.contributor)

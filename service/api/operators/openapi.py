@@ -74,6 +74,7 @@ _PARAMETERS = {
             "minimum": 0,
             "description": "With `into`: the epoch that the buffers must be in.",
         },
+        "contributor": {"type": "string", "description": "With `into`: who adds."},
     },
 }
 

@@ -120,6 +120,7 @@ class EndpointQuery(BaseModel):
         None, allow_inf_nan=False, description="With `into`: the weight of each added gradient; by default 1."
     )
     epoch: int | None = Field(None, ge=0, description="With `into`: the epoch that the buffers must be in.")
+    contributor: str | None = Field(None, description="With `into`: who adds, 1 to 100 printable characters.")
 
 
 def query_model(operator: Operator) -> type[EndpointQuery]:
@@ -191,7 +192,7 @@ def decode_safetensors(
 
 
 def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
-    return buffers_of(operator, query.sources, query.into, query.weight, query.epoch)
+    return buffers_of(operator, query.sources, query.into, query.weight, query.epoch, query.contributor)
 
 
 def _job(

@@ -16,7 +16,7 @@ MOST_RECORDS = 1 << 14
 """Records that the writer remembers: each takes up to 5 KB, all of them 84 MB."""
 
 MOST_EPOCHS = 1 << 17
-"""Closed epochs in all these records: each takes 0.2 KB, all of them 26 MB."""
+"""Closed epochs and names of contributors in all these records: each takes 0.2 KB, all of them 26 MB."""
 
 MOST_BYTES_OF_VALUES = 1 << 25
 """All values that the writer remembers: to read a value again and check it takes a quarter of an add."""
@@ -38,7 +38,7 @@ class RecordCache(dict[BufferName, Record | None]):
     def remember(self, records: Mapping[BufferName, Record | None]) -> None:
         """Replace the records of these names. Closed epochs of the old records still count: to find them is slow."""
         self.update(records)
-        self._epochs += sum(len(record.closed) for record in records.values() if record is not None)
+        self._epochs += sum(_epochs_of(record) for record in records.values() if record is not None)
         if len(self) > MOST_RECORDS or self._epochs > MOST_EPOCHS:
             self.clear()
 
@@ -46,6 +46,12 @@ class RecordCache(dict[BufferName, Record | None]):
         """Forget all records."""
         super().clear()
         self._epochs = 0
+
+
+def _epochs_of(record: Record) -> int:
+    """Return how many closed epochs and names of contributors a record has."""
+    names = len(record.contributors_in) + len(record.spec.contributors or ())
+    return names + len(record.closed) + sum([len(closed.contributors) for closed in record.closed])
 
 
 class CachedValue(NamedTuple):

@@ -39,6 +39,7 @@ The databases of the LMDB environment hold, in format 1:
     lists      time from which on no request shares the list, 8 bytes, and digest of the list -> namespace, and names
                and ids of buffers, compressed; sealed
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
+               b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due
 
 Keys are big-endian, times are microseconds since 1970; numbers in chunks and lists of slots are little-endian. Sealed
 data ends with its XXH3 checksum, seeded by the place where it belongs. The file `format` says that a store was complete
@@ -64,13 +65,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Any
 
-import orjson
 import xxhash
 
+from service.buffers import packed
 from service.buffers.names import BufferName
-from service.buffers.record import Closed, Key, Record, spec_of
+from service.buffers.record import Key, Record
 from service.errors import BufferCorrupt
 
 FORMAT = 1
@@ -80,6 +80,9 @@ DATABASES = ("buffers", "values", "free", "keys", "outcomes", "lists", "deadline
 
 WRITER = b"writer"
 """Where `meta` has the mark: while the mark is its own, a process knows that no other process wrote since."""
+
+DUE = b"\xff"
+"""The first byte of an entry of `deadlines` for an epoch. No time begins with it, so these entries come last."""
 
 MARK_BYTES = 25
 """Length of a mark. A transaction that finds another length counts all buffers and keys again."""
@@ -123,6 +126,12 @@ def microseconds(seconds: float) -> int:
     return int(min(max(0.0, seconds * 1e6), LATEST_MICROSECONDS))
 
 
+def due_entry(record: Record) -> bytes | None:
+    """Return the entry of `deadlines` for the running epoch, if it closes by itself at some time."""
+    due = record.due
+    return None if due is None else DUE + TIME.pack(microseconds(due)) + record.full_name.joined.encode()
+
+
 def name_of(key: bytes | memoryview) -> BufferName:
     """Return the buffer under this key in `buffers`. What is not UTF-8 is damaged, and no buffer is found by it."""
     return BufferName.split(bytes(key).decode(errors="replace"))
@@ -159,28 +168,14 @@ def unseal(sealed: memoryview, seed: int) -> memoryview | None:
 
 def pack_record(record: Record, key: bytes) -> bytes:
     """Return a record as it is stored under its key, sealed."""
-    fields = [
-        orjson.Fragment(record.spec.text),
-        record.id,
-        record.created,
-        record.updated,
-        record.epoch,
-        record.version,
-        record.count,
-        record.weight,
-        record.value,
-        [(closed.epoch, closed.version, closed.count, closed.weight, closed.value) for closed in record.closed],
-    ]
-    return seal(orjson.dumps(fields), seed_of(key))
+    return seal(packed.pack_record(record), seed_of(key))
 
 
 def unpack_record(name: BufferName, sealed: memoryview) -> Record:
     """Return a record from what is stored. Raises `BufferCorrupt`."""
+    data = unseal(sealed, seed_of(name.joined.encode()))
     try:
-        data = unseal(sealed, seed_of(name.joined.encode()))
-        fields: list[Any] = [] if data is None else orjson.loads(data)
-        spec, *state, epochs = fields
-        return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])
+        return packed.unpack_record(name, b"" if data is None else data)
     except (LookupError, TypeError, ValueError):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
         raise BufferCorrupt(problem, buffer=str(name)) from None

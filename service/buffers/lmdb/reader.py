@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from service.buffers.lmdb.format import (
     CLOCK_SEED,
     COUNT,
     DATABASES,
+    DUE,
     MARK_BYTES,
     NUMBER,
     TIME,
@@ -149,13 +151,18 @@ class Reader:
         return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
-        """Return whether a key or a list of names has expired, or the deadline of a buffer is over."""
+        """Return whether a key or a list of names has expired, the deadline of a buffer is over, or an epoch is due."""
         outcomes, lists, deadlines = self._env.outcomes, self._env.lists, self._env.deadlines
         for db, limit in ((outcomes, oldest_key), (lists, oldest_key), (deadlines, microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
                 if is_due(cursor, limit):
                     return True
-        return False
+        return self.first_due() <= now
+
+    def first_due(self) -> float:
+        """Return when the first running epoch is due, in seconds since 1970; infinity if none is."""
+        with self._txn.cursor(db=self._env.deadlines) as cursor:
+            return float(TIME.unpack_from(cursor.key(), len(DUE))[0] / 1e6) if cursor.set_range(DUE) else math.inf
 
     def last_mark(self) -> bytes:
         """Return the mark of the last transaction."""

@@ -12,7 +12,8 @@ in bytes per buffer:
     the epochs are random, too, up to 1,000                                   9.4
     all numbers are random, and as large as a number can be: the worst case    32
 
-A key takes about 200 bytes more in `keys` and `outcomes`.
+A key takes about 200 bytes more in `keys` and `outcomes`. What closed an epoch, and who was in it, follows the numbers
+as JSON, for each receipt of a closed epoch: mostly the same for all buffers.
 
 Outcomes and lists name the namespace that owns them, so that its share of the store can be counted; nothing stands for
 the default namespace. What a version without shares stored belongs to the default namespace.
@@ -23,7 +24,8 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -38,10 +40,18 @@ LIST_MICROSECONDS = 3_600_000_000
 """How long requests share a list: the keys of a day need 25 copies, and a copy that no key needs goes after an hour."""
 
 _FIELDS = ("name", "updated", "closed", "epoch", "version", "count", "weight")
-"""The members of a receipt. Only the receipt of a new buffer has others, and is always JSON."""
+"""The members of every receipt. Only the answer to a new buffer, or to new rules, lacks some, and is always JSON."""
+
+_CLOSING = ("closed_by", "contributors")
+"""What the receipt of a closed epoch has besides."""
+
+_SHAPES = {_FIELDS, (*_FIELDS, *_CLOSING)}
+"""The members of receipts that are stored without their names."""
 
 _OWNER = b"~"
 """The first byte of a namespace: neither receipts nor compressed lists begin with it."""
+
+_CLOSED = _FIELDS.index("closed")
 
 _SPLIT = b"s"
 """The first byte of receipts that are split from their names: JSON begins with another byte."""
@@ -83,12 +93,14 @@ def pack_known(known: Known, time: int, namespace: str) -> tuple[bytes, NameList
     receipts, ids = [*known.receipts.values()], [*known.ids.values()]
     numbers = _pack_numbers(receipts) if len(receipts) >= MANY else None
     if numbers is None:
-        rows = [[one[field] for field in _FIELDS] if len(one) == len(_FIELDS) else one for one in receipts]
+        rows = [[*one.values()] if (*one,) in _SHAPES else one for one in receipts]
         text = orjson.dumps([rows, ids, known.sources])
         return known.fingerprint + owner + (_squeezed(text) if len(receipts) >= MANY else text), None
     names = orjson.dumps([[*known.receipts], ids])
     digest = hashlib.blake2b(owner + names, digest_size=DIGEST_BYTES).digest()
-    packed = zlib.compress(numbers + orjson.dumps(known.sources), 1)
+    closing = [[one.get(field) for field in _CLOSING] for one in receipts if one["closed"]]
+    rest = [known.sources, closing] if closing else known.sources
+    packed = zlib.compress(numbers + orjson.dumps(rest), 1)
     return known.fingerprint + owner + _SPLIT + digest + packed, NameList(_place(time, digest), owner, names)
 
 
@@ -112,10 +124,23 @@ def unpack_known(outcome: memoryview, shared: memoryview | None) -> Known:
         names, ids = orjson.loads(zlib.decompress(shared[_owner_bytes(shared) :]))
         unpacked = zlib.decompress(body[1 + DIGEST_BYTES :])
         columns, rest = _unpack_numbers(unpacked, len(names))
-        rows, sources = zip(names, *columns, strict=True), orjson.loads(rest)
-    receipts = [row if isinstance(row, dict) else dict(zip(_FIELDS, row, strict=True)) for row in rows]
+        sources, closing = orjson.loads(rest), []
+        if sources and isinstance(sources[0], list):
+            sources, closing = sources
+        rows = _joined(zip(names, *columns, strict=True), closing)
+    receipts = [row if isinstance(row, dict) else _receipt(row) for row in rows]
     by_name = {receipt["name"]: receipt for receipt in receipts}
     return Known(fingerprint, by_name, dict(zip(by_name, ids, strict=True)), tuple(sources))
+
+
+def _joined(rows: Iterable[tuple[Any, ...]], closing: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Return the rows of receipts, those of closed epochs with what closed them, if it is stored."""
+    following = iter(closing)
+    return [(*row, *next(following, ())) if row[_CLOSED] else row for row in rows]
+
+
+def _receipt(row: Sequence[Any]) -> Receipt:
+    return dict(zip((*_FIELDS, *_CLOSING), row, strict=False))
 
 
 def _body(outcome: memoryview) -> memoryview:
@@ -136,7 +161,7 @@ def _numbers(count: int) -> struct.Struct:
 
 def _pack_numbers(receipts: list[Receipt]) -> bytes | None:
     """Return all members of receipts but the names; None if only JSON can hold them exactly."""
-    if {*map(len, receipts)} != {len(_FIELDS)}:
+    if not {*map(tuple, receipts)} <= _SHAPES:
         return None
     numbers = [one[field] for field in _FIELDS[1:] for one in receipts]
     if {*map(type, numbers[-len(receipts) :])} != {float}:

@@ -57,6 +57,9 @@ class LmdbStore(Store):
         with reading(self._env) as reader:
             return self._alive(reader, name)
 
+    def now(self) -> float:
+        return self._clock()
+
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         found, now = {}, self._clock()
         with reading(self._env) as reader:

@@ -6,13 +6,13 @@ Requests that come meanwhile are in the next transaction. LMDB lets one process 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import contextmanager, suppress
 
 import lmdb
 import numpy as np
@@ -22,9 +22,10 @@ from service.buffers.batches import BUFFER_BYTES, MOST_SHARED_BYTES, Batches
 from service.buffers.lmdb.caches import NOBODY, WriterState
 from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
 from service.buffers.lmdb.format import MARK_BYTES, WRITER, microseconds
+from service.buffers.lmdb.jobs import Job, UndoneError
 from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
-from service.buffers.lmdb.transaction import MOST_EXPIRED, LmdbTransaction
+from service.buffers.lmdb.transaction import MOST_CLOSED, MOST_EXPIRED, LmdbTransaction
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.room import UNLIMITED, room_for
@@ -52,21 +53,6 @@ EXPIRED_BY_TRY = (500, 20, 1)
 """Expired keys that a transaction deletes. A full store has room for few: LMDB copies every page that it changes."""
 
 
-class Job(NamedTuple):
-    """A request of a namespace, and the future of its outcome."""
-
-    request: Request
-    namespace: str
-    done: Future[Outcome]
-
-
-class _UndoneError(Exception):
-    """A request failed after it had changed something: its transaction must be undone."""
-
-    def __init__(self, job: Job, error: Exception) -> None:
-        self.job, self.error = job, error
-
-
 class Writer:
     """The writer thread. It begins at once, and ends with `close`."""
 
@@ -83,6 +69,9 @@ class Writer:
         self._key_seconds, self._clock, self._committed = key_seconds, clock, committed
         self._batches: Batches[Job] = Batches(self._work_of, most=MOST_IN_BATCH, long_seconds=LONG_SECONDS)
         self._next_check = 0.0
+        self._next_due = math.inf  # as far as this process knows: another may set an earlier deadline
+        with suppress(GradserveError), reading(env) as reader:
+            self._next_due = reader.first_due()
         self._room_made = NOBODY  # the mark of the transaction that made room last
         self._given_back = 0  # bytes that `values` took after free slots were given back last
         self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
@@ -119,7 +108,7 @@ class Writer:
 
     def _run(self) -> None:
         with np.errstate(all="ignore"):
-            while (batch := self._batches.take(IDLE_SECONDS)) is not None:
+            while (batch := self._batches.take(self._patience())) is not None:
                 if not batch:
                     self._tidy_up()
                     continue
@@ -129,13 +118,17 @@ class Writer:
                 if len(batch) >= LARGE_BATCH:
                     time.sleep(GATHER_SECONDS)
 
+    def _patience(self) -> float:
+        """Return how long to wait for a request: until an epoch is due."""
+        return min(IDLE_SECONDS, max(0.0, self._next_due - self._clock()))
+
     def _make(self, jobs: list[Job]) -> None:
         """Make the requests in as few transactions as possible, and answer them."""
         while jobs:
             try:
                 start = time.perf_counter()
                 answers = self._with_room(jobs)
-            except _UndoneError as undone:
+            except UndoneError as undone:
                 undone.job.done.set_exception(without_traceback(undone.error))
                 jobs = [job for job in jobs if job is not undone.job]
                 self._make(jobs[: len(jobs) // 2])  # by halves: if all fail, the writer tries each a few times only
@@ -168,13 +161,16 @@ class Writer:
         return self._transact(jobs)
 
     def _is_full(self, error: Exception) -> bool:
-        cause = error.error if isinstance(error, _UndoneError) else error
+        cause = error.error if isinstance(error, UndoneError) else error
         return isinstance(as_client_error(cause, self._env.path, self._env.max_bytes), StoreFull)
 
     def _transact(self, jobs: list[Job]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []
         now, room = self._clock(), UNLIMITED
         with self._changing() as changes:
+            if now >= self._next_due:
+                changes.close_due(now, MOST_CLOSED)
+                self._next_due = changes.first_due()
             for job in jobs:
                 before = changes.writes - changes.expired
                 try:
@@ -183,7 +179,7 @@ class Writer:
                     room = min(room, room_for(job.request, outcome, self._env.max_bytes))
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
-                        raise _UndoneError(job, error) from None
+                        raise UndoneError(job, error) from None
                     answers.append(without_traceback(error))
                 failpoints.hit("made")
             most = 2 * len(jobs) + 8  # more than the requests can add
@@ -196,6 +192,7 @@ class Writer:
             if room < UNLIMITED:
                 changes.check_room(room)
             failpoints.hit("before commit")
+        self._next_due = min(self._next_due, changes.next_due)
         return answers
 
     @contextmanager
@@ -261,10 +258,11 @@ class Writer:
         return self._given_back < before
 
     def _clear(self, now: float) -> bool:
-        """Remove some of what has expired, as far as there is room for that. Return whether that was anything."""
+        """Remove what has expired, and close what is due, as far as there is room. Return whether that was anything."""
         for most in EXPIRED_BY_TRY:
             try:
                 with self._changing() as changes:
+                    changes.close_due(now, min(2 * most, MOST_CLOSED))
                     changes.forget_keys(most)
                     changes.remove_expired(now, min(most, MOST_EXPIRED))
                     changes.finish(now)
@@ -274,14 +272,16 @@ class Writer:
         return False
 
     def _tidy_up(self) -> None:
-        """Remove what has expired, in small transactions, until all is removed or a request comes."""
+        """Remove what has expired, and close what is due, in small transactions, until a request comes."""
+        self._next_due = math.inf  # after an error the next try follows when the writer has been idle
         try:
             more = True
-            while more and self._batches.are_empty:
+            while more:
                 with reading(self._env) as reader:
+                    self._next_due = reader.first_due()
                     if not reader.anything_due(self.oldest_key(), self._clock()):
                         return
-                more = self._clear(self._clock())
+                more = self._clear(self._clock()) and self._batches.are_empty
         except (lmdb.Error, OSError, GradserveError):
             pass  # a full disk, for example: the next request gets the error
         except Exception:  # the writer thread must go on, whatever this is

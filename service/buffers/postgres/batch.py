@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from service.buffers.changes import Create, Restore
 from service.buffers.names import BufferName
+from service.buffers.packed import pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.connections import Database, NoStandbyError
 from service.buffers.postgres.deltas import INSERT
@@ -38,9 +39,7 @@ from service.buffers.postgres.transaction import (
     Stored,
     digest_of,
     pack_known,
-    pack_record,
     unpack_known,
-    unpack_record,
 )
 from service.errors import GradserveError
 
@@ -99,14 +98,17 @@ _DELETE = Statement(
 
 _PUT = Statement(
     """
-    insert into buffers (namespace, name, record, seq, expires)
-    select * from unnest($1::text[], $2::text[], $3::bytea[], $4::bigint[], $5::double precision[])
-    on conflict (namespace, name) do update set record = excluded.record, seq = excluded.seq, expires = excluded.expires
+    insert into buffers (namespace, name, record, seq, expires, due)
+    select * from unnest($1::text[], $2::text[], $3::bytea[], $4::bigint[], $5::double precision[],
+                         $6::double precision[])
+    on conflict (namespace, name) do update
+    set record = excluded.record, seq = excluded.seq, expires = excluded.expires, due = excluded.due
     """,
     texts,
     texts,
     byteas,
     bigints,
+    doubles,
     doubles,
 )
 
@@ -223,7 +225,7 @@ class Batch:
         connection.exchange(
             [
                 _DELETE(*_columns(gone, 2)) if gone else None,
-                _PUT(*_columns(put, 5)) if put else None,
+                _PUT(*_columns(put, 6)) if put else None,
                 INSERT(*_columns(deltas, 9)) if deltas else None,
                 FREE(changes.freed, FREED_SECONDS) if changes.freed else None,
                 _LOOSEN(unused) if unused else None,
@@ -234,8 +236,8 @@ class Batch:
         return has_changed
 
 
-def _row(stored: Stored) -> tuple[bytes, int, float | None]:
-    return pack_record(stored.record), stored.seq, stored.record.expires
+def _row(stored: Stored) -> tuple[bytes, int, float | None, float | None]:
+    return pack_record(stored.record), stored.seq, stored.record.expires, stored.record.due
 
 
 def _columns(rows: Sequence[tuple[object, ...]], count: int) -> list[list[object]]:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 from service.buffers.names import BufferName
+from service.buffers.packed import unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.batch import FREE, KEY_LOCK
 from service.buffers.postgres.connections import HANGING_SECONDS, Database
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
-from service.buffers.postgres.transaction import unpack_record
 from service.buffers.room import check_keys, room_for, store_full
 
 logger = logging.getLogger(__name__)

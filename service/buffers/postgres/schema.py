@@ -49,9 +49,11 @@ create table buffers (
     record bytea not null,
     seq bigint not null,
     expires double precision,
+    due double precision,
     primary key (namespace, name)
 ) with (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 1000);
 create index buffers_expires on buffers (expires) where expires is not null;
+create index buffers_due on buffers (due) where due is not null;
 create table deltas (
     value bigint not null,
     seq bigint not null,
@@ -85,6 +87,14 @@ create table keys (
 insert into meta values ({VERSION});
 """
 
+_HAS_DUE = "select from pg_attribute where attrelid = 'buffers'::regclass and attname = 'due'"
+
+_ADD_DUE = """
+alter table buffers add due double precision;
+create index buffers_due on buffers (due) where due is not null;
+"""
+"""Adds what the tables lack if a version before made them. That version works on: it knows no deadlines."""
+
 
 def prepare(database: Database) -> None:
     """Make the tables if they are not there. Raises `StoreFailed` for the tables of a newer version."""
@@ -98,7 +108,9 @@ def prepare(database: Database) -> None:
             connection.execute(_TABLES.encode())
             return
         rows = connection.execute("select version from meta").fetchall()
-    check_version(schema, rows)
+        check_version(schema, rows)
+        if not connection.execute(_HAS_DUE).fetchall():
+            connection.execute(_ADD_DUE)
 
 
 def check_version(schema: str, rows: list[tuple[int]]) -> None:

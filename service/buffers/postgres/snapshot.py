@@ -14,12 +14,12 @@ import psycopg
 from psycopg import sql
 
 from service.buffers.names import BufferName
+from service.buffers.packed import unpack_record
 from service.buffers.postgres.connections import as_client_error
 from service.buffers.postgres.deltas import check_complete, read_deltas, total
 from service.buffers.postgres.examination import damaged_keys, leftovers
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import VERSION, check_version
-from service.buffers.postgres.transaction import unpack_record
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
 from service.errors import BufferCorrupt, StoreFailed

@@ -15,8 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from service.buffers.names import BufferName
+from service.buffers.packed import unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
+from service.buffers.postgres.closer import Closer
 from service.buffers.postgres.connections import Database, retried
 from service.buffers.postgres.deltas import check_complete, read_deltas, total
 from service.buffers.postgres.exchange import Call, Connection, Rows, Statement, texts
@@ -24,7 +26,7 @@ from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.keeper import Keeper
 from service.buffers.postgres.measures import measures
-from service.buffers.postgres.transaction import Stored, digest_of, unpack_known, unpack_record
+from service.buffers.postgres.transaction import Stored, digest_of, unpack_known
 from service.buffers.postgres.turns import Turns
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
@@ -120,7 +122,9 @@ class PostgresStore(Store):
             max_buffers=max_buffers,
             fold=self._folder.submit,
             turns=turns,
+            expect=lambda seconds: self._closer.expect(seconds),
         )
+        self._closer = Closer(self._database, self._writer.submit, clock)
 
     def submit(self, request: Request) -> Future[Outcome]:
         return self._writer.submit(request, self.namespace)
@@ -128,6 +132,21 @@ class PostgresStore(Store):
     def record(self, name: str) -> Record:
         rows = self._ask(_RECORDS([self.namespace], [name]))
         return self._alive([name], rows)[name].record
+
+    def closed(self, name: str, epoch: int) -> Record:
+        def attempt() -> Record:
+            with self._database.reading(READ_SECONDS) as connection:
+                rows, ((server,),) = connection.exchange([_RECORDS([self.namespace], [name]), _SERVER()])
+            record = self._alive([name], rows)[name].record
+            record.closed_epoch(epoch)
+            if self._database.replicated:
+                self._fence.wait(server, record.updated + JUST_CLOSED_SECONDS)
+            return record
+
+        return retried(attempt)
+
+    def now(self) -> float:
+        return self._read(self._now)
 
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         found = {}
@@ -220,7 +239,7 @@ class PostgresStore(Store):
 
     def close(self) -> None:
         if self._writer.close():
-            for helper in (self._folder, self._watcher, self._keeper, self._fence):
+            for helper in (self._closer, self._folder, self._watcher, self._keeper, self._fence):
                 helper.close()
             self._database.close()
 

@@ -21,7 +21,7 @@ from service.buffers.postgres.deltas import Delta, Payload, check_complete, delt
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.folder import Fold
 from service.buffers.postgres.schema import INLINE_BYTES
-from service.buffers.record import Closed, Key, Known, Record, Spec, spec_of, too_many
+from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.buffers.store import Allocate
 from service.dtypes import Array
 
@@ -54,29 +54,6 @@ class Stored(NamedTuple):
 def digest_of(key: Key) -> bytes:
     """Return the name of an idempotency key in `keys`."""
     return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=16).digest()
-
-
-def pack_record(record: Record) -> bytes:
-    """Return a record as `buffers` has it, without its name."""
-    fields = [
-        orjson.Fragment(record.spec.text),
-        record.id,
-        record.created,
-        record.updated,
-        record.epoch,
-        record.version,
-        record.count,
-        record.weight,
-        record.value,
-        [(closed.epoch, closed.version, closed.count, closed.weight, closed.value) for closed in record.closed],
-    ]
-    return orjson.dumps(fields)
-
-
-def unpack_record(name: BufferName, packed: bytes) -> Record:
-    """Return what `pack_record` took."""
-    spec, *state, epochs = orjson.loads(packed)
-    return Record(name, spec_of(spec), *[*state, tuple(Closed(*epoch) for epoch in epochs)])
 
 
 def pack_known(known: Known) -> bytes:
@@ -256,7 +233,7 @@ def _is_worth_a_fold(spec: Spec, seq: int, has_ended: bool) -> bool:
     """Return whether to fold a value now: often while it grows, and at the end of an epoch that all workers read."""
     if spec.nbytes < LARGE_BYTES:
         return not has_ended and seq % (FOLD_EVERY_SMALL if spec.nbytes <= SMALL_BYTES else FOLD_EVERY) == 0
-    return seq > 1 and spec.quorum is not None if has_ended else seq % FOLD_EVERY_LARGE == 0
+    return seq > 1 and spec.closes_itself if has_ended else seq % FOLD_EVERY_LARGE == 0
 
 
 def _is_zero(gradient: Gradient, size: int) -> bool:

@@ -75,11 +75,12 @@ class Writer:
         max_buffers: int,
         fold: Callable[[Fold], None],
         turns: Turns,
+        expect: Callable[[float], None],
     ) -> None:
         self._database, self._next_id, self._allocate = database, next_id, allocate
         self._key_seconds, self._clock = key_seconds, clock
         self._committed, self._changed, self._keeper, self._max_buffers = committed, changed, keeper, max_buffers
-        self._fold, self._turns = fold, turns
+        self._fold, self._turns, self._expect = fold, turns, expect
         self._connection: Connection | None = None
         self._stagers = Pool(STAGING_THREADS)
         self._batches: Batches[Job] = Batches(
@@ -224,6 +225,9 @@ class Writer:
             has_changed = batch.write(connection, changes, found)
             for fold in changes.folds:
                 self._fold(fold)
+            dues = [stored.record.due for stored in changes.records.values() if stored is not None]
+            if due := min(filter(None, dues), default=None):
+                self._expect(due - batch.now)
         if found is None or has_changed:
             self._changed()
         if found is None or connection.is_unsure or (batch.replayed and not has_changed):

@@ -1,0 +1,80 @@
+"""Epochs of a buffer: what has closed an epoch, and who has added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from service.errors import InvalidParameter, shown
+
+ClosedBy: TypeAlias = Literal["quorum", "deadline", "take"]
+"""What closes an epoch: its quorum of gradients or of weight, its deadline, or a client."""
+
+MAX_QUORUM = 10**9
+"""Gradients of a quorum: more than any epoch can gather."""
+
+MAX_KEEP = 1000
+"""Closed epochs that a buffer keeps: every record holds their list, and every change writes it."""
+
+MAX_TTL_SECONDS = 10**9
+"""The longest time to live, and the longest deadline: 31 years, in effect for ever."""
+
+MAX_CONTRIBUTORS = 1000
+"""Contributors to an epoch: every change of the buffer writes their names."""
+
+MAX_KEPT_CONTRIBUTORS = 20_000
+"""Contributors to all epochs that a buffer keeps: about 200 KB of short names, which every change writes."""
+
+MAX_CONTRIBUTOR_CHARACTERS = 100
+"""Characters of a contributor's name: a host, a rank and the name of a run."""
+
+MOST_NAMED = 3
+"""Missing contributors that an error names: the metadata lists all."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A closed epoch. Its sum has the id `value`, or None if nothing was added."""
+
+    epoch: int
+    version: int
+    count: int
+    weight: float
+    value: int | None
+    closed_by: ClosedBy = "take"
+    contributors: Mapping[str, int] = field(default_factory=dict)
+    """How many gradients each contributor has added."""
+
+    @property
+    def etag(self) -> str:
+        """The tag of the epoch's last state, in quotation marks."""
+        return f'"{self.epoch}-{self.version}"'
+
+
+def is_contributor(name: object) -> bool:
+    """Return whether a contributor may have this name."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_CONTRIBUTOR_CHARACTERS and name.isprintable()
+
+
+def check_contributor(name: str, parameter: str = "contributor") -> str:
+    """Return the name of a contributor. Raises `InvalidParameter`."""
+    if not is_contributor(name):
+        raise InvalidParameter(
+            f"{parameter} has {shown(name)}, but a name must be 1 to {MAX_CONTRIBUTOR_CHARACTERS} printable characters",
+            parameter=parameter,
+        )
+    return name
+
+
+def described(missing: Sequence[str]) -> str:
+    """Return who is missing, as the end of a sentence; nothing if nobody is.
+
+    >>> described(["rank3", "rank7"]), described(["a", "b", "c", "d", "e"])
+    ('; rank3 and rank7 are missing', '; a, b, c and 2 more are missing')
+    """
+    if not missing:
+        return ""
+    names = [*missing[:MOST_NAMED], *([f"{len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else [])]
+    *first, last = names
+    return f"; {', '.join(first)}{' and ' if first else ''}{last} {'is' if len(missing) == 1 else 'are'} missing"

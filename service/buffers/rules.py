@@ -1,0 +1,64 @@
+"""Changes of a buffer's rules, and the closing of epochs whose deadlines are over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from service.buffers.changes import Change
+from service.buffers.closing import close
+from service.buffers.contributors import most_contributors
+from service.buffers.names import BufferName
+from service.buffers.record import Receipt, Record, Spec
+from service.buffers.transaction import Transaction
+from service.dtypes import Array
+from service.errors import InvalidParameter
+
+
+def check_rules(spec: Spec) -> None:
+    """Raise `InvalidParameter` if the buffer expects more contributors than its epochs may have."""
+    expected, most = len(spec.contributors or ()), most_contributors(spec.keep)
+    if expected > most:
+        raise InvalidParameter(
+            f"contributors has {expected} names, but an epoch takes {most} contributors if keep is {spec.keep}",
+            parameter="contributors",
+            limit=most,
+        )
+
+
+@dataclass(kw_only=True)
+class SetRules(Change):
+    """Replace some rules of the buffer. A rule that the running epoch fulfils already closes it.
+
+    A deadline counts from the first add of the running epoch; if the buffer had none, from this change.
+    """
+
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    """Members of `Spec` that no value depends on."""
+
+    def admit(self, record: Record | None) -> None:
+        super().admit(record)
+        assert record is not None
+        check_rules(replace(record.spec, **self.rules))
+
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
+        spec = replace(record.spec, **self.rules)
+        if spec != record.spec:
+            has_deadline = spec.deadline_seconds is not None and record.count > 0
+            began = (record.began or now) if has_deadline else None
+            record = record.changed(spec=spec, began=began, updated=now, version=record.version + 1)
+            reason = record.fulfilled(now) if record.count else None
+            if reason is None:
+                txn.put(record)
+            else:
+                record, _ = close(txn, record, reason)
+        return record.as_json(), None
+
+
+@dataclass(kw_only=True)
+class CloseIfDue(Change):
+    """Close the epoch if its deadline is over, as every change of the buffer does before it is made."""
+
+    def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
+        return record.receipt(updated=False), None

@@ -1,0 +1,258 @@
+"""`/v1/buffers` over real HTTP, with each store: what ends an epoch, contributors, and changes of rules."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from tests.api.calls import KEY, REPLAYED, SAFE, add, create, etag, fresh, get, metadata, naming, ok, post, value
+from tests.serving import assert_problem
+
+SOON = 0.15
+"""Seconds of a deadline that a test waits for."""
+
+
+def patch(http: httpx.Client, name: str, headers: Any = None, **rules: Any) -> httpx.Response:
+    return http.patch(f"/v1/buffers/{name}", json=rules, headers=headers)
+
+
+def receipt(http: httpx.Client, name: str, epoch: int = 0, **params: Any) -> Any:
+    return ok(http.get(f"/v1/buffers/{name}", params={"epoch": epoch, **params}))
+
+
+# ----- deadlines -----
+
+
+@pytest.mark.parametrize("what", ["receipt", "value", "values"])
+def test_a_deadline_wakes_those_who_wait(http: httpx.Client, what: str) -> None:
+    """No other request comes: the store closes the epoch by itself."""
+    name = create(http, deadline_seconds=SOON, quorum=3)
+    began = time.monotonic()
+    add(http, name, [1, 2], contributor="x")
+    wanted = {"epoch": 0, "timeout": 20}
+    if what == "receipt":
+        answer = receipt(http, name, **wanted)
+        assert (answer["closed"], answer["closed_by"], answer["contributors"]) == (True, "deadline", {"x": 1})
+    elif what == "value":
+        assert value(http, name, **wanted) == [1, 2]
+    else:
+        found = ok(http.post("/v1/buffers/value", json=naming(name), params=wanted))["buffers"][name]
+        assert (found["closed_by"], found["value"]["data"]) == ("deadline", [1, 2])
+    assert time.monotonic() - began >= SOON
+    known = metadata(http, name)
+    assert (known["epoch"], known["version"], known["closed_epochs"]) == (1, 2, [0])
+
+
+def test_a_read_after_the_deadline_sees_the_epoch_closed(http: httpx.Client) -> None:
+    """At once, however long the store's own thread takes."""
+    names = [create(http, deadline_seconds=0.05) for _ in range(5)]
+    for name in names:
+        add(http, name, [1, 2])
+    until = max(metadata(http, name)["deadline_at"] or 0 for name in names)
+    time.sleep(max(0.0, until + 0.002 - time.time()))
+    for name in names:
+        assert value(http, name, epoch=0) == [1, 2]
+        assert receipt(http, name)["closed_by"] == "deadline"
+
+
+def test_metadata_have_the_deadline(http: httpx.Client) -> None:
+    name = create(http, deadline_seconds=1000, min_count=2, quorum_weight=7.5)
+    assert metadata(http, name)["deadline_at"] is None
+    add(http, name, [1, 2])
+    known = metadata(http, name)
+    assert known["deadline_at"] == known["updated_at"] + 1000
+    assert (known["deadline_seconds"], known["min_count"], known["quorum_weight"]) == (1000, 2, 7.5)
+    assert ok(add(http, name, [1, 2], weight=6.5))["closed_by"] == "quorum"
+
+
+def test_many_workers_wait_for_one_deadline(http: httpx.Client) -> None:
+    name = create(http, deadline_seconds=SOON)
+    add(http, name, [1, 2])
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(lambda _: receipt(http, name, timeout=20), range(4))]
+    assert found == [found[0]] * 4
+
+
+# ----- receipts -----
+
+
+def test_the_receipt_of_a_closed_epoch(http: httpx.Client) -> None:
+    name = create(http, quorum=2)
+    assert_problem(http.get(f"/v1/buffers/{name}?epoch=0"), 409, "epoch_open", name)
+    add(http, name, [1, 2], contributor="a b/ü")
+    closed = ok(add(http, name, [1, 2], contributor="rank1"))
+    assert closed["contributors"] == {"a b/ü": 1, "rank1": 1}
+    answer = http.get(f"/v1/buffers/{name}?epoch=0")
+    assert ok(answer) == {**closed, "updated": False}
+    same = http.get(f"/v1/buffers/{name}?epoch=0", headers={"If-None-Match": answer.headers["etag"]})
+    assert same.status_code == 304
+    assert_problem(http.get(f"/v1/buffers/{name}?epoch=1"), 409, "epoch_open", name)
+    post(http, name, "take")
+    assert_problem(http.get(f"/v1/buffers/{name}?epoch=0"), 410, "epoch_gone", name)
+    assert receipt(http, name, 1)["closed_by"] == "take"
+
+
+def test_an_epoch_of_weight_0_has_a_receipt(http: httpx.Client) -> None:
+    """The mean says that there is none, and which epoch has none; the next epoch goes on."""
+    name = create(http, quorum=2)
+    for number in range(2):
+        closed = ok(add(http, name, [1, 2], weight=0, epoch=0, contributor=f"rank{number}"))
+    expected = {**closed, "updated": False}
+    problem = assert_problem(get(http, name, epoch=0, reduce="mean"), 409, "nothing_to_average", name)
+    assert problem["receipt"] == expected
+    many = http.post("/v1/buffers/value", json=naming(name), params={"epoch": 0, "reduce": "mean"})
+    assert assert_problem(many, 409, "nothing_to_average", name)["receipt"] == expected
+    assert receipt(http, name) == expected
+    assert ok(add(http, name, [1, 2], epoch=1))["epoch"] == 1
+
+
+def test_an_open_epoch_names_the_missing(http: httpx.Client) -> None:
+    ranks = [f"rank{number}" for number in range(8)]
+    name = create(http, quorum=8, contributors=ranks)
+    problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open", "rank0, rank1, rank2 and 5 more are missing")
+    assert problem["missing"] == ranks
+    for rank in {*ranks} - {"rank3", "rank7"}:
+        add(http, name, [1, 2], contributor=rank)
+    problem = assert_problem(get(http, name, epoch=0), 409, "epoch_open", "; rank3 and rank7 are missing")
+    assert problem["missing"] == ["rank3", "rank7"]
+    many = http.post("/v1/buffers/value", json=naming(name), params={"epoch": 0})
+    assert assert_problem(many, 409, "epoch_open", name)["missing"] == ["rank3", "rank7"]
+    known = metadata(http, name)
+    assert (known["missing"], len(known["contributors_in"])) == (["rank3", "rank7"], 6)
+
+
+# ----- contributors -----
+
+
+def adds(http: httpx.Client, name: str, contributor: str) -> dict[str, httpx.Response]:
+    """Return the answers to adds of one contributor, by each endpoint that adds."""
+    wanted = {"contributor": contributor}
+    into = {"into": f"dX:{name}", **wanted}
+    inputs = [{"name": each, "shape": [2], "datatype": "FP32", "data": [1.0, 2.0]} for each in ("dY", "X")]
+    body = save({"gradient": np.ones(2, np.float32)})
+    safe = {**SAFE, "Accept": "application/json"}
+    return {
+        "accumulate": add(http, name, [1, 2], **wanted),
+        "safetensors": http.post(f"/v1/buffers/{name}/accumulate", content=body, headers=safe, params=wanted),
+        "many": http.post("/v1/buffers/accumulate", json={name: [1, 2]}, params=wanted),
+        "operator": http.post("/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, 2]}, params=into),
+        "model": http.post("/v2/models/ReluGrad/infer", json={"parameters": into, "inputs": inputs}),
+    }
+
+
+def test_every_add_has_a_contributor(http: httpx.Client) -> None:
+    name = create(http, per_contributor=5)
+    for answer in adds(http, name, "x").values():
+        ok(answer)
+    assert metadata(http, name)["contributors_in"] == {"x": 5}
+    for kind, answer in adds(http, name, "x").items():
+        if kind == "model":
+            assert (answer.status_code, "'x' has added 5" in answer.json()["error"]) == (409, True)
+        else:
+            problem = assert_problem(answer, 409, "duplicate_contributor", "'x'", "5 gradients to epoch 0", name)
+            assert problem["buffer"] == name
+    assert metadata(http, name)["count"] == 5
+
+
+@pytest.mark.parametrize("contributor", ["", "a\n", "x" * 101, "\x00"])
+def test_a_bad_name_of_a_contributor_is_refused(http: httpx.Client, contributor: str) -> None:
+    name = create(http)
+    for kind, answer in adds(http, name, contributor).items():
+        assert answer.status_code == (400 if kind == "model" else 422), kind
+        assert "contributor" in answer.text
+    assert metadata(http, name)["count"] == 0
+
+
+def test_a_contributor_needs_a_buffer(http: httpx.Client) -> None:
+    answer = http.post("/v1/ops/ReluGrad", json={"dY": [1, 2], "X": [1, 2]}, params={"contributor": "x"})
+    assert assert_problem(answer, 422, "invalid_parameter", "contributor", "into")["parameter"] == "contributor"
+
+
+BAD_RULES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no deadline": ({"deadline_seconds": 0}, ("deadline_seconds", "0")),
+    "a text for a deadline": ({"deadline_seconds": "5"}, ("deadline_seconds", "'5'")),
+    "no gradients": ({"min_count": 0}, ("min_count", "0")),
+    "null for a count": ({"min_count": None}, ("min_count", "null")),
+    "no weight": ({"quorum_weight": 0}, ("quorum_weight", "0")),
+    "nobody": ({"contributors": []}, ("contributors",)),
+    "a number for a name": ({"contributors": [3]}, ("contributors.0", "3")),
+    "an empty name": ({"contributors": ["a", ""]}, ("contributors", "''")),
+    "a long name": ({"contributors": ["x" * 101]}, ("contributors", "100")),
+    "a name twice": ({"contributors": ["a", "b", "a"]}, ("contributors", "'a' 2 times")),
+    "too many names": ({"contributors": [str(number) for number in range(1001)]}, ("contributors", "1000")),
+    "not even one": ({"per_contributor": 0}, ("per_contributor", "0")),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RULES)
+def test_a_bad_rule_is_named(http: httpx.Client, case: str) -> None:
+    rules, words = BAD_RULES[case]
+    answer = http.put(f"/v1/buffers/{fresh()}", json={"shape": [2], **rules})
+    assert assert_problem(answer, 422, "invalid_parameter", *words)["parameter"] == words[0]
+    name = create(http)
+    assert assert_problem(patch(http, name, **rules), 422, "invalid_parameter", *words)["parameter"] == words[0]
+    assert metadata(http, name)["version"] == 0
+
+
+def test_more_contributors_than_are_kept_are_refused(http: httpx.Client) -> None:
+    rules = {"shape": [2], "keep": 1000, "contributors": [str(number) for number in range(21)]}
+    answer = http.put(f"/v1/buffers/{fresh()}", json=rules)
+    assert assert_problem(answer, 422, "invalid_parameter", "21 names", "20 contributors", "keep")["limit"] == 20
+
+
+# ----- new rules -----
+
+
+def test_rules_are_changed(http: httpx.Client) -> None:
+    name = create(http, quorum=5)
+    add(http, name, [1, 2])
+    answer = patch(http, name, quorum=4, contributors=["x"], ttl_seconds=500)
+    known = ok(answer)
+    assert known == metadata(http, name)
+    assert (known["quorum"], known["contributors"], known["ttl_seconds"], known["count"]) == (4, ["x"], 500, 1)
+    assert answer.headers["etag"] == '"0-2"'
+    assert ok(patch(http, name, contributors=None))["contributors"] is None
+    assert ok(patch(http, name))["version"] == 3
+
+
+def test_a_rule_that_is_fulfilled_already_closes_the_epoch(http: httpx.Client) -> None:
+    name = create(http, quorum=5)
+    add(http, name, [1, 2], weight=3)
+    add(http, name, [1, 2], weight=3)
+    answer = patch(http, name, quorum=2)
+    assert (ok(answer)["epoch"], answer.headers["etag"]) == (1, '"1-3"')
+    assert receipt(http, name)["closed_by"] == "quorum"
+    assert value(http, name, epoch=0) == [6, 12]
+
+
+def test_rules_are_changed_under_conditions(http: httpx.Client) -> None:
+    name = create(http)
+    tag = etag(http, name)
+    add(http, name, [1, 2])
+    assert_problem(patch(http, name, {"If-Match": tag}, quorum=2), 412, "precondition_failed", name)
+    assert metadata(http, name)["quorum"] is None
+    ok(patch(http, name, {"If-Match": etag(http, name)}, quorum=2))
+    assert_problem(patch(http, name, {"If-None-Match": "*"}, quorum=3), 422, "invalid_parameter")
+    assert_problem(patch(http, fresh(), quorum=3), 404, "unknown_buffer")
+
+
+def test_rules_are_changed_once(http: httpx.Client) -> None:
+    name, headers = create(http), {KEY: fresh("key")}
+    first = patch(http, name, headers, quorum=2)
+    ok(patch(http, name, quorum=7))
+    again = patch(http, name, headers, quorum=2)
+    assert (ok(again), again.headers[REPLAYED]) == (ok(first), "true")
+    assert metadata(http, name)["quorum"] == 7
+    assert_problem(patch(http, name, headers, quorum=3), 422, "idempotency_key_reused")
+
+
+@pytest.mark.parametrize("rules", [{"shape": [3]}, {"keep": 2}, {"dtype": "float16"}, {"nonfinite": "reject"}])
+def test_what_values_depend_on_cannot_change(http: httpx.Client, rules: dict[str, Any]) -> None:
+    (name,) = rules
+    assert_problem(patch(http, create(http), **rules), 422, "unknown_parameter", name, "quorum, ttl_seconds")

@@ -1,0 +1,365 @@
+"""The contract of every store for what ends an epoch, and for contributors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service.buffers.changes import Add, Create, Delete, Take, Zero
+from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS
+from service.buffers.rules import CloseIfDue, SetRules
+from service.buffers.store import Store
+from service.errors import (
+    DuplicateContributor,
+    EpochOpen,
+    GradserveError,
+    InvalidParameter,
+    StaleEpoch,
+    TooFewGradients,
+    UnknownBuffer,
+)
+from tests.buffers.calls import PATIENCE, Clock, add, create, do, fails_alone, key, ones, spec, value
+
+
+def closing(store: Store, epoch: int = 0, name: str = "a") -> dict[str, Any]:
+    """Return the receipt of a closed epoch."""
+    (snapshot,) = store.read([name], epoch)
+    return snapshot.receipt()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def settle(store: Store, *names: str) -> None:
+    """Close what is due without waiting for the store's own thread."""
+    do(store, *[CloseIfDue(name=name) for name in names])
+
+
+# ----- contributors -----
+
+
+def test_contributors_are_listed(store: Store) -> None:
+    create(store, "a", quorum=4, contributors=("x", "y", "z"), per_contributor=2)
+    add(store, "a", [1, 2], contributor="x")
+    add(store, "a", [1, 2], contributor="x")
+    add(store, "a", [1, 2])
+    known = store.record("a").as_json()
+    assert (known["contributors_in"], known["missing"], known["contributors"]) == (
+        {"x": 2},
+        ["y", "z"],
+        ["x", "y", "z"],
+    )
+    with pytest.raises(EpochOpen, match=r"; y and z are missing$") as caught:
+        store.read(["a"], 0)
+    assert caught.value.context["missing"] == ["y", "z"]
+    receipt = add(store, "a", [1, 2], contributor="guest")
+    assert (receipt["closed_by"], receipt["contributors"]) == ("quorum", {"x": 2, "guest": 1})
+    assert closing(store) == {**receipt, "updated": False}
+    assert store.record("a").as_json()["contributors_in"] == {}
+    assert store.record("a").as_json()["missing"] == ["x", "y", "z"]
+
+
+def test_too_few_gradients_names_the_missing(store: Store) -> None:
+    create(store, "a", contributors=("x", "y"))
+    add(store, "a", [1, 2], contributor="x")
+    assert fails_alone(store, TooFewGradients, Take(name="a", min_count=2)).detail.endswith("; y is missing")
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_contributor_adds_only_so_often(store: Store, limit: int) -> None:
+    create(store, "a", per_contributor=limit)
+    again = Add(name="a", gradient=ones(2), contributor="x")
+    for _ in range(limit):
+        do(store, again)
+    error = fails_alone(store, DuplicateContributor, again)
+    assert error.context == {"buffer": "a", "epoch": 0, "count": limit}
+    add(store, "a", [1, 2], contributor="y")
+    do(store, Zero(name="a"))
+    assert do(store, again).receipts["a"]["count"] == 1
+
+
+def test_a_duplicate_in_one_buffer_refuses_the_request(store: Store) -> None:
+    create(store, "a", "b")
+    add(store, "b", [1, 2], contributor="x")
+    changes = [Add(name=name, gradient=ones(2), contributor="x") for name in "ab"]
+    assert fails_alone(store, DuplicateContributor, *changes).context["buffer"] == "b"
+
+
+def test_a_repeated_request_is_no_duplicate(store: Store) -> None:
+    create(store, "a", quorum=1)
+    first = do(store, Add(name="a", gradient=ones(2), contributor="x"), key=key())
+    again = do(store, Add(name="a", gradient=ones(2), contributor="x"), key=key())
+    assert again.replayed
+    assert again.receipts == first.receipts
+    assert again.receipts["a"]["contributors"] == {"x": 1}
+
+
+@pytest.mark.parametrize("closes", [0, 3, 6])
+def test_the_receipts_of_many_buffers_are_replayed(store: Store, closes: int) -> None:
+    """Receipts that say what closed the epoch, and receipts of running epochs, in one request."""
+    names = [f"n{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        create(store, name, quorum=1 if number < closes else None)
+    changes = [Add(name=name, gradient=ones(2), contributor="x") for name in names]
+    first = do(store, *changes, key=key())
+    again = do(store, *changes, key=key())
+    assert again.replayed
+    assert again.receipts == first.receipts
+    assert [receipt.get("closed_by") for receipt in again.receipts.values()].count("quorum") == closes
+
+
+def test_an_overwrite_leaves_its_contributor_alone(store: Store) -> None:
+    create(store, "a")
+    add(store, "a", [1, 2], contributor="x")
+    add(store, "a", [1, 2], contributor="y")
+    add(store, "a", [3, 4], contributor="y", overwrite=True)
+    assert store.record("a").contributors_in == {"y": 1}
+    add(store, "a", [3, 4], overwrite=True)
+    assert store.record("a").contributors_in == {}
+
+
+def test_an_add_that_changes_nothing_has_no_contributor(store: Store) -> None:
+    create(store, "a")
+    add(store, "a", [1, 2], contributor="x")
+    assert not add(store, "a", [1, 2], contributor="x", do_update=False)["updated"]
+    assert store.record("a").contributors_in == {"x": 1}
+
+
+@pytest.mark.parametrize("keep", [1, 1000])
+def test_an_epoch_has_a_bounded_number_of_contributors(store: Store, keep: int) -> None:
+    most = min(MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS // keep)
+    create(store, "a", keep=keep)
+    record = store.record("a")
+    crowd = {f"rank{number}": 1 for number in range(most)}
+    change = Add(name="a", gradient=ones(2), contributor="one more")
+    with pytest.raises(InvalidParameter, match=f"'one more', but epoch 0 of 'a' has {most} contributors"):
+        change.admit(record.changed(contributors_in=crowd))
+    change.admit(record.changed(contributors_in=dict([*crowd.items()][1:])))
+
+
+# ----- weight -----
+
+
+def test_the_quorum_of_weight_closes_the_epoch(store: Store) -> None:
+    create(store, "a", quorum_weight=10.0)
+    assert not add(store, "a", [1, 2], weight=6.0)["closed"]
+    with pytest.raises(EpochOpen, match=r"its weight 6.0 of 10.0"):
+        store.read(["a"], 0)
+    receipt = add(store, "a", [1, 2], weight=5.0)
+    assert (receipt["closed"], receipt["closed_by"], receipt["count"], receipt["weight"]) == (True, "quorum", 2, 11.0)
+    assert value(store, "a", 0).tolist() == [11, 22]
+
+
+# ----- deadlines -----
+
+
+def test_a_deadline_closes_the_epoch(store: Store, clock: Clock) -> None:
+    """The deadline counts from the first add, and the next epoch has one of its own."""
+    create(store, "a", deadline_seconds=10.0, quorum=5)
+    begun = clock.now
+    assert store.record("a").as_json()["deadline_at"] is None
+    for _ in range(2):
+        add(store, "a", [1, 2], contributor=f"{clock.now}")
+        clock.advance(4)
+    assert store.record("a").as_json()["deadline_at"] == begun + 10
+    clock.advance(1.999)
+    settle(store, "a")
+    assert store.record("a").epoch == 0
+    clock.advance(0.002)
+    receipt = add(store, "a", [5, 5])
+    assert (receipt["epoch"], receipt["count"], receipt["version"]) == (1, 1, 4)
+    old = closing(store)
+    assert (old["closed_by"], old["count"], old["weight"], old["version"]) == ("deadline", 2, 2.0, 3)
+    assert old["contributors"] == {f"{begun}": 1, f"{begun + 4}": 1}
+    assert value(store, "a", 0).tolist() == [2, 4]
+    assert store.record("a").deadline_at == clock.now + 10
+
+
+def test_an_epoch_without_adds_has_no_deadline(store: Store, clock: Clock) -> None:
+    create(store, "a", deadline_seconds=10.0)
+    clock.advance(100)
+    settle(store, "a")
+    assert store.record("a").epoch == 0
+    add(store, "a", [1, 2])
+    do(store, Zero(name="a"))
+    clock.advance(100)
+    settle(store, "a")
+    assert store.record("a").epoch == 1
+
+
+def test_an_add_to_an_epoch_whose_deadline_is_over_is_late(store: Store, clock: Clock) -> None:
+    create(store, "a", deadline_seconds=10.0)
+    add(store, "a", [1, 2], epoch=0)
+    clock.advance(10)
+    with pytest.raises(StaleEpoch):
+        do(store, Add(name="a", gradient=ones(2), epoch=0))
+    settle(store, "a")
+    assert closing(store)["count"] == 1
+
+
+def test_the_deadline_waits_for_min_count(store: Store, clock: Clock) -> None:
+    create(store, "a", deadline_seconds=10.0, min_count=3)
+    add(store, "a", [1, 2])
+    clock.advance(11)
+    assert not add(store, "a", [1, 2], epoch=0)["closed"]
+    receipt = add(store, "a", [1, 2], epoch=0)
+    assert (receipt["closed"], receipt["closed_by"], receipt["count"]) == (True, "deadline", 3)
+    assert store.record("a").epoch == 1
+
+
+def test_a_quorum_before_the_deadline_ends_it(store: Store, clock: Clock) -> None:
+    create(store, "a", deadline_seconds=10.0, quorum=2, keep=5)
+    for _ in range(3):
+        add(store, "a", [1, 2])
+        clock.advance(6)
+        assert add(store, "a", [1, 2])["closed_by"] == "quorum"
+    clock.advance(100)
+    settle(store, "a")
+    assert store.record("a").epoch == 3
+    assert [closing(store, epoch)["count"] for epoch in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("change", [Take(name="a"), Zero(name="a"), Delete(name="a"), SetRules(name="a")])
+def test_every_change_finds_the_next_epoch(store: Store, clock: Clock, change: Any) -> None:
+    create(store, "a", deadline_seconds=10.0, keep=3)
+    add(store, "a", [1, 2])
+    clock.advance(10)
+    do(store, change)
+    if isinstance(change, Delete):
+        with pytest.raises(UnknownBuffer):
+            store.record("a")
+        return
+    assert closing(store)["closed_by"] == "deadline"
+    assert store.record("a").epoch == (2 if isinstance(change, Take | Zero) else 1)
+
+
+def test_the_store_closes_by_itself(store: Store, clock: Clock, at_once: None) -> None:
+    create(store, "a", deadline_seconds=10.0)
+    create(store, "b", deadline_seconds=20.0)
+    add(store, "a", [1, 2])
+    add(store, "b", [1, 2])
+    clock.advance(15)
+    until(lambda: store.record("a").epoch == 1)
+    assert store.record("b").epoch == 0
+    clock.advance(15)
+    until(lambda: store.record("b").epoch == 1)
+    assert (store.record("a").updated, store.record("b").updated) == (clock.now - 20, clock.now - 10)
+
+
+def test_a_deadline_is_a_change(store: Store, clock: Clock) -> None:
+    """The time to live counts from it, also if nobody looks meanwhile; a buffer that expires first is gone."""
+    create(store, "a", deadline_seconds=10.0, ttl_seconds=15.0)
+    create(store, "b", deadline_seconds=20.0, ttl_seconds=15.0)
+    add(store, "a", [1, 2])
+    add(store, "b", [1, 2])
+    assert (store.record("a").expires, store.record("b").expires) == (clock.now + 25, clock.now + 15)
+    clock.advance(22)
+    settle(store, "a")
+    assert store.record("a").as_json()["expires_at"] == clock.now + 3
+    assert closing(store)["count"] == 1
+    with pytest.raises(UnknownBuffer):
+        store.record("b")
+    clock.advance(3)
+    with pytest.raises(UnknownBuffer):
+        store.record("a")
+
+
+def test_many_epochs_are_due_together(store: Store, clock: Clock) -> None:
+    names = [f"n{number}" for number in range(20)]
+    create(store, *names, deadline_seconds=10.0)
+    do(store, *[Add(name=name, gradient=ones(2)) for name in names])
+    clock.advance(10)
+    settle(store, *names)
+    assert {store.record(name).epoch for name in names} == {1}
+
+
+# ----- other rules -----
+
+
+def test_rules_are_set(store: Store, clock: Clock) -> None:
+    create(store, "a", quorum=5)
+    add(store, "a", [1, 2])
+    clock.advance(3)
+    rules: dict[str, Any] = {
+        "quorum": 3,
+        "min_count": 2,
+        "contributors": ("x",),
+        "per_contributor": 4,
+        "ttl_seconds": 60.0,
+    }
+    answer = do(store, SetRules(name="a", rules=rules)).receipts["a"]
+    assert answer == store.record("a").as_json()
+    assert {name: answer[name] for name in rules} == {**rules, "contributors": ["x"]}
+    assert (answer["version"], answer["updated_at"], answer["epoch"], answer["count"]) == (2, clock.now, 0, 1)
+    assert do(store, SetRules(name="a", rules=rules)).receipts["a"]["version"] == 2
+    do(store, Create(name="a", spec=spec(**rules)))
+    add(store, "a", [1, 2])
+    assert add(store, "a", [1, 2])["closed_by"] == "quorum"
+
+
+@pytest.mark.parametrize(
+    ("rules", "by"), [({"quorum": 2}, "quorum"), ({"quorum_weight": 1.5}, "quorum"), ({"min_count": 2}, "deadline")]
+)
+def test_a_rule_that_is_fulfilled_closes_the_epoch(store: Store, clock: Clock, rules: dict[str, Any], by: str) -> None:
+    create(store, "a", quorum=5, deadline_seconds=10.0, min_count=3)
+    add(store, "a", [1, 2])
+    add(store, "a", [1, 2])
+    clock.advance(10)
+    assert do(store, SetRules(name="a", rules=rules)).receipts["a"]["epoch"] == 1
+    assert closing(store)["closed_by"] == by
+
+
+def test_an_epoch_without_adds_fulfils_nothing(store: Store) -> None:
+    create(store, "a")
+    assert do(store, SetRules(name="a", rules={"quorum": 1})).receipts["a"]["epoch"] == 0
+
+
+@pytest.mark.parametrize(("before", "start"), [(60.0, 0), (None, 8)])
+def test_another_deadline_counts_from_the_first_add(
+    store: Store, clock: Clock, before: float | None, start: int
+) -> None:
+    create(store, "a", deadline_seconds=before)
+    begun = clock.now
+    add(store, "a", [1, 2])
+    clock.advance(8)
+    answer = do(store, SetRules(name="a", rules={"deadline_seconds": 10.0})).receipts["a"]
+    assert answer["deadline_at"] == begun + start + 10
+    clock.advance(start + 1.999)
+    settle(store, "a")
+    assert store.record("a").epoch == 0
+    clock.advance(0.001)
+    settle(store, "a")
+    assert closing(store)["closed_by"] == "deadline"
+
+
+def test_a_deadline_is_taken_away(store: Store, clock: Clock) -> None:
+    create(store, "a", deadline_seconds=10.0)
+    add(store, "a", [1, 2])
+    assert do(store, SetRules(name="a", rules={"deadline_seconds": None})).receipts["a"]["deadline_at"] is None
+    clock.advance(100)
+    settle(store, "a")
+    assert store.record("a").epoch == 0
+
+
+def test_a_shorter_time_to_live_counts(store: Store, clock: Clock, at_once: None) -> None:
+    create(store, "a", "b", ttl_seconds=500.0)
+    create(store, "c")
+    for name in "ac":
+        do(store, SetRules(name=name, rules={"ttl_seconds": 5.0}))
+    clock.advance(5)
+    assert [record.name for record in store.records()] == ["b"]
+    create(store, "a", "c")
+
+
+def test_too_many_expected_contributors_are_refused(store: Store) -> None:
+    create(store, "a", keep=1000)
+    rules = {"contributors": tuple(map(str, range(21)))}
+    error: GradserveError = fails_alone(store, InvalidParameter, SetRules(name="a", rules=rules))
+    assert error.context["limit"] == 20

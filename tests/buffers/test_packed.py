@@ -1,0 +1,46 @@
+"""Records as stores keep them: those of the version before are read, and written as that version did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from service.buffers.epochs import Closed
+from service.buffers.names import BufferName
+from service.buffers.packed import pack_record, unpack_record
+from service.buffers.record import Record
+from tests.buffers.calls import spec
+
+NAME = BufferName("", "a")
+
+BEFORE = (
+    b'[{"shape":[2],"dtype":"float32","nonfinite":"allow","quorum":2,"keep":2,"ttl_seconds":null},'
+    b"7,1.5,2.5,2,5,1,1.0,9,[[0,2,2,2.0,3],[1,4,1,1.0,null]]]"
+)
+"""A record of the version before: its quorum has closed an epoch, and a take another."""
+
+
+def test_a_record_of_the_version_before_stays_as_it_is() -> None:
+    record = unpack_record(NAME, BEFORE)
+    assert record.spec == spec((2,), quorum=2, keep=2)
+    assert (record.epoch, record.version, record.count, record.value) == (2, 5, 1, 9)
+    assert record.closed == (Closed(0, 2, 2, 2.0, 3, "quorum"), Closed(1, 4, 1, 1.0, None, "take"))
+    assert (record.began, record.contributors_in, record.deadline_at, record.missing) == (None, {}, None, None)
+    assert pack_record(record) == BEFORE
+
+
+@pytest.mark.parametrize("began", [None, 3.25])
+@pytest.mark.parametrize("held", [{}, {"x": 2, "ü b": 1}])
+@pytest.mark.parametrize("rules", [{}, {"deadline_seconds": 2.5, "min_count": 3, "contributors": ("x", "y")}])
+def test_a_record_comes_back(began: float | None, held: dict[str, int], rules: dict[str, Any]) -> None:
+    closed = (Closed(0, 2, 2, 2.0, 3, "deadline", held), Closed(1, 4, 1, 1.0, 4, "quorum", {}), Closed(2, 5, 1, 1.0, 5))
+    full = spec((2, 3), quorum=5, keep=3, quorum_weight=4.0, per_contributor=2, **rules)
+    record = Record(NAME, full, 7, 1.5, 2.5, 3, 9, 2, 2.0, 6, closed, began, held)
+    assert unpack_record(NAME, pack_record(record)) == record
+
+
+@pytest.mark.parametrize("packed", [b"", b"[]", b"[{}]", b"3", b"null", BEFORE[:-1], BEFORE[:-1] + b",1,2,3]"])
+def test_what_no_version_has_packed_is_refused(packed: bytes) -> None:
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        unpack_record(NAME, packed)

@@ -1,0 +1,76 @@
+"""Deadlines over PostgreSQL: by the database's clock, once, whichever server lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.buffers.calls import add, create, value
+from tests.buffers.postgres import Schema, until
+
+
+@pytest.fixture
+def schema(postgres_url: str) -> Iterator[Schema]:
+    schema = Schema(postgres_url)
+    yield schema
+    schema.close()
+    schema.drop()
+
+
+def test_two_servers_close_an_epoch_once(schema: Schema) -> None:
+    stores = [schema.open(), schema.open()]
+    names = [f"b{number}" for number in range(10)]
+    create(stores[0], *names, deadline_seconds=0.1)
+    for name in names:
+        for store in stores:
+            add(store, name, [1, 2])
+    before = [store.generation() for store in stores]
+    until(lambda: {store.record(name).epoch for store in stores for name in names} == {1}, "an epoch stays open")
+    assert {stores[0].record(name).version for name in names} == {3}
+    assert value(stores[1], "b0", 0).tolist() == [2, 4]
+    until(lambda: all(store.generation() > old for store, old in zip(stores, before, strict=True)), "nobody is told")
+
+
+def test_another_server_honours_the_deadline(schema: Schema) -> None:
+    """The server that has set it is gone, and so is the row's time in the memory of every other."""
+    first, second = schema.open(), schema.open()
+    create(second, "a", deadline_seconds=0.3)
+    add(first, "a", [1, 2])
+    first.close()
+    schema.stores.remove(first)
+    until(lambda: second.record("a").epoch == 1, "the epoch stays open")
+    schema.close()
+    assert schema.faults() == []
+
+
+def test_a_deadline_passes_while_no_server_runs(schema: Schema) -> None:
+    store = schema.open()
+    create(store, "a", deadline_seconds=0.2)
+    add(store, "a", [1, 2])
+    schema.close()
+    schema.ask("select pg_sleep(0.2)")
+    store = schema.open()
+    until(lambda: store.record("a").epoch == 1, "the epoch stays open")
+    assert store.record("a").closed[0].closed_by == "deadline"
+
+
+def test_tables_of_the_version_before_work(schema: Schema) -> None:
+    """They have no column for deadlines, and a server of that version works on beside a new one."""
+    store = schema.open()
+    create(store, "a", "b", ttl_seconds=1000.0)
+    add(store, "a", [1, 2])
+    schema.close()
+    schema.ask("alter table buffers drop due")
+    store = schema.open()
+    schema.ask(
+        "insert into buffers (namespace, name, record, seq, expires) select namespace, 'c', record, seq, expires"
+        " from buffers where name = 'b'"
+    )
+    create(store, "d", deadline_seconds=0.05)
+    add(store, "d", [1, 2])
+    until(lambda: store.record("d").epoch == 1, "the epoch stays open")
+    assert [record.name for record in store.records()] == ["a", "b", "c", "d"]
+    assert value(store, "a").tolist() == [1, 2]
+    schema.close()
+    schema.open()
