@@ -200,7 +200,9 @@ def test_the_schema_shows_each_request_and_answer(client: httpx.Client, operator
     assert answer["properties"].keys() == {one.name for one in operator.outputs}
     everywhere = schema["paths"][f"/v1/ops/{operator.name}"]["post"]["parameters"]
     parameters = [p for p in everywhere if p["in"] == "query"]
-    general = {"encoding", "from", "into", "weight", "epoch"} | ({"outputs"} if len(operator.outputs) > 1 else set())
+    general = {"encoding", "from", "into", "weight", "epoch", "contributor"} | (
+        {"outputs"} if len(operator.outputs) > 1 else set()
+    )
     assert {p["name"] for p in parameters} == general | {a.name for a in operator.attributes}
     assert {p["name"]: p["schema"].get("default") for p in parameters if p["name"] not in general} == {
         a.name: a.default for a in operator.attributes

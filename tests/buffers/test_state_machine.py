@@ -534,6 +534,7 @@ class Machine(RuleBasedStateMachine):
     @rule(name=names)
     def look_up(self, name: str) -> None:
         buffer = self.model.alive().get(name)
+        self.ask([CloseIfDue(name=name)], None)
         if buffer is None:
             with pytest.raises(UnknownBuffer):
                 self.store.record(name)

@@ -15,6 +15,7 @@ import numpy as np
 
 from service.buffers.changes import Add, Change, Create, Delete, Take
 from service.buffers.perform import Outcome, Request
+from service.buffers.rules import CloseIfDue, SetRules
 from service.codecs import safetensors
 from service.dtypes import Array
 from service.errors import GradserveError, tree
@@ -36,6 +37,21 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         return self.answer
+
+    @property
+    def record(self) -> Found:
+        return self
+
+    @property
+    def epoch(self) -> int:
+        epoch: int = self.answer["epoch"]
+        return epoch
+
+    @property
+    def due(self) -> float | None:
+        """When the running epoch closes by its deadline."""
+        ends: float | None = self.answer["deadline_at"]
+        return ends if self.answer["count"] >= self.answer["min_count"] else None
 
     def receipt(self) -> dict[str, Any]:
         return self.answer
@@ -93,6 +109,12 @@ class Remote:
             answer = self._send("PUT", path, headers=headers | TO_JSON, json=first.spec.as_json())
             receipts = {first.name: {**answer.json(), "created": answer.status_code == 201}}
             values = dict[str, Array]()
+        elif isinstance(first, SetRules):
+            answer = self._send("PATCH", path, headers=headers | TO_JSON, json=dict(first.rules))
+            receipts, values = {first.name: answer.json()}, {}
+        elif isinstance(first, CloseIfDue):  # to look is enough
+            answer = self._send("GET", path, headers=TO_JSON)
+            receipts, values = {first.name: answer.json()}, {}
         elif isinstance(first, Delete):
             answer, receipts, values = self._send("DELETE", path, headers=headers), {}, {}
         else:
@@ -133,8 +155,9 @@ def contents(answer: httpx.Response, names: Sequence[str]) -> tuple[dict[str, An
 
 
 def _query(add: Add) -> dict[str, Any]:
-    wanted = {"return": "value"} if add.want_value else {}
-    return {"weight": add.weight, "do_update": add.do_update, "overwrite": add.overwrite, **_epoch(add), **wanted}
+    query = {"weight": add.weight, "do_update": add.do_update, "overwrite": add.overwrite, **_epoch(add)}
+    optional = {"return": "value" if add.want_value else None, "contributor": add.contributor}
+    return query | {name: value for name, value in optional.items() if value is not None}
 
 
 def _epoch(change: Add | Take) -> dict[str, int]:
