@@ -510,10 +510,8 @@ def freeze(model: Any) -> Any:
     [
         (torch.nn.Sequential(), "no parameter that requires a gradient"),
         (freeze(net()), "no parameter that requires a gradient"),
-        (torch.nn.Linear(2, 1, dtype=torch.complex64), "weight' is torch.complex64, but must be one of float16"),
-        (torch.nn.ParameterDict({"a b": torch.ones(1)}), "'a b' is not a buffer name"),
     ],
-    ids=["empty", "frozen", "complex", "name"],
+    ids=["empty", "frozen"],
 )
 def test_models_that_cannot_be_accumulated(server: Client, model: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from gradserve_client._names import buffer_name, checked_prefix
+from gradserve_client._parameters import named_parameters, set_gradients, trained
 from gradserve_client._placement import balanced
 from gradserve_client._tensors import Array
+from gradserve_client._torch import torch
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, EpochGone, GradserveError, InvalidInput, KeyReused, StaleEpoch
-
-try:
-    import torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "gradserve_client.torch needs PyTorch: pip install 'gradserve-client[torch]'", name="torch"
-    ) from error
-
-_BUFFER_DTYPES = {
-    torch.float16: "float32",  # in a sum of half precision, small gradients would vanish
-    torch.bfloat16: "float32",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +76,12 @@ class GradientAccumulator:
         keep: int = 1,
         timeout: float = 600.0,
     ) -> None:
-        self._model, self._server, self._prefix = model, server, prefix
+        self._model, self._server, self._prefix = model, server, checked_prefix(prefix)
         self._quorum, self._keep, self._timeout = quorum, keep, timeout
         self._worker = worker or uuid.uuid4().hex
-        self._parameters = self._trainable()
-        if not self._parameters:
+        self._trained = {buffer_name(prefix, one.name): one for one in trained(model)}
+        if not self._trained:
             raise InvalidInput("The model has no parameter that requires a gradient")
-        self._sparse = {
-            prefix + name
-            for name, parameter in model.named_parameters()
-            if any(parameter is weight for weight in _sparse_weights(model))
-        }
-        """The buffers of sparse gradients: at first as the modules say, then as the last gradients were."""
         self._open(self._found_places() if len(server.urls) > 1 else {})
         self._epoch = self._running_epoch()
         self._pushes = 0
@@ -122,16 +103,17 @@ class GradientAccumulator:
         makes the next push.
         """
         self._check_model()
-        gradients = {name: param.grad for name, param in self._parameters.items() if param.grad is not None}
+        gradients = {name: one.parameter.grad for name, one in self._trained.items() if one.parameter.grad is not None}
         if not gradients and weight:
             raise InvalidInput(
                 "No parameter has a gradient: call push after backward, once; without data, push(weight=0) counts for"
                 " the quorum"
             )
-        nothing = np.zeros((), np.float32)  # broadcasts to every shape
+        numbers: dict[str, Array] = dict.fromkeys(self._trained, np.zeros((), np.float32))  # broadcasts to every shape
+        numbers |= {name: self._trained[name].numbers(gradient) for name, gradient in gradients.items()}
         try:
             receipts = self._server.buffers.accumulate(
-                {name: gradients.get(name, nothing) for name in self._parameters},
+                numbers,
                 weight=weight,
                 epoch=self._epoch,
                 idempotency_key=f"{self._identity}-{self._epoch}-{self._pushes}",
@@ -152,7 +134,7 @@ class GradientAccumulator:
             ) from None
         self._pushes += 1
         for name, gradient in gradients.items():
-            (self._sparse.discard if gradient.layout == torch.strided else self._sparse.add)(name)
+            self._trained[name].sent(gradient)
         self._clear()
         receipt = next(iter(receipts.values()))
         return Pushed(
@@ -167,11 +149,11 @@ class GradientAccumulator:
         """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
 
         With a quorum, this waits up to `timeout` seconds until the epoch closes. Without one, it closes the epoch. Each
-        gradient gets its parameter's dtype and device, and zeros if no worker pushed it. Sparse gradients stay sparse,
-        with the rows that are not zero. Infinity and NaN reach every worker unchanged.
+        gradient gets the dtype, the device and the strides that its parameter wants, and zeros if no worker pushed it.
+        Sparse gradients stay sparse, with the rows that are not zero. Infinity and NaN reach every worker unchanged.
 
-        After an error, the pull can be repeated. Raises `EpochOpen` if pushes are missing, `EpochGone` if this worker
-        is more than `keep` epochs behind, and `Conflict` if all weights are 0.
+        After an error no gradient has changed, and the pull can be repeated. Raises `EpochOpen` if pushes are missing,
+        `EpochGone` if this worker is more than `keep` epochs behind, and `Conflict` if all weights are 0.
         """
         self._check_model()
         try:
@@ -180,10 +162,13 @@ class GradientAccumulator:
             raise _explained(
                 error, "This worker is too far behind to catch up: load the weights of another worker"
             ) from None
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                mean = torch.from_numpy(means[name]).to(parameter.device, parameter.dtype)
-                parameter.grad = mean.to_sparse(1) if name in self._sparse else mean
+        set_gradients(
+            {
+                name: (one, one.gradient(means[name]))
+                for name, one in self._trained.items()
+                if one.parameter.requires_grad
+            }
+        )
         self._epoch += 1
         self._pushes = 0
 
@@ -201,7 +186,7 @@ class GradientAccumulator:
     def _found_places(self) -> dict[str, str]:
         """Return the servers of the buffers: where they exist, else balanced by bytes."""
         found = self._server.places(self._prefix)
-        new = balanced({name: one.nbytes for name, one in self._parameters.items()}, self._server.urls)
+        new = balanced({name: one.parameter.nbytes for name, one in self._trained.items()}, self._server.urls)
         return {name: found.get(name, url) for name, url in new.items()}
 
     def _open(self, places: Mapping[str, str]) -> None:
@@ -209,39 +194,31 @@ class GradientAccumulator:
         self._server.place(places)
         self._places = places
         created = [
-            self._server.buffers[name].create(
-                one.shape, dtype=_buffer_dtype(name, one), quorum=self._quorum, keep=self._keep
-            )
-            for name, one in self._parameters.items()
+            self._server.buffers[name].create(one.shape, dtype=one.sum_dtype, quorum=self._quorum, keep=self._keep)
+            for name, one in self._trained.items()
         ]
         # The server may still remember the keys of earlier buffers with the same names.
         identity = repr((self._prefix, self._worker, [info.created_at for info in created]))
         self._identity = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
-    def _trainable(self) -> dict[str, Any]:
-        """Return the parameters that require a gradient, by the names of their buffers. Shared parameters come once."""
-        return {name: parameter for name, parameter in self._named() if parameter.requires_grad}
-
     def _check_model(self) -> None:
         """Raise `InvalidInput` if the model trains parameters that it did not have when this accumulator was made."""
-        current = dict(self._named())
+        current = named_parameters(self._model)
+        before = {one.name: one.parameter for one in self._trained.values()}
         for name, parameter in current.items():
-            if parameter.requires_grad and name not in self._parameters:
+            if parameter.requires_grad and name not in before:
                 raise self._changed(f"{name!r} requires a gradient now, but did not")
-            if parameter.requires_grad and parameter is not self._parameters[name]:
+            if parameter.requires_grad and parameter is not before[name]:
                 raise self._changed(f"{name!r} is another parameter than")
-        for name in self._parameters.keys() - current.keys():
+        for name in before.keys() - current.keys():
             raise self._changed(f"{name!r} is not in the model any more, but was")
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
-        return ((self._prefix + name, parameter) for name, parameter in self._model.named_parameters())
 
     def _changed(self, change: str) -> InvalidInput:
         return InvalidInput(f"{change} when this accumulator was made; make a new one, with another prefix")
 
     def _running_epoch(self) -> int:
         """Return the epoch of all buffers, the earlier one if a worker was killed when some servers had its push."""
-        names = dict.fromkeys(self._parameters, 0.0)
+        names = dict.fromkeys(self._trained, 0.0)
         receipts = self._server.buffers.accumulate(names, do_update=False)
         epochs = dict(sorted((receipt.epoch, name) for name, receipt in receipts.items()))
         states = {(self._places.get(name), receipt.epoch) for name, receipt in receipts.items()}
@@ -255,14 +232,14 @@ class GradientAccumulator:
 
     def _closed(self) -> Mapping[str, Array]:
         """Return the means of the epoch, once it has closed."""
-        names = list(self._parameters)
+        names = list(self._trained)
         return self._server.buffers.value(names, epoch=self._epoch, reduce="mean", timeout=self._timeout)
 
     def _taken(self) -> Mapping[str, Array]:
         """Close the epoch, and return its means."""
         try:
             taken = self._server.buffers.take(
-                list(self._parameters),
+                list(self._trained),
                 min_count=1,
                 epoch=self._epoch,
                 reduce="mean",
@@ -275,21 +252,8 @@ class GradientAccumulator:
         return {name: receipt.value for name, receipt in taken.items()}
 
     def _clear(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-
-def _sparse_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return [module.weight for module in model.modules() if isinstance(module, kinds) and module.sparse]
-
-
-def _buffer_dtype(name: str, parameter: torch.nn.Parameter) -> str:
-    dtype = _BUFFER_DTYPES.get(parameter.dtype)
-    if dtype is None:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _BUFFER_DTYPES)
-        raise InvalidInput(f"{name!r} is {parameter.dtype}, but must be one of {known}", code="dtype_mismatch")
-    return dtype
+        for one in self._trained.values():
+            one.parameter.grad = None
 
 
 def _explained(error: GradserveError, sentence: str) -> GradserveError:
