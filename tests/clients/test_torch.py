@@ -115,7 +115,8 @@ def test_micro_batches_of_any_size_are_as_pytorch_accumulates_them(server: Clien
         assert gradients.epoch == epoch + 1
         optimizer.step()
         optimizer.zero_grad()
-    assert {one.name for one in server.buffers.list(prefix)} == {prefix + name for name, _ in model.named_parameters()}
+    names = {one.name.removeprefix(prefix) for one in server.buffers.list(prefix)}
+    assert {name for name in names if "::" not in name} == {name for name, _ in model.named_parameters()}
 
 
 def test_a_push_is_one_request_and_so_is_a_pull(url: str, prefix: str) -> None:
@@ -171,13 +172,17 @@ def test_parameters_of_every_kind(server: Client, prefix: str) -> None:
         if name == "frozen":
             assert parameter.grad is None
         elif name in ("left_out", "empty"):
-            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+            assert parameter.grad is expected[name].grad is None
         else:
             wanted = expected[name].grad.coalesce() if name == "words.weight" else expected[name].grad
             tolerance = {"bf16": 1e-2, "f16": 1e-3}.get(name, 1e-6)
             found = parameter.grad.coalesce() if name == "words.weight" else parameter.grad
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-6)
-    counts = {one.name.removeprefix(prefix): (one.count, one.dtype) for one in server.buffers.list(prefix)}
+    counts = {
+        one.name.removeprefix(prefix): (one.count, one.dtype)
+        for one in server.buffers.list(prefix)
+        if "::" not in one.name
+    }
     assert "frozen" not in counts
     assert "same_words.weight" not in counts
     assert {dtype for name, (_, dtype) in counts.items() if name != "f64"} == {"float32"}

@@ -108,12 +108,14 @@ def test_bytes_are_balanced_and_requests_are_one_for_each_server(urls: list[str]
         assert transport.paths == {"/v1/buffers/accumulate": 3}
         held = Counter[str]()
         for info in server.buffers.list(prefix):
-            held[server.places(info.name)[info.name]] += info.bytes
+            if "::" not in info.name:
+                held[server.places(info.name)[info.name]] += info.bytes
             assert server.buffers[info.name].info().count == 1
     assert max(held.values()) - min(held.values()) <= 50 * 4 * 2
     with Client(urls[::-1]) as other:
         GradientAccumulator(model, other, prefix=prefix)
-        assert len(other.buffers.list(prefix)) == 18
+        names = [info.name for info in other.buffers.list(prefix) if "::" not in info.name]
+        assert len(names) == 18
 
 
 def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], prefix: str) -> None:
@@ -138,12 +140,12 @@ def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], pre
 def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, prefix: str) -> None:
     gradients = GradientAccumulator(net(), server, prefix=prefix)
     state = gradients.state_dict()
-    moved = {name: urls[0] for name in state["shards"]}
+    moved = {prefix + name: urls[0] for name, _ in net().named_parameters()}
     gradients.load_state_dict({**state, "shards": moved})
     gradients.push(weight=0)
-    assert gradients.state_dict()["shards"] == moved
+    assert gradients.state_dict()["shards"].items() >= moved.items()
     with Client(urls[0]) as only:
-        assert {info.name: info.count for info in only.buffers.list(prefix)} == dict.fromkeys(moved, 1)
+        assert {name: only.buffers[name].info().count for name in moved} == dict.fromkeys(moved, 1)
         alone = GradientAccumulator(net(), only, prefix=prefix)
         assert "shards" not in alone.state_dict()
         with pytest.raises(InvalidInput, match=f"is on {urls[1]}, but the client's servers are {urls[0]}"):

@@ -24,6 +24,10 @@ _SUM_DTYPES = {
 }
 
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+"""The dtypes of half precision."""
+
+
 class Trained:
     """A parameter that requires a gradient. Raises `InvalidInput` for a parameter that cannot be accumulated."""
 
@@ -35,7 +39,7 @@ class Trained:
         if (refusal := _refusal(parameter)) is not None:
             raise InvalidInput(f"{name!r} {refusal}")
         if self.dtype not in _SUM_DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUM_DTYPES)
+            known = ", ".join(map(_name, _SUM_DTYPES))
             raise InvalidInput(f"{name!r} is {self.dtype}, but must be one of {known}", code="dtype_mismatch")
         self.sum_dtype = _SUM_DTYPES[self.dtype]
         """The dtype of the sum on the server."""
@@ -50,13 +54,22 @@ class Trained:
         """The dtype that the gradient must have. A parameter that takes every dtype gets that of its last gradient."""
         return getattr(self.parameter, "grad_dtype", self.parameter.dtype) or self._last_dtype  # since PyTorch 2.10
 
-    def numbers(self, gradient: Any) -> Array:
-        """Return a gradient as it is sent. All ranks of a DTensor must call this."""
-        if _is_distributed(gradient):
-            gradient = gradient.full_tensor()
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient.to_dense().resolve_conj())
-        return as_array(gradient, self.name)
+    def answered(self, wire: Any) -> str | None:
+        """Return the dtype of the sum in an answer, if that is half precision."""
+        if getattr(self.parameter, "grad_dtype", self.dtype) is None:
+            return wire and _name(wire)
+        dtype = min((self.dtype, wire or self.dtype), key=lambda dtype: dtype.itemsize)
+        return _name(dtype) if dtype in HALF_DTYPES else None
+
+    def numbers(self, tensor: Any, wire: Any = None) -> Array:
+        """Return a gradient, or the parameter, as an array, not wider than `wire`. All ranks of a DTensor call this."""
+        if _is_distributed(tensor):
+            tensor = tensor.full_tensor()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.to_dense().resolve_conj())
+        if wire is not None and wire.itemsize < tensor.dtype.itemsize:
+            tensor = tensor.to(wire)
+        return as_array(tensor, self.name)
 
     def sent(self, gradient: Any) -> None:
         """Note the form of a gradient that was sent."""
@@ -138,6 +151,10 @@ def _is_distributed(tensor: Any) -> bool:
 def _distributed() -> Any:
     """Return the module of DTensor if the program has imported it: nothing else makes DTensors."""
     return sys.modules.get("torch.distributed.tensor")
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tensor(numbers: Array) -> Any:
