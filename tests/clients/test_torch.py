@@ -392,7 +392,7 @@ def test_the_server_is_killed_between_push_and_pull(durable: Server, prefix: str
         durable.kill()
         waiting = threads.submit(first.pull)  # the server is down
         durable.start()
-        second = GradientAccumulator(other, server, prefix=prefix, quorum=2, worker="1", timeout=30)
+        second = GradientAccumulator(other, server, prefix=prefix, quorum=2, worker="1", timeout=30, resume=True)
         backward(other, 2, 2)
         assert second.push(weight=2).closed
         durable.kill()
@@ -405,7 +405,7 @@ def test_the_server_is_killed_between_push_and_pull(durable: Server, prefix: str
 
 def trainer(server: Client, prefix: str, **options: Any) -> tuple[Any, GradientAccumulator]:
     model = net()
-    return model, GradientAccumulator(model, server, prefix=prefix, worker="rank3", **options)
+    return model, GradientAccumulator(model, server, prefix=prefix, worker="rank3", resume=True, **options)
 
 
 def test_a_restarted_trainer_counts_once(server: Client, prefix: str) -> None:
@@ -500,7 +500,7 @@ def test_workers_without_names_are_distinct(server: Client, prefix: str) -> None
     for count in (1, 2):
         model = net()
         backward(model, 4, 1)
-        assert GradientAccumulator(model, server, prefix=prefix).push().count == count
+        assert GradientAccumulator(model, server, prefix=prefix, run="1").push().count == count
 
 
 # ----- mistakes -----
@@ -590,7 +590,7 @@ def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Cli
     first = GradientAccumulator(model, server, prefix=prefix)
     server.buffers.zero(prefix=prefix)
     backward(model, 2, 1)
-    second = GradientAccumulator(model, server, prefix=prefix)
+    second = GradientAccumulator(model, server, prefix=prefix, resume=True)
     second.push()
     backward(model, 2, 2)
     with pytest.raises(StaleEpoch, match="its gradients do not count$"):
@@ -598,6 +598,41 @@ def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Cli
     with pytest.raises(StaleEpoch, match="without a quorum, only one worker may pull"):
         first.pull()
     second.pull()  # the other's epoch was left alone
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_run_without_a_name_does_not_mix_with_an_earlier_run(server: Client, prefix: str, closes: bool) -> None:
+    model, gradients = net(), GradientAccumulator(net(), server, prefix=prefix)
+    gradients.push(weight=0)
+    GradientAccumulator(model, server, prefix=prefix, resume=True).push(weight=0)
+    if closes:
+        gradients.pull()
+    state = "epoch 1, at count 0" if closes else "epoch 0, at count 2"
+    with pytest.raises(
+        Conflict, match=f"The buffers are in {state} and weight 0, of an earlier run.*run=.*resume=True"
+    ):
+        GradientAccumulator(model, server, prefix=prefix)
+    assert GradientAccumulator(model, server, prefix=prefix, resume=True).epoch == closes
+
+
+def test_runs_of_different_names_do_not_mix_and_workers_of_one_run_meet(server: Client, prefix: str) -> None:
+    for value, run in enumerate(["one", "läuft/2"]):
+        models = [net(), net()]
+        for number, model in enumerate(models):
+            gradients = GradientAccumulator(model, server, prefix=prefix, run=run, quorum=2)  # the second is late
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(10 * value + number))
+            assert gradients.push().count == number + 1
+        gradients.pull()
+        assert {gradient.mean().item() for gradient in grads(model)} == {10 * value + 0.5}
+        assert {info.count for info in server.buffers.list(gradients.prefix) if not info.name.endswith("start")} == {0}
+    assert gradients.prefix == f"{prefix}l:C3:A4uft:2F2::"
+
+
+def test_a_state_without_a_worker_is_refused(server: Client, prefix: str) -> None:
+    gradients = GradientAccumulator(net(), server, prefix=prefix)
+    with pytest.raises(InvalidInput, match="has no name.*worker=f'rank"):
+        gradients.load_state_dict(gradients.state_dict())
 
 
 def test_without_pytorch_the_import_says_what_to_install() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from gradserve_client import Client, InvalidInput
+from gradserve_client import Client, ConnectionFailed, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.test_torch import assert_close, backward, grads, net, own
@@ -199,3 +199,35 @@ def test_half_precision_travels_as_it_is(
         assert 0 <= sum(transport.answered) - size * itemsize < 2000
     assert model[0].grad.dtype == dtype
     assert torch.equal(model[0].grad, expected)
+
+
+class Refusing(httpx.HTTPTransport):
+    """Does not connect for a request whose query has `refused`."""
+
+    refused = "nothing"
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if self.refused in request.url.query.decode():
+            raise httpx.ConnectError("no route")
+        return super().handle_request(request)
+
+
+def test_a_pull_of_several_dtypes_is_finished_by_another_worker(url: str, prefix: str) -> None:
+    """Without a quorum there is a `take` for each dtype. The first worker dies after the first `take`."""
+    transport = Refusing()
+    with Client(url, transport=transport, max_retries=0) as server:
+        models = [torch.nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]) for _ in range(2)]
+        first = GradientAccumulator(models[0], server, prefix=prefix, run="1")
+        for parameter in models[0]:
+            parameter.grad = torch.ones_like(parameter)
+        first.push()
+        transport.refused = "dtype=bfloat16"
+        with pytest.raises(ConnectionFailed):
+            first.pull()
+        transport.refused = "nothing"
+        second = GradientAccumulator(models[1], server, prefix=prefix, run="1")
+        for worker, model in ((second, models[1]), (first, models[0])):
+            assert worker.epoch == 0
+            assert worker.pull().count == 1
+            assert [gradient.tolist() for gradient in grads(model)] == [[1, 1], [1, 1]]
+            assert worker.epoch == 1

@@ -58,7 +58,9 @@ def train(server: Client, prefix: str, killed: Sequence[Server] = ()) -> list[An
     optimizers = [torch.optim.Adam(model.parameters()) for model in models]
 
     def accumulator(worker: int) -> GradientAccumulator:
-        return GradientAccumulator(models[worker], server, prefix=prefix, quorum=4, worker=f"rank{worker}", timeout=30)
+        return GradientAccumulator(
+            models[worker], server, prefix=prefix, quorum=4, worker=f"rank{worker}", timeout=30, resume=True
+        )
 
     workers = [accumulator(0), accumulator(1)]
     with ThreadPoolExecutor(1) as threads:
@@ -113,7 +115,7 @@ def test_bytes_are_balanced_and_requests_are_one_for_each_server(urls: list[str]
             assert server.buffers[info.name].info().count == 1
     assert max(held.values()) - min(held.values()) <= 50 * 4 * 2
     with Client(urls[::-1]) as other:
-        GradientAccumulator(model, other, prefix=prefix)
+        GradientAccumulator(model, other, prefix=prefix, resume=True)
         names = [info.name for info in other.buffers.list(prefix) if "::" not in info.name]
         assert len(names) == 18
 
@@ -128,7 +130,7 @@ def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], pre
         state, places = first.state_dict(), few.places(prefix)
         assert state == {"epoch": 0, "pushes": 1, "shards": places}
     with Client(urls) as more:
-        second = GradientAccumulator(model, more, prefix=prefix, worker="0")
+        second = GradientAccumulator(model, more, prefix=prefix, worker="0", resume=True)
         assert more.places(prefix) == places
         second.load_state_dict(state)
         backward(model, 2, 2)
@@ -138,7 +140,7 @@ def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], pre
 
 
 def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, prefix: str) -> None:
-    gradients = GradientAccumulator(net(), server, prefix=prefix)
+    gradients = GradientAccumulator(net(), server, prefix=prefix, worker="0")
     state = gradients.state_dict()
     moved = {prefix + name: urls[0] for name, _ in net().named_parameters()}
     gradients.load_state_dict({**state, "shards": moved})
@@ -146,7 +148,7 @@ def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, pre
     assert gradients.state_dict()["shards"].items() >= moved.items()
     with Client(urls[0]) as only:
         assert {name: only.buffers[name].info().count for name in moved} == dict.fromkeys(moved, 1)
-        alone = GradientAccumulator(net(), only, prefix=prefix)
+        alone = GradientAccumulator(net(), only, prefix=prefix, worker="0", resume=True)
         assert "shards" not in alone.state_dict()
         with pytest.raises(InvalidInput, match=f"is on {urls[1]}, but the client's servers are {urls[0]}"):
             alone.load_state_dict({**state, "shards": dict.fromkeys(moved, urls[1])})
@@ -159,7 +161,9 @@ def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(ur
     with Client(urls, transport=transport, max_retries=0) as server:
 
         def accumulator(worker: int) -> GradientAccumulator:
-            return GradientAccumulator(models[worker], server, prefix=prefix, quorum=2, worker=str(worker), timeout=5)
+            return GradientAccumulator(
+                models[worker], server, prefix=prefix, quorum=2, worker=str(worker), timeout=5, resume=True
+            )
 
         workers = [accumulator(0), accumulator(1)]
         backward(models[0], 4, 1)

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._model import Model
-from gradserve_client._names import checked_prefix
+from gradserve_client._names import checked_prefix, quoted
 from gradserve_client._parameters import HALF_DTYPES
 from gradserve_client._placement import balanced
 from gradserve_client._sums import Summed, Sums
 from gradserve_client._torch import torch
 from gradserve_client.client import Client
-from gradserve_client.errors import EpochGone, GradserveError, InvalidInput, KeyReused, StaleEpoch
+from gradserve_client.errors import Conflict, EpochGone, GradserveError, InvalidInput, KeyReused, StaleEpoch
 from gradserve_client.models import Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
@@ -30,9 +30,14 @@ class GradientAccumulator:
     weighted mean. Without a `quorum`, a pull closes the epoch, which suits a single worker. With a `quorum` (workers
     times micro-batches), the `quorum`th push closes the epoch, and every worker pulls the same bits.
 
-    Each parameter that requires a gradient has a buffer named `prefix` + its name. Existing buffers are used in their
-    running epoch, others are created, balanced by bytes if the client has several servers. The last `keep` closed
+    Each parameter that requires a gradient has a buffer named `prefix` + its name, or with a `run` named `prefix` + the
+    run + `::` + its name. The buffers are balanced by bytes if the client has several servers. The last `keep` closed
     epochs can be pulled.
+
+    The rule for buffers that have changed already: with a `run`, this worker joins them, in their running epoch. All
+    workers of a run give the same name, may start at any time, and may start again. Another run takes another name.
+    Without a name, nothing tells a late worker from a new run, so buffers that have changed raise `Conflict`, unless
+    `resume` is true.
 
     A repeated push counts once. After a restart too, if the `worker` has a name: the epoch and the place in it then
     identify each push. Save `state_dict()` with each checkpoint.
@@ -45,7 +50,7 @@ class GradientAccumulator:
     buffers: docs/buffers.md says what they do. A rule that is None is the server's default.
 
     Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated, and `Conflict` for buffers
-    that differ.
+    that differ or have changed.
 
     >>> import torch
     >>> from gradserve_client.torch import GradientAccumulator
@@ -68,6 +73,8 @@ class GradientAccumulator:
         server: Client,
         *,
         prefix: str,
+        run: str | None = None,
+        resume: bool = False,
         quorum: int | None = None,
         worker: str | None = None,
         keep: int = 1,
@@ -85,7 +92,8 @@ class GradientAccumulator:
         _check("reduce", reduce, ("mean", "sum"))
         _check("unused", unused, ("none", "zeros"))
         _check("wire_dtype", wire_dtype, (None, *HALF_DTYPES))
-        self._server, self._prefix, self._timeout = server, checked_prefix(prefix), timeout
+        self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
+        self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
         self._closes_itself = (quorum, quorum_weight, deadline_seconds) != (None, None, None)
         self._model = Model(model, self._prefix, wire_dtype, REQUEST_BYTES)
@@ -102,7 +110,19 @@ class GradientAccumulator:
         given = {name: rule for name, rule in rules.items() if rule is not None}
         self._sums = Sums(server, self._model.parts, given, REQUEST_BYTES)
         self._open(self._found_places() if len(server.urls) > 1 else {})
-        self._epoch, self._pushes = self._sums.state().epoch, 0
+        state = self._sums.state()
+        if run is None and not resume and state.version:
+            raise Conflict(
+                f"The buffers are in epoch {state.epoch}, at count {state.count} and weight {state.weight:g}, of an"
+                " earlier run or of another worker: name the run with run=, the same for all of its workers, to keep"
+                " runs apart; or continue with resume=True"
+            )
+        self._epoch, self._pushes = state.epoch, 0
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all buffers begin with: the prefix, and the run."""
+        return self._prefix
 
     @property
     def epoch(self) -> int:
@@ -201,7 +221,16 @@ class GradientAccumulator:
         return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of this `worker`. Raises `InvalidInput` if the client lacks a server of it."""
+        """Continue from a `state_dict` of this `worker`.
+
+        Raises `InvalidInput` if the client lacks a server of it, and if the worker has no name: the server would not
+        recognize its pushes.
+        """
+        if self._worker is None:
+            raise InvalidInput(
+                "This worker has no name, so the server would count its repeated pushes again: give each worker its own"
+                " name, as with worker=f'rank{rank}'"
+            )
         if (places := state.get("shards", self._sums.places)) != self._sums.places:
             self._open(places)
         self._epoch, self._pushes = state["epoch"], state["pushes"]
