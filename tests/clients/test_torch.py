@@ -273,7 +273,7 @@ def test_all_workers_get_the_same_correct_bits(url: str, prefix: str, count: int
         optimizer = torch.optim.Adam(model.parameters())
         with Client(url) as server:
             quorum = count * micro_batches
-            gradients = GradientAccumulator(model, server, prefix=prefix, quorum=quorum, timeout=20)
+            gradients = GradientAccumulator(model, server, prefix=prefix, run="1", quorum=quorum, timeout=20)
             for step in range(steps):
                 expected.append(own(model, [one for other in range(count) for one in batches(other, step)]))
                 for size, seed in batches(worker, step):

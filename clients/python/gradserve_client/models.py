@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,18 @@ class Pushed:
     replayed: bool
     """Whether the server had counted this push before, and did not count it again."""
 
+    @classmethod
+    def of(cls, receipts: Sequence[Receipt]) -> Pushed:
+        """Return the outcome of a push in several requests: what holds for all of them."""
+        least = min(receipts, key=lambda receipt: receipt.count)
+        return cls(
+            epoch=least.epoch,
+            count=least.count,
+            weight=least.weight,
+            closed=all(receipt.closed for receipt in receipts),
+            replayed=all(receipt.replayed for receipt in receipts),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
@@ -144,3 +156,15 @@ class Pulled:
     """The number of pushes of each worker, if the server knows it."""
     closed_by: str | None
     """What closed the epoch: "quorum", "deadline" or "take", if the server says so."""
+
+    @classmethod
+    def of(cls, epoch: int, receipts: Sequence[Mapping[str, Any]]) -> Pulled:
+        """Return what was pulled in several requests: the receipt with the fewest pushes."""
+        least = min(receipts, key=lambda receipt: receipt["count"])
+        return cls(
+            epoch=epoch,
+            count=least["count"],
+            weight=least["weight"],
+            contributors=least.get("contributors"),
+            closed_by=least.get("closed_by"),
+        )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, overload
 
+from gradserve_client._arguments import check_choice
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._model import Model
 from gradserve_client._names import checked_prefix, quoted
 from gradserve_client._parameters import HALF_DTYPES
-from gradserve_client._placement import balanced
+from gradserve_client._placement import UNSETTLED, balanced
+from gradserve_client._sending import Sending
 from gradserve_client._sums import Summed, Sums
 from gradserve_client._torch import torch
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, EpochGone, GradserveError, InvalidInput, KeyReused, StaleEpoch
-from gradserve_client.models import Pulled, Pushed
+from gradserve_client.models import Pulled, Pushed, Receipt
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 
@@ -89,9 +92,9 @@ class GradientAccumulator:
         quorum_weight: float | None = None,
         contributors: Sequence[str] | None = None,
     ) -> None:
-        _check("reduce", reduce, ("mean", "sum"))
-        _check("unused", unused, ("none", "zeros"))
-        _check("wire_dtype", wire_dtype, (None, *HALF_DTYPES))
+        check_choice("reduce", reduce, ("mean", "sum"))
+        check_choice("unused", unused, ("none", "zeros"))
+        check_choice("wire_dtype", wire_dtype, (None, *HALF_DTYPES))
         self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
@@ -118,6 +121,7 @@ class GradientAccumulator:
                 " runs apart; or continue with resume=True"
             )
         self._epoch, self._pushes = state.epoch, 0
+        self._sending: Sending[list[Receipt]] | None = None
 
     @property
     def prefix(self) -> str:
@@ -129,18 +133,29 @@ class GradientAccumulator:
         """The epoch of the next push and pull."""
         return self._epoch
 
-    def push(self, *, weight: float = 1.0) -> Pushed:
-        """Add `weight` times the gradients to the sums, in one request a server, and set them to None.
+    @overload
+    def push(self, *, weight: float = 1.0, wait: Literal[True] = True) -> Pushed: ...
+
+    @overload
+    def push(self, *, weight: float = 1.0, wait: bool) -> Pushed | None: ...
+
+    def push(self, *, weight: float = 1.0, wait: bool = True) -> Pushed | None:
+        """Add `weight` times the gradients to the sums, and set them to None.
 
         `weight` is the number of samples if the loss is their mean. A parameter whose gradient is None adds nothing. If
         every gradient is None, the weight must be 0: a worker without more data still counts for the quorum. With
         weight 0 no number is sent, and nothing of the gradients counts, not even NaN.
 
-        After an error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch has
-        closed without this worker, which can `pull` then. Raises `KeyReused`, and sets the gradients to None, if a
+        wait=False hands the gradients to a thread, and returns None at once, so that the next forward pass runs
+        meanwhile. The next call of this accumulator waits for the thread first, and raises its error. If the same push
+        may succeed later, the call after that sends it again.
+
+        After another error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch
+        has closed without this worker, which can `pull` then. Raises `KeyReused`, and sets the gradients to None, if a
         worker of this name has made this push with another gradient or weight. That push counts, and the next call
         makes the next push.
         """
+        self._settle()
         self._model.check()
         gradients = self._model.gradients()
         if not gradients and weight:
@@ -149,15 +164,26 @@ class GradientAccumulator:
                 " the quorum"
             )
         numbers, used = self._model.numbers(gradients, weight)
+        key = f"{self._identity}-{self._epoch}-{self._pushes}"
+        send = partial(
+            self._sums.add, numbers, used, weight=weight, epoch=self._epoch, key=key, contributor=self._worker
+        )
+        if wait:
+            try:
+                pushed = self._counted(send)
+            except KeyReused:
+                self._model.clear({})
+                raise
+            self._model.clear(gradients)
+            return pushed
+        self._model.clear(gradients)
+        self._sending = Sending(send)
+        return None
+
+    def _counted(self, send: Callable[[], list[Receipt]]) -> Pushed:
+        """Return the outcome of a push."""
         try:
-            receipts = self._sums.add(
-                numbers,
-                used,
-                weight=weight,
-                epoch=self._epoch,
-                key=f"{self._identity}-{self._epoch}-{self._pushes}",
-                contributor=self._worker,
-            )
+            receipts = send()
         except StaleEpoch as error:
             hint = "; if it has closed, pull() fetches its mean" if self._closes_itself else ""
             raise _explained(
@@ -166,22 +192,26 @@ class GradientAccumulator:
         except KeyReused as error:
             push = f"push {self._pushes} of epoch {self._epoch}"
             self._pushes += 1
-            self._model.clear({})
             raise _explained(
                 error,
                 f"This worker made {push} before, with another gradient or weight, and that push counts; or another"
                 " worker has the same name",
             ) from None
         self._pushes += 1
-        self._model.clear(gradients)
-        least = min(receipts, key=lambda receipt: receipt.count)
-        return Pushed(
-            epoch=least.epoch,
-            count=least.count,
-            weight=least.weight,
-            closed=all(receipt.closed for receipt in receipts),
-            replayed=all(receipt.replayed for receipt in receipts),
-        )
+        return Pushed.of(receipts)
+
+    def _settle(self) -> None:
+        """Wait for the push that is on its way. Raises its error, and forgets a push that cannot succeed later."""
+        if self._sending is None:
+            return
+        try:
+            self._counted(self._sending.result)
+        except UNSETTLED:
+            raise
+        except BaseException:
+            self._sending = None
+            raise
+        self._sending = None
 
     def pull(self) -> Pulled:
         """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
@@ -195,6 +225,7 @@ class GradientAccumulator:
         After an error no gradient has changed, and the pull can be repeated. Raises `EpochOpen` if pushes are missing,
         and `EpochGone` if this worker is more than `keep` epochs behind.
         """
+        self._settle()
         self._model.check()
         try:
             summed = self._summed()
@@ -203,20 +234,14 @@ class GradientAccumulator:
                 error, "This worker is too far behind to catch up: load the weights of another worker"
             ) from None
         self._model.set(summed, zeros=self._unused == "zeros")
-        least = min(summed.receipts, key=lambda receipt: receipt["count"])
-        pulled = Pulled(
-            epoch=self._epoch,
-            count=least["count"],
-            weight=least["weight"],
-            contributors=least.get("contributors"),
-            closed_by=least.get("closed_by"),
-        )
+        pulled = Pulled.of(self._epoch, summed.receipts)
         self._epoch += 1
         self._pushes = 0
         return pulled
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
+        self._settle()
         state = {"epoch": self._epoch, "pushes": self._pushes}
         return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
 
@@ -226,6 +251,7 @@ class GradientAccumulator:
         Raises `InvalidInput` if the client lacks a server of it, and if the worker has no name: the server would not
         recognize its pushes.
         """
+        self._settle()
         if self._worker is None:
             raise InvalidInput(
                 "This worker has no name, so the server would count its repeated pushes again: give each worker its own"
@@ -254,11 +280,6 @@ class GradientAccumulator:
             raise _explained(
                 error, f"Another client closed epoch {self._epoch}: without a quorum, only one worker may pull"
             ) from None
-
-
-def _check(name: str, value: object, known: Sequence[object]) -> None:
-    if value not in known:
-        raise InvalidInput(f"{name} is {value!r}, but must be one of {', '.join(map(repr, known))}")
 
 
 def _explained(error: GradserveError, sentence: str) -> GradserveError:
