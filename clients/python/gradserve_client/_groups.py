@@ -70,6 +70,14 @@ class Round:
         """The buffers."""
         return [name for group in self.groups for name in (*group.names, group.tally)]
 
+    def parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """Return those parts that are in this round."""
+        return {name: parts[name] for group in self.groups for name in group.names}
+
+    def nbytes(self, parts: Mapping[str, Part]) -> int:
+        """Return the bytes of the sums."""
+        return sum(part.nbytes for part in self.parts(parts).values())
+
     def reads(self, parts: Mapping[str, Part]) -> dict[str | None, list[str]]:
         """Return the buffers by the dtype of their answers. The tallies are in the first read."""
         reads: dict[str | None, list[str]] = {None: [group.tally for group in self.groups]}

@@ -73,7 +73,7 @@ class Model:
         names = self._parts[name]
         if not (summed.values.keys() >= names.keys() and (zeros or summed.used & names.keys())):
             return None
-        values = [summed.values[part] for part in names]
+        values = [summed.values.pop(part) for part in names]  # which frees memory
         whole = values[0] if len(values) == 1 else np.concatenate(values)
         return one.gradient(whole.reshape(one.shape))
 

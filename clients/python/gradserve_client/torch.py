@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
-from gradserve_client._arguments import check_choice
+from gradserve_client._arguments import as_whole, check_choice
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._model import Model
 from gradserve_client._names import checked_prefix, quoted
@@ -23,7 +23,7 @@ from gradserve_client.models import Pulled, Pushed, Receipt
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 
 REQUEST_BYTES = 64 << 20
-"""Bytes of gradients in a request at most, a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
+"""Bytes of gradients in a request at most: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
 
 
 class GradientAccumulator:
@@ -48,6 +48,9 @@ class GradientAccumulator:
     reduce="sum" pulls sums, not means. A parameter that nobody had a gradient for gets None, or zeros with
     unused="zeros". Gradients in half precision travel as they are, both ways; with `wire_dtype`, torch.float16 or
     torch.bfloat16, all gradients do.
+
+    A larger model travels in several requests, each of at most `request_bytes`, the same for all workers. A larger
+    parameter has a buffer for each range. Each buffer's epoch closes once, and a repeated push counts once in each.
 
     `nonfinite`, `max_norm`, `deadline_seconds`, `min_count`, `quorum_weight` and `contributors` are rules of the
     buffers: docs/buffers.md says what they do. A rule that is None is the server's default.
@@ -85,6 +88,7 @@ class GradientAccumulator:
         reduce: Reduce = "mean",
         unused: Literal["none", "zeros"] = "none",
         wire_dtype: torch.dtype | None = None,
+        request_bytes: int = REQUEST_BYTES,
         nonfinite: str | None = None,
         max_norm: float | None = None,
         deadline_seconds: float | None = None,
@@ -99,7 +103,9 @@ class GradientAccumulator:
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
         self._closes_itself = (quorum, quorum_weight, deadline_seconds) != (None, None, None)
-        self._model = Model(model, self._prefix, wire_dtype, REQUEST_BYTES)
+        if as_whole("request_bytes", request_bytes) < 1:
+            raise InvalidInput(f"request_bytes is {request_bytes}, but must be at least 1", code="invalid_parameter")
+        self._model = Model(model, self._prefix, wire_dtype, request_bytes)
         rules = {
             "quorum": quorum,
             "keep": keep,
@@ -111,7 +117,7 @@ class GradientAccumulator:
             "contributors": contributors,
         }
         given = {name: rule for name, rule in rules.items() if rule is not None}
-        self._sums = Sums(server, self._model.parts, given, REQUEST_BYTES)
+        self._sums = Sums(server, self._model.parts, given, request_bytes)
         self._open(self._found_places() if len(server.urls) > 1 else {})
         state = self._sums.state()
         if run is None and not resume and state.version:
