@@ -96,7 +96,7 @@ def test_three_servers_and_kills_give_the_bits_of_one(
     with Client([process.url for process in processes]) as server:
         found = train(server, prefix, processes)
         assert len({*server.places(prefix).values()}) == 3
-        assert {info.epoch for info in server.buffers.list(prefix)} == {3}
+        assert {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("::start")} == {3}
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -112,7 +112,7 @@ def test_bytes_are_balanced_and_requests_are_one_for_each_server(urls: list[str]
         for info in server.buffers.list(prefix):
             if "::" not in info.name:
                 held[server.places(info.name)[info.name]] += info.bytes
-            assert server.buffers[info.name].info().count == 1
+                assert server.buffers[info.name].info().count == 1
     assert max(held.values()) - min(held.values()) <= 50 * 4 * 2
     with Client(urls[::-1]) as other:
         GradientAccumulator(model, other, prefix=prefix, resume=True)
@@ -183,7 +183,7 @@ def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(ur
             worker.pull()
             assert_close(grads(model), expected)
         assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
-        assert {info.epoch for info in server.buffers.list(prefix)} == {1}
+        assert {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("::start")} == {1}
 
 
 @pytest.mark.parametrize(("name", "epochs"), [("0.weight", 2), ("0.bias", 1)], ids=["alone", "beside another"])

@@ -179,7 +179,7 @@ def test_a_late_push_does_not_keep_its_other_requests_back(urls: list[str], serv
 
 
 def test_a_server_that_takes_less_says_so_in_the_constructor(server: Client, prefix: str) -> None:
-    with pytest.raises(TooLarge, match="limit is 65536.*with a lower request_bytes, the same for all workers"):
+    with pytest.raises(TooLarge, match="limit is 65536.*Send less at once, with a lower request_bytes"):
         accumulator(wide(), server, prefix, request_bytes=100_000)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from gradserve_client._groups import Part, parts
+from gradserve_client._groups import Part, joined, parts
 from gradserve_client._names import buffer_name
-from gradserve_client._parameters import Trained, named_parameters, set_gradients, trained
+from gradserve_client._parameters import Trained, named_parameters, numbers_of, set_gradients, trained
 from gradserve_client._sums import Summed
 from gradserve_client._tensors import Array
 from gradserve_client._torch import torch
@@ -37,6 +38,18 @@ class Model:
         """The buffers by their names."""
         return {name: part for some in self._parts.values() for name, part in some.items()}
 
+    def form(self) -> str:
+        """Return what the models of all workers have alike."""
+        dtypes = [str(one.parameter.dtype) for one in self._trained.values()]
+        return repr(([one.name for one in self._trained.values()], dtypes, self.parts))
+
+    def weights(self) -> str:
+        """Return a hash of the trained parameters. All ranks of a DTensor call this."""
+        digest = hashlib.sha256()
+        for one in self._trained.values():
+            digest.update(numbers_of(one.parameter.detach(), one.name).reshape(-1).view(np.uint8))
+        return digest.hexdigest()
+
     def gradients(self) -> dict[str, Any]:
         """Return the gradients that are not None."""
         return {name: one.parameter.grad for name, one in self._trained.items() if one.parameter.grad is not None}
@@ -46,7 +59,9 @@ class Model:
         zero: Array = np.zeros((), np.float32)  # broadcasts to every shape
         numbers, used = dict.fromkeys(self.parts, zero), set()
         for name, gradient in gradients.items():
-            whole = self._trained[name].numbers(gradient, self._wire)  # at weight 0 too: all ranks of a DTensor do this
+            whole = numbers_of(
+                gradient, self._trained[name].name, self._wire
+            )  # at weight 0 too: all ranks of a DTensor do this
             if weight:
                 numbers |= {part: one.of(whole) for part, one in self._parts[name].items()}
                 used |= self._parts[name].keys()
@@ -73,9 +88,7 @@ class Model:
         names = self._parts[name]
         if not (summed.values.keys() >= names.keys() and (zeros or summed.used & names.keys())):
             return None
-        values = [summed.values.pop(part) for part in names]  # which frees memory
-        whole = values[0] if len(values) == 1 else np.concatenate(values)
-        return one.gradient(whole.reshape(one.shape))
+        return one.gradient(joined([summed.values.pop(part) for part in names]).reshape(one.shape))
 
     def check(self) -> None:
         """Raise `InvalidInput` if the model trains parameters that it did not have when the accumulator was made."""

@@ -39,7 +39,7 @@ class Trained:
         if (refusal := _refusal(parameter)) is not None:
             raise InvalidInput(f"{name!r} {refusal}")
         if self.dtype not in _SUM_DTYPES:
-            known = ", ".join(map(_name, _SUM_DTYPES))
+            known = ", ".join(map(dtype_name, _SUM_DTYPES))
             raise InvalidInput(f"{name!r} is {self.dtype}, but must be one of {known}", code="dtype_mismatch")
         self.sum_dtype = _SUM_DTYPES[self.dtype]
         """The dtype of the sum on the server."""
@@ -57,19 +57,9 @@ class Trained:
     def answered(self, wire: Any) -> str | None:
         """Return the dtype of the sum in an answer, if that is half precision."""
         if getattr(self.parameter, "grad_dtype", self.dtype) is None:
-            return wire and _name(wire)
+            return wire and dtype_name(wire)
         dtype = min((self.dtype, wire or self.dtype), key=lambda dtype: dtype.itemsize)
-        return _name(dtype) if dtype in HALF_DTYPES else None
-
-    def numbers(self, tensor: Any, wire: Any = None) -> Array:
-        """Return a gradient, or the parameter, as an array, not wider than `wire`. All ranks of a DTensor call this."""
-        if _is_distributed(tensor):
-            tensor = tensor.full_tensor()
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.to_dense().resolve_conj())
-        if wire is not None and wire.itemsize < tensor.dtype.itemsize:
-            tensor = tensor.to(wire)
-        return as_array(tensor, self.name)
+        return dtype_name(dtype) if dtype in HALF_DTYPES else None
 
     def sent(self, gradient: Any) -> None:
         """Note the form of a gradient that was sent."""
@@ -78,17 +68,39 @@ class Trained:
 
     def gradient(self, numbers: Array) -> Any:
         """Return a gradient as the parameter wants it: its dtype, its device, and its place in memory."""
-        found = _tensor(numbers)
-        if self.dtype.is_complex:
-            found = torch.view_as_complex(found.to(self.dtype.to_real()))
+        found = tensor_of(numbers, self.dtype)
         if self.is_sparse:
             return found.to(self.parameter.device, self.dtype).to_sparse(1)
         if _is_distributed(self.parameter):
-            found = found.to(self.parameter.device, self.dtype)
-            return _distributed().distribute_tensor(
-                found, self.parameter.device_mesh, self.parameter.placements, src_data_rank=None
-            )
+            return distributed(found.to(self.parameter.device, self.dtype), self.parameter)
         return torch.empty_like(self.parameter, dtype=self.dtype, requires_grad=False).copy_(found)
+
+
+def numbers_of(tensor: Any, name: str, wire: Any = None) -> Array:
+    """Return a tensor as an array, not wider than `wire`, complex numbers as pairs. DTensors need all ranks."""
+    if _is_distributed(tensor):
+        tensor = tensor.full_tensor()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.to_dense().resolve_conj())
+    if wire is not None and wire.itemsize < tensor.dtype.itemsize:
+        tensor = tensor.to(wire)
+    return as_array(tensor, name)
+
+
+def tensor_of(numbers: Array, dtype: Any) -> Any:
+    """Return an array as a tensor, which is complex if `dtype` is."""
+    if numbers.dtype.name == "bfloat16":  # PyTorch does not know the dtype of ml_dtypes
+        found = torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
+    else:
+        found = torch.from_numpy(numbers)
+    return torch.view_as_complex(found.to(dtype.to_real())) if dtype.is_complex else found
+
+
+def distributed(tensor: Any, like: Any) -> Any:
+    """Return the whole tensor as a DTensor that is divided like another, if that is a DTensor. Ranks send nothing."""
+    if not _is_distributed(like):
+        return tensor
+    return _distributed().distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, Any]:
@@ -153,11 +165,6 @@ def _distributed() -> Any:
     return sys.modules.get("torch.distributed.tensor")
 
 
-def _name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype of PyTorch."""
     return str(dtype).removeprefix("torch.")
-
-
-def _tensor(numbers: Array) -> Any:
-    if numbers.dtype.name == "bfloat16":  # PyTorch does not know the dtype of ml_dtypes
-        return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(numbers)

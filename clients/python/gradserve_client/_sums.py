@@ -13,6 +13,7 @@ import numpy as np
 from gradserve_client import _answers, _bulk_calls
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._groups import Group, Part, Round, rounds
+from gradserve_client._placement import balanced
 from gradserve_client._policy import Call
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
@@ -59,19 +60,32 @@ class Summed:
 
 
 class Sums:
-    """The buffers of a model, `parts` by their names, and their tallies. `rules` are those of the buffers."""
+    """The buffers of a model, `parts` by their names, and their tallies. `rules` are those of the buffers, except None."""
 
     def __init__(self, server: Client, parts: Mapping[str, Part], rules: Mapping[str, Any], request_bytes: int) -> None:
-        self._server, self._parts, self._rules, self._request_bytes = server, parts, rules, request_bytes
+        self._server, self._parts, self._request_bytes = server, parts, request_bytes
+        self._rules = {name: rule for name, rule in rules.items() if rule is not None}
         self.places: Mapping[str, str] = {}
         """The URLs of the buffers' servers, if the client has several servers."""
+
+    @property
+    def closes_itself(self) -> bool:
+        """Whether epochs close by themselves: by their quorum or a deadline."""
+        return not self._rules.keys().isdisjoint({"quorum", "quorum_weight", "deadline_seconds"})
+
+    def found_places(self, prefix: str, register: str) -> dict[str, str]:
+        """Return the servers of the buffers, and of the register: where they exist, else balanced by bytes."""
+        found = self._server.places(prefix)
+        new = balanced({name: part.nbytes for name, part in self._parts.items()}, self._server.urls)
+        new[register] = min(new.values())
+        return {name: found.get(name, url) for name, url in new.items()}
 
     def open(self, places: Mapping[str, str]) -> None:
         """Create the buffers that do not exist, on the servers of these URLs by name if there are several servers."""
         self._rounds = rounds(self._parts, places, self._request_bytes)
         groups = [group for one in self._rounds for group in one.groups]
         if places:
-            self.places = {name: places[group.names[0]] for group in groups for name in (*group.names, group.tally)}
+            self.places = {**places, **{group.tally: places[group.names[0]] for group in groups}}
         self._server.place(self.places)
         self._created = [info.created_at for info in self._create()]
 
@@ -110,9 +124,9 @@ class Sums:
             try:
                 found = self._server.buffers.accumulate(zeros, do_update=False)
             except TooLarge as error:
-                error.detail += "; send less at once, with a lower request_bytes, the same for all workers"
-                error.args = (error.detail,)
-                raise
+                raise explained(
+                    error, "Send less at once, with a lower request_bytes, the same for all workers"
+                ) from None
             for answered, names in one.reads(self._parts).items():
                 units |= {(number, answered, self.places.get(name), found[name].epoch) for name in names}
             receipts |= found
@@ -164,8 +178,14 @@ class Sums:
             idempotency_key=f"{key}-{number}",
         )
 
-    def closed(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
-        """Return the sums or means of the epoch, once it has closed."""
+    def pull(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
+        """Return the sums or means of the epoch: once it has closed, or close it if it does not close by itself.
+
+        Workers that close the same epoch get the same.
+        """
+        return self._closed(epoch, reduce, timeout) if self.closes_itself else self._taken(epoch, reduce)
+
+    def _closed(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
         end = time.monotonic() + timeout
 
         def fetch(names: Sequence[str], number: int, dtype: str | None, reduce: Reduce) -> Call[Any]:
@@ -174,8 +194,7 @@ class Sums:
 
         return self._summed(fetch, reduce)
 
-    def taken(self, epoch: int, reduce: Reduce, key: str) -> Summed:
-        """Close the epoch, and return its sums or means. All workers that repeat this get the same."""
+    def _taken(self, epoch: int, reduce: Reduce) -> Summed:
 
         def fetch(names: Sequence[str], number: int, dtype: str | None, reduce: Reduce) -> Call[Any]:
             return _bulk_calls.take(
@@ -186,10 +205,15 @@ class Sums:
                 timeout=0.0,
                 reduce=reduce,
                 dtype=dtype,
-                idempotency_key=f"{key}-take-{number}-{dtype}-{reduce}",
+                idempotency_key=f"{self.identity('')}-{epoch}-take-{number}-{dtype}-{reduce}",
             )
 
-        return self._summed(fetch, reduce)
+        try:
+            return self._summed(fetch, reduce)
+        except StaleEpoch as error:
+            raise explained(
+                error, f"Another client closed epoch {epoch}: without a quorum, only one worker may pull"
+            ) from None
 
     def _summed(self, fetch: Callable[..., Call[Any]], reduce: Reduce) -> Summed:
         """Read all rounds. The first read of a round has the tallies: after a take of them, no push counts any more."""
@@ -213,6 +237,13 @@ class Sums:
 
     def _run(self, call: Call[T]) -> T:
         return self._server.buffers._runner.run(call)
+
+
+def explained(error: GradserveError, sentence: str) -> GradserveError:
+    """Return the error with a further sentence."""
+    error.detail = f"{error.detail}. {sentence}"
+    error.args = (error.detail,)
+    return error
 
 
 def _tally(group: Group, used: set[str], scale: float, weight: float) -> Array:

@@ -8,16 +8,18 @@ from functools import partial
 from typing import Any, Literal, overload
 
 from gradserve_client._arguments import as_whole, check_choice
+from gradserve_client._broadcast import Broadcast
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._model import Model
 from gradserve_client._names import checked_prefix, quoted
 from gradserve_client._parameters import HALF_DTYPES
-from gradserve_client._placement import UNSETTLED, balanced
+from gradserve_client._placement import UNSETTLED
 from gradserve_client._sending import Sending
-from gradserve_client._sums import Summed, Sums
+from gradserve_client._start import Start
+from gradserve_client._sums import Sums, explained
 from gradserve_client._torch import torch
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, GradserveError, InvalidInput, KeyReused, StaleEpoch
+from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, StaleEpoch
 from gradserve_client.models import Pulled, Pushed, Receipt
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
@@ -44,6 +46,9 @@ class GradientAccumulator:
 
     A repeated push counts once. After a restart too, if the `worker` has a name: the epoch and the place in it then
     identify each push. Save `state_dict()` with each checkpoint.
+
+    All workers of a run must have parameters of the same names, shapes and dtypes, and in epoch 0 the same weights,
+    unless start="any". Then `broadcast_parameters` sends those of one worker to the others.
 
     reduce="sum" pulls sums, not means. A parameter that nobody had a gradient for gets None, or zeros with
     unused="zeros". Gradients in half precision travel as they are, both ways; with `wire_dtype`, torch.float16 or
@@ -85,6 +90,7 @@ class GradientAccumulator:
         worker: str | None = None,
         keep: int = 1,
         timeout: float = 600.0,
+        start: Literal["same", "any"] = "same",
         reduce: Reduce = "mean",
         unused: Literal["none", "zeros"] = "none",
         wire_dtype: torch.dtype | None = None,
@@ -96,13 +102,13 @@ class GradientAccumulator:
         quorum_weight: float | None = None,
         contributors: Sequence[str] | None = None,
     ) -> None:
+        check_choice("start", start, ("same", "any"))
         check_choice("reduce", reduce, ("mean", "sum"))
         check_choice("unused", unused, ("none", "zeros"))
         check_choice("wire_dtype", wire_dtype, (None, *HALF_DTYPES))
         self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
-        self._closes_itself = (quorum, quorum_weight, deadline_seconds) != (None, None, None)
         if as_whole("request_bytes", request_bytes) < 1:
             raise InvalidInput(f"request_bytes is {request_bytes}, but must be at least 1", code="invalid_parameter")
         self._model = Model(model, self._prefix, wire_dtype, request_bytes)
@@ -116,9 +122,13 @@ class GradientAccumulator:
             "quorum_weight": quorum_weight,
             "contributors": contributors,
         }
-        given = {name: rule for name, rule in rules.items() if rule is not None}
-        self._sums = Sums(server, self._model.parts, given, request_bytes)
-        self._open(self._found_places() if len(server.urls) > 1 else {})
+        self._sums = Sums(server, self._model.parts, rules, request_bytes)
+        register = f"{self._prefix}::start"
+        places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
+        server.place(places)
+        began = Start(server, register, self._model, request_bytes)
+        began.check_form()
+        self._open(places)
         state = self._sums.state()
         if run is None and not resume and state.version:
             raise Conflict(
@@ -126,8 +136,12 @@ class GradientAccumulator:
                 " earlier run or of another worker: name the run with run=, the same for all of its workers, to keep"
                 " runs apart; or continue with resume=True"
             )
+        if start == "same" and state.epoch == 0:
+            began.check_weights()
         self._epoch, self._pushes = state.epoch, 0
         self._sending: Sending[list[Receipt]] | None = None
+        self._new_broadcast = partial(Broadcast, server, model, self._prefix, request_bytes)
+        self._broadcast: Broadcast | None = None
 
     @property
     def prefix(self) -> str:
@@ -191,14 +205,14 @@ class GradientAccumulator:
         try:
             receipts = send()
         except StaleEpoch as error:
-            hint = "; if it has closed, pull() fetches its mean" if self._closes_itself else ""
-            raise _explained(
+            hint = "; if it has closed, pull() fetches its mean" if self._sums.closes_itself else ""
+            raise explained(
                 error, f"This worker is at epoch {self._epoch}, and its gradients do not count{hint}"
             ) from None
         except KeyReused as error:
             push = f"push {self._pushes} of epoch {self._epoch}"
             self._pushes += 1
-            raise _explained(
+            raise explained(
                 error,
                 f"This worker made {push} before, with another gradient or weight, and that push counts; or another"
                 " worker has the same name",
@@ -234,9 +248,9 @@ class GradientAccumulator:
         self._settle()
         self._model.check()
         try:
-            summed = self._summed()
+            summed = self._sums.pull(self._epoch, self._reduce, self._timeout)
         except EpochGone as error:
-            raise _explained(
+            raise explained(
                 error, "This worker is too far behind to catch up: load the weights of another worker"
             ) from None
         self._model.set(summed, zeros=self._unused == "zeros")
@@ -244,6 +258,22 @@ class GradientAccumulator:
         self._epoch += 1
         self._pushes = 0
         return pulled
+
+    def broadcast_parameters(self, *, send: bool) -> None:
+        """Send this worker's parameters and buffers to all others, or set them to those of the worker that sends.
+
+        The others take the newest that were sent in their epoch or later, and continue in that epoch. They wait up to
+        `timeout` seconds. So a worker that joins late calls this once, and then another worker, between its steps. The
+        states of optimizers are not sent. Raises `EpochOpen` if nobody sends.
+        """
+        self._settle()
+        self._broadcast = self._broadcast or self._new_broadcast()
+        if send:
+            self._broadcast.send(self._epoch)
+            return
+        epoch = self._broadcast.receive(self._epoch, self._timeout)
+        self._pushes = self._pushes if epoch == self._epoch else 0
+        self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
@@ -267,28 +297,6 @@ class GradientAccumulator:
             self._open(places)
         self._epoch, self._pushes = state["epoch"], state["pushes"]
 
-    def _found_places(self) -> dict[str, str]:
-        """Return the servers of the buffers: where they exist, else balanced by bytes."""
-        found = self._server.places(self._prefix)
-        new = balanced({name: part.nbytes for name, part in self._model.parts.items()}, self._server.urls)
-        return {name: found.get(name, url) for name, url in new.items()}
-
     def _open(self, places: Mapping[str, str]) -> None:
         self._sums.open(places)
         self._identity = self._sums.identity(self._worker or uuid.uuid4().hex)
-
-    def _summed(self) -> Summed:
-        if self._closes_itself:
-            return self._sums.closed(self._epoch, self._reduce, self._timeout)
-        try:
-            return self._sums.taken(self._epoch, self._reduce, f"{self._sums.identity('')}-{self._epoch}")
-        except StaleEpoch as error:
-            raise _explained(
-                error, f"Another client closed epoch {self._epoch}: without a quorum, only one worker may pull"
-            ) from None
-
-
-def _explained(error: GradserveError, sentence: str) -> GradserveError:
-    error.detail = f"{error.detail}. {sentence}"
-    error.args = (error.detail,)
-    return error
