@@ -60,7 +60,7 @@ class Summed:
 
 
 class Sums:
-    """The buffers of a model, `parts` by their names, and their tallies. `rules` are those of the buffers, except None."""
+    """The buffers of a model, `parts` by their names, and their tallies. Of the buffers' `rules`, None is omitted."""
 
     def __init__(self, server: Client, parts: Mapping[str, Part], rules: Mapping[str, Any], request_bytes: int) -> None:
         self._server, self._parts, self._request_bytes = server, parts, request_bytes
@@ -87,7 +87,8 @@ class Sums:
         if places:
             self.places = {**places, **{group.tally: places[group.names[0]] for group in groups}}
         self._server.place(self.places)
-        self._created = [info.created_at for info in self._create()]
+        created = [info.created_at for info in self._create()]
+        self._hash = hashlib.sha256(repr(([*self._parts], created)).encode()).hexdigest()
 
     def _create(self) -> list[BufferInfo]:
         tally = {name: rule for name, rule in self._rules.items() if name != "max_norm"}
@@ -105,7 +106,7 @@ class Sums:
 
         The server may still remember the keys of earlier buffers with the same names.
         """
-        return hashlib.sha256(repr((worker, [*self._parts], self._created)).encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self._hash} {worker}".encode()).hexdigest()[:32]
 
     def state(self) -> Receipt:
         """Return the state of the buffers: that of a buffer in the earliest epoch, with the most gradients.

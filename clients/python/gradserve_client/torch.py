@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -13,14 +13,13 @@ from gradserve_client._buffer_calls import Reduce
 from gradserve_client._model import Model
 from gradserve_client._names import checked_prefix, quoted
 from gradserve_client._parameters import HALF_DTYPES
-from gradserve_client._placement import UNSETTLED
-from gradserve_client._sending import Sending
+from gradserve_client._pushes import Pushes
 from gradserve_client._start import Start
 from gradserve_client._sums import Sums, explained
 from gradserve_client._torch import torch
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, StaleEpoch
-from gradserve_client.models import Pulled, Pushed, Receipt
+from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused
+from gradserve_client.models import Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 
@@ -128,7 +127,7 @@ class GradientAccumulator:
         server.place(places)
         began = Start(server, register, self._model, request_bytes)
         began.check_form()
-        self._open(places)
+        self._sums.open(places)
         state = self._sums.state()
         if run is None and not resume and state.version:
             raise Conflict(
@@ -138,8 +137,7 @@ class GradientAccumulator:
             )
         if start == "same" and state.epoch == 0:
             began.check_weights()
-        self._epoch, self._pushes = state.epoch, 0
-        self._sending: Sending[list[Receipt]] | None = None
+        self._pushes = Pushes(self._sums, worker, state.epoch)
         self._new_broadcast = partial(Broadcast, server, model, self._prefix, request_bytes)
         self._broadcast: Broadcast | None = None
 
@@ -151,20 +149,22 @@ class GradientAccumulator:
     @property
     def epoch(self) -> int:
         """The epoch of the next push and pull."""
-        return self._epoch
+        return self._pushes.epoch
 
     @overload
-    def push(self, *, weight: float = 1.0, wait: Literal[True] = True) -> Pushed: ...
+    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: Literal[True] = True) -> Pushed: ...
 
     @overload
-    def push(self, *, weight: float = 1.0, wait: bool) -> Pushed | None: ...
+    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: bool) -> Pushed | None: ...
 
-    def push(self, *, weight: float = 1.0, wait: bool = True) -> Pushed | None:
+    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: bool = True) -> Pushed | None:
         """Add `weight` times the gradients to the sums, and set them to None.
 
         `weight` is the number of samples if the loss is their mean. A parameter whose gradient is None adds nothing. If
         every gradient is None, the weight must be 0: a worker without more data still counts for the quorum. With
         weight 0 no number is sent, and nothing of the gradients counts, not even NaN.
+
+        `scale` is what the loss was multiplied by, as with `scaler.get_scale()`: it must be the same for all pushes.
 
         wait=False hands the gradients to a thread, and returns None at once, so that the next forward pass runs
         meanwhile. The next call of this accumulator waits for the thread first, and raises its error. If the same push
@@ -175,8 +175,10 @@ class GradientAccumulator:
         worker of this name has made this push with another gradient or weight. That push counts, and the next call
         makes the next push.
         """
-        self._settle()
+        self._pushes.settle()
         self._model.check()
+        if not 0 < scale < math.inf:
+            raise InvalidInput(f"scale is {scale}, but must be finite and above 0", code="invalid_parameter")
         gradients = self._model.gradients()
         if not gradients and weight:
             raise InvalidInput(
@@ -184,54 +186,18 @@ class GradientAccumulator:
                 " the quorum"
             )
         numbers, used = self._model.numbers(gradients, weight)
-        key = f"{self._identity}-{self._epoch}-{self._pushes}"
-        send = partial(
-            self._sums.add, numbers, used, weight=weight, epoch=self._epoch, key=key, contributor=self._worker
-        )
+        push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
         if wait:
             try:
-                pushed = self._counted(send)
+                pushed = push()
             except KeyReused:
                 self._model.clear({})
                 raise
             self._model.clear(gradients)
             return pushed
         self._model.clear(gradients)
-        self._sending = Sending(send)
+        self._pushes.start(push)
         return None
-
-    def _counted(self, send: Callable[[], list[Receipt]]) -> Pushed:
-        """Return the outcome of a push."""
-        try:
-            receipts = send()
-        except StaleEpoch as error:
-            hint = "; if it has closed, pull() fetches its mean" if self._sums.closes_itself else ""
-            raise explained(
-                error, f"This worker is at epoch {self._epoch}, and its gradients do not count{hint}"
-            ) from None
-        except KeyReused as error:
-            push = f"push {self._pushes} of epoch {self._epoch}"
-            self._pushes += 1
-            raise explained(
-                error,
-                f"This worker made {push} before, with another gradient or weight, and that push counts; or another"
-                " worker has the same name",
-            ) from None
-        self._pushes += 1
-        return Pushed.of(receipts)
-
-    def _settle(self) -> None:
-        """Wait for the push that is on its way. Raises its error, and forgets a push that cannot succeed later."""
-        if self._sending is None:
-            return
-        try:
-            self._counted(self._sending.result)
-        except UNSETTLED:
-            raise
-        except BaseException:
-            self._sending = None
-            raise
-        self._sending = None
 
     def pull(self) -> Pulled:
         """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
@@ -243,20 +209,28 @@ class GradientAccumulator:
         If all weights are 0, nobody had a gradient: all gradients are None, and the result's `weight` is 0.
 
         After an error no gradient has changed, and the pull can be repeated. Raises `EpochOpen` if pushes are missing,
-        and `EpochGone` if this worker is more than `keep` epochs behind.
+        and `EpochGone` if this worker is more than `keep` epochs behind. Raises `Conflict`, in every worker, if pushes
+        had different scales: then the gradients are None, and the next epoch begins.
         """
-        self._settle()
+        self._pushes.settle()
         self._model.check()
         try:
-            summed = self._sums.pull(self._epoch, self._reduce, self._timeout)
+            summed = self._sums.pull(self.epoch, self._reduce, self._timeout)
         except EpochGone as error:
             raise explained(
-                error, "This worker is too far behind to catch up: load the weights of another worker"
+                error,
+                "This worker is too far behind to catch up: take the weights of another, with broadcast_parameters",
             ) from None
+        if not summed.has_one_scale:
+            summed.values.clear()
         self._model.set(summed, zeros=self._unused == "zeros")
-        pulled = Pulled.of(self._epoch, summed.receipts)
-        self._epoch += 1
-        self._pushes = 0
+        pulled = Pulled.of(self.epoch, summed.receipts)
+        self._pushes.begin(self.epoch + 1)
+        if not summed.has_one_scale:
+            raise Conflict(
+                f"The pushes of epoch {pulled.epoch} had gradients of different scales, so they have no mean: update"
+                " the scaler of every worker after the same pulls"
+            )
         return pulled
 
     def broadcast_parameters(self, *, send: bool) -> None:
@@ -266,19 +240,17 @@ class GradientAccumulator:
         `timeout` seconds. So a worker that joins late calls this once, and then another worker, between its steps. The
         states of optimizers are not sent. Raises `EpochOpen` if nobody sends.
         """
-        self._settle()
+        self._pushes.settle()
         self._broadcast = self._broadcast or self._new_broadcast()
         if send:
-            self._broadcast.send(self._epoch)
-            return
-        epoch = self._broadcast.receive(self._epoch, self._timeout)
-        self._pushes = self._pushes if epoch == self._epoch else 0
-        self._epoch = epoch
+            self._broadcast.send(self.epoch)
+        elif (epoch := self._broadcast.receive(self.epoch, self._timeout)) != self.epoch:
+            self._pushes.begin(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
-        self._settle()
-        state = {"epoch": self._epoch, "pushes": self._pushes}
+        self._pushes.settle()
+        state = {"epoch": self.epoch, "pushes": self._pushes.made}
         return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -287,16 +259,12 @@ class GradientAccumulator:
         Raises `InvalidInput` if the client lacks a server of it, and if the worker has no name: the server would not
         recognize its pushes.
         """
-        self._settle()
+        self._pushes.settle()
         if self._worker is None:
             raise InvalidInput(
                 "This worker has no name, so the server would count its repeated pushes again: give each worker its own"
                 " name, as with worker=f'rank{rank}'"
             )
         if (places := state.get("shards", self._sums.places)) != self._sums.places:
-            self._open(places)
-        self._epoch, self._pushes = state["epoch"], state["pushes"]
-
-    def _open(self, places: Mapping[str, str]) -> None:
-        self._sums.open(places)
-        self._identity = self._sums.identity(self._worker or uuid.uuid4().hex)
+            self._sums.open(places)
+        self._pushes.begin(state["epoch"], state["pushes"])
