@@ -179,8 +179,28 @@ def test_a_late_push_does_not_keep_its_other_requests_back(urls: list[str], serv
 
 
 def test_a_server_that_takes_less_says_so_in_the_constructor(server: Client, prefix: str) -> None:
-    with pytest.raises(TooLarge, match="limit is 65536.*Send less at once, with a lower request_bytes"):
-        accumulator(wide(), server, prefix, request_bytes=100_000)
+    with pytest.raises(TooLarge, match="request_bytes is 64999, but the server takes 65536"):
+        accumulator(wide(), server, prefix, request_bytes=64_999)
+
+
+def test_requests_fit_the_server_by_default(server: Client, prefix: str) -> None:
+    model = wide()
+    gradients = accumulator(model, server, prefix, request_bytes=None)
+    expected = fill(model, 1)
+    gradients.push()
+    gradients.pull()
+    assert_close(grads(model), expected)
+
+
+@pytest.mark.parametrize("size", [1, 10, 64_000])
+def test_requests_of_any_size(server: Client, prefix: str, size: int) -> None:
+    model = torch.nn.ParameterList([torch.zeros(5), torch.zeros(size // 4)])
+    gradients = accumulator(model, server, prefix, request_bytes=size)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    gradients.push()
+    gradients.pull()
+    assert all(gradient.eq(1).all() for gradient in grads(model))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5])

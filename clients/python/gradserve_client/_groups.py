@@ -15,6 +15,9 @@ MAX_GROUP_BUFFERS = 4096
 """Buffers in one request at most: the server allows 16384 tensors, and each costs it 20 us."""
 
 
+BUFFER_BYTES = 320
+"""Bytes of a request for a buffer beside its numbers: its name of up to 200 characters in JSON, and its tally."""
+
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a number in a buffer."""
 
@@ -83,10 +86,6 @@ class Round:
         """Return those parts that are in this round."""
         return {name: parts[name] for group in self.groups for name in group.names}
 
-    def nbytes(self, parts: Mapping[str, Part]) -> int:
-        """Return the bytes of the sums."""
-        return sum(part.nbytes for part in self.parts(parts).values())
-
     def reads(self, parts: Mapping[str, Part]) -> dict[str | None, list[str]]:
         """Return the buffers by the dtype of their answers. The tallies are in the first read."""
         reads: dict[str | None, list[str]] = {None: [group.tally for group in self.groups]}
@@ -109,9 +108,10 @@ def _packed(names: Sequence[str], parts: Mapping[str, Part], limit: int) -> Iter
     some: list[str] = []
     held = 0
     for name in names:
-        if some and (held + parts[name].nbytes > limit or len(some) == MAX_GROUP_BUFFERS):
+        size = parts[name].nbytes + BUFFER_BYTES
+        if some and (held + size > limit or len(some) == MAX_GROUP_BUFFERS):
             yield Group(tuple(some))
             some, held = [], 0
         some.append(name)
-        held += parts[name].nbytes
+        held += size
     yield Group(tuple(some))

@@ -47,7 +47,7 @@ class Model:
         """Return a hash of the trained parameters. All ranks of a DTensor call this."""
         digest = hashlib.sha256()
         for one in self._trained.values():
-            digest.update(numbers_of(one.parameter.detach(), one.name).reshape(-1).view(np.uint8))
+            digest.update(numbers_of(one.parameter.detach(), one.name).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
 
     def gradients(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Model:
     def numbers(self, gradients: Mapping[str, Any], weight: float) -> tuple[dict[str, Array], set[str]]:
         """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""
         zero: Array = np.zeros((), np.float32)  # broadcasts to every shape
-        numbers, used = dict.fromkeys(self.parts, zero), set()
+        numbers, used = dict.fromkeys(self.parts, zero), set[str]()
         for name, gradient in gradients.items():
             whole = numbers_of(
                 gradient, self._trained[name].name, self._wire

@@ -17,7 +17,7 @@ from gradserve_client._placement import balanced
 from gradserve_client._policy import Call
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, GradserveError, KeyReused, StaleEpoch, TooLarge
+from gradserve_client.errors import Conflict, GradserveError, KeyReused, StaleEpoch
 from gradserve_client.models import BufferInfo, Receipt
 
 T = TypeVar("T")
@@ -112,22 +112,12 @@ class Sums:
         """Return the state of the buffers: that of a buffer in the earliest epoch, with the most gradients.
 
         Groups may be an epoch apart, if a worker was killed between its requests. Raises `Conflict` if the buffers do
-        not belong to the same model. The largest request has as many bytes as that of a push, so that a server that
-        does not take them says so now. Raises `TooLarge`.
+        not belong to the same model.
         """
         receipts: dict[str, Receipt] = {}
         units: set[tuple[object, ...]] = set()
-        largest = max(self._rounds, key=lambda one: one.nbytes(self._parts))
         for number, one in enumerate(self._rounds):
-            zeros: dict[str, Array | float] = dict.fromkeys(one.names, 0.0)
-            if one is largest:
-                zeros |= {name: np.zeros(part.shape, part.dtype) for name, part in one.parts(self._parts).items()}
-            try:
-                found = self._server.buffers.accumulate(zeros, do_update=False)
-            except TooLarge as error:
-                raise explained(
-                    error, "Send less at once, with a lower request_bytes, the same for all workers"
-                ) from None
+            found = self._server.buffers.accumulate(dict.fromkeys(one.names, 0.0), do_update=False)
             for answered, names in one.reads(self._parts).items():
                 units |= {(number, answered, self.places.get(name), found[name].epoch) for name in names}
             receipts |= found
@@ -259,5 +249,6 @@ def _means(found: Mapping[str, Read]) -> dict[str, Read]:
     means = {}
     for name, (value, receipt) in found.items():
         weight = receipt["weight"]
+        assert value is not None
         means[name] = (np.divide(value, weight, out=value) if weight else None, receipt)
     return means

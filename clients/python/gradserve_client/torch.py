@@ -10,6 +10,8 @@ from typing import Any, Literal, overload
 from gradserve_client._arguments import as_whole, check_choice
 from gradserve_client._broadcast import Broadcast
 from gradserve_client._buffer_calls import Reduce
+from gradserve_client._calls import limits
+from gradserve_client._groups import BUFFER_BYTES
 from gradserve_client._model import Model
 from gradserve_client._names import checked_prefix, quoted
 from gradserve_client._parameters import HALF_DTYPES
@@ -18,13 +20,13 @@ from gradserve_client._start import Start
 from gradserve_client._sums import Sums, explained
 from gradserve_client._torch import torch
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused
+from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, TooLarge
 from gradserve_client.models import Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 
 REQUEST_BYTES = 64 << 20
-"""Bytes of gradients in a request at most: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
+"""Bytes of a request at most, by default: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
 
 
 class GradientAccumulator:
@@ -53,8 +55,9 @@ class GradientAccumulator:
     unused="zeros". Gradients in half precision travel as they are, both ways; with `wire_dtype`, torch.float16 or
     torch.bfloat16, all gradients do.
 
-    A larger model travels in several requests, each of at most `request_bytes`, the same for all workers. A larger
-    parameter has a buffer for each range. Each buffer's epoch closes once, and a repeated push counts once in each.
+    A larger model travels in several requests, each of at most `request_bytes`, by default 64 MiB, or half of what the
+    server takes. All workers must have the same. A larger parameter has a buffer for each range. Each buffer's epoch
+    closes once, and a repeated push counts once in each.
 
     `nonfinite`, `max_norm`, `deadline_seconds`, `min_count`, `quorum_weight` and `contributors` are rules of the
     buffers: docs/buffers.md says what they do. A rule that is None is the server's default.
@@ -93,7 +96,7 @@ class GradientAccumulator:
         reduce: Reduce = "mean",
         unused: Literal["none", "zeros"] = "none",
         wire_dtype: torch.dtype | None = None,
-        request_bytes: int = REQUEST_BYTES,
+        request_bytes: int | None = None,
         nonfinite: str | None = None,
         max_norm: float | None = None,
         deadline_seconds: float | None = None,
@@ -108,8 +111,7 @@ class GradientAccumulator:
         self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
-        if as_whole("request_bytes", request_bytes) < 1:
-            raise InvalidInput(f"request_bytes is {request_bytes}, but must be at least 1", code="invalid_parameter")
+        request_bytes = _fitting(server, request_bytes)
         self._model = Model(model, self._prefix, wire_dtype, request_bytes)
         rules = {
             "quorum": quorum,
@@ -268,3 +270,18 @@ class GradientAccumulator:
         if (places := state.get("shards", self._sums.places)) != self._sums.places:
             self._sums.open(places)
         self._pushes.begin(state["epoch"], state["pushes"])
+
+
+def _fitting(server: Client, request_bytes: int | None) -> int:
+    """Return the bytes of a request. Raises `TooLarge` if a server does not take them."""
+    most: int = min(shard.run(limits())["max_body_bytes"] for shard in server.buffers._runner.shards)
+    if request_bytes is None:
+        return min(REQUEST_BYTES, most // 2)
+    if as_whole("request_bytes", request_bytes) < 1:
+        raise InvalidInput(f"request_bytes is {request_bytes}, but must be at least 1", code="invalid_parameter")
+    if request_bytes + 4 * BUFFER_BYTES > most:
+        raise TooLarge(
+            f"request_bytes is {request_bytes}, but the server takes {most} bytes (GRADSERVE_MAX_BODY_BYTES), with"
+            f" {4 * BUFFER_BYTES} for names"
+        )
+    return request_bytes
