@@ -19,6 +19,7 @@ import numpy as np
 from gradserve_client import BufferSpec, Client
 from gradserve_client._tensors import MEDIA_TYPE, encode
 
+from benchmarks.accumulator import accumulator_rows
 from benchmarks.servers import Server, gradserve, serving
 from benchmarks.timing import alternate, table, verdict, watched
 from service.dtypes import Array
@@ -118,7 +119,9 @@ def main() -> None:
         ratio = peak / sent
         rows.append(["peak memory of an add, MB", f"{peak / 1e6:.1f}", f"{sent / 1e6:.1f}", f"{ratio:.2f}", "<= 2", ""])
         rows[-1][-1] = verdict(ratio <= 2)
-        print("\n" + table(["case", "client", "bare, bytes", "ratio", "target", "met"], rows))
+        print("\n" + table(["case", "client", "bare, bytes", "ratio", "target", "met"], rows) + "\n", flush=True)
+        steps = accumulator_rows(client)
+        print("\n" + table(["GradientAccumulator", "this", "full, whole or waiting", "ratio"], steps))
 
 
 def creation(client: Client) -> list[str]:

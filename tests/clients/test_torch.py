@@ -115,7 +115,8 @@ def test_micro_batches_of_any_size_are_as_pytorch_accumulates_them(server: Clien
         assert gradients.epoch == epoch + 1
         optimizer.step()
         optimizer.zero_grad()
-    assert {one.name for one in server.buffers.list(prefix)} == {prefix + name for name, _ in model.named_parameters()}
+    names = {one.name.removeprefix(prefix) for one in server.buffers.list(prefix)}
+    assert {name for name in names if "::" not in name} == {name for name, _ in model.named_parameters()}
 
 
 def test_a_push_is_one_request_and_so_is_a_pull(url: str, prefix: str) -> None:
@@ -172,13 +173,17 @@ def test_parameters_of_every_kind(server: Client, prefix: str) -> None:
         if name == "frozen":
             assert parameter.grad is None
         elif name in ("left_out", "empty"):
-            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+            assert parameter.grad is expected[name].grad is None
         else:
             wanted = expected[name].grad.coalesce() if name == "words.weight" else expected[name].grad
             tolerance = {"bf16": 1e-2, "f16": 1e-3}.get(name, 1e-6)
             found = parameter.grad.coalesce() if name == "words.weight" else parameter.grad
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-6)
-    counts = {one.name.removeprefix(prefix): (one.count, one.dtype) for one in server.buffers.list(prefix)}
+    counts = {
+        one.name.removeprefix(prefix): (one.count, one.dtype)
+        for one in server.buffers.list(prefix)
+        if "::" not in one.name
+    }
     assert "frozen" not in counts
     assert "same_words.weight" not in counts
     assert {dtype for name, (_, dtype) in counts.items() if name != "f64"} == {"float32"}
@@ -269,7 +274,7 @@ def test_all_workers_get_the_same_correct_bits(url: str, prefix: str, count: int
         optimizer = torch.optim.Adam(model.parameters())
         with Client(url) as server:
             quorum = count * micro_batches
-            gradients = GradientAccumulator(model, server, prefix=prefix, quorum=quorum, timeout=20)
+            gradients = GradientAccumulator(model, server, prefix=prefix, run="1", quorum=quorum, timeout=20)
             for step in range(steps):
                 expected.append(own(model, [one for other in range(count) for one in batches(other, step)]))
                 for size, seed in batches(worker, step):
@@ -388,7 +393,7 @@ def test_the_server_is_killed_between_push_and_pull(durable: Server, prefix: str
         durable.kill()
         waiting = threads.submit(first.pull)  # the server is down
         durable.start()
-        second = GradientAccumulator(other, server, prefix=prefix, quorum=2, worker="1", timeout=30)
+        second = GradientAccumulator(other, server, prefix=prefix, quorum=2, worker="1", timeout=30, resume=True)
         backward(other, 2, 2)
         assert second.push(weight=2).closed
         durable.kill()
@@ -401,7 +406,7 @@ def test_the_server_is_killed_between_push_and_pull(durable: Server, prefix: str
 
 def trainer(server: Client, prefix: str, **options: Any) -> tuple[Any, GradientAccumulator]:
     model = net()
-    return model, GradientAccumulator(model, server, prefix=prefix, worker="rank3", **options)
+    return model, GradientAccumulator(model, server, prefix=prefix, worker="rank3", resume=True, **options)
 
 
 def test_a_restarted_trainer_counts_once(server: Client, prefix: str) -> None:
@@ -496,7 +501,7 @@ def test_workers_without_names_are_distinct(server: Client, prefix: str) -> None
     for count in (1, 2):
         model = net()
         backward(model, 4, 1)
-        assert GradientAccumulator(model, server, prefix=prefix).push().count == count
+        assert GradientAccumulator(model, server, prefix=prefix, run="1").push().count == count
 
 
 # ----- mistakes -----
@@ -511,10 +516,8 @@ def freeze(model: Any) -> Any:
     [
         (torch.nn.Sequential(), "no parameter that requires a gradient"),
         (freeze(net()), "no parameter that requires a gradient"),
-        (torch.nn.Linear(2, 1, dtype=torch.complex64), "weight' is torch.complex64, but must be one of float16"),
-        (torch.nn.ParameterDict({"a b": torch.ones(1)}), "'a b' is not a buffer name"),
     ],
-    ids=["empty", "frozen", "complex", "name"],
+    ids=["empty", "frozen"],
 )
 def test_models_that_cannot_be_accumulated(server: Client, model: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
@@ -588,7 +591,7 @@ def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Cli
     first = GradientAccumulator(model, server, prefix=prefix)
     server.buffers.zero(prefix=prefix)
     backward(model, 2, 1)
-    second = GradientAccumulator(model, server, prefix=prefix)
+    second = GradientAccumulator(model, server, prefix=prefix, resume=True)
     second.push()
     backward(model, 2, 2)
     with pytest.raises(StaleEpoch, match="its gradients do not count$"):
@@ -596,6 +599,41 @@ def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Cli
     with pytest.raises(StaleEpoch, match="without a quorum, only one worker may pull"):
         first.pull()
     second.pull()  # the other's epoch was left alone
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_run_without_a_name_does_not_mix_with_an_earlier_run(server: Client, prefix: str, closes: bool) -> None:
+    model, gradients = net(), GradientAccumulator(net(), server, prefix=prefix)
+    gradients.push(weight=0)
+    GradientAccumulator(model, server, prefix=prefix, resume=True).push(weight=0)
+    if closes:
+        gradients.pull()
+    state = "epoch 1, at count 0" if closes else "epoch 0, at count 2"
+    with pytest.raises(
+        Conflict, match=f"The buffers are in {state} and weight 0, of an earlier run.*run=.*resume=True"
+    ):
+        GradientAccumulator(model, server, prefix=prefix)
+    assert GradientAccumulator(model, server, prefix=prefix, resume=True).epoch == closes
+
+
+def test_runs_of_different_names_do_not_mix_and_workers_of_one_run_meet(server: Client, prefix: str) -> None:
+    for value, run in enumerate(["one", "läuft/2"]):
+        models = [net(), net()]
+        for number, model in enumerate(models):
+            gradients = GradientAccumulator(model, server, prefix=prefix, run=run, quorum=2)  # the second is late
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(10 * value + number))
+            assert gradients.push().count == number + 1
+        gradients.pull()
+        assert {gradient.mean().item() for gradient in grads(model)} == {10 * value + 0.5}
+        assert {info.count for info in server.buffers.list(gradients.prefix) if not info.name.endswith("start")} == {0}
+    assert gradients.prefix == f"{prefix}l:C3:A4uft:2F2::"
+
+
+def test_a_state_without_a_worker_is_refused(server: Client, prefix: str) -> None:
+    gradients = GradientAccumulator(net(), server, prefix=prefix)
+    with pytest.raises(InvalidInput, match="has no name.*worker=f'rank"):
+        gradients.load_state_dict(gradients.state_dict())
 
 
 def test_without_pytorch_the_import_says_what_to_install() -> None:

@@ -59,6 +59,12 @@ def values(answer: Answer) -> dict[str, Array]:
     return decode(answer.body)[0]
 
 
+def values_with_receipts(answer: Answer) -> dict[str, tuple[Array, Mapping[str, Any]]]:
+    """Read the values of several buffers, each with its receipt as the server writes it."""
+    values, receipts = _tensors_and_receipts(answer)
+    return {name: (values[name], receipt) for name, receipt in receipts.items()}
+
+
 def info(answer: Answer) -> BufferInfo:
     """Read the metadata of a buffer."""
     return BufferInfo.of(json.loads(answer.body))

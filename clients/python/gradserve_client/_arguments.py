@@ -7,7 +7,7 @@ import numbers
 import operator
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -75,6 +75,14 @@ def as_seconds(name: str, number: float) -> float:
     except OverflowError:
         pass
     raise InvalidInput(f"{name} is {number!r}, but must be a number of seconds", code="invalid_parameter")
+
+
+def check_choice(name: str, value: object, known: Sequence[object]) -> None:
+    """Raise unless an argument is one of the known values."""
+    if value not in known:
+        raise InvalidInput(
+            f"{name} is {value!r}, but must be one of {', '.join(map(repr, known))}", code="invalid_parameter"
+        )
 
 
 def as_dtype(dtype: npt.DTypeLike | None) -> str | None:

@@ -30,6 +30,15 @@ def ready() -> Call[None]:
     return Call("GET", "/v2/health/ready", read, is_retried=False)
 
 
+def limits() -> Call[dict[str, Any]]:
+    """Read the limits of the server."""
+
+    def read(answer: Answer) -> dict[str, Any]:
+        return {**json.loads(answer.body)}
+
+    return Call("GET", "/v1/limits", read, headers={"Accept": JSON})
+
+
 def operators() -> Call[list[OperatorInfo]]:
     """List the operators."""
 

@@ -21,7 +21,7 @@ from gradserve_client.errors import (
 
 T = TypeVar("T")
 
-_UNSETTLED = (Busy, ConnectionFailed, ServerFailed, TimedOut, Unavailable)
+UNSETTLED = (Busy, ConnectionFailed, ServerFailed, TimedOut, Unavailable)
 """Errors after which the same call may succeed. Of several errors they come first, so that the caller repeats it."""
 
 
@@ -121,7 +121,7 @@ def _joined(call: Call[Any], errors: Sequence[Exception], *, some_done: bool) ->
     ours = [error for error in errors if isinstance(error, GradserveError)]
     if len(ours) < len(errors):
         return next(error for error in errors if error not in ours)
-    error = next((error for error in ours if isinstance(error, _UNSETTLED)), ours[0])
+    error = next((error for error in ours if isinstance(error, UNSETTLED)), ours[0])
     error.detail = "; ".join(dict.fromkeys(one.detail for one in ours))
     error.args = (error.detail,)
     if call.key is not None:

@@ -130,3 +130,57 @@ class OperatorInfo:
     outputs: tuple[TensorInfo, ...]
     attributes: Mapping[str, Any]
     """The attributes' defaults, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """The state of the epoch after a push of `gradserve_client.torch.GradientAccumulator`."""
+
+    epoch: int
+    count: int
+    """The number of pushes in the epoch, with this push."""
+    weight: float
+    """The sum of the pushes' weights."""
+    closed: bool
+    """Whether this push completed the quorum."""
+    replayed: bool
+    """Whether the server had counted this push before, and did not count it again."""
+
+    @classmethod
+    def of(cls, receipts: Sequence[Receipt]) -> Pushed:
+        """Return the outcome of a push in several requests: what holds for all of them."""
+        least = min(receipts, key=lambda receipt: receipt.count)
+        return cls(
+            epoch=least.epoch,
+            count=least.count,
+            weight=least.weight,
+            closed=all(receipt.closed for receipt in receipts),
+            replayed=all(receipt.replayed for receipt in receipts),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulled:
+    """The epoch of a pull of `gradserve_client.torch.GradientAccumulator`."""
+
+    epoch: int
+    count: int
+    """The number of pushes in the epoch."""
+    weight: float
+    """The sum of the pushes' weights. If it is 0, there is no mean, and all gradients are None."""
+    contributors: Mapping[str, int] | None
+    """The number of pushes of each worker, if the server knows it."""
+    closed_by: str | None
+    """What closed the epoch: "quorum", "deadline" or "take", if the server says so."""
+
+    @classmethod
+    def of(cls, epoch: int, receipts: Sequence[Mapping[str, Any]]) -> Pulled:
+        """Return what was pulled in several requests: the receipt with the fewest pushes."""
+        least = min(receipts, key=lambda receipt: receipt["count"])
+        return cls(
+            epoch=epoch,
+            count=least["count"],
+            weight=least["weight"],
+            contributors=least.get("contributors"),
+            closed_by=least.get("closed_by"),
+        )

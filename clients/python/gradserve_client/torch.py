@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, overload
 
-import numpy as np
-
-from gradserve_client._placement import balanced
-from gradserve_client._tensors import Array
+from gradserve_client._arguments import as_whole, check_choice
+from gradserve_client._broadcast import Broadcast
+from gradserve_client._buffer_calls import Reduce
+from gradserve_client._calls import limits
+from gradserve_client._groups import BUFFER_BYTES
+from gradserve_client._model import Model
+from gradserve_client._names import checked_prefix, quoted
+from gradserve_client._parameters import HALF_DTYPES
+from gradserve_client._pushes import Pushes
+from gradserve_client._start import Start
+from gradserve_client._sums import Sums, explained
+from gradserve_client._torch import torch
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, GradserveError, InvalidInput, KeyReused, StaleEpoch
-from gradserve_client.models import BufferSpec
+from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, TooLarge
+from gradserve_client.models import Pulled, Pushed
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "gradserve_client.torch needs PyTorch: pip install 'gradserve-client[torch]'", name="torch"
-    ) from error
+__all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 
-_BUFFER_DTYPES = {
-    torch.float16: "float32",  # in a sum of half precision, small gradients would vanish
-    torch.bfloat16: "float32",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pushed:
-    """The state of the epoch after a push."""
-
-    epoch: int
-    count: int
-    """The number of pushes in the epoch, with this push."""
-    weight: float
-    """The sum of the pushes' weights."""
-    closed: bool
-    """Whether this push completed the quorum."""
-    replayed: bool
-    """Whether the server had counted this push before, and did not count it again."""
+REQUEST_BYTES = 64 << 20
+"""Bytes of a request at most, by default: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
 
 
 class GradientAccumulator:
@@ -55,15 +36,34 @@ class GradientAccumulator:
     weighted mean. Without a `quorum`, a pull closes the epoch, which suits a single worker. With a `quorum` (workers
     times micro-batches), the `quorum`th push closes the epoch, and every worker pulls the same bits.
 
-    Each parameter that requires a gradient has a buffer named `prefix` + its name. Existing buffers are used in their
-    running epoch, others are created, balanced by bytes if the client has several servers. The last `keep` closed
+    Each parameter that requires a gradient has a buffer named `prefix` + its name, or with a `run` named `prefix` + the
+    run + `::` + its name. The buffers are balanced by bytes if the client has several servers. The last `keep` closed
     epochs can be pulled.
+
+    The rule for buffers that have changed already: with a `run`, this worker joins them, in their running epoch. All
+    workers of a run give the same name, may start at any time, and may start again. Another run takes another name.
+    Without a name, nothing tells a late worker from a new run, so buffers that have changed raise `Conflict`, unless
+    `resume` is true.
 
     A repeated push counts once. After a restart too, if the `worker` has a name: the epoch and the place in it then
     identify each push. Save `state_dict()` with each checkpoint.
 
-    Threads must not share it. Raises `InvalidInput` for a model without trainable parameters, and `Conflict` for
-    buffers that differ.
+    All workers of a run must have parameters of the same names, shapes and dtypes, and in epoch 0 the same weights,
+    unless start="any". Then `broadcast_parameters` sends those of one worker to the others.
+
+    reduce="sum" pulls sums, not means. A parameter that nobody had a gradient for gets None, or zeros with
+    unused="zeros". Gradients in half precision travel as they are, both ways; with `wire_dtype`, torch.float16 or
+    torch.bfloat16, all gradients do.
+
+    A larger model travels in several requests, each of at most `request_bytes`, by default 64 MiB, or half of what the
+    server takes. All workers must have the same. A larger parameter has a buffer for each range. Each buffer's epoch
+    closes once, and a repeated push counts once in each.
+
+    `nonfinite`, `max_norm`, `deadline_seconds`, `min_count`, `quorum_weight` and `contributors` are rules of the
+    buffers: docs/buffers.md says what they do. A rule that is None is the server's default.
+
+    Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated, and `Conflict` for buffers
+    that differ or have changed.
 
     >>> import torch
     >>> from gradserve_client.torch import GradientAccumulator
@@ -74,7 +74,8 @@ class GradientAccumulator:
     ...     print(gradients.push(weight=len(batch)).weight)
     3.0
     4.0
-    >>> gradients.pull()
+    >>> gradients.pull().count
+    2
     >>> model.weight.grad
     tensor([[0.7500, 0.7500]])
     """
@@ -85,214 +86,202 @@ class GradientAccumulator:
         server: Client,
         *,
         prefix: str,
+        run: str | None = None,
+        resume: bool = False,
         quorum: int | None = None,
         worker: str | None = None,
         keep: int = 1,
         timeout: float = 600.0,
+        start: Literal["same", "any"] = "same",
+        reduce: Reduce = "mean",
+        unused: Literal["none", "zeros"] = "none",
+        wire_dtype: torch.dtype | None = None,
+        request_bytes: int | None = None,
+        nonfinite: str | None = None,
+        max_norm: float | None = None,
+        deadline_seconds: float | None = None,
+        min_count: int | None = None,
+        quorum_weight: float | None = None,
+        contributors: Sequence[str] | None = None,
     ) -> None:
-        self._model, self._server, self._prefix = model, server, prefix
-        self._quorum, self._keep, self._timeout = quorum, keep, timeout
-        self._worker = worker or uuid.uuid4().hex
-        self._parameters = self._trainable()
-        if not self._parameters:
-            raise InvalidInput("The model has no parameter that requires a gradient")
-        self._sparse = {
-            prefix + name
-            for name, parameter in model.named_parameters()
-            if any(parameter is weight for weight in _sparse_weights(model))
+        check_choice("start", start, ("same", "any"))
+        check_choice("reduce", reduce, ("mean", "sum"))
+        check_choice("unused", unused, ("none", "zeros"))
+        check_choice("wire_dtype", wire_dtype, (None, *HALF_DTYPES))
+        self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
+        self._server, self._timeout = server, timeout
+        self._reduce, self._unused, self._worker = reduce, unused, worker
+        request_bytes = _fitting(server, request_bytes)
+        self._model = Model(model, self._prefix, wire_dtype, request_bytes)
+        rules = {
+            "quorum": quorum,
+            "keep": keep,
+            "nonfinite": nonfinite,
+            "max_norm": max_norm,
+            "deadline_seconds": deadline_seconds,
+            "min_count": min_count,
+            "quorum_weight": quorum_weight,
+            "contributors": contributors,
         }
-        """The buffers of sparse gradients: at first as the modules say, then as the last gradients were."""
-        self._open(self._found_places() if len(server.urls) > 1 else {})
-        self._epoch = self._running_epoch()
-        self._pushes = 0
+        self._sums = Sums(server, self._model.parts, rules, request_bytes)
+        register = f"{self._prefix}::start"
+        places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
+        server.place(places)
+        began = Start(server, register, self._model, request_bytes)
+        began.check_form()
+        self._sums.open(places)
+        state = self._sums.state()
+        if run is None and not resume and state.version:
+            raise Conflict(
+                f"The buffers are in epoch {state.epoch}, at count {state.count} and weight {state.weight:g}, of an"
+                " earlier run or of another worker: name the run with run=, the same for all of its workers, to keep"
+                " runs apart; or continue with resume=True"
+            )
+        if start == "same" and state.epoch == 0:
+            began.check_weights()
+        self._pushes = Pushes(self._sums, worker, state.epoch)
+        self._new_broadcast = partial(Broadcast, server, model, self._prefix, request_bytes)
+        self._broadcast: Broadcast | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all buffers begin with: the prefix, and the run."""
+        return self._prefix
 
     @property
     def epoch(self) -> int:
         """The epoch of the next push and pull."""
-        return self._epoch
+        return self._pushes.epoch
 
-    def push(self, *, weight: float = 1.0) -> Pushed:
-        """Add `weight` times the gradients to the sums, in one request a server, and set them to None.
+    @overload
+    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: Literal[True] = True) -> Pushed: ...
+
+    @overload
+    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: bool) -> Pushed | None: ...
+
+    def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: bool = True) -> Pushed | None:
+        """Add `weight` times the gradients to the sums, and set them to None.
 
         `weight` is the number of samples if the loss is their mean. A parameter whose gradient is None adds nothing. If
-        every gradient is None, the weight must be 0: a worker without more data still counts for the quorum.
+        every gradient is None, the weight must be 0: a worker without more data still counts for the quorum. With
+        weight 0 no number is sent, and nothing of the gradients counts, not even NaN.
 
-        After an error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch has
-        closed without this worker, which can `pull` then. Raises `KeyReused`, and sets the gradients to None, if a
+        `scale` is what the loss was multiplied by, as with `scaler.get_scale()`: it must be the same for all pushes.
+
+        wait=False hands the gradients to a thread, and returns None at once, so that the next forward pass runs
+        meanwhile. The next call of this accumulator waits for the thread first, and raises its error. If the same push
+        may succeed later, the call after that sends it again.
+
+        After another error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch
+        has closed without this worker, which can `pull` then. Raises `KeyReused`, and sets the gradients to None, if a
         worker of this name has made this push with another gradient or weight. That push counts, and the next call
         makes the next push.
         """
-        self._check_model()
-        gradients = {name: param.grad for name, param in self._parameters.items() if param.grad is not None}
+        self._pushes.settle()
+        self._model.check()
+        if not 0 < scale < math.inf:
+            raise InvalidInput(f"scale is {scale}, but must be finite and above 0", code="invalid_parameter")
+        gradients = self._model.gradients()
         if not gradients and weight:
             raise InvalidInput(
                 "No parameter has a gradient: call push after backward, once; without data, push(weight=0) counts for"
                 " the quorum"
             )
-        nothing = np.zeros((), np.float32)  # broadcasts to every shape
-        try:
-            receipts = self._server.buffers.accumulate(
-                {name: gradients.get(name, nothing) for name in self._parameters},
-                weight=weight,
-                epoch=self._epoch,
-                idempotency_key=f"{self._identity}-{self._epoch}-{self._pushes}",
-            )
-        except StaleEpoch as error:
-            hint = "; if it has closed, pull() fetches its mean" if self._quorum is not None else ""
-            raise _explained(
-                error, f"This worker is at epoch {self._epoch}, and its gradients do not count{hint}"
-            ) from None
-        except KeyReused as error:
-            push = f"push {self._pushes} of epoch {self._epoch}"
-            self._pushes += 1
-            self._clear()
-            raise _explained(
-                error,
-                f"This worker made {push} before, with another gradient or weight, and that push counts; or another"
-                " worker has the same name",
-            ) from None
-        self._pushes += 1
-        for name, gradient in gradients.items():
-            (self._sparse.discard if gradient.layout == torch.strided else self._sparse.add)(name)
-        self._clear()
-        receipt = next(iter(receipts.values()))
-        return Pushed(
-            epoch=receipt.epoch,
-            count=receipt.count,
-            weight=receipt.weight,
-            closed=receipt.closed,
-            replayed=receipt.replayed,
-        )
+        numbers, used = self._model.numbers(gradients, weight)
+        push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
+        if wait:
+            try:
+                pushed = push()
+            except KeyReused:
+                self._model.clear({})
+                raise
+            self._model.clear(gradients)
+            return pushed
+        self._model.clear(gradients)
+        self._pushes.start(push)
+        return None
 
-    def pull(self) -> None:
+    def pull(self) -> Pulled:
         """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
 
         With a quorum, this waits up to `timeout` seconds until the epoch closes. Without one, it closes the epoch. Each
-        gradient gets its parameter's dtype and device, and zeros if no worker pushed it. Sparse gradients stay sparse,
-        with the rows that are not zero. Infinity and NaN reach every worker unchanged.
+        gradient gets the dtype, the device and the strides that its parameter wants. Sparse gradients stay sparse, with
+        the rows that are not zero. Infinity and NaN reach every worker unchanged.
 
-        After an error, the pull can be repeated. Raises `EpochOpen` if pushes are missing, `EpochGone` if this worker
-        is more than `keep` epochs behind, and `Conflict` if all weights are 0.
+        If all weights are 0, nobody had a gradient: all gradients are None, and the result's `weight` is 0.
+
+        After an error no gradient has changed, and the pull can be repeated. Raises `EpochOpen` if pushes are missing,
+        and `EpochGone` if this worker is more than `keep` epochs behind. Raises `Conflict`, in every worker, if pushes
+        had different scales: then the gradients are None, and the next epoch begins.
         """
-        self._check_model()
+        self._pushes.settle()
+        self._model.check()
         try:
-            means = self._closed() if self._quorum is not None else self._taken()
+            summed = self._sums.pull(self.epoch, self._reduce, self._timeout)
         except EpochGone as error:
-            raise _explained(
-                error, "This worker is too far behind to catch up: load the weights of another worker"
+            raise explained(
+                error,
+                "This worker is too far behind to catch up: take the weights of another, with broadcast_parameters",
             ) from None
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                mean = torch.from_numpy(means[name]).to(parameter.device, parameter.dtype)
-                parameter.grad = mean.to_sparse(1) if name in self._sparse else mean
-        self._epoch += 1
-        self._pushes = 0
+        if not summed.has_one_scale:
+            summed.values.clear()
+        self._model.set(summed, zeros=self._unused == "zeros")
+        pulled = Pulled.of(self.epoch, summed.receipts)
+        self._pushes.begin(self.epoch + 1)
+        if not summed.has_one_scale:
+            raise Conflict(
+                f"The pushes of epoch {pulled.epoch} had gradients of different scales, so they have no mean: update"
+                " the scaler of every worker after the same pulls"
+            )
+        return pulled
+
+    def broadcast_parameters(self, *, send: bool) -> None:
+        """Send this worker's parameters and buffers to all others, or set them to those of the worker that sends.
+
+        The others take the newest that were sent in their epoch or later, and continue in that epoch. They wait up to
+        `timeout` seconds. So a worker that joins late calls this once, and then another worker, between its steps. The
+        states of optimizers are not sent. Raises `EpochOpen` if nobody sends.
+        """
+        self._pushes.settle()
+        self._broadcast = self._broadcast or self._new_broadcast()
+        if send:
+            self._broadcast.send(self.epoch)
+        elif (epoch := self._broadcast.receive(self.epoch, self._timeout)) != self.epoch:
+            self._pushes.begin(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
-        state = {"epoch": self._epoch, "pushes": self._pushes}
-        return {**state, "shards": dict(self._places)} if self._places else state
+        self._pushes.settle()
+        state = {"epoch": self.epoch, "pushes": self._pushes.made}
+        return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of this `worker`. Raises `InvalidInput` if the client lacks a server of it."""
-        if (places := state.get("shards", self._places)) != self._places:
-            self._open(places)
-        self._epoch, self._pushes = state["epoch"], state["pushes"]
+        """Continue from a `state_dict` of this `worker`.
 
-    def _found_places(self) -> dict[str, str]:
-        """Return the servers of the buffers: where they exist, else balanced by bytes."""
-        found = self._server.places(self._prefix)
-        new = balanced({name: one.nbytes for name, one in self._parameters.items()}, self._server.urls)
-        return {name: found.get(name, url) for name, url in new.items()}
-
-    def _open(self, places: Mapping[str, str]) -> None:
-        """Create the buffers that do not exist, on the servers of these URLs by name if there are several servers."""
-        self._server.place(places)
-        self._places = places
-        specs: dict[str, BufferSpec] = {
-            name: {"shape": one.shape, "dtype": _buffer_dtype(name, one), "quorum": self._quorum, "keep": self._keep}
-            for name, one in self._parameters.items()
-        }
-        created = self._server.buffers.create_many(specs)
-        # The server may still remember the keys of earlier buffers with the same names.
-        identity = repr((self._prefix, self._worker, [created[name].created_at for name in self._parameters]))
-        self._identity = hashlib.sha256(identity.encode()).hexdigest()[:32]
-
-    def _trainable(self) -> dict[str, Any]:
-        """Return the parameters that require a gradient, by the names of their buffers. Shared parameters come once."""
-        return {name: parameter for name, parameter in self._named() if parameter.requires_grad}
-
-    def _check_model(self) -> None:
-        """Raise `InvalidInput` if the model trains parameters that it did not have when this accumulator was made."""
-        current = dict(self._named())
-        for name, parameter in current.items():
-            if parameter.requires_grad and name not in self._parameters:
-                raise self._changed(f"{name!r} requires a gradient now, but did not")
-            if parameter.requires_grad and parameter is not self._parameters[name]:
-                raise self._changed(f"{name!r} is another parameter than")
-        for name in self._parameters.keys() - current.keys():
-            raise self._changed(f"{name!r} is not in the model any more, but was")
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
-        return ((self._prefix + name, parameter) for name, parameter in self._model.named_parameters())
-
-    def _changed(self, change: str) -> InvalidInput:
-        return InvalidInput(f"{change} when this accumulator was made; make a new one, with another prefix")
-
-    def _running_epoch(self) -> int:
-        """Return the epoch of all buffers, the earlier one if a worker was killed when some servers had its push."""
-        names = dict.fromkeys(self._parameters, 0.0)
-        receipts = self._server.buffers.accumulate(names, do_update=False)
-        epochs = dict(sorted((receipt.epoch, name) for name, receipt in receipts.items()))
-        states = {(self._places.get(name), receipt.epoch) for name, receipt in receipts.items()}
-        if len(states) > len(dict(states)) or max(epochs) - min(epochs) > 1:
-            (first_epoch, first), *_, (second_epoch, second) = epochs.items()
-            raise Conflict(
-                f"The buffers do not belong to the same model: {first!r} is in epoch {first_epoch}, {second!r} in"
-                f" {second_epoch}; use another prefix, or delete the buffers"
+        Raises `InvalidInput` if the client lacks a server of it, and if the worker has no name: the server would not
+        recognize its pushes.
+        """
+        self._pushes.settle()
+        if self._worker is None:
+            raise InvalidInput(
+                "This worker has no name, so the server would count its repeated pushes again: give each worker its own"
+                " name, as with worker=f'rank{rank}'"
             )
-        return min(epochs)
-
-    def _closed(self) -> Mapping[str, Array]:
-        """Return the means of the epoch, once it has closed."""
-        names = list(self._parameters)
-        return self._server.buffers.value(names, epoch=self._epoch, reduce="mean", timeout=self._timeout)
-
-    def _taken(self) -> Mapping[str, Array]:
-        """Close the epoch, and return its means."""
-        try:
-            taken = self._server.buffers.take(
-                list(self._parameters),
-                min_count=1,
-                epoch=self._epoch,
-                reduce="mean",
-                idempotency_key=f"{self._identity}-{self._epoch}-take",
-            )
-        except StaleEpoch as error:
-            raise _explained(
-                error, f"Another client closed epoch {self._epoch}: without a quorum, only one worker may pull"
-            ) from None
-        return {name: receipt.value for name, receipt in taken.items()}
-
-    def _clear(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        if (places := state.get("shards", self._sums.places)) != self._sums.places:
+            self._sums.open(places)
+        self._pushes.begin(state["epoch"], state["pushes"])
 
 
-def _sparse_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return [module.weight for module in model.modules() if isinstance(module, kinds) and module.sparse]
-
-
-def _buffer_dtype(name: str, parameter: torch.nn.Parameter) -> str:
-    dtype = _BUFFER_DTYPES.get(parameter.dtype)
-    if dtype is None:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _BUFFER_DTYPES)
-        raise InvalidInput(f"{name!r} is {parameter.dtype}, but must be one of {known}", code="dtype_mismatch")
-    return dtype
-
-
-def _explained(error: GradserveError, sentence: str) -> GradserveError:
-    error.detail = f"{error.detail}. {sentence}"
-    error.args = (error.detail,)
-    return error
+def _fitting(server: Client, request_bytes: int | None) -> int:
+    """Return the bytes of a request. Raises `TooLarge` if a server does not take them."""
+    most: int = min(shard.run(limits())["max_body_bytes"] for shard in server.buffers._runner.shards)
+    if request_bytes is None:
+        return min(REQUEST_BYTES, most // 2)
+    if as_whole("request_bytes", request_bytes) < 1:
+        raise InvalidInput(f"request_bytes is {request_bytes}, but must be at least 1", code="invalid_parameter")
+    if request_bytes + 4 * BUFFER_BYTES > most:
+        raise TooLarge(
+            f"request_bytes is {request_bytes}, but the server takes {most} bytes (GRADSERVE_MAX_BODY_BYTES), with"
+            f" {4 * BUFFER_BYTES} for names"
+        )
+    return request_bytes

@@ -1,0 +1,233 @@
+"""What a pull brings: means, sums and nothing at all; and how the numbers travel."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from gradserve_client import Client, ConnectionFailed, InvalidInput
+from gradserve_client.torch import GradientAccumulator
+
+from tests.clients.test_torch import assert_close, backward, grads, net, own
+
+
+@pytest.fixture(scope="module")
+def server(url: str) -> Iterator[Client]:
+    with Client(url) as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{uuid.uuid4().hex}."
+
+
+def workers(server: Client, prefix: str, **options: Any) -> list[tuple[Any, GradientAccumulator]]:
+    """Return two models with accumulators of one quorum."""
+    models = [net(), net()]
+    return [(model, GradientAccumulator(model, server, prefix=prefix, quorum=2, **options)) for model in models]
+
+
+class Sizes(httpx.HTTPTransport):
+    """Notes the bytes of the requests and of the answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+        self.answered: list[int] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.sent.append(int(request.headers.get("content-length", "0")))
+        response = super().handle_request(request)
+        self.answered.append(int(response.headers.get("content-length", "0")))
+        return response
+
+
+# ----- epochs without gradients -----
+
+
+@pytest.mark.parametrize("unused", ["none", "zeros"])
+def test_an_epoch_without_weight_is_no_dead_end(server: Client, prefix: str, unused: Any) -> None:
+    both = workers(server, prefix, unused=unused, worker=None)
+    for model, worker in both:
+        backward(model, 2, 1)
+        worker.push(weight=0)
+    for model, worker in both:
+        pulled = worker.pull()
+        assert (pulled.epoch, pulled.count, pulled.weight) == (0, 2, 0)
+        assert grads(model) == [None] * 4
+        assert worker.state_dict() == {"epoch": 1, "pushes": 0}
+    expected = own(both[0][0], [(4, 1), (2, 2)])
+    for (model, worker), (size, seed) in zip(both, [(4, 1), (2, 2)], strict=True):
+        backward(model, size, seed)
+        worker.push(weight=size)
+    for model, worker in both:
+        assert worker.pull().weight == 6
+        assert_close(grads(model), expected)
+
+
+def test_a_single_worker_closes_an_epoch_without_weight(server: Client, prefix: str) -> None:
+    model = net()
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients.push(weight=0)
+    assert (gradients.pull().weight, grads(model), gradients.epoch) == (0, [None] * 4, 1)
+    backward(model, 4, 1)
+    expected = grads(model)
+    gradients.push()
+    assert gradients.pull().weight == 1
+    assert_close(grads(model), expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_push_of_weight_0_sends_no_number(url: str, prefix: str, bad: float) -> None:
+    transport = Sizes()
+    with Client(url, transport=transport) as server:
+        (first, one), (second, two) = workers(server, prefix)
+        backward(first, 4, 1)
+        expected = grads(first)
+        one.push()
+        for parameter in second.parameters():
+            parameter.grad = torch.full_like(parameter, bad)
+        transport.sent.clear()
+        two.push(weight=0)
+        assert max(transport.sent) < 600
+        assert grads(second) == [None] * 4
+        for model, worker in ((first, one), (second, two)):
+            worker.pull()
+            assert_close(grads(model), expected)
+
+
+# ----- what a pull returns, and sets -----
+
+
+def test_a_pull_returns_its_epoch(server: Client, prefix: str) -> None:
+    for model, worker in workers(server, prefix):
+        backward(model, 3, 1)
+        worker.push(weight=1.5)
+    pulled = worker.pull()
+    assert (pulled.epoch, pulled.count, pulled.weight) == (0, 2, 3.0)
+
+
+@pytest.mark.parametrize("quorum", [None, 2])
+def test_reduce_sum(server: Client, prefix: str, quorum: int | None) -> None:
+    model = net()
+    gradients = GradientAccumulator(model, server, prefix=prefix, quorum=quorum, reduce="sum")
+    expected = [6 * gradient for gradient in own(model, [(4, 1), (2, 2)])]
+    for size, seed in [(4, 1), (2, 2)]:
+        backward(model, size, seed)
+        gradients.push(weight=size)
+    assert gradients.pull().weight == 6
+    for found, wanted in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_a_parameter_that_nobody_used_is_none_or_zeros(server: Client, prefix: str, reduce: Any) -> None:
+    """A gradient that is zero is not a missing gradient."""
+    for unused in ("none", "zeros"):
+        model = torch.nn.ParameterDict({"used": torch.ones(2), "zero": torch.ones(2), "unused": torch.ones(2)})
+        name = f"{prefix}{unused}."
+        gradients = GradientAccumulator(model, server, prefix=name, quorum=2, unused=unused, reduce=reduce)
+        for number in (0, 1):
+            model["used"].grad = torch.ones(2) if number else None  # by one of two
+            model["zero"].grad = torch.zeros(2)
+            gradients.push(weight=2)
+        gradients.pull()
+        assert model["used"].grad.tolist() == ([0.5] * 2 if reduce == "mean" else [2.0] * 2)
+        assert model["zero"].grad.tolist() == [0, 0]
+        assert model["unused"].grad is None if unused == "none" else model["unused"].grad.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reduce": "max"}, "reduce is 'max', but must be one of 'mean', 'sum'"),
+        ({"unused": None}, "unused is None, but must be one of 'none', 'zeros'"),
+        ({"wire_dtype": torch.float64}, "wire_dtype is torch.float64, but must be one of None, torch.float16"),
+    ],
+)
+def test_options_that_do_not_exist(server: Client, prefix: str, options: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        GradientAccumulator(net(), server, prefix=prefix, **options)
+
+
+def test_nonfinite_gradients_are_refused(server: Client, prefix: str) -> None:
+    model = net()
+    gradients = GradientAccumulator(model, server, prefix=prefix, nonfinite="reject")
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    with pytest.raises(InvalidInput, match="infinite or NaN"):
+        gradients.push()
+    assert all(gradient.isnan().all() for gradient in grads(model))
+    assert server.buffers[f"{prefix}0.weight"].info().count == 0
+
+
+# ----- half precision on the wire -----
+
+
+@pytest.mark.parametrize("quorum", [None, 1])
+@pytest.mark.parametrize(
+    ("dtype", "wire", "itemsize"),
+    [
+        (torch.float32, None, 4),
+        (torch.bfloat16, None, 2),
+        (torch.float16, None, 2),
+        (torch.float32, torch.bfloat16, 2),
+        (torch.complex64, torch.float16, 4),
+    ],
+    ids=["float32", "bfloat16", "float16", "float32 as bfloat16", "complex64 as float16"],
+)
+def test_half_precision_travels_as_it_is(
+    url: str, prefix: str, quorum: int | None, dtype: Any, wire: Any, itemsize: int
+) -> None:
+    transport, size = Sizes(), 5000
+    with Client(url, transport=transport) as server:
+        model = torch.nn.ParameterList([torch.zeros(size, dtype=dtype)])
+        gradients = GradientAccumulator(model, server, prefix=prefix, quorum=quorum, wire_dtype=wire)
+        model[0].grad = torch.arange(size).remainder(100).to(dtype)
+        expected = model[0].grad
+        transport.sent.clear()
+        gradients.push(weight=3)
+        assert 0 <= sum(transport.sent) - size * itemsize < 1000
+        transport.answered.clear()
+        gradients.pull()
+        assert 0 <= sum(transport.answered) - size * itemsize < 2000
+    assert model[0].grad.dtype == dtype
+    assert torch.equal(model[0].grad, expected)
+
+
+class Refusing(httpx.HTTPTransport):
+    """Does not connect for a request whose query has `refused`."""
+
+    refused = "nothing"
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if self.refused in request.url.query.decode():
+            raise httpx.ConnectError("no route")
+        return super().handle_request(request)
+
+
+def test_a_pull_of_several_dtypes_is_finished_by_another_worker(url: str, prefix: str) -> None:
+    """Without a quorum there is a `take` for each dtype. The first worker dies after the first `take`."""
+    transport = Refusing()
+    with Client(url, transport=transport, max_retries=0) as server:
+        models = [torch.nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]) for _ in range(2)]
+        first = GradientAccumulator(models[0], server, prefix=prefix, run="1")
+        for parameter in models[0]:
+            parameter.grad = torch.ones_like(parameter)
+        first.push()
+        transport.refused = "dtype=bfloat16"
+        with pytest.raises(ConnectionFailed):
+            first.pull()
+        transport.refused = "nothing"
+        second = GradientAccumulator(models[1], server, prefix=prefix, run="1")
+        for worker, model in ((second, models[1]), (first, models[0])):
+            assert worker.epoch == 0
+            assert worker.pull().count == 1
+            assert [gradient.tolist() for gradient in grads(model)] == [[1, 1], [1, 1]]
+            assert worker.epoch == 1

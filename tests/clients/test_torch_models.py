@@ -1,0 +1,231 @@
+"""Models of every kind: accumulated right, or refused when the accumulator is made."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import torch
+from gradserve_client import Client, InvalidInput
+from gradserve_client.torch import GradientAccumulator
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.clients.test_torch import assert_close, backward, grads, net, own
+
+
+@pytest.fixture(scope="module")
+def server(url: str) -> Iterator[Client]:
+    with Client(url) as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{uuid.uuid4().hex}."
+
+
+def names(server: Client, prefix: str) -> set[str]:
+    """Return the parameters that have buffers."""
+    found = {info.name.removeprefix(prefix) for info in server.buffers.list(prefix)}
+    return {name for name in found if "::" not in name}
+
+
+def one(data: Any) -> Any:
+    """Return a model with one parameter, `x`."""
+    model = torch.nn.Module()
+    model.x = data if isinstance(data, torch.nn.Parameter) else torch.nn.Parameter(data)
+    return model
+
+
+# ----- refused -----
+
+
+def partitioned() -> Any:
+    model = one(torch.ones(1))
+    model.x.ds_tensor = torch.ones(1)
+    return model
+
+
+def sharded() -> Any:
+    model = one(torch.ones(1))
+    model.inner = type("FullyShardedDataParallel", (torch.nn.Module,), {})()
+    return model
+
+
+def twice() -> Any:
+    model = torch.nn.Module()
+    model.a = torch.nn.Module()
+    model.a.x = torch.nn.Parameter(torch.ones(1))
+    model.a._orig_mod = torch.nn.Module()
+    model.a._orig_mod.x = torch.nn.Parameter(torch.ones(1))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.nn.LazyLinear(2), "'weight' is lazy.*call the model on a sample first"),
+        (lambda: torch.nn.Linear(2, 1, device="meta"), "'weight' is on the meta device.*to_empty"),
+        (lambda: one(torch.nn.Parameter(TwoTensor(torch.ones(1), torch.ones(1)))), "'x' is a TwoTensor.*plain tensor"),
+        (lambda: one(torch.ones(1, dtype=torch.float8_e5m2)), "'x' is torch.float8_e5m2, but must be one of float16"),
+        (partitioned, "'x' is partitioned by DeepSpeed: use ZeRO stage 2"),
+        (sharded, "'x' is sharded by FullyShardedDataParallel.*fully_shard"),
+        (twice, "'a.x' and 'a._orig_mod.x' are both 'a.x'"),
+    ],
+    ids=["lazy", "meta", "subclass", "float8", "zero3", "fsdp1", "twice"],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_models_that_cannot_be_accumulated(server: Client, prefix: str, make: Any, words: str) -> None:
+    """They are refused before anything is created, with the way out."""
+    with pytest.raises(InvalidInput, match=words):
+        GradientAccumulator(make(), server, prefix=prefix)
+    assert not server.buffers.list(prefix)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [("a b.", "'a b.x' is not a buffer name"), ("a" * 101, "prefix with its run has 101 characters")],
+)
+def test_prefixes_that_no_buffer_can_have(server: Client, prefix: str, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        GradientAccumulator(net(), server, prefix=prefix)
+
+
+# ----- names -----
+
+
+@pytest.mark.parametrize("name", ["a b", "läufer/größe", "層", "a:b", "%41", "~", "\n", "a-b_c", "\U0001f600"])
+def test_names_that_the_server_does_not_take_are_quoted(server: Client, prefix: str, name: str) -> None:
+    model = torch.nn.ParameterDict({name: torch.ones(1)})
+    model[name].grad = torch.ones(1)
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients.push()
+    gradients.pull()
+    assert model[name].grad.tolist() == [1]
+    (quoted,) = names(server, prefix)
+    assert unquote(quoted.replace(":", "%")) == name
+
+
+def test_long_names_stay_distinct(server: Client, prefix: str) -> None:
+    model = torch.nn.ParameterDict({"é" * 300 + end: torch.full((1,), float(end)) for end in "12"})
+    for parameter in model.values():
+        parameter.grad = parameter.detach().clone()
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients.push()
+    gradients.pull()
+    assert [parameter.grad.item() for parameter in model.values()] == [1, 2]
+    assert all(len(info.name) <= 200 for info in server.buffers.list(prefix))
+
+
+class Wrapped(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
+    """Names its model's parameters as DistributedDataParallel does."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, samples: Any) -> Any:
+        return self.module(samples)
+
+
+def inner_compiled() -> Any:
+    model = net()
+    model[2] = torch.compile(model[2], backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda: torch.nn.DataParallel(net()),
+        lambda: Wrapped(torch.compile(net(), backend="eager")),
+        lambda: torch.compile(Wrapped(net()), backend="eager"),
+        inner_compiled,
+    ],
+    ids=["DataParallel", "compiled in parallel", "parallel in compiled", "a compiled layer"],
+)
+def test_a_wrapped_worker_and_a_plain_worker_meet(server: Client, prefix: str, wrap: Any) -> None:
+    plain, wrapped = net(), wrap()
+    expected = own(plain, [(4, 1), (2, 2)])
+    first = GradientAccumulator(plain, server, prefix=prefix, quorum=2)
+    second = GradientAccumulator(wrapped, server, prefix=prefix, quorum=2)
+    backward(plain, 4, 1)
+    first.push(weight=4)
+    copied = net()
+    backward(copied, 2, 2)
+    for parameter, source in zip(wrapped.parameters(), copied.parameters(), strict=True):
+        parameter.grad = source.grad
+    second.push(weight=2)
+    for gradients, model in [(first, plain), (second, wrapped)]:
+        gradients.pull()
+        assert_close(grads(model), expected)
+    assert names(server, prefix) == {name for name, _ in net().named_parameters()}
+
+
+# ----- kinds of numbers -----
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_parameters(server: Client, prefix: str, dtype: Any) -> None:
+    model = torch.nn.Linear(3, 2, dtype=dtype)
+    inputs = torch.randn(4, 3, dtype=dtype)
+    model(inputs).abs().square().sum().backward()
+    expected = grads(model)
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients.push(weight=3)
+    gradients.pull()
+    for found, wanted in zip(grads(model), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert server.buffers[f"{prefix}weight"].info().shape == (2, 3, 2)
+
+
+def test_a_conjugated_complex_gradient(server: Client, prefix: str) -> None:
+    model = one(torch.ones(2, dtype=torch.complex64))
+    model.x.grad = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients.push()
+    gradients.pull()
+    assert model.x.grad.tolist() == [1 - 2j, 3 + 4j]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore")
+def test_dtensors_meet_plain_tensors(server: Client, prefix: str) -> None:
+    """As `fully_shard` makes them: the gradient of each rank is a part, and the whole is sent."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    plain, sharded = net(), net()
+    for layer in (sharded[0], sharded[2]):
+        for name, parameter in [*layer.named_parameters()]:
+            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            setattr(layer, name, torch.nn.Parameter(part))
+    expected = own(plain, [(4, 1), (2, 2)])
+    workers = [GradientAccumulator(model, server, prefix=prefix, quorum=2) for model in (plain, sharded)]
+    backward(plain, 4, 1)
+    workers[0].push(weight=4)
+    copied = net()
+    backward(copied, 2, 2)
+    for parameter, source in zip(sharded.parameters(), copied.parameters(), strict=True):
+        parameter.grad = distribute_tensor(source.grad, mesh, [Shard(0)])
+    workers[1].push(weight=2)
+    for worker in workers:
+        worker.pull()
+    assert_close(grads(plain), expected)
+    assert all(isinstance(gradient, DTensor) and gradient.placements == (Shard(0),) for gradient in grads(sharded))
+    assert_close([gradient.full_tensor() for gradient in grads(sharded)], expected)
+    torch.optim.SGD(sharded.parameters(), lr=0.1).step()

@@ -1,0 +1,207 @@
+"""The same start for all workers of a run."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradserve_client import Client, Conflict, EpochOpen, InvalidInput
+from gradserve_client.torch import GradientAccumulator
+
+from tests.clients.test_torch import backward, grads, net
+from tests.serving import serving
+
+
+@pytest.fixture(scope="module")
+def server(url: str) -> Iterator[Client]:
+    with Client(url) as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{uuid.uuid4().hex}."
+
+
+def joined(model: Any, server: Client, prefix: str, **options: Any) -> GradientAccumulator:
+    return GradientAccumulator(model, server, prefix=prefix, run="1", timeout=20, **options)
+
+
+# ----- what is compared -----
+
+
+def renamed() -> Any:
+    return torch.nn.Sequential(*[torch.nn.Identity(), *net()])
+
+
+def half() -> Any:
+    return net().to(torch.bfloat16)
+
+
+def deeper() -> Any:
+    return torch.nn.Sequential(*net(), torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("other", [renamed, half, deeper])
+def test_another_model_is_refused_before_anything_is_created(server: Client, prefix: str, other: Any) -> None:
+    joined(net(), server, prefix)
+    before = [info.name for info in server.buffers.list(prefix)]
+    for options in ({}, {"resume": True, "start": "any"}):
+        with pytest.raises(Conflict, match="other parameters: their names, shapes or dtypes differ.*run="):
+            joined(other(), server, prefix, **options)
+    assert [info.name for info in server.buffers.list(prefix)] == before
+
+
+def test_requests_of_another_size_are_refused(server: Client, prefix: str) -> None:
+    joined(net(), server, prefix)
+    with pytest.raises(Conflict, match="request_bytes"):
+        joined(net(), server, prefix, request_bytes=100)
+
+
+def test_other_weights_are_refused_until_the_first_epoch_has_closed(server: Client, prefix: str) -> None:
+    model = net()
+    first = joined(model, server, prefix, quorum=2)
+    with pytest.raises(Conflict, match=r"began with other weights.*broadcast_parameters\(\)"):
+        joined(net(seed=1), server, prefix, quorum=2)
+    second = joined(net(), server, prefix, quorum=2)
+    for worker in (first, second):
+        worker.push(weight=0)
+    assert joined(net(seed=1), server, prefix, quorum=2).epoch == 1
+
+
+def test_of_workers_that_start_at_once_one_is_first(url: str, prefix: str) -> None:
+    models = [net(seed=number % 2) for number in range(6)]
+
+    def start(model: Any) -> bool:
+        with Client(url) as server:
+            try:
+                joined(model, server, prefix)
+            except Conflict:
+                return False
+            return True
+
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(start, models))
+    assert found in ([True, False] * 3, [False, True] * 3)
+
+
+# ----- broadcast -----
+
+
+class Kinds(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
+    """Tensors of every kind: trained, frozen, of integers, complex, empty, in half precision, and large."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.full((3, 2), value))
+        self.frozen = torch.nn.Parameter(torch.full((2,), value, dtype=torch.bfloat16), requires_grad=False)
+        self.complex = torch.nn.Parameter(torch.full((2,), complex(value, -value)))
+        self.wide = torch.nn.Parameter(torch.full((), value / 3, dtype=torch.float64))
+        self.large = torch.nn.Parameter(torch.full((40, 50), value))
+        self.register_buffer("count", torch.tensor(2**40 + int(value)))
+        self.register_buffer("mask", torch.tensor([value > 1, False]))
+        self.register_buffer("empty", torch.ones(0, 3))
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == twin and torch.equal(tensor, copy) for (name, tensor), (twin, copy) in pairs)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_one_worker_sends_its_parameters_and_buffers_to_all(url: str, prefix: str, servers: int) -> None:
+    with serving() as second:
+        models = [Kinds(value) for value in (1.0, 2.0, 3.0)]
+
+        def work(number: int) -> None:
+            with Client([url, second][:servers]) as server:
+                worker = joined(models[number], server, prefix, quorum=3, start="any", request_bytes=3000)
+                worker.broadcast_parameters(send=number == 1)
+
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(work, range(3)))
+    assert same(models[1], Kinds(2.0))
+    assert same(models[0], models[1])
+    assert same(models[2], models[1])
+
+
+def test_a_late_worker_continues_with_the_others(server: Client, prefix: str) -> None:
+    model, optimizers = net(), []
+    first = joined(model, server, prefix, quorum=1)
+    optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    first.broadcast_parameters(send=True)  # of epoch 0, which nobody late may take
+    for seed in range(3):
+        backward(model, 4, seed)
+        first.push()
+        first.pull()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    late = net(seed=1)
+    second = joined(late, server, prefix, quorum=1)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(second.broadcast_parameters, send=False)
+        first.broadcast_parameters(send=True)
+        waiting.result(20)
+    assert second.epoch == first.epoch == 3
+    assert same(late, model)
+    backward(late, 4, 7)
+    second.push()
+    for worker in (first, second):
+        worker.pull()
+    assert all(torch.equal(one, other) for one, other in zip(grads(model), grads(late), strict=True))
+
+
+def test_a_worker_that_is_behind_goes_on_to_the_epoch_of_the_parameters(server: Client, prefix: str) -> None:
+    models = [net(), net()]
+    fast, slow = [joined(model, server, prefix, quorum=1) for model in models]
+    for seed in range(3):
+        models[0].zero_grad()
+        backward(models[0], 4, seed)
+        fast.push()
+        fast.pull()
+        fast.broadcast_parameters(send=True)
+    slow.broadcast_parameters(send=False)
+    assert (slow.epoch, slow.state_dict()["pushes"]) == (3, 0)
+    backward(models[1], 4, 1)
+    assert slow.push().closed
+
+
+def test_parameters_that_nobody_sends(server: Client, prefix: str) -> None:
+    model = net()
+    worker = GradientAccumulator(model, server, prefix=prefix, timeout=0.05)
+    with pytest.raises(EpochOpen, match="Nobody has sent the parameters of epoch 0 or later within 0.05 seconds"):
+        worker.broadcast_parameters(send=False)
+    assert same(model, net())
+
+
+def test_integers_that_cannot_be_sent(server: Client, prefix: str) -> None:
+    model = Kinds(1.0)
+    model.count += 2**60
+    with pytest.raises(InvalidInput, match="count' has integers beyond"):
+        GradientAccumulator(model, server, prefix=prefix).broadcast_parameters(send=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dtensor_gets_its_part(server: Client, prefix: str, tmp_path: Path) -> None:
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain, sharded = net(seed=1), net()
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in (sharded[0], sharded[2]):
+            for name, parameter in [*layer.named_parameters()]:
+                part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                setattr(layer, name, torch.nn.Parameter(part))
+        joined(plain, server, prefix).broadcast_parameters(send=True)
+        joined(sharded, server, prefix, start="any").broadcast_parameters(send=False)
+        for found, sent in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert isinstance(found, DTensor)
+            assert torch.equal(found.full_tensor(), sent)
+    finally:
+        torch.distributed.destroy_process_group()
