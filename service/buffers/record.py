@@ -291,10 +291,5 @@ class Snapshot:
         """A text that differs for every value of every buffer."""
         return f"{self.record.id}-{self.record.epoch}-{self.record.version}"
 
-    @property
-    def weight(self) -> float:
-        """The sum of the weights in the value."""
-        return (self.of or self.record).weight
-
     def receipt(self) -> Receipt:
         return self.record.receipt(updated=False, of=self.of)

@@ -13,7 +13,7 @@ import pytest
 from service.buffers.memory import MemoryStore
 from tests.serving import serving
 
-LOOK_UPS = ("record", "look", "records", "read", "recall", "generation", "size")
+LOOK_UPS = ("record", "closed", "now", "look", "records", "read", "recall", "generation", "size")
 
 
 @pytest.fixture
@@ -59,6 +59,11 @@ def test_the_event_loop_makes_no_look_up(calls: Counter[str]) -> None:
         http.post("/v1/ops/ReluGrad?from=dY:a", json={"X": [1, 1]}).raise_for_status()
         for path in ("/v1/buffers", "/v1/buffers/a", "/v1/buffers/a/value", "/v2/health/ready", "/metrics"):
             assert http.get(path).status_code == 200, path
+        http.put("/v1/buffers/c", json={"shape": [2], "deadline_seconds": 0.1}).raise_for_status()
+        http.post("/v1/buffers/c/accumulate", json={"gradient": [1, 2]}).raise_for_status()
+        for path in ("/v1/buffers/c", "/v1/buffers/c?epoch=0&timeout=30", "/v1/buffers/c/value?epoch=0"):
+            assert http.get(path).status_code == 200, path
+        http.patch("/v1/buffers/c", json={"quorum": 3}).raise_for_status()
         for path in ("zero?prefix=a", "take?prefix=b", "value?prefix="):
             http.post(f"/v1/buffers/{path}", headers={} if "value" in path else keyed | {"Idempotency-Key": path})
         for path in ("/v1/buffers/a/take", "/v1/buffers/b/zero"):

@@ -59,10 +59,12 @@ class Schema:
 
     def faults(self) -> list[str]:
         """Return what nothing refers to, or what is missing, while no store works."""
-        rows = self.ask("select name, record from buffers")
-        used = {value for name, packed in rows for value in unpack_record(BufferName("", name), packed).values}
+        rows = self.ask("select name, record, expires, due from buffers")
+        records = [(unpack_record(BufferName("", name), packed), times) for name, packed, *times in rows]
+        used = {value for record, _ in records for value in record.values}
         found = {value for (value,) in self.ask("select distinct value from deltas")}
         faults = [f"deltas of the value {value}, which no buffer has" for value in found - used]
+        faults += [f"times of {one.name}" for one, times in records if [one.expires, one.due] != times]
         queries = {
             "blobs that nothing refers to": """
                 select distinct blob from chunks

@@ -53,7 +53,7 @@ def test_a_take_closes_the_epoch(store: Store) -> None:
     assert not value(store, "a").any()
     (snapshot,) = store.read(["a"], 0)
     assert snapshot.receipt() == {**outcome.receipts["a"], "updated": False}
-    assert (snapshot.weight, snapshot.value.tolist()) == (2.0, [2, 4])
+    assert (snapshot.receipt()["weight"], snapshot.value.tolist()) == (2.0, [2, 4])
     assert snapshot.etag.startswith('"0-2-')
 
 

@@ -46,6 +46,7 @@ from tests.buffers.calls import (
     spec,
     state,
     value,
+    wrong,
 )
 from tests.kernels.equality import assert_same_bits
 
@@ -532,3 +533,28 @@ def test_a_deleted_buffer_leaves_no_deadline(reopen: Callable[[], LmdbStore], cl
         do(store, Delete(name="a"))
     store.close()
     assert entries_of(tmp_path / "store")["deadlines"] == 1
+
+
+def test_the_doctor_finds_a_deadline_that_is_not_scheduled(reopen: Callable[..., LmdbStore], tmp_path: Path) -> None:
+    store, path = reopen(), tmp_path / "store"
+    create(store, "a", deadline_seconds=100.0)
+    add(store, "a", [1, 2])
+    add(store, "a", [1, 2])
+    store.close()
+    assert (entries_of(path)["deadlines"], wrong(path)) == (1, [])
+    with lmdb.open(str(path), max_dbs=8) as env, env.begin(write=True) as txn:
+        txn.drop(env.open_db(b"deadlines", txn=txn), delete=False)
+    assert [line for line in wrong(path) if "the deadline of the buffer 'a' is not scheduled" in line]
+
+
+def test_ends_of_epochs_leave_no_deadlines(reopen: Callable[..., LmdbStore], tmp_path: Path, clock: Clock) -> None:
+    """Epochs that close before their deadline, and buffers that are deleted."""
+    store = reopen()
+    create(store, *"abc", deadline_seconds=100.0, quorum=2)
+    for name in "aabc":
+        add(store, name, [1, 2])
+        clock.advance(1)
+    do(store, Zero(name="b"))
+    do(store, Delete(name="c"))
+    store.close()
+    assert entries_of(tmp_path / "store")["deadlines"] == 0

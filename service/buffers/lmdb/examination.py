@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
+from service.buffers.lmdb.format import due_entry
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.readonly import WRONG
@@ -39,12 +40,23 @@ class LmdbMoment(Reader):
         if damaged := self.keys.damaged():
             yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
         yield from self._miscounted()
+        yield from self._unscheduled()
         for value in sorted(set(self.value_ids()) - slots.keys()):
             yield f"{WRONG}value {value} belongs to no buffer that can be read"
         for slot in sorted({slot for slot, count in used.items() if count > 1} | used.keys() & set(free)):
             yield f"{WRONG}slot {slot} has more than one use"
         for slot in sorted(slot for slot in free if not 0 <= slot < total):
             yield f"{WRONG}slot {slot} is said to be free, but there are {total}"
+
+    def _unscheduled(self) -> Iterator[str]:
+        """Yield a line for each running epoch that the store would not close at its deadline."""
+        for name, record in self.sound_records():
+            entry = None if record is None else due_entry(record)
+            if entry is not None and self._txn.get(entry, db=self._env.deadlines) is None:
+                yield (
+                    f"{WRONG}the deadline of the buffer {name.joined!r} is not scheduled: its epoch closes only when a"
+                    " request comes for it"
+                )
 
     def _miscounted(self) -> Iterator[str]:
         """Yield a line for each namespace whose count is wrong."""
