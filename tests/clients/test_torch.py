@@ -124,7 +124,7 @@ def test_a_push_is_one_request_and_so_is_a_pull(url: str, prefix: str) -> None:
     with Client(url, transport=transport) as server:
         model = net()
         gradients = GradientAccumulator(model, server, prefix=prefix)
-        assert transport.paths == ["/v1/buffers/create", "/v1/buffers/accumulate"]
+        assert transport.paths.count("/v1/buffers/create") == 1
         transport.paths.clear()
         backward(model, 4, 1)
         gradients.push()
