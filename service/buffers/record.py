@@ -65,8 +65,8 @@ class Spec:
 
     @cached_property
     def text(self) -> bytes:
-        """The specification as the store writes it."""
-        return orjson.dumps(self.as_json())
+        """The specification as the store writes it, with each change: without rules that are None, as by default."""
+        return orjson.dumps({name: value for name, value in self.as_json().items() if value is not None})
 
 
 MAX_QUORUM = 10**9
