@@ -76,6 +76,8 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
             record = _alive(txn, name, now)
             change.admit(record)
         except BufferCorrupt:
+            if existing:
+                break  # the first error counts
             if not isinstance(change, Delete) or many:
                 raise
             txn.remove_damaged(name)
@@ -86,6 +88,8 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
         except BufferExists as error:
             existing.append(error)
         except GradserveError as error:
+            if existing:
+                break
             name_buffer(error, change.name, one_of_many=many)
             raise
         records.append(record)

@@ -79,7 +79,7 @@ class Spec:
     @property
     def closes_itself(self) -> bool:
         """Whether epochs close without a take: then every client may read them."""
-        return not self.quorum is self.quorum_weight is self.deadline_seconds is None
+        return (self.quorum, self.quorum_weight, self.deadline_seconds) != (None, None, None)
 
 
 _FIRST = {"shape", "dtype", "nonfinite", "quorum", "keep", "ttl_seconds"}

@@ -42,7 +42,7 @@ from tests.kernels.equality import assert_same_bits
 
 
 def test_a_new_buffer_is_zero(store: Store, clock: Clock) -> None:
-    rules: dict[str, Any] = {"nonfinite": "reject", "quorum": 3, "keep": 2, "ttl_seconds": 60.0}
+    rules: dict[str, Any] = {"nonfinite": "reject", "quorum": 3, "keep": 2, "ttl_seconds": 60.0, "max_norm": 1.5}
     outcome = do(store, Create(name="a", spec=spec((2, 3), "float16", **rules)))
     expected = {
         "name": "a",
