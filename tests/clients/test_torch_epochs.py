@@ -11,6 +11,8 @@ import httpx
 import pytest
 import torch
 from gradserve_client import Client, ConnectionFailed, InvalidInput
+from gradserve_client.buffers import Buffer
+from gradserve_client.models import BufferInfo
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.test_torch import assert_close, backward, grads, net, own
@@ -165,6 +167,24 @@ def test_nonfinite_gradients_are_refused(server: Client, prefix: str) -> None:
         gradients.push()
     assert all(gradient.isnan().all() for gradient in grads(model))
     assert server.buffers[f"{prefix}0.weight"].info().count == 0
+
+
+def test_rules_reach_the_buffers(server: Client, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are given, and no norm for the tallies."""
+    given: dict[str, Any] = {"deadline_seconds": 5.0, "min_count": 2, "quorum_weight": 8.0}
+    given |= {"contributors": ["a"], "per_contributor": 3}
+    found: dict[str, Any] = {}
+    create = Buffer.create
+
+    def note(buffer: Buffer, shape: Any, *, dtype: str, quorum: int | None = None, **rules: Any) -> BufferInfo:
+        found[buffer.name.removeprefix(prefix)] = rules
+        return create(buffer, shape, dtype=dtype, quorum=quorum)
+
+    monkeypatch.setattr(Buffer, "create", note)
+    GradientAccumulator(net(), server, prefix=prefix, quorum=4, max_norm=2.0, **given)
+    assert found.pop("::start") == {}
+    assert found.pop("0.weight::tally") == {"keep": 1, **given}
+    assert found == dict.fromkeys([name for name, _ in net().named_parameters()], {"keep": 1, "max_norm": 2.0, **given})
 
 
 # ----- half precision on the wire -----

@@ -229,3 +229,24 @@ def test_dtensors_meet_plain_tensors(server: Client, prefix: str) -> None:
     assert all(isinstance(gradient, DTensor) and gradient.placements == (Shard(0),) for gradient in grads(sharded))
     assert_close([gradient.full_tensor() for gradient in grads(sharded)], expected)
     torch.optim.SGD(sharded.parameters(), lr=0.1).step()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore")
+def test_fully_shard(server: Client, prefix: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain, sharded = net(), net()
+    expected = own(plain, [(4, 1), (2, 2)])
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    workers = [GradientAccumulator(model, server, prefix=prefix, quorum=2) for model in (plain, sharded)]
+    for worker, model, (size, seed) in zip(workers, (plain, sharded), [(4, 1), (2, 2)], strict=True):
+        backward(model, size, seed)
+        worker.push(weight=size)
+    for worker, model in zip(workers, (plain, sharded), strict=True):
+        worker.pull()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_close(grads(plain), expected)
+    assert_close([gradient.full_tensor() for gradient in grads(sharded)], expected)
+    assert_close([parameter.full_tensor() for parameter in sharded.parameters()], list(plain.parameters()))

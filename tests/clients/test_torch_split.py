@@ -178,6 +178,20 @@ def test_a_late_push_does_not_keep_its_other_requests_back(urls: list[str], serv
     assert {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("start")} == {1}
 
 
+def test_a_gradient_that_is_refused_leaves_no_epoch_open(server: Client, prefix: str) -> None:
+    model = wide()
+    gradients = accumulator(model, server, prefix, quorum=1, nonfinite="reject")
+    fill(model, 1)
+    model[3].grad[0, 0] = torch.nan
+    with pytest.raises(InvalidInput, match="infinite or NaN"):
+        gradients.push()
+    with pytest.raises(KeyReused):
+        gradients.push(weight=0)
+    gradients.pull()
+    assert model[3].grad is None
+    assert {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("start")} == {1}
+
+
 def test_a_server_that_takes_less_says_so_in_the_constructor(server: Client, prefix: str) -> None:
     with pytest.raises(TooLarge, match="request_bytes is 64999, but the server takes 65536"):
         accumulator(wide(), server, prefix, request_bytes=64_999)

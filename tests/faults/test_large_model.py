@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import httpx
@@ -47,3 +48,25 @@ def test_a_large_model_within_the_servers_memory(tmp_path: Path) -> None:
             gradients.pull()
             assert all(parameter.grad.eq(0.5).all() for parameter in model)
     assert most - first < in_flight + MOST_BYTES_OF_VALUES < total
+
+
+def test_a_server_that_is_killed_within_a_split_push_counts_it_once(tmp_path: Path) -> None:
+    """In each request's buffers, wherever the kill falls. The push goes on when the server is back."""
+    kills = 20 if LONG else 2
+    with Server(tmp_path / "store", max_body_bytes=1 << 20) as process, Client(process.url, timeout=120) as server:
+        model = torch.nn.ParameterList([torch.zeros(1 << 16) for _ in range(24)])
+        gradients = GradientAccumulator(model, server, prefix="large.", quorum=1, request_bytes=1 << 19)
+        for number in range(kills):
+            for parameter in model:
+                parameter.grad = torch.full_like(parameter, number + 1.0)
+            before = sum(info.version for info in server.buffers.list("large."))
+            gradients.push(wait=False)
+            wanted = before + random.Random(number).randrange(24)
+            while sum(info.version for info in server.buffers.list("large.")) < wanted:
+                pass
+            process.kill()
+            process.start()
+            assert gradients.pull().count == 1
+            assert all(parameter.grad.eq(number + 1).all() for parameter in model)
+            buffers = [info for info in server.buffers.list("large.") if not info.name.endswith("::start")]
+            assert {(info.epoch, info.version) for info in buffers} == {(number + 1, number + 1)}

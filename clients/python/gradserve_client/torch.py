@@ -59,8 +59,8 @@ class GradientAccumulator:
     server takes. All workers must have the same. A larger parameter has a buffer for each range. Each buffer's epoch
     closes once, and a repeated push counts once in each.
 
-    `nonfinite`, `max_norm`, `deadline_seconds`, `min_count`, `quorum_weight` and `contributors` are rules of the
-    buffers: docs/buffers.md says what they do. A rule that is None is the server's default.
+    `nonfinite`, `max_norm`, `deadline_seconds`, `min_count`, `quorum_weight`, `contributors` and `per_contributor` are
+    rules of the buffers: docs/buffers.md says what they do. A rule that is None is the server's default.
 
     Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated, and `Conflict` for buffers
     that differ or have changed.
@@ -103,6 +103,7 @@ class GradientAccumulator:
         min_count: int | None = None,
         quorum_weight: float | None = None,
         contributors: Sequence[str] | None = None,
+        per_contributor: int | None = None,
     ) -> None:
         check_choice("start", start, ("same", "any"))
         check_choice("reduce", reduce, ("mean", "sum"))
@@ -122,6 +123,7 @@ class GradientAccumulator:
             "min_count": min_count,
             "quorum_weight": quorum_weight,
             "contributors": contributors,
+            "per_contributor": per_contributor,
         }
         self._sums = Sums(server, self._model.parts, rules, request_bytes)
         register = f"{self._prefix}::start"
