@@ -260,7 +260,7 @@ def awaited(source: str, module: str) -> str:
 def generated() -> dict[Path, str]:
     """Return the text of each generated file."""
     texts = {"_defaults.py": defaults(), "ops.py": ops(), "_async_ops.py": async_ops()}
-    for module in ("_runner.py", "_shards.py", "buffers.py", "client.py"):
+    for module in ("_runner.py", "_shards.py", "buffer.py", "buffers.py", "client.py"):
         texts[f"_async_{module.lstrip('_')}"] = awaited((PACKAGE / module).read_text(), module)
     return {PACKAGE / name: _formatted(text, PACKAGE / name) for name, text in texts.items()}
 

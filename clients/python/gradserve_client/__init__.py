@@ -1,8 +1,10 @@
 """The client of gradserve: gradient kernels as calls, and gradients that count exactly once."""
 
-from gradserve_client._async_buffers import AsyncBuffer, AsyncBuffers
+from gradserve_client._async_buffer import AsyncBuffer
+from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_client import AsyncClient
-from gradserve_client.buffers import Buffer, Buffers
+from gradserve_client.buffer import Buffer
+from gradserve_client.buffers import Buffers
 from gradserve_client.client import Client
 from gradserve_client.errors import (
     Busy,
