@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack, overload
 
 import numpy.typing as npt
 
@@ -11,7 +12,7 @@ from gradserve_client import _buffer_calls
 from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._tensors import Array, TensorLike
-from gradserve_client.models import BufferInfo, BufferName, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Taken
 
 
 class AsyncBuffer(BufferName):
@@ -30,16 +31,24 @@ class AsyncBuffer(BufferName):
         keep: int = 1,
         nonfinite: str = "allow",
         ttl_seconds: float | None = None,
+        deadline_seconds: float | None = None,
+        min_count: int = 1,
+        quorum_weight: float | None = None,
+        contributors: Sequence[str] | None = None,
+        per_contributor: int = 1,
         max_norm: float | None = None,
         exist_ok: bool = True,
         idempotency_key: str | None = None,
     ) -> BufferInfo:
         """Create the buffer with zeros. An equal buffer may exist already, unless `exist_ok` is False.
 
-        `dtype` is float16, bfloat16, float32 or float64. The `quorum`th gradient closes the epoch. The server keeps the
-        last `keep` closed epochs. With nonfinite="reject", it refuses gradients that would make the sum infinite or
-        NaN. It deletes the buffer `ttl_seconds` after the last change. It refuses gradients whose 2-norm, without the
-        weight, is above `max_norm`.
+        `dtype` is float16, bfloat16, float32 or float64. The server keeps the last `keep` closed epochs. With
+        nonfinite="reject", it refuses gradients that would make the sum infinite or NaN. It refuses gradients whose
+        2-norm, without the weight, is above `max_norm`. It deletes the buffer `ttl_seconds` after the last change.
+
+        An epoch closes with its `quorum`th gradient, with the weight `quorum_weight`, or `deadline_seconds` after its
+        first gradient; if `min_count` gradients are not in then, with the gradient that brings them. Each epoch expects
+        the `contributors`, and takes `per_contributor` gradients of each contributor, also of others.
 
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
         is False, `TooManyBuffers`, and `InvalidInput`.
@@ -50,10 +59,15 @@ class AsyncBuffer(BufferName):
                 _buffer_calls.spec_json(
                     shape,
                     dtype=dtype,
-                    quorum=quorum,
                     keep=keep,
                     nonfinite=nonfinite,
+                    quorum=quorum,
                     ttl_seconds=ttl_seconds,
+                    deadline_seconds=deadline_seconds,
+                    min_count=min_count,
+                    quorum_weight=quorum_weight,
+                    contributors=contributors,
+                    per_contributor=per_contributor,
                     max_norm=max_norm,
                 ),
                 exist_ok=exist_ok,
@@ -61,9 +75,36 @@ class AsyncBuffer(BufferName):
             )
         )
 
-    async def info(self) -> BufferInfo:
-        """Return the buffer's metadata. Raises `NotFound`."""
-        return await self._runner.run(_buffer_calls.info(self.name))
+    async def set_rules(
+        self, *, if_match: str | None = None, idempotency_key: str | None = None, **rules: Unpack[BufferRules]
+    ) -> BufferInfo:
+        """Change these of the rules that `create` has, and return the metadata. None takes a rule away.
+
+        If the running epoch fulfils a new rule already, the epoch closes at once. A deadline counts from the epoch's
+        first gradient, or from this call if the buffer had no deadline. `if_match` is the `etag` that the buffer must
+        have.
+
+        Raises `NotFound`, `InvalidInput` and `PreconditionFailed`.
+        """
+        return await self._runner.run(
+            _buffer_calls.set_rules(self.name, rules, if_match=if_match, idempotency_key=idempotency_key)
+        )
+
+    @overload
+    async def info(self) -> BufferInfo: ...
+
+    @overload
+    async def info(self, *, epoch: int, timeout: float = 0.0) -> Receipt: ...
+
+    async def info(self, *, epoch: int | None = None, timeout: float = 0.0) -> BufferInfo | Receipt:
+        """Return the buffer's metadata, or the receipt of a closed `epoch`.
+
+        The call waits up to `timeout` seconds until the epoch has closed. Raises `NotFound`, `EpochOpen` after the
+        `timeout`, and `EpochGone` if the server no longer keeps the epoch.
+        """
+        if epoch is None:
+            return await self._runner.run(_buffer_calls.info(self.name))
+        return await self._runner.run(_buffer_calls.closed(self.name, epoch=epoch, timeout=timeout))
 
     async def accumulate(
         self,
@@ -73,6 +114,7 @@ class AsyncBuffer(BufferName):
         epoch: int | None = None,
         overwrite: bool = False,
         do_update: bool = True,
+        contributor: str | None = None,
         return_value: bool = False,
         if_match: str | None = None,
         idempotency_key: str | None = None,
@@ -81,13 +123,13 @@ class AsyncBuffer(BufferName):
 
         The server broadcasts the gradient to the buffer's shape and converts it to the buffer's dtype. The array must
         not change during the call. With `epoch`, the server refuses the gradient unless the buffer is in that epoch.
-        `overwrite` replaces the sum. `do_update=False` changes nothing. `return_value` puts the sum into the receipt's
-        `value`. `if_match` is the `etag` that the buffer must have.
+        The epoch lists the `contributor`. `overwrite` replaces the sum. `do_update=False` changes nothing.
+        `return_value` puts the sum into the receipt's `value`. `if_match` is the `etag` that the buffer must have.
 
         Each call gets a new key, so that all its attempts count once. With your own `idempotency_key`, all calls with
         the same arguments count once together, as long as the server remembers the key (a day).
 
-        Raises `NotFound`, `InvalidInput`, `StaleEpoch`, `PreconditionFailed` and `StoreFull`.
+        Raises `NotFound`, `InvalidInput`, `StaleEpoch`, `DuplicateContributor`, `PreconditionFailed` and `StoreFull`.
         """
         return await self._runner.run(
             _buffer_calls.accumulate(
@@ -97,6 +139,7 @@ class AsyncBuffer(BufferName):
                 epoch=epoch,
                 overwrite=overwrite,
                 do_update=do_update,
+                contributor=contributor,
                 return_value=return_value,
                 if_match=if_match,
                 idempotency_key=idempotency_key,
@@ -116,7 +159,7 @@ class AsyncBuffer(BufferName):
         reduce="mean" divides the sum by the sum of the weights. `dtype` is that of the result, by default the buffer's.
 
         Raises `NotFound`, `EpochOpen` after the `timeout`, `EpochGone` if the server no longer keeps the epoch, and
-        `Conflict` for the mean of weights that sum to zero.
+        `NothingToAverage` for the mean of weights that sum to zero.
         """
         return await self._runner.run(
             _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)

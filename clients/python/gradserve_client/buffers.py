@@ -67,6 +67,7 @@ class Buffers:
         epoch: int | None = None,
         overwrite: bool = False,
         do_update: bool = True,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Receipt]:
         """Add `weight` times each gradient to the buffer of its name, in one request; see `Buffer.accumulate`.
@@ -82,6 +83,7 @@ class Buffers:
                 epoch=epoch,
                 overwrite=overwrite,
                 do_update=do_update,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
