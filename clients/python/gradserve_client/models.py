@@ -115,8 +115,12 @@ class BufferInfo:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> BufferInfo:
         """Read the server's JSON, without the members that this version of the client does not know."""
-        known: dict[str, Any] = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+        known: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+            if name in cls.__dataclass_fields__
+        }
+        return cls(**known)
 
 
 class BufferRules(TypedDict, total=False):
