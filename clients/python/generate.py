@@ -54,8 +54,8 @@ CLASS = '''class Ops:
 
     The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
     buffer, exactly once, and the method returns a receipt instead of the output. With `epoch`, the server adds only
-    while the buffer is in that epoch. Lists and numbers get the dtype that the method names first. Each method raises
-    `InvalidInput`, and `NotFound` for buffers.
+    while the buffer is in that epoch, which lists the `contributor`. Lists and numbers get the dtype that the method
+    names first. Each method raises `InvalidInput`, and `NotFound` for buffers.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -122,7 +122,12 @@ def _methods(op: Operator) -> str:
     return f"{stubs}\n    {whole}:\n{textwrap.indent(_doc(op), '        ')}\n        {body}\n"
 
 
-_ADDING = ["weight: float = 1.0", "epoch: int | None = None", "idempotency_key: str | None = None"]
+_ADDING = [
+    "weight: float = 1.0",
+    "epoch: int | None = None",
+    "contributor: str | None = None",
+    "idempotency_key: str | None = None",
+]
 _MAYBE_ADDING = ["weight: float | None = None", *_ADDING[1:]]
 """The parameters of an add, with `into` and perhaps without it. The server refuses them without it."""
 
@@ -160,7 +165,7 @@ def _call(op: Operator, outputs: str | None, into: str) -> str:
     if outputs:
         parts.append(f"outputs={outputs}")
     if into != "into=None":
-        parts += [into, "weight=weight", "epoch=epoch", "idempotency_key=idempotency_key"]
+        parts += [into, "weight=weight", "epoch=epoch", "contributor=contributor", "idempotency_key=idempotency_key"]
     return f"results = self._runner.run(_calls.run({', '.join(parts)}))"
 
 
@@ -260,7 +265,7 @@ def awaited(source: str, module: str) -> str:
 def generated() -> dict[Path, str]:
     """Return the text of each generated file."""
     texts = {"_defaults.py": defaults(), "ops.py": ops(), "_async_ops.py": async_ops()}
-    for module in ("_runner.py", "_shards.py", "buffers.py", "client.py"):
+    for module in ("_runner.py", "_shards.py", "buffer.py", "buffers.py", "client.py"):
         texts[f"_async_{module.lstrip('_')}"] = awaited((PACKAGE / module).read_text(), module)
     return {PACKAGE / name: _formatted(text, PACKAGE / name) for name, text in texts.items()}
 

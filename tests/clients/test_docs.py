@@ -16,9 +16,11 @@ from typing import Any
 import gradserve_client
 import pytest
 from gradserve_client import AsyncClient, Client, errors
-from gradserve_client._async_buffers import AsyncBuffer, AsyncBuffers
+from gradserve_client._async_buffer import AsyncBuffer
+from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_ops import AsyncOps
-from gradserve_client.buffers import Buffer, Buffers
+from gradserve_client.buffer import Buffer
+from gradserve_client.buffers import Buffers
 from gradserve_client.ops import Ops
 
 from service.kernels import OPERATORS
@@ -80,7 +82,7 @@ def test_every_method_that_calls_has_an_example() -> None:
         assert f"ops.Ops.{name.kernel.__name__}" in with_examples
     for kind in (Buffers, Buffer):
         for method in public(kind).keys() - {"__getitem__", "__init__"}:
-            assert f"buffers.{kind.__name__}.{method}" in with_examples
+            assert f"{kind.__name__.lower()}.{kind.__name__}.{method}" in with_examples
     assert {"client.Client", "client.Client.run", "client.Client.operators"} <= with_examples
 
 

@@ -36,6 +36,9 @@ with Client("http://here", api_key="k", timeout=1) as server:
     reveal_type(weights.value(reduce="mean"))  # ndarray
     reveal_type(weights.take())  # Taken
     reveal_type(weights.take().value)  # ndarray
+    reveal_type(weights.info())  # BufferInfo
+    reveal_type(weights.info(epoch=3, timeout=1))  # Receipt
+    reveal_type(weights.set_rules(quorum=None, deadline_seconds=30, contributors=["rank0"]))  # BufferInfo
     reveal_type(weights.delete())  # None
     reveal_type(server.buffers.take(prefix="w"))  # dict[str, Taken]
     reveal_type(server.buffers.accumulate({"w": ones}))  # dict[str, Receipt]
@@ -51,6 +54,8 @@ async def main() -> None:
         reveal_type(await server.ops.gru_grad(ones, ones, ones, None, None, None, ones, ones))  # GRUGradOutputs
         reveal_type(await weights.take(min_count=1))  # Taken
         reveal_type(await weights.value())  # ndarray
+        reveal_type(await weights.info(epoch=3))  # Receipt
+        reveal_type(await weights.set_rules(quorum=3))  # BufferInfo
         reveal_type(await server.buffers.take(["w"]))  # dict[str, Taken]
         reveal_type(await server.run("ReluGrad", {}))  # dict[str, ndarray | Receipt]
 """
@@ -86,6 +91,9 @@ server.buffers["w"].accumulate(ones, 32)  # misc call-arg
 server.buffers["w"].accumulate(None)  # arg-type
 server.buffers.accumulate([ones])  # arg-type
 server.buffers["w"].info().epoch = 3  # misc
+server.buffers["w"].set_rules(min_count=None)  # arg-type
+server.buffers["w"].set_rules(shape=3)  # call-arg
+server.ops.relu_grad(ones, ones, contributor="rank0")  # call-overload
 Client(7)  # arg-type
 
 

@@ -1,19 +1,23 @@
 """The client of gradserve: gradient kernels as calls, and gradients that count exactly once."""
 
-from gradserve_client._async_buffers import AsyncBuffer, AsyncBuffers
+from gradserve_client._async_buffer import AsyncBuffer
+from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_client import AsyncClient
-from gradserve_client.buffers import Buffer, Buffers
+from gradserve_client.buffer import Buffer
+from gradserve_client.buffers import Buffers
 from gradserve_client.client import Client
 from gradserve_client.errors import (
     Busy,
     Conflict,
     ConnectionFailed,
+    DuplicateContributor,
     EpochGone,
     EpochOpen,
     GradserveError,
     InvalidInput,
     KeyReused,
     NotFound,
+    NothingToAverage,
     PreconditionFailed,
     ServerFailed,
     StaleEpoch,
@@ -24,7 +28,7 @@ from gradserve_client.errors import (
     Unauthorized,
     Unavailable,
 )
-from gradserve_client.models import BufferInfo, BufferSpec, OperatorInfo, Receipt, Taken, TensorInfo
+from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, OperatorInfo, Receipt, Taken, TensorInfo
 
 __all__ = [
     "AsyncBuffer",
@@ -32,18 +36,21 @@ __all__ = [
     "AsyncClient",
     "Buffer",
     "BufferInfo",
+    "BufferRules",
     "BufferSpec",
     "Buffers",
     "Busy",
     "Client",
     "Conflict",
     "ConnectionFailed",
+    "DuplicateContributor",
     "EpochGone",
     "EpochOpen",
     "GradserveError",
     "InvalidInput",
     "KeyReused",
     "NotFound",
+    "NothingToAverage",
     "OperatorInfo",
     "PreconditionFailed",
     "Receipt",

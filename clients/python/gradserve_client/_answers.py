@@ -16,7 +16,7 @@ JSON = "application/json"
 
 def as_receipt(receipt: Mapping[str, Any], answer: Answer) -> Receipt:
     """Return a receipt that the answer contains."""
-    return Receipt(**_fields(receipt, answer))
+    return Receipt.of(receipt, replayed=_is_replayed(answer))
 
 
 def receipt(answer: Answer) -> Receipt:
@@ -93,10 +93,8 @@ def _tensors_and_receipts(answer: Answer) -> tuple[dict[str, Array], dict[str, A
 
 
 def _taken(receipt: Mapping[str, Any], value: Array, answer: Answer) -> Taken:
-    return Taken(**_fields({**receipt, "value": value}, answer))
+    return Taken.of({**receipt, "value": value}, replayed=_is_replayed(answer))
 
 
-def _fields(receipt: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
-    """Return the fields of a `Receipt`, without those that this version of the client does not know."""
-    known = {name: value for name, value in receipt.items() if name in Receipt.__dataclass_fields__}
-    return {**known, "replayed": answer.headers.get("idempotency-replayed") == "true"}
+def _is_replayed(answer: Answer) -> bool:
+    return bool(answer.headers.get("idempotency-replayed") == "true")

@@ -16,6 +16,9 @@ import numpy.typing as npt
 from gradserve_client.errors import InvalidInput
 from gradserve_client.models import BufferName
 
+MAX_CONTRIBUTOR_CHARACTERS = 100
+"""Characters of a contributor's name: the most that the server allows."""
+
 
 def as_key(key: str | None) -> str:
     """Return the idempotency key of a change: a new one for None."""
@@ -83,6 +86,23 @@ def check_choice(name: str, value: object, known: Sequence[object]) -> None:
         raise InvalidInput(
             f"{name} is {value!r}, but must be one of {', '.join(map(repr, known))}", code="invalid_parameter"
         )
+
+
+def as_contributor(name: str, argument: str = "contributor") -> str:
+    """Return the name of a contributor."""
+    if not (isinstance(name, str) and 0 < len(name) <= MAX_CONTRIBUTOR_CHARACTERS and name.isprintable()):
+        raise InvalidInput(
+            f"{argument}: {name!r} must be 1 to {MAX_CONTRIBUTOR_CHARACTERS} printable characters",
+            code="invalid_parameter",
+        )
+    return name
+
+
+def as_contributors(argument: str, names: Sequence[str]) -> list[str]:
+    """Return the names of contributors."""
+    if isinstance(names, str):
+        raise InvalidInput(f"{argument} is {names!r}, but must be a list of names", code="invalid_parameter")
+    return [as_contributor(name, argument) for name in names]
 
 
 def as_dtype(dtype: npt.DTypeLike | None) -> str | None:

@@ -74,13 +74,15 @@ class AsyncClient:
         into: Mapping[str, Into] | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Array | Receipt]:
         """Run an operator by its ONNX name, and return its outputs by name.
 
         Lists get the dtype that the operator's method in `ops` names first, mostly float32. `outputs` names the outputs
         to compute. `into` maps outputs to buffers: the server adds `weight` times the output to the buffer, and the
-        receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch.
+        receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch. The epoch lists
+        the `contributor`.
         """
         return await self._runner.run(
             _calls.run(
@@ -91,6 +93,7 @@ class AsyncClient:
                 into=into,
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )

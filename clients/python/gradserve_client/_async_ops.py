@@ -24,8 +24,8 @@ class AsyncOps:
 
     The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
     buffer, exactly once, and the method returns a receipt instead of the output. With `epoch`, the server adds only
-    while the buffer is in that epoch. Lists and numbers get the dtype that the method names first. Each method raises
-    `InvalidInput`, and `NotFound` for buffers.
+    while the buffer is in that epoch, which lists the `contributor`. Lists and numbers get the dtype that the method
+    names first. Each method raises `InvalidInput`, and `NotFound` for buffers.
     """
 
     def __init__(self, runner: AsyncRunner) -> None:
@@ -46,6 +46,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -58,6 +59,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """accumulated_gradient = gradient_buffer + gradient; gradient_buffer where do_update is false.
@@ -80,6 +82,7 @@ class AsyncOps:
                 into=None if into is None else {"accumulated_gradient": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -106,6 +109,7 @@ class AsyncOps:
         into: Mapping[str, Into],
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Array | Receipt]: ...
 
@@ -119,6 +123,7 @@ class AsyncOps:
         into: Mapping[str, Into] | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> InPlaceAccumulatorV2Outputs | dict[str, Array] | dict[str, Array | Receipt]:
         """accumulated_gradient = gradient_buffer + gradient; gradient where overwrite is true. updated = [true].
@@ -145,6 +150,7 @@ class AsyncOps:
                 into=into,
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -164,6 +170,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -175,6 +182,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """zero_gradient = zeros of old_gradient's shape and dtype.
@@ -194,6 +202,7 @@ class AsyncOps:
                 into=None if into is None else {"zero_gradient": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -211,6 +220,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -222,6 +232,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY where X > 0, else 0.
@@ -240,6 +251,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -258,6 +270,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -270,6 +283,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY where Y > 0, else alpha * dY.
@@ -289,6 +303,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -306,6 +321,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -317,6 +333,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY * Y * (1 - Y).
@@ -335,6 +352,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -352,6 +370,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -363,6 +382,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY * (1 - Y * Y).
@@ -381,6 +401,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -399,6 +420,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -411,6 +433,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
@@ -430,6 +453,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -489,6 +513,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -502,6 +527,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.
@@ -525,6 +551,7 @@ class AsyncOps:
                 into=None if into is None else {"output": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -585,6 +612,7 @@ class AsyncOps:
         into: Mapping[str, Into],
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Array | Receipt]: ...
 
@@ -606,6 +634,7 @@ class AsyncOps:
         into: Mapping[str, Into] | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> GRUTrainingOutputs | dict[str, Array] | dict[str, Array | Receipt]:
         """H' = (1 - z) * h + z * H at every step, with the gates z and r and the candidate h kept in ZRH.
@@ -642,6 +671,7 @@ class AsyncOps:
                 into=into,
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -716,6 +746,7 @@ class AsyncOps:
         into: Mapping[str, Into],
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Array | Receipt]: ...
 
@@ -741,6 +772,7 @@ class AsyncOps:
         into: Mapping[str, Into] | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> GRUGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
         """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
@@ -789,6 +821,7 @@ class AsyncOps:
                 into=into,
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -809,6 +842,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -821,6 +855,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum over all dimensions from `axis` on.
@@ -839,6 +874,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -857,6 +893,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -869,6 +906,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum over all dimensions from `axis` on.
@@ -887,6 +925,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -905,6 +944,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -917,6 +957,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum along `axis`.
@@ -933,6 +974,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -951,6 +993,7 @@ class AsyncOps:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -963,6 +1006,7 @@ class AsyncOps:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum along `axis`.
@@ -979,6 +1023,7 @@ class AsyncOps:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )

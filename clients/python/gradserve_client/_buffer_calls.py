@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, Unpack
 
 import numpy.typing as npt
 
 from gradserve_client import _answers
 from gradserve_client._answers import JSON
-from gradserve_client._arguments import as_dtype, as_float, as_key, as_name, as_query, as_whole
+from gradserve_client._arguments import (
+    as_contributor,
+    as_contributors,
+    as_dtype,
+    as_float,
+    as_key,
+    as_name,
+    as_query,
+    as_whole,
+)
 from gradserve_client._policy import Call
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, encode
 from gradserve_client.errors import InvalidInput
-from gradserve_client.models import BufferInfo, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferRules, Receipt, Taken
 
 Reduce: TypeAlias = Literal["sum", "mean"]
+
+_RULES: dict[str, Callable[[str, Any], Any]] = {
+    "quorum": as_whole,
+    "ttl_seconds": as_float,
+    "deadline_seconds": as_float,
+    "min_count": as_whole,
+    "quorum_weight": as_float,
+    "contributors": as_contributors,
+    "per_contributor": as_whole,
+    "max_norm": as_float,
+}
+"""The checks of the rules, by their names."""
 
 
 def spec_json(
     shape: Sequence[int] | int,
     *,
     dtype: npt.DTypeLike = "float32",
-    quorum: int | None = None,
     keep: int = 1,
     nonfinite: str = "allow",
-    ttl_seconds: float | None = None,
-    max_norm: float | None = None,
+    **rules: Unpack[BufferRules],
 ) -> dict[str, Any]:
     """Return the specification of a buffer as the server reads it."""
     if not isinstance(nonfinite, str):
@@ -35,12 +54,18 @@ def spec_json(
     return {
         "shape": _dims(shape),
         "dtype": as_dtype(dtype),
-        "quorum": None if quorum is None else as_whole("quorum", quorum),
         "keep": as_whole("keep", keep),
         "nonfinite": nonfinite,
-        "ttl_seconds": None if ttl_seconds is None else as_float("ttl_seconds", ttl_seconds),
-        "max_norm": None if max_norm is None else as_float("max_norm", max_norm),
+        **_rules_json(rules),
     }
+
+
+def _rules_json(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rules as the server reads them. Raises `TypeError` for one that does not exist."""
+    for name in rules:
+        if name not in _RULES:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    return {name: None if rule is None else _RULES[name](name, rule) for name, rule in rules.items()}
 
 
 def create(name: str, spec: Mapping[str, Any], *, exist_ok: bool, idempotency_key: str | None) -> Call[BufferInfo]:
@@ -61,6 +86,27 @@ def info(name: str) -> Call[BufferInfo]:
     return Call("GET", _path(name), _answers.info, headers={"Accept": JSON}, buffers=[name])
 
 
+def closed(name: str, *, epoch: int, timeout: float) -> Call[Receipt]:
+    """Read the receipt of a closed epoch."""
+    query = as_query({"epoch": epoch})
+    return Call(
+        "GET", _path(name), _answers.receipt, query=query, headers={"Accept": JSON}, buffers=[name], wait=timeout
+    )
+
+
+def set_rules(name: str, rules: BufferRules, *, if_match: str | None, idempotency_key: str | None) -> Call[BufferInfo]:
+    """Change some rules of the buffer."""
+    return Call(
+        "PATCH",
+        _path(name),
+        _answers.info,
+        buffers=[name],
+        headers={"Content-Type": JSON, "Accept": JSON, **_if_match(if_match)},
+        body=[json.dumps(_rules_json(rules)).encode()],
+        key=as_key(idempotency_key),
+    )
+
+
 def accumulate(
     name: str,
     gradient: TensorLike,
@@ -69,12 +115,13 @@ def accumulate(
     epoch: int | None,
     overwrite: bool,
     do_update: bool,
+    contributor: str | None,
     return_value: bool,
     if_match: str | None,
     idempotency_key: str | None,
 ) -> Call[Receipt]:
     """Add a gradient."""
-    query = add_query(weight, epoch, overwrite, do_update)
+    query = add_query(weight, epoch, overwrite, do_update, contributor)
     accept = MEDIA_TYPE if return_value else JSON
     return Call(
         "POST",
@@ -149,7 +196,9 @@ def delete(name: str, *, if_match: str | None, idempotency_key: str | None) -> C
     )
 
 
-def add_query(weight: float, epoch: int | None, overwrite: bool, do_update: bool) -> dict[str, Any]:
+def add_query(
+    weight: float, epoch: int | None, overwrite: bool, do_update: bool, contributor: str | None
+) -> dict[str, Any]:
     """Return the parameters of an add that differ from the server's defaults."""
     return as_query(
         {
@@ -157,6 +206,7 @@ def add_query(weight: float, epoch: int | None, overwrite: bool, do_update: bool
             "epoch": epoch,
             "overwrite": overwrite or None,
             "do_update": None if do_update else False,
+            "contributor": None if contributor is None else as_contributor(contributor),
         }
     )
 

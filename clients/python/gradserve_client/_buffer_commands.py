@@ -27,7 +27,7 @@ from gradserve_client._output import (
     tensor_json,
 )
 from gradserve_client._session import Session
-from gradserve_client.buffers import Buffer
+from gradserve_client.buffer import Buffer
 from gradserve_client.errors import NotFound
 from gradserve_client.models import Receipt
 

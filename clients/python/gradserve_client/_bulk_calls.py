@@ -63,6 +63,7 @@ def accumulate(
     epoch: int | None,
     overwrite: bool,
     do_update: bool,
+    contributor: str | None,
     idempotency_key: str | None,
 ) -> Call[dict[str, Receipt]]:
     """Add a gradient to each of several buffers."""
@@ -75,7 +76,7 @@ def accumulate(
         "POST",
         "/v1/buffers/accumulate",
         _answers.receipts,
-        query=add_query(weight, epoch, overwrite, do_update),
+        query=add_query(weight, epoch, overwrite, do_update, contributor),
         headers={"Content-Type": MEDIA_TYPE, "Accept": JSON},
         body=body(arrays),
         key=as_key(idempotency_key),

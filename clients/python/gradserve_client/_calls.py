@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from gradserve_client._answers import JSON, as_receipt
-from gradserve_client._arguments import as_float, as_key, as_name, as_query
+from gradserve_client._arguments import as_contributor, as_float, as_key, as_name, as_query
 from gradserve_client._defaults import DEFAULTS
 from gradserve_client._outcomes import Answer
 from gradserve_client._policy import Call
@@ -80,6 +80,7 @@ def run(
     into: Mapping[str, Into] | None = None,
     weight: float | None = None,
     epoch: int | None = None,
+    contributor: str | None = None,
     idempotency_key: str | None = None,
 ) -> Call[dict[str, Array | Receipt]]:
     """Run the operator. `gives` names all its outputs, if they are known."""
@@ -98,6 +99,7 @@ def run(
                     "outputs": outputs if outputs is None or isinstance(outputs, str) else ",".join(outputs),
                     "weight": None if weight is None else as_float("weight", weight),
                     "epoch": epoch,
+                    "contributor": None if contributor is None else as_contributor(contributor),
                 }
             ),
             "from": [f"{name}:{buffer}" for name, buffer in sources.items()],
@@ -113,10 +115,10 @@ def run(
 def _check(op: str, attributes: Mapping[str, Any]) -> None:
     if not isinstance(op, str) or not re.fullmatch(r"[A-Za-z0-9_]+", op):
         raise NotFound(f"There is no operator {op!r}", code="unknown_operator")
-    if reserved := attributes.keys() & {"from", "into", "outputs", "weight", "epoch"}:
+    if reserved := attributes.keys() & {"from", "into", "outputs", "weight", "epoch", "contributor"}:
         raise InvalidInput(
-            f"{min(reserved)} is not an attribute of an operator: outputs, into, weight and epoch are arguments, and a"
-            " buffer takes the place of an input",
+            f"{min(reserved)} is not an attribute of an operator: outputs, into, weight, epoch and contributor are"
+            " arguments, and a buffer takes the place of an input",
             code="invalid_parameter",
         )
 

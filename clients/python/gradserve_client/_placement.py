@@ -124,6 +124,8 @@ def _joined(call: Call[Any], errors: Sequence[Exception], *, some_done: bool) ->
     error = next((error for error in ours if isinstance(error, UNSETTLED)), ours[0])
     error.detail = "; ".join(dict.fromkeys(one.detail for one in ours))
     error.args = (error.detail,)
+    if missing := [name for one in ours for name in one.context.get("missing") or ()]:
+        error.context["missing"] = [*dict.fromkeys(missing)]
     if call.key is not None:
         error.idempotency_key = call.key
         error.maybe_done = some_done or any(one.maybe_done for one in ours)

@@ -17,7 +17,7 @@ from gradserve_client._placement import balanced
 from gradserve_client._policy import Call
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, GradserveError, KeyReused, StaleEpoch
+from gradserve_client.errors import Conflict, GradserveError, KeyReused, NothingToAverage, StaleEpoch
 from gradserve_client.models import BufferInfo, Receipt
 
 T = TypeVar("T")
@@ -160,13 +160,14 @@ class Sums:
     def _added(
         self, numbers: Mapping[str, Array], number: int, *, weight: float, epoch: int, key: str, contributor: str | None
     ) -> Call[dict[str, Receipt]]:
-        """Return the call of a round of a push. Here the contributor joins the query, once servers take it."""
+        """Return the call of a round of a push."""
         return _bulk_calls.accumulate(
             numbers,
             weight=weight,
             epoch=epoch,
             overwrite=False,
             do_update=True,
+            contributor=contributor,
             idempotency_key=f"{key}-{number}",
         )
 
@@ -216,9 +217,7 @@ class Sums:
             for dtype, names in one.reads(self._parts).items():
                 try:
                     found |= self._read(fetch(names, number, dtype, wanted))
-                except Conflict as error:
-                    if error.code != "nothing_to_average":
-                        raise
+                except NothingToAverage:
                     wanted = "sum"
                     found |= self._read(fetch(names, number, dtype, wanted))
             summed.enter(one, found if wanted == reduce else _means(found), reduce)

@@ -86,13 +86,15 @@ class Client:
         into: Mapping[str, Into] | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Array | Receipt]:
         """Run an operator by its ONNX name, and return its outputs by name.
 
         Lists get the dtype that the operator's method in `ops` names first, mostly float32. `outputs` names the outputs
         to compute. `into` maps outputs to buffers: the server adds `weight` times the output to the buffer, and the
-        receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch.
+        receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch. The epoch lists
+        the `contributor`.
 
         >>> server.run("LeakyReluGrad", {"dY": [1, 2], "Y": [3, -4]}, {"alpha": 0.5})
         {'dX': array([1., 1.], dtype=float32)}
@@ -106,6 +108,7 @@ class Client:
                 into=into,
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )

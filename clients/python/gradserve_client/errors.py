@@ -8,6 +8,8 @@
   x Conflict                    409: the state of the buffer does not allow the change
     - StaleEpoch                409: the buffer is in another epoch than the call names
     - EpochOpen                 409: the epoch has not closed, or has too few gradients, within `timeout`
+    - NothingToAverage          409: the weights sum to zero, so there is no mean
+    - DuplicateContributor      409: the epoch has as many gradients of the contributor as it takes
     - TooManyBuffers            409: the caller has as many buffers as the server allows
     - EpochGone                 410: the server no longer keeps what the request refers to
     - PreconditionFailed        412: the buffer is not in the state that `if_match` names
@@ -27,6 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from gradserve_client.models import Receipt
 
 INTERRUPTED = "interrupted"
 """The code of a change that the user interrupted, in the command line's errors."""
@@ -97,6 +101,25 @@ class StaleEpoch(Conflict):
 class EpochOpen(Conflict):
     """The epoch has not closed yet, or has too few gradients; `context` has the `epoch` and the `count` so far."""
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The contributors that the buffer expects and that are not in the epoch."""
+        return tuple(self.context.get("missing") or ())
+
+
+class NothingToAverage(Conflict):
+    """The weights of the epoch sum to zero, so there is no mean."""
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The receipt of the epoch, if it has closed."""
+        receipt = self.context.get("receipt")
+        return Receipt.of(receipt) if receipt else None
+
+
+class DuplicateContributor(Conflict):
+    """The epoch has as many gradients of the contributor as it takes; see `per_contributor` of `Buffer.create`."""
+
 
 class TooManyBuffers(Conflict):
     """The caller has as many buffers as the server allows; `context` has the `limit`. Delete some first."""
@@ -143,6 +166,8 @@ BY_CODE: dict[str, type[GradserveError]] = {
     "stale_epoch": StaleEpoch,
     "epoch_open": EpochOpen,
     "too_few_gradients": EpochOpen,
+    "nothing_to_average": NothingToAverage,
+    "duplicate_contributor": DuplicateContributor,
     "too_many_buffers": TooManyBuffers,
 }
 

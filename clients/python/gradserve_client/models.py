@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Required, TypedDict
+from typing import Any, Required, Self, TypedDict
 
 import numpy.typing as npt
-
-from gradserve_client._tensors import Array
 
 
 class BufferName:
@@ -38,7 +36,11 @@ class Receipt:
     """The sum of the gradients' weights."""
     replayed: bool = False
     """Whether the server had already made the change for an earlier request with the same key."""
-    value: Array | None = field(default=None, compare=False)
+    closed_by: str | None = None
+    """What closed the epoch, if it is closed: "quorum", "deadline" or "take"."""
+    contributors: Mapping[str, int] | None = field(default=None, hash=False)
+    """The number of gradients of each contributor, if the epoch is closed."""
+    value: npt.NDArray[Any] | None = field(default=None, compare=False)
     """The sum, if the call asked for it."""
 
     @property
@@ -46,12 +48,17 @@ class Receipt:
         """The tag of the buffer after the change, for `if_match`."""
         return f'"{self.epoch + self.closed}-{self.version}"'
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
+        """Read the server's JSON, without the members that this version of the client does not know."""
+        return cls(**{name: value for name, value in fields.items() if name in cls.__dataclass_fields__}, **more)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Taken(Receipt):
     """The result of `take`: the receipt with the value of the epoch that it closed."""
 
-    value: Array = field(compare=False)
+    value: npt.NDArray[Any] = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,16 @@ class BufferInfo:
     quorum: int | None
     keep: int
     ttl_seconds: float | None
+    deadline_seconds: float | None = None
+    """The seconds from its first gradient after which an epoch closes."""
+    min_count: int = 1
+    """The number of gradients without which the deadline closes no epoch."""
+    quorum_weight: float | None = None
+    """The sum of the weights that closes an epoch."""
+    contributors: tuple[str, ...] | None = None
+    """The contributors that each epoch expects."""
+    per_contributor: int = 1
+    """The number of gradients that an epoch takes of each contributor."""
     max_norm: float | None = None
     """The largest 2-norm of a gradient that the server adds."""
     epoch: int
@@ -83,6 +100,12 @@ class BufferInfo:
     """Seconds since 1970."""
     updated_at: float
     expires_at: float | None
+    deadline_at: float | None = None
+    """When the deadline of the running epoch ends. None before its first gradient."""
+    contributors_in: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """The number of gradients of each contributor in the running epoch."""
+    missing: tuple[str, ...] | None = None
+    """The expected contributors that are not in the running epoch. None if none are expected."""
 
     @property
     def etag(self) -> str:
@@ -92,20 +115,34 @@ class BufferInfo:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> BufferInfo:
         """Read the server's JSON, without the members that this version of the client does not know."""
-        known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
-        return cls(**{**known, "shape": tuple(known["shape"]), "closed_epochs": tuple(known["closed_epochs"])})
+        known: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+            if name in cls.__dataclass_fields__
+        }
+        return cls(**known)
 
 
-class BufferSpec(TypedDict, total=False):
+class BufferRules(TypedDict, total=False):
+    """The rules of a buffer, which `Buffer.set_rules` changes."""
+
+    quorum: int | None
+    ttl_seconds: float | None
+    deadline_seconds: float | None
+    min_count: int
+    quorum_weight: float | None
+    contributors: Sequence[str] | None
+    per_contributor: int
+    max_norm: float | None
+
+
+class BufferSpec(BufferRules, total=False):
     """The specification of a buffer that `create_many` creates: the arguments of `Buffer.create`."""
 
     shape: Required[Sequence[int] | int]
     dtype: npt.DTypeLike
-    quorum: int | None
     keep: int
     nonfinite: str
-    ttl_seconds: float | None
-    max_norm: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

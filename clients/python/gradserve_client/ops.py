@@ -50,8 +50,8 @@ class Ops:
 
     The server reads a `Buffer` that takes the place of a tensor. With `into`, it adds `weight` times the output to a
     buffer, exactly once, and the method returns a receipt instead of the output. With `epoch`, the server adds only
-    while the buffer is in that epoch. Lists and numbers get the dtype that the method names first. Each method raises
-    `InvalidInput`, and `NotFound` for buffers.
+    while the buffer is in that epoch, which lists the `contributor`. Lists and numbers get the dtype that the method
+    names first. Each method raises `InvalidInput`, and `NotFound` for buffers.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -72,6 +72,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -84,6 +85,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """accumulated_gradient = gradient_buffer + gradient; gradient_buffer where do_update is false.
@@ -114,6 +116,7 @@ class Ops:
                 into=None if into is None else {"accumulated_gradient": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -140,6 +143,7 @@ class Ops:
         into: Mapping[str, Into],
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Array | Receipt]: ...
 
@@ -153,6 +157,7 @@ class Ops:
         into: Mapping[str, Into] | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> InPlaceAccumulatorV2Outputs | dict[str, Array] | dict[str, Array | Receipt]:
         """accumulated_gradient = gradient_buffer + gradient; gradient where overwrite is true. updated = [true].
@@ -186,6 +191,7 @@ class Ops:
                 into=into,
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -205,6 +211,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -216,6 +223,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """zero_gradient = zeros of old_gradient's shape and dtype.
@@ -239,6 +247,7 @@ class Ops:
                 into=None if into is None else {"zero_gradient": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -256,6 +265,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -267,6 +277,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY where X > 0, else 0.
@@ -289,6 +300,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -307,6 +319,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -319,6 +332,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY where Y > 0, else alpha * dY.
@@ -342,6 +356,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -359,6 +374,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -370,6 +386,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY * Y * (1 - Y).
@@ -392,6 +409,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -409,6 +427,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -420,6 +439,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY * (1 - Y * Y).
@@ -442,6 +462,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -460,6 +481,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -472,6 +494,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
@@ -495,6 +518,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -555,6 +579,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -568,6 +593,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.
@@ -596,6 +622,7 @@ class Ops:
                 into=None if into is None else {"output": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -656,6 +683,7 @@ class Ops:
         into: Mapping[str, Into],
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Array | Receipt]: ...
 
@@ -677,6 +705,7 @@ class Ops:
         into: Mapping[str, Into] | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> GRUTrainingOutputs | dict[str, Array] | dict[str, Array | Receipt]:
         """H' = (1 - z) * h + z * H at every step, with the gates z and r and the candidate h kept in ZRH.
@@ -726,6 +755,7 @@ class Ops:
                 into=into,
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -800,6 +830,7 @@ class Ops:
         into: Mapping[str, Into],
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> dict[str, Array | Receipt]: ...
 
@@ -825,6 +856,7 @@ class Ops:
         into: Mapping[str, Into] | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> GRUGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
         """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
@@ -889,6 +921,7 @@ class Ops:
                 into=into,
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -909,6 +942,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -921,6 +955,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum over all dimensions from `axis` on.
@@ -942,6 +977,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -960,6 +996,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -972,6 +1009,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum over all dimensions from `axis` on.
@@ -993,6 +1031,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -1011,6 +1050,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -1023,6 +1063,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum along `axis`.
@@ -1042,6 +1083,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )
@@ -1060,6 +1102,7 @@ class Ops:
         into: Into,
         weight: float = 1.0,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Receipt: ...
 
@@ -1072,6 +1115,7 @@ class Ops:
         into: Into | None = None,
         weight: float | None = None,
         epoch: int | None = None,
+        contributor: str | None = None,
         idempotency_key: str | None = None,
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum along `axis`.
@@ -1091,6 +1135,7 @@ class Ops:
                 into=None if into is None else {"dX": into},
                 weight=weight,
                 epoch=epoch,
+                contributor=contributor,
                 idempotency_key=idempotency_key,
             )
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
-from gradserve_client._arguments import as_whole, check_choice
+from gradserve_client._arguments import as_contributor, as_whole, check_choice
 from gradserve_client._broadcast import Broadcast
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._calls import limits
@@ -24,6 +24,9 @@ from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused
 from gradserve_client.models import Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
+
+MOST_PUSHES = 10**9
+"""Pushes of a worker in an epoch, by default: the most that the server allows, so micro-batches need no limit."""
 
 REQUEST_BYTES = 64 << 20
 """Bytes of a request at most, by default: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
@@ -46,7 +49,8 @@ class GradientAccumulator:
     `resume` is true.
 
     A repeated push counts once. After a restart too, if the `worker` has a name: the epoch and the place in it then
-    identify each push. Save `state_dict()` with each checkpoint.
+    identify each push. Save `state_dict()` with each checkpoint. The name is also the contributor of each push, of 1 to
+    100 printable characters, and an epoch takes up to `per_contributor` pushes of it, by default any number.
 
     All workers of a run must have parameters of the same names, shapes and dtypes, and in epoch 0 the same weights,
     unless start="any". Then `broadcast_parameters` sends those of one worker to the others.
@@ -103,12 +107,14 @@ class GradientAccumulator:
         min_count: int | None = None,
         quorum_weight: float | None = None,
         contributors: Sequence[str] | None = None,
-        per_contributor: int | None = None,
+        per_contributor: int = MOST_PUSHES,
     ) -> None:
         check_choice("start", start, ("same", "any"))
         check_choice("reduce", reduce, ("mean", "sum"))
         check_choice("unused", unused, ("none", "zeros"))
         check_choice("wire_dtype", wire_dtype, (None, *HALF_DTYPES))
+        if worker is not None:
+            as_contributor(worker, "worker")
         self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
@@ -175,9 +181,9 @@ class GradientAccumulator:
         may succeed later, the call after that sends it again.
 
         After another error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch
-        has closed without this worker, which can `pull` then. Raises `KeyReused`, and sets the gradients to None, if a
-        worker of this name has made this push with another gradient or weight. That push counts, and the next call
-        makes the next push.
+        has closed without this worker, and `DuplicateContributor` after `per_contributor` pushes: the worker can `pull`
+        then. Raises `KeyReused`, and sets the gradients to None, if a worker of this name has made this push with
+        another gradient or weight. That push counts, and the next call makes the next push.
         """
         self._pushes.settle()
         self._model.check()
@@ -206,15 +212,17 @@ class GradientAccumulator:
     def pull(self) -> Pulled:
         """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
 
-        With a quorum, this waits up to `timeout` seconds until the epoch closes. Without one, it closes the epoch. Each
-        gradient gets the dtype, the device and the strides that its parameter wants. Sparse gradients stay sparse, with
-        the rows that are not zero. Infinity and NaN reach every worker unchanged.
+        With a quorum or a deadline, this waits up to `timeout` seconds until the epoch closes. Without, it closes the
+        epoch. The result says who was in it, and what closed it. Each gradient gets the dtype, the device and the
+        strides that its parameter wants. Sparse gradients stay sparse, with the rows that are not zero. Infinity and
+        NaN reach every worker unchanged.
 
         If all weights are 0, nobody had a gradient: all gradients are None, and the result's `weight` is 0.
 
-        After an error no gradient has changed, and the pull can be repeated. Raises `EpochOpen` if pushes are missing,
-        and `EpochGone` if this worker is more than `keep` epochs behind. Raises `Conflict`, in every worker, if pushes
-        had different scales: then the gradients are None, and the next epoch begins.
+        After an error no gradient has changed, and the pull can be repeated. Raises `EpochOpen` if pushes are missing;
+        its `missing` says whose, of the expected `contributors`. Raises `EpochGone` if this worker is more than `keep`
+        epochs behind. Raises `Conflict`, in every worker, if pushes had different scales: then the gradients are None,
+        and the next epoch begins.
         """
         self._pushes.settle()
         self._model.check()

@@ -1,0 +1,237 @@
+"""A named accumulation buffer of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack, overload
+
+import numpy.typing as npt
+
+from gradserve_client import _buffer_calls
+from gradserve_client._buffer_calls import Reduce
+from gradserve_client._runner import Runner
+from gradserve_client._tensors import Array, TensorLike
+from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Taken
+
+
+class Buffer(BufferName):
+    """A buffer: a sum with a name, a count and a weight. Operators take it as an input."""
+
+    def __init__(self, runner: Runner, name: str) -> None:
+        super().__init__(name)
+        self._runner = runner
+
+    def create(
+        self,
+        shape: Sequence[int] | int,
+        *,
+        dtype: npt.DTypeLike = "float32",
+        quorum: int | None = None,
+        keep: int = 1,
+        nonfinite: str = "allow",
+        ttl_seconds: float | None = None,
+        deadline_seconds: float | None = None,
+        min_count: int = 1,
+        quorum_weight: float | None = None,
+        contributors: Sequence[str] | None = None,
+        per_contributor: int = 1,
+        max_norm: float | None = None,
+        exist_ok: bool = True,
+        idempotency_key: str | None = None,
+    ) -> BufferInfo:
+        """Create the buffer with zeros. An equal buffer may exist already, unless `exist_ok` is False.
+
+        `dtype` is float16, bfloat16, float32 or float64. The server keeps the last `keep` closed epochs. With
+        nonfinite="reject", it refuses gradients that would make the sum infinite or NaN. It refuses gradients whose
+        2-norm, without the weight, is above `max_norm`. It deletes the buffer `ttl_seconds` after the last change.
+
+        An epoch closes with its `quorum`th gradient, with the weight `quorum_weight`, or `deadline_seconds` after its
+        first gradient; if `min_count` gradients are not in then, with the gradient that brings them. Each epoch expects
+        the `contributors`, and takes `per_contributor` gradients of each contributor, also of others.
+
+        Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
+        is False, `TooManyBuffers`, and `InvalidInput`.
+
+        >>> server.buffers["emb.weight"].create((30000, 256), quorum=8).bytes
+        30720000
+        """
+        return self._runner.run(
+            _buffer_calls.create(
+                self.name,
+                _buffer_calls.spec_json(
+                    shape,
+                    dtype=dtype,
+                    keep=keep,
+                    nonfinite=nonfinite,
+                    quorum=quorum,
+                    ttl_seconds=ttl_seconds,
+                    deadline_seconds=deadline_seconds,
+                    min_count=min_count,
+                    quorum_weight=quorum_weight,
+                    contributors=contributors,
+                    per_contributor=per_contributor,
+                    max_norm=max_norm,
+                ),
+                exist_ok=exist_ok,
+                idempotency_key=idempotency_key,
+            )
+        )
+
+    def set_rules(
+        self, *, if_match: str | None = None, idempotency_key: str | None = None, **rules: Unpack[BufferRules]
+    ) -> BufferInfo:
+        """Change these of the rules that `create` has, and return the metadata. None takes a rule away.
+
+        If the running epoch fulfils a new rule already, the epoch closes at once. A deadline counts from the epoch's
+        first gradient, or from this call if the buffer had no deadline. `if_match` is the `etag` that the buffer must
+        have.
+
+        Raises `NotFound`, `InvalidInput` and `PreconditionFailed`.
+
+        >>> server.buffers["w1"].set_rules(quorum=None, deadline_seconds=30).deadline_seconds
+        30.0
+        """
+        return self._runner.run(
+            _buffer_calls.set_rules(self.name, rules, if_match=if_match, idempotency_key=idempotency_key)
+        )
+
+    @overload
+    def info(self) -> BufferInfo: ...
+
+    @overload
+    def info(self, *, epoch: int, timeout: float = 0.0) -> Receipt: ...
+
+    def info(self, *, epoch: int | None = None, timeout: float = 0.0) -> BufferInfo | Receipt:
+        """Return the buffer's metadata, or the receipt of a closed `epoch`.
+
+        The call waits up to `timeout` seconds until the epoch has closed. Raises `NotFound`, `EpochOpen` after the
+        `timeout`, and `EpochGone` if the server no longer keeps the epoch.
+
+        >>> server.buffers["w1"].info().shape
+        (1, 2)
+        >>> server.buffers["w1"].accumulate([[1, 2]], contributor="rank0").closed
+        False
+        >>> server.buffers["w1"].set_rules(quorum=1).count
+        0
+        >>> closed = server.buffers["w1"].info(epoch=0)
+        >>> closed.closed_by, closed.contributors
+        ('quorum', {'rank0': 1})
+        """
+        if epoch is None:
+            return self._runner.run(_buffer_calls.info(self.name))
+        return self._runner.run(_buffer_calls.closed(self.name, epoch=epoch, timeout=timeout))
+
+    def accumulate(
+        self,
+        gradient: TensorLike,
+        *,
+        weight: float = 1.0,
+        epoch: int | None = None,
+        overwrite: bool = False,
+        do_update: bool = True,
+        contributor: str | None = None,
+        return_value: bool = False,
+        if_match: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> Receipt:
+        """Add `weight` times the gradient to the sum, exactly once. The sum is on the server's disk afterwards.
+
+        The server broadcasts the gradient to the buffer's shape and converts it to the buffer's dtype. The array must
+        not change during the call. With `epoch`, the server refuses the gradient unless the buffer is in that epoch.
+        The epoch lists the `contributor`. `overwrite` replaces the sum. `do_update=False` changes nothing.
+        `return_value` puts the sum into the receipt's `value`. `if_match` is the `etag` that the buffer must have.
+
+        Each call gets a new key, so that all its attempts count once. With your own `idempotency_key`, all calls with
+        the same arguments count once together, as long as the server remembers the key (a day).
+
+        Raises `NotFound`, `InvalidInput`, `StaleEpoch`, `DuplicateContributor`, `PreconditionFailed` and `StoreFull`.
+
+        >>> server.buffers["w1"].accumulate([[1, 2]], weight=32).count
+        1
+        """
+        return self._runner.run(
+            _buffer_calls.accumulate(
+                self.name,
+                gradient,
+                weight=weight,
+                epoch=epoch,
+                overwrite=overwrite,
+                do_update=do_update,
+                contributor=contributor,
+                return_value=return_value,
+                if_match=if_match,
+                idempotency_key=idempotency_key,
+            )
+        )
+
+    def value(
+        self,
+        *,
+        epoch: int | None = None,
+        reduce: Reduce = "sum",
+        dtype: npt.DTypeLike | None = None,
+        timeout: float = 0.0,
+    ) -> Array:
+        """Return the running sum, or the sum of `epoch`, after up to `timeout` seconds until the epoch has closed.
+
+        reduce="mean" divides the sum by the sum of the weights. `dtype` is that of the result, by default the buffer's.
+
+        Raises `NotFound`, `EpochOpen` after the `timeout`, `EpochGone` if the server no longer keeps the epoch, and
+        `NothingToAverage` for the mean of weights that sum to zero.
+
+        >>> server.buffers["w1"].value()
+        array([[0., 0.]], dtype=float32)
+        """
+        return self._runner.run(
+            _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+        )
+
+    def take(
+        self,
+        *,
+        min_count: int = 0,
+        epoch: int | None = None,
+        timeout: float = 0.0,
+        reduce: Reduce = "sum",
+        dtype: npt.DTypeLike | None = None,
+        if_match: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> Taken:
+        """Close the epoch, and return its receipt with its value: read and zero in a single step.
+
+        The call waits up to `timeout` seconds for `min_count` gradients, and then raises `EpochOpen`. It raises
+        `StaleEpoch` if the buffer is not in `epoch`. If several clients take from a buffer, let it `keep` more epochs
+        than there are clients: a retry after a lost answer reads the closed epoch, or raises `EpochGone`.
+
+        >>> server.buffers["w1"].accumulate([[1, 2]], weight=2).closed
+        False
+        >>> server.buffers["w1"].take(min_count=1, reduce="mean").value
+        array([[1., 2.]], dtype=float32)
+        """
+        return self._runner.run(
+            _buffer_calls.take(
+                self.name,
+                min_count=min_count,
+                epoch=epoch,
+                timeout=timeout,
+                reduce=reduce,
+                dtype=dtype,
+                if_match=if_match,
+                idempotency_key=idempotency_key,
+            )
+        )
+
+    def zero(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> Receipt:
+        """Discard the sum, and begin the next epoch.
+
+        >>> server.buffers["w1"].zero().epoch
+        1
+        """
+        return self._runner.run(_buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
+
+    def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
+        """Delete the buffer, its value and its closed epochs. Raises `NotFound`.
+
+        >>> server.buffers["w1"].delete()
+        """
+        return self._runner.run(_buffer_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key))

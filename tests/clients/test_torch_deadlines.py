@@ -1,0 +1,155 @@
+"""Workers that are slow, dead or late: epochs end by their deadlines, and say who was in them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from gradserve_client import Client, DuplicateContributor, EpochOpen, InvalidInput, StaleEpoch
+from gradserve_client.torch import GradientAccumulator
+
+from tests.clients.test_torch import assert_close, backward, grads, net, own
+from tests.serving import serving
+
+DEADLINE_SECONDS = 0.3
+"""Seconds of a deadline that the tests wait for: several pushes take a tenth of it."""
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[list[str]]:
+    with ExitStack() as servers:
+        yield [servers.enter_context(serving()) for _ in range(3)]
+
+
+@pytest.fixture(params=[1, 3], ids=["one server", "three servers"])
+def server(request: pytest.FixtureRequest, urls: list[str]) -> Iterator[Client]:
+    with Client(urls[: request.param], timeout=20) as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{uuid.uuid4().hex}."
+
+
+def workers(server: Client, prefix: str, number: int, **options: Any) -> list[tuple[Any, GradientAccumulator]]:
+    """Return models with accumulators of workers named rank0, rank1 and so on."""
+    models, options = [net() for _ in range(number)], {"timeout": 30, **options}
+    return [
+        (model, GradientAccumulator(model, server, prefix=prefix, run="1", worker=f"rank{rank}", **options))
+        for rank, model in enumerate(models)
+    ]
+
+
+@pytest.mark.parametrize("request_bytes", [None, 400], ids=["one request", "many requests"])
+def test_an_epoch_ends_without_a_dead_and_without_a_slow_worker(
+    server: Client, prefix: str, request_bytes: int | None
+) -> None:
+    """Of four workers one never pushes, and one pushes after the deadline. The next epoch has its quorum."""
+    expected = {"contributors": ["rank0", "rank1", "rank2", "rank3"]}
+    rules = {"quorum": 3, "deadline_seconds": DEADLINE_SECONDS, "min_count": 2, "request_bytes": request_bytes}
+    several = workers(server, prefix, 3, **rules, **expected)
+    mean = own(several[0][0], [(4, 0), (2, 1)])
+    for number, (model, worker) in enumerate(several[:2]):
+        backward(model, 4 - 2 * number, number)
+        worker.push(weight=4 - 2 * number)
+    for model, worker in several[:2]:
+        pulled = worker.pull()
+        assert (pulled.epoch, pulled.count, pulled.weight, pulled.closed_by) == (0, 2, 6.0, "deadline")
+        assert pulled.contributors == {"rank0": 1, "rank1": 1}
+        assert_close(grads(model), mean)
+
+    slow_model, slow = several[2]
+    backward(slow_model, 3, 2)
+    with pytest.raises(StaleEpoch, match="do not count; if it has closed, pull"):
+        slow.push(weight=3)
+    pulled = slow.pull()
+    assert (pulled.contributors, pulled.closed_by, slow.epoch) == ({"rank0": 1, "rank1": 1}, "deadline", 1)
+    assert_close(grads(slow_model), mean)
+
+    for info in server.buffers.list(slow.prefix):
+        server.buffers[info.name].set_rules(deadline_seconds=None)  # a busy machine would need longer
+    for model, worker in several:
+        backward(model, 3, 5)
+        worker.push(weight=3)
+    for _, worker in several:
+        pulled = worker.pull()
+        assert (pulled.closed_by, pulled.contributors) == ("quorum", {"rank0": 1, "rank1": 1, "rank2": 1})
+
+
+def test_a_deadline_without_a_quorum_waits_for_min_count(server: Client, prefix: str) -> None:
+    rules = {"deadline_seconds": 0.05, "min_count": 2}
+    (first, one), (second, two) = workers(server, prefix, 2, timeout=0.2, **rules)
+    backward(first, 4, 1)
+    assert not one.push().closed
+    with pytest.raises(EpochOpen, match="whose count is 1"):
+        one.pull()
+    backward(second, 4, 2)
+    assert two.push().closed
+    for worker in (one, two):
+        pulled = worker.pull()
+        assert (pulled.closed_by, pulled.count, pulled.contributors) == ("deadline", 2, {"rank0": 1, "rank1": 1})
+
+
+def test_an_open_epoch_names_the_workers_that_are_missing(server: Client, prefix: str) -> None:
+    names = ["rank0", "rank1", "rank2"]
+    ((model, worker),) = workers(server, prefix, 1, timeout=0, quorum=3, contributors=names)
+    backward(model, 4, 1)
+    worker.push()
+    with pytest.raises(EpochOpen, match="rank1 and rank2 are missing") as caught:
+        worker.pull()
+    assert caught.value.missing == ("rank1", "rank2")
+    infos = [info for info in server.buffers.list(worker.prefix) if not info.name.endswith("::start")]
+    assert {info.missing for info in infos} == {("rank1", "rank2")}
+
+
+# ----- micro-batches -----
+
+
+@pytest.mark.parametrize("quorum", [None, 5])
+def test_micro_batches_of_a_worker_all_count(server: Client, prefix: str, quorum: int | None) -> None:
+    (model, worker), (other, two) = workers(server, prefix, 2, quorum=quorum)
+    for number in range(3):
+        backward(model, 2, number)
+        assert worker.push(weight=2).count == number + 1
+    for number in range(2):
+        backward(other, 2, 3 + number)
+        two.push(weight=2)
+    pulled = worker.pull()
+    assert (pulled.count, pulled.contributors) == (5, {"rank0": 3, "rank1": 2})
+    assert pulled.closed_by == ("take" if quorum is None else "quorum")
+
+
+def test_a_limit_of_pushes_of_a_worker(server: Client, prefix: str) -> None:
+    (model, worker), (other, two) = workers(server, prefix, 2, quorum=2, per_contributor=1)
+    backward(model, 4, 1)
+    worker.push()
+    backward(model, 4, 2)
+    before = grads(model)
+    with pytest.raises(DuplicateContributor, match="'rank0' has added 1 gradient to epoch 0"):
+        worker.push()
+    assert_close(grads(model), before)
+    backward(other, 4, 3)
+    assert two.push().closed
+    assert worker.pull().contributors == {"rank0": 1, "rank1": 1}
+    backward(model, 4, 2)
+    assert worker.push().count == 1
+
+
+def test_workers_without_names_are_no_contributors(server: Client, prefix: str) -> None:
+    model = net()
+    gradients = GradientAccumulator(model, server, prefix=prefix, quorum=2)
+    for seed in range(2):
+        backward(model, 4, seed)
+        gradients.push()
+    pulled = gradients.pull()
+    assert (pulled.count, pulled.contributors, pulled.closed_by) == (2, {}, "quorum")
+
+
+@pytest.mark.parametrize("worker", ["", "rank\n0", "x" * 101, 3])
+def test_names_that_a_contributor_cannot_have_are_refused_at_once(server: Client, prefix: str, worker: Any) -> None:
+    with pytest.raises(InvalidInput, match="worker: .* must be 1 to 100 printable characters"):
+        GradientAccumulator(net(), server, prefix=prefix, worker=worker)
