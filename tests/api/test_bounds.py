@@ -69,6 +69,11 @@ BODIES = {
         Worst(b"{", b" ", b"}"),
         Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
     ],
+    "PATCH /v1/buffers/{name}": [
+        Worst(b'{"contributors":[', b'"",', b'""]}', 10 << 20),
+        Worst(b"{", b" ", b"}"),
+        Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
+    ],
     "POST /v1/buffers/create": [
         Worst(b'{"buffers":{', b'"":{},', b'"":{}}}', 6 << 20),
         Worst(b'{"buffers":{"a":{"shape":[', b'"",', b'""]}}}', 3 << 20),

@@ -35,7 +35,6 @@ LATER: dict[str, Any] = {
     "quorum_weight": None,
     "contributors": None,
     "per_contributor": 1,
-    "max_norm": None,
 }
 """Rules that a file of the version before lacks, with their defaults."""
 

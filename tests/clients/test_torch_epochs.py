@@ -11,8 +11,6 @@ import httpx
 import pytest
 import torch
 from gradserve_client import Client, ConnectionFailed, InvalidInput
-from gradserve_client.buffers import Buffer
-from gradserve_client.models import BufferInfo
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.test_torch import assert_close, backward, grads, net, own
@@ -169,22 +167,17 @@ def test_nonfinite_gradients_are_refused(server: Client, prefix: str) -> None:
     assert server.buffers[f"{prefix}0.weight"].info().count == 0
 
 
-def test_rules_reach_the_buffers(server: Client, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_reach_the_buffers(server: Client, prefix: str) -> None:
     """Those that are given, and no norm for the tallies."""
     given: dict[str, Any] = {"deadline_seconds": 5.0, "min_count": 2, "quorum_weight": 8.0}
-    given |= {"contributors": ["a"], "per_contributor": 3}
-    found: dict[str, Any] = {}
-    create = Buffer.create
-
-    def note(buffer: Buffer, shape: Any, *, dtype: str, quorum: int | None = None, **rules: Any) -> BufferInfo:
-        found[buffer.name.removeprefix(prefix)] = rules
-        return create(buffer, shape, dtype=dtype, quorum=quorum)
-
-    monkeypatch.setattr(Buffer, "create", note)
+    given |= {"contributors": ("a",), "per_contributor": 3}
     GradientAccumulator(net(), server, prefix=prefix, quorum=4, max_norm=2.0, **given)
-    assert found.pop("::start") == {}
-    assert found.pop("0.weight::tally") == {"keep": 1, **given}
-    assert found == dict.fromkeys([name for name, _ in net().named_parameters()], {"keep": 1, "max_norm": 2.0, **given})
+    found = {one.name.removeprefix(prefix): one for one in server.buffers.list(prefix)}
+    norms = {name: one.max_norm for name, one in found.items() if name != "::start"}
+    names = [name for name, _ in net().named_parameters()]
+    assert norms == {**dict.fromkeys(names, 2.0), "0.weight::tally": None}
+    for name in norms:
+        assert {rule: getattr(found[name], rule) for rule in given} == given
 
 
 # ----- half precision on the wire -----
