@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import httpx
 import numpy as np
+import pytest
 
 from service.dtypes import Array
 from tests.faults.servers import PATIENCE, Client, Server, new_key
@@ -59,6 +60,19 @@ def replicas(count: int, place: Path, store: str, **settings: Any) -> Iterator[l
         for server in servers[1:]:
             wait(server.is_ready, "a replica does not get ready")
         yield servers
+
+
+@contextmanager
+def one_dies(database: Cluster, place: Path, order: Path) -> Iterator[tuple[Server, Server]]:
+    """Yield two servers that share the database. The first kills itself at the point that the file `order` names."""
+    own: dict[str, Any] = {"store": database.url, "postgres_schema": "killed"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADSERVE_TEST_KILL", str(order))
+        with (
+            Server(place / "mortal", module="tests.faults.killing", **own) as mortal,
+            Server(place / "other", **own) as other,
+        ):
+            yield mortal, other
 
 
 def wait(is_so: Callable[[], object], what: str, seconds: float = 2 * PATIENCE) -> None:

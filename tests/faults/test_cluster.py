@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from service.buffers.postgres.connections import RETRY_SECONDS
-from tests.faults.cluster import Load, replicas, wait
+from tests.faults.cluster import Load, one_dies, replicas, wait
 from tests.faults.servers import LONG, PATIENCE, Server, moments
 from tests.network import SIDES, Network
 from tests.postgres import Cluster, cluster
@@ -40,16 +40,9 @@ def test_kills_of_replicas(database: Cluster, tmp_path: Path) -> None:
         load.go_on()
 
 
-def test_kills_at_points_of_a_commit(database: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_at_points_of_a_commit(database: Cluster, tmp_path: Path) -> None:
     order = tmp_path / "order"
-    monkeypatch.setenv("GRADSERVE_TEST_KILL", str(order))
-    with (
-        Server(
-            tmp_path / "mortal", module="tests.faults.killing", store=database.url, postgres_schema="killed"
-        ) as mortal,
-        Server(tmp_path / "other", store=database.url, postgres_schema="killed") as other,
-        Load([mortal.url, other.url]) as load,
-    ):
+    with one_dies(database, tmp_path, order) as (mortal, other), Load([mortal.url, other.url]) as load:
         for number in range(60 if LONG else 3):
             order.write_text(f"{['staged', 'made', 'committed'][number % 3]}:{1 + number // 3 % 3}")
             wait(lambda: mortal.process.poll() is not None, "the server does not die")

@@ -52,7 +52,7 @@ def adding(client: Client, key: str, seconds: float) -> int | None:
 
 
 def test_nothing_is_acknowledged_without_the_standby(pair: Pair, tmp_path: Path) -> None:
-    """Not even a key that the primary knows: whoever cancels the wait for the standby makes it known there."""
+    """Not even a key that the primary knows: cancelling the wait for the standby makes it known there."""
     with replicas(2, tmp_path, pair.url, durability="replicated") as (one, two), connected(one, two) as clients:
         clients[0].create("w", (3,), quorum=2)
         pair.standby.stop()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.cluster import replicas
+from tests.faults.cluster import one_dies, replicas
 from tests.faults.histories import CLIENTS, Caller, Round, play
 from tests.faults.linearizable import Answer, Buffer, Call, Event, Receipt, State, Success, check, order_of, step
 from tests.faults.servers import LONG, Server, new_key
@@ -76,15 +76,11 @@ def test_histories_of_two_servers(database: Cluster, tmp_path: Path) -> None:
     assert found.keys() >= ALL
 
 
-def test_histories_with_kills(database: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_histories_with_kills(database: Cluster, tmp_path: Path) -> None:
     """One of the servers dies at a point of a commit, or at any time. A gradient of 9,000 elements is staged."""
     chance, order, deaths = random.Random(2), tmp_path / "order", 0
-    monkeypatch.setenv("GRADSERVE_TEST_KILL", str(order))
     with (
-        Server(
-            tmp_path / "mortal", module="tests.faults.killing", store=database.url, postgres_schema="killed"
-        ) as mortal,
-        Server(tmp_path / "other", store=database.url, postgres_schema="killed") as other,
+        one_dies(database, tmp_path, order) as (mortal, other),
         players([mortal, other], 2, 9000) as play_round,
     ):
         for number in range(KILLS):

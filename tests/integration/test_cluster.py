@@ -67,7 +67,7 @@ def exact(cluster: Cluster) -> Iterator[list[Buffer]]:
 
 
 def goes_on(buffers: list[Buffer], more: int = 30) -> None:
-    """Wait until so many more gradients are in each buffer."""
+    """Wait until this number of gradients has been added to each buffer."""
     for buffer in buffers:
         aim = buffer.info().count + more
         for _ in range(1200):
