@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gradserve_client import Client
+from gradserve_client.cli import main
 
 from tests.clients.both import KINDS, connected
+from tests.clients.terminal import COMMAND, Call, Done, environment
 from tests.faults.servers import Server
 
 
@@ -48,6 +53,24 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]
             stack.callback(server.kill)
         list(threads.map(Server.start, servers))
         yield servers
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Calls the command without a terminal."""
+
+    def called(server: Client | str, *arguments: str | Path, **more: str) -> Done:
+        for name, value in environment(server if isinstance(server, str) else server.url, **more).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", [COMMAND, *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        code = end.value.code
+        assert isinstance(code, int)
+        return Done(code, *capsys.readouterr())
+
+    return called
 
 
 def delete_all(server: Any) -> None:

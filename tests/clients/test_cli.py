@@ -5,49 +5,31 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from gradserve_client import Client
 from gradserve_client._tensors import decode, encode
-from gradserve_client.cli import main
 from safetensors.numpy import load_file, save_file
 
 from service.kernels import OPERATORS
+from tests.clients.terminal import COMMAND, Call, Done, environment, on_terminal, plain
 from tests.serving import serving
 
-COMMAND = str(Path(sys.executable).parent / "gradserve-client")
 README = Path(__file__).parent.parent.parent / "clients" / "python" / "README.md"
 
 BF16 = ml_dtypes.bfloat16
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        (line,) = self.out.splitlines()
-        return json.loads(line)
-
-
-Call: TypeAlias = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
@@ -64,64 +46,12 @@ def server(address: str) -> Iterator[Client]:
         yield client
 
 
-def environment(url: str, **more: str) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVE_")}
-    return {**ours, "GRADSERVE_URL": url, "TERM": "xterm", "COLUMNS": "80", **more}
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Calls the command without a terminal."""
-
-    def called(server: Client | str, *arguments: str | Path, **more: str) -> Done:
-        for name, value in environment(server if isinstance(server, str) else server.url, **more).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", [COMMAND, *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        code = end.value.code
-        assert isinstance(code, int)
-        return Done(code, *capsys.readouterr())
-
-    return called
-
-
 def called_alone(server: Client, *arguments: str | Path) -> Done:
     """Call the command in a separate process."""
     done = subprocess.run(
         [COMMAND, *arguments], env=environment(server.url), capture_output=True, text=True, timeout=60
     )
     return Done(done.returncode, done.stdout, done.stderr)
-
-
-def on_terminal(server: Client, *arguments: str | Path, types: str = "") -> Done:
-    """Call the command on a terminal of 80 columns. `out` has all bytes that the terminal received."""
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (24, 80))
-    variables = environment(server.url)
-    del variables["COLUMNS"]
-    with subprocess.Popen([COMMAND, *arguments], stdin=its, stdout=its, stderr=its, env=variables) as process:
-        os.close(its)
-        os.write(ours, types.encode())
-        seen = b""
-        while select.select([ours], [], [], 60)[0]:
-            try:
-                came = os.read(ours, 1 << 16)
-            except OSError:  # the other side is closed
-                break
-            seen += came
-            if not came:
-                break
-        else:
-            process.kill()
-    os.close(ours)
-    return Done(process.returncode, seen.decode(), "")
-
-
-def plain(text: str) -> str:
-    """Return the text without colours and cursor movements."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 # ----- operators -----
@@ -300,10 +230,11 @@ def test_watch_prints_lines_or_a_table(call: Call, server: Client) -> None:
     server.buffers["w"].create(2, quorum=8)
     server.buffers["w"].accumulate([3, 4])
     head, *lines = call(server, "watch", "--count", "2", "--interval", "0.05").out.splitlines()
-    assert head.split("\t") == ["time", "name", "shape", "dtype", "epoch", "count", "weight", "norm", "adds/s"]
+    columns = ["time", "name", "shape", "dtype", "epoch", "count", "weight", "norm", "adds/s", "deadline", "missing"]
+    assert head.split("\t") == columns
     assert [line.split("\t")[1:] for line in lines] == [
-        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", ""],
-        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "0"],
+        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "", "", ""],
+        ["w", "[2]", "float32", "0", "1 of 8", "1", "5", "0", "", ""],
     ]
     live = on_terminal(server, "watch", "--count", "2", "--interval", "0.05", "--no-norm")
     assert live.code == 0

@@ -20,6 +20,7 @@ from gradserve_client import (
     InvalidInput,
     KeyReused,
     NotFound,
+    NothingToAverage,
     PreconditionFailed,
     Receipt,
     StaleEpoch,
@@ -166,7 +167,7 @@ def failing() -> dict[str, tuple[Any, type[GradserveError], int, str]]:
         "stale": (lambda s: s.buffers["w"].accumulate([1, 2], epoch=0), StaleEpoch, 409, "stale_epoch"),
         "open": (lambda s: s.buffers["w"].value(epoch=1), EpochOpen, 409, "epoch_open"),
         "few": (lambda s: s.buffers["w"].take(min_count=9), EpochOpen, 409, "too_few_gradients"),
-        "mean": (lambda s: s.buffers["w"].value(reduce="mean"), Conflict, 409, "nothing_to_average"),
+        "mean": (lambda s: s.buffers["w"].value(reduce="mean"), NothingToAverage, 409, "nothing_to_average"),
         "gone": (lambda s: s.buffers["gone"].value(epoch=0), EpochGone, 410, "epoch_gone"),
         "match": (lambda s: s.buffers["w"].zero(if_match='"8-8"'), PreconditionFailed, 412, "precondition_failed"),
         "body": (lambda s: s.buffers["w"].accumulate(np.zeros(1 << 19)), TooLarge, 413, "body_too_large"),
@@ -181,7 +182,7 @@ def test_malformed_arguments_are_refused(server: Any) -> None:
     for key in ("", " a", "a ", "ä", "aäb", "a\n", "a" * 256, 5):
         with pytest.raises(InvalidInput, match="^idempotency_key is"):
             server.buffers["w"].accumulate([1], idempotency_key=key)
-    for name in ("from", "into", "outputs", "weight", "epoch"):
+    for name in ("from", "into", "outputs", "weight", "epoch", "contributor"):
         with pytest.raises(InvalidInput, match=f"^{name} is not an attribute"):
             server.run("ReluGrad", {"dY": [1], "X": [1]}, {name: "dX:w"})
     with pytest.raises(InvalidInput, match="^activations is empty"):

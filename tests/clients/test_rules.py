@@ -161,6 +161,7 @@ def test_the_missing_of_several_servers_are_joined(kind: str, urls: list[str]) -
         with pytest.raises(EpochOpen) as caught:
             server.buffers.value(["miss.a", "miss.b"], epoch=0)
         assert sorted(caught.value.missing) == ["rank0", "rank1", "rank2"]
+        delete_all(server)  # other clients do not know these places
 
 
 # ----- what ends an epoch -----

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from gradserve_client import Client, DuplicateContributor, EpochOpen, InvalidInput, StaleEpoch
+from gradserve_client import Client, Conflict, DuplicateContributor, EpochOpen, InvalidInput, StaleEpoch
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.test_torch import assert_close, backward, grads, net, own
@@ -104,6 +104,23 @@ def test_an_open_epoch_names_the_workers_that_are_missing(server: Client, prefix
     assert caught.value.missing == ("rank1", "rank2")
     infos = [info for info in server.buffers.list(worker.prefix) if not info.name.endswith("::start")]
     assert {info.missing for info in infos} == {("rank1", "rank2")}
+
+
+def test_a_smaller_quorum_ends_an_epoch_that_a_dead_worker_holds_up(server: Client, prefix: str) -> None:
+    several = workers(server, prefix, 3, quorum=3)[:2]
+    for model, worker in several:
+        backward(model, 4, 1)
+        worker.push()
+    for info in server.buffers.list(worker.prefix):
+        if info.quorum == 3:
+            server.buffers[info.name].set_rules(quorum=2)
+    for _, worker in several:
+        pulled = worker.pull()
+        assert (pulled.closed_by, pulled.contributors) == ("quorum", {"rank0": 1, "rank1": 1})
+    ((_, later),) = workers(server, prefix, 1, quorum=2)
+    assert later.epoch == 1
+    with pytest.raises(Conflict, match="quorum"):
+        workers(server, prefix, 1, quorum=3)
 
 
 # ----- micro-batches -----

@@ -6,16 +6,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gradserve_client import _files
 from gradserve_client._buffer_calls import Reduce
+from gradserve_client._buffer_options import Contributor, Epoch, File, Key, Name, Output, Tensor, Wait, Weight
 from gradserve_client._output import (
+    LATE_COLUMNS,
     console,
+    contributors,
     count,
+    late,
     print_info,
     print_json,
     print_tensor,
@@ -26,6 +29,7 @@ from gradserve_client._output import (
     table,
     tensor_json,
 )
+from gradserve_client._rule_commands import create, set_rules
 from gradserve_client._session import Session
 from gradserve_client.buffer import Buffer
 from gradserve_client.errors import NotFound
@@ -41,26 +45,7 @@ class Reduction(Enum):
     mean = "mean"
 
 
-class Nonfinite(Enum):
-    """Whether the server accepts gradients that are infinite or NaN."""
-
-    allow = "allow"
-    reject = "reject"
-
-
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The buffer.")]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors or .npy file.")]
-Tensor = Annotated[str | None, typer.Option(metavar="NAME", help="The tensor of the file, if it has several.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write the value to this safetensors or .npy file."),
-]
-Epoch = Annotated[int | None, typer.Option(help="Change it only while the buffer is in this epoch.")]
-Weight = Annotated[float, typer.Option(help="The factor of the gradient.")]
 Reducing = Annotated[Reduction, typer.Option(help="mean divides the sum by the sum of the weights.")]
-Key = Annotated[
-    str | None, typer.Option(metavar="KEY", help="A repetition with the same key counts once. New by default.")
-]
 
 
 @app.command("ls")
@@ -75,62 +60,43 @@ def list_(
     if session.as_json:
         print_json([asdict(info) for info in infos])
         return
-    columns = ["name", "shape", "dtype", "epoch", "count", "weight", "size"]
-    rows = (
-        [info.name, shape(info.shape), info.dtype, str(info.epoch), count(info), f"{info.weight:g}", size(info.bytes)]
+    numbers = ["epoch", "count", "weight", "size"]
+    columns = ["name", "shape", "dtype", *numbers, *LATE_COLUMNS]
+    rows = [
+        [
+            *(info.name, shape(info.shape), info.dtype, str(info.epoch), count(info), f"{info.weight:g}"),
+            *(size(info.bytes), *late(info)),
+        ]
         for info in infos
-    )
-    console().print(table(columns, rows, wraps="name", numbers=columns[3:]))
+    ]
+    console().print(table(columns, rows, wraps="name", numbers=numbers, optional=LATE_COLUMNS))
 
 
 @app.command()
-def show(ctx: typer.Context, name: Name) -> None:
-    """Show the metadata of a buffer."""
-    session: Session = ctx.obj
-    with session.server() as server:
-        info = server.buffers[name].info()
-    if session.as_json:
-        print_json(asdict(info))
-    else:
-        print_info(info)
-
-
-@app.command()
-def create(
+def show(
     ctx: typer.Context,
     name: Name,
-    dims: Annotated[str, typer.Argument(metavar="SHAPE", help="30000,256 or 30000x256, or [] for a scalar.")],
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
-    quorum: Annotated[int | None, typer.Option(help="The number of gradients that closes an epoch.")] = None,
-    keep: Annotated[int, typer.Option(help="The number of closed epochs that the server keeps.")] = 1,
-    ttl: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="The time from the last change to deletion.")
-    ] = None,
-    nonfinite: Annotated[
-        Nonfinite, typer.Option(help="Allow or reject gradients that are infinite or NaN.")
-    ] = Nonfinite.allow,
-    max_norm: Annotated[
-        float | None, typer.Option(metavar="NORM", help="Refuse gradients whose 2-norm is larger.")
-    ] = None,
-    key: Key = None,
+    epoch: Annotated[int | None, typer.Option(help="Show the receipt of this closed epoch instead.")] = None,
+    timeout: Wait = 0.0,
 ) -> None:
-    """Create a buffer with zeros. An equal buffer may exist already."""
+    """Show the metadata of a buffer, or who was in a closed epoch and what closed it."""
     session: Session = ctx.obj
     with session.server() as server:
-        info = server.buffers[name].create(
-            _dims(dims),
-            dtype=dtype,
-            quorum=quorum,
-            keep=keep,
-            ttl_seconds=ttl,
-            nonfinite=nonfinite.value,
-            max_norm=max_norm,
-            idempotency_key=key,
-        )
-    if session.as_json:
-        print_json(asdict(info))
+        buffer = server.buffers[name]
+        found = buffer.info() if epoch is None else buffer.info(epoch=epoch, timeout=timeout)
+    if isinstance(found, Receipt):
+        if session.as_json:
+            print_json(receipt_json(found))
+        else:
+            typer.echo(f"{receipt_line(found)}\ncontributors: {contributors(found.contributors)}")
+    elif session.as_json:
+        print_json(asdict(found))
     else:
-        typer.echo(f"{name}: {info.dtype} {shape(info.shape)}, epoch {info.epoch}, count {count(info)}")
+        print_info(found)
+
+
+app.command("create")(create)
+app.command("set-rules")(set_rules)
 
 
 @app.command()
@@ -141,7 +107,7 @@ def get(
     epoch: Annotated[int | None, typer.Option(help="A closed epoch instead of the running one.")] = None,
     reduce: Reducing = Reduction.sum,
     dtype: Annotated[str | None, typer.Option(help="The dtype of the value, by default the buffer's.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the epoch to close.")] = 0.0,
+    timeout: Wait = 0.0,
 ) -> None:
     """Fetch the value. Without -o, print it, or the corners of a large one."""
     session: Session = ctx.obj
@@ -187,13 +153,14 @@ def add(
     tensor: Tensor = None,
     weight: Weight = 1.0,
     epoch: Epoch = None,
+    contributor: Contributor = None,
     key: Key = None,
 ) -> None:
     """Add a tensor of a file to the sum."""
 
     def change(buffer: Buffer) -> Receipt:
         gradient = _files.read_one(file, tensor)
-        return buffer.accumulate(gradient, weight=weight, epoch=epoch, idempotency_key=key)
+        return buffer.accumulate(gradient, weight=weight, epoch=epoch, contributor=contributor, idempotency_key=key)
 
     _change(ctx, name, change)
 
@@ -265,13 +232,3 @@ def _change(ctx: typer.Context, name: str, change: Callable[[Buffer], Receipt]) 
 
 def _reduce(reduction: Reduction) -> Reduce:
     return "mean" if reduction is Reduction.mean else "sum"
-
-
-def _dims(text: str) -> list[int]:
-    bare = text.strip(" []()")
-    try:
-        if not text.strip():  # an unset variable, not a scalar
-            raise ValueError
-        return [int(dim) for dim in bare.replace("x", ",").removesuffix(",").split(",")] if bare else []
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a shape: write 30000,256 or 30000x256, or [] for a scalar") from None

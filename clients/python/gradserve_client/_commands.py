@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from gradserve_client import _buffer_commands, _calls, _files, _watch
+from gradserve_client import _buffer_commands, _buffer_options, _calls, _files, _watch
 from gradserve_client._output import console, print_json, print_tensor, receipt_json, receipt_line, table, tensor_json
 from gradserve_client._sender import DEFAULT_URL
 from gradserve_client._session import Session
@@ -107,7 +107,8 @@ def run(
     ] = None,
     weight: Annotated[float | None, typer.Option(help="The factor of outputs added to buffers, by default 1.")] = None,
     epoch: Annotated[int | None, typer.Option(help="Add only while the buffers are in this epoch.")] = None,
-    key: _buffer_commands.Key = None,
+    contributor: _buffer_options.Contributor = None,
+    key: _buffer_options.Key = None,
 ) -> None:
     """Run an operator. Without -o, print the outputs, and the corners of large ones. Receipts are always printed."""
     session: Session = ctx.obj
@@ -128,6 +129,7 @@ def run(
             into=targets,
             weight=weight,
             epoch=epoch,
+            contributor=contributor,
             idempotency_key=key,
         )
         results = server.run(call)

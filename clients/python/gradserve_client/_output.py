@@ -26,6 +26,13 @@ _PRINTED_ELEMENTS = 64
 """Elements of the largest tensor that is printed whole. Of a larger one, the corners are printed."""
 
 
+LATE_COLUMNS = ["deadline", "missing"]
+"""Columns of a table that have a value only for buffers with a deadline or with expected contributors."""
+
+_MOST_NAMED = 3
+"""Missing contributors that a table names: more names would leave no room for the buffer's."""
+
+
 def console() -> Console:
     """Return a console that prints text as it is: a buffer's name may be ":+1:"."""
     width = None if sys.stdout.isatty() else _WIDE_COLUMNS
@@ -43,15 +50,21 @@ def table(
     *,
     wraps: str,
     numbers: Sequence[str] = (),
+    optional: Sequence[str] = (),
     header: bool = True,
 ) -> Table:
-    """Return a table. The column `wraps` breaks its lines if there is no room; `numbers` are aligned to the right."""
+    """Return a table. The column `wraps` breaks its lines if there is no room; `numbers` are aligned to the right.
+
+    An `optional` column without any value is left out.
+    """
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=header)
-    for column in columns:
+    rows = [*rows]
+    kept = [place for place, column in enumerate(columns) if column not in optional or any(row[place] for row in rows)]
+    for column in (columns[place] for place in kept):
         justify: Literal["left", "right"] = "right" if column in numbers else "left"
         result.add_column(column, justify=justify, no_wrap=column != wraps, overflow="fold")
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*(row[place] for place in kept))
     return result
 
 
@@ -63,6 +76,19 @@ def shape(dims: Sequence[int]) -> str:
 def count(info: BufferInfo) -> str:
     """Return the number of gradients as text, with the quorum: 3 of 8."""
     return str(info.count) if info.quorum is None else f"{info.count} of {info.quorum}"
+
+
+def late(info: BufferInfo) -> list[str]:
+    """Return when the deadline of the epoch ends, and who is missing, as text that may be empty."""
+    missing = info.missing or ()
+    more = [f"{len(missing) - _MOST_NAMED} more"] if len(missing) > _MOST_NAMED else []
+    ends = "" if info.deadline_at is None else _time(info.deadline_at)
+    return [ends, ", ".join([*missing[:_MOST_NAMED], *more])]
+
+
+def contributors(counts: Mapping[str, int] | None) -> str:
+    """Return the contributors as text, with the number of their gradients if that is not 1."""
+    return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in (counts or {}).items()) or "none"
 
 
 def size(number: int) -> str:
@@ -84,9 +110,13 @@ def print_info(info: BufferInfo) -> None:
         "size": size(info.bytes),
         "epoch": str(info.epoch),
         "count": count(info),
-        "weight": f"{info.weight:g}",
+        "weight": f"{info.weight:g}" + ("" if info.quorum_weight is None else f" of {info.quorum_weight:g}"),
+        "contributors": f"{contributors(info.contributors_in)}; up to {info.per_contributor} of each",
+        "missing": "not known" if info.missing is None else ", ".join(info.missing) or "nobody",
+        "deadline": _deadline(info),
         "version": str(info.version),
         "nonfinite": info.nonfinite,
+        "max norm": "none" if info.max_norm is None else f"{info.max_norm:g}",
         "keep": str(info.keep),
         "closed epochs": ", ".join(map(str, info.closed_epochs)) or "none",
         "created": _time(info.created_at),
@@ -96,6 +126,13 @@ def print_info(info: BufferInfo) -> None:
     console().print(table(["", "value"], list(rows.items()), wraps="value", header=False))
 
 
+def _deadline(info: BufferInfo) -> str:
+    if info.deadline_seconds is None:
+        return "none"
+    rule = f"{info.deadline_seconds:g} s after the first gradient, if {info.min_count} are in"
+    return rule if info.deadline_at is None else f"{_time(info.deadline_at)}, {rule}"
+
+
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
@@ -103,7 +140,8 @@ def _time(seconds: float) -> str:
 def receipt_line(receipt: Receipt) -> str:
     """Return a receipt for people, as a line."""
     line = f"{receipt.name}: epoch {receipt.epoch}, count {receipt.count}, weight {receipt.weight:g}"
-    return line + ", closed" * receipt.closed + ", done before" * receipt.replayed
+    closed = f", closed by {receipt.closed_by}" if receipt.closed_by else ", closed" * receipt.closed
+    return line + closed + ", done before" * receipt.replayed
 
 
 def receipt_json(receipt: Receipt) -> dict[str, Any]:

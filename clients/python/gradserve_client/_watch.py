@@ -12,12 +12,13 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from gradserve_client._output import console, count, print_json, shape, table
+from gradserve_client._output import LATE_COLUMNS, console, count, late, print_json, shape, table
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferInfo
 
-_COLUMNS = ["name", "shape", "dtype", "epoch", "count", "weight", "norm", "adds/s"]
+_NUMBERS = ["epoch", "count", "weight", "norm", "adds/s"]
+_COLUMNS = ["name", "shape", "dtype", *_NUMBERS, *LATE_COLUMNS]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Row:
         info = self.info
         return [
             *(info.name, shape(info.shape), info.dtype, str(info.epoch), count(info), f"{info.weight:g}"),
-            *(norm, rate),
+            *(norm, rate, *late(info)),
         ]
 
 
@@ -106,4 +107,5 @@ def print_documents(snapshots: Iterator[Snapshot]) -> None:
 
 
 def _table(snapshot: Snapshot) -> Table:
-    return table(_COLUMNS, (row.cells() for row in snapshot.rows), wraps="name", numbers=_COLUMNS[3:])
+    rows = (row.cells() for row in snapshot.rows)
+    return table(_COLUMNS, rows, wraps="name", numbers=_NUMBERS, optional=LATE_COLUMNS)

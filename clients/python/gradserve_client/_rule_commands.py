@@ -1,0 +1,139 @@
+"""The commands that create buffers and change their rules."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from gradserve_client._buffer_options import (
+    Contributors,
+    Deadline,
+    Key,
+    MaxNorm,
+    MinCount,
+    Name,
+    PerContributor,
+    Quorum,
+    QuorumWeight,
+    Ttl,
+)
+from gradserve_client._output import count, print_info, print_json, shape
+from gradserve_client._session import Session
+
+
+class Nonfinite(Enum):
+    """Whether the server accepts gradients that are infinite or NaN."""
+
+    allow = "allow"
+    reject = "reject"
+
+
+class Rule(Enum):
+    """The rules that can be taken away, by their options."""
+
+    quorum = "quorum"
+    quorum_weight = "quorum-weight"
+    deadline_seconds = "deadline"
+    contributors = "contributor"
+    ttl_seconds = "ttl"
+    max_norm = "max-norm"
+
+
+def create(
+    ctx: typer.Context,
+    name: Name,
+    dims: Annotated[str, typer.Argument(metavar="SHAPE", help="30000,256 or 30000x256, or [] for a scalar.")],
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
+    quorum: Quorum = None,
+    quorum_weight: QuorumWeight = None,
+    deadline: Deadline = None,
+    min_count: MinCount = None,
+    contributors: Contributors = None,
+    per_contributor: PerContributor = None,
+    keep: Annotated[int, typer.Option(help="The number of closed epochs that the server keeps.")] = 1,
+    ttl: Ttl = None,
+    nonfinite: Annotated[
+        Nonfinite, typer.Option(help="Allow or reject gradients that are infinite or NaN.")
+    ] = Nonfinite.allow,
+    max_norm: MaxNorm = None,
+    key: Key = None,
+) -> None:
+    """Create a buffer with zeros. An equal buffer may exist already."""
+    session: Session = ctx.obj
+    rules = _rules(quorum, quorum_weight, deadline, min_count, contributors, per_contributor, ttl, max_norm)
+    with session.server() as server:
+        info = server.buffers[name].create(
+            _dims(dims), dtype=dtype, keep=keep, nonfinite=nonfinite.value, idempotency_key=key, **rules
+        )
+    if session.as_json:
+        print_json(asdict(info))
+    else:
+        typer.echo(f"{name}: {info.dtype} {shape(info.shape)}, epoch {info.epoch}, count {count(info)}")
+
+
+def set_rules(
+    ctx: typer.Context,
+    name: Name,
+    quorum: Quorum = None,
+    quorum_weight: QuorumWeight = None,
+    deadline: Deadline = None,
+    min_count: MinCount = None,
+    contributors: Contributors = None,
+    per_contributor: PerContributor = None,
+    ttl: Ttl = None,
+    max_norm: MaxNorm = None,
+    unset: Annotated[list[Rule] | None, typer.Option(help="Take this rule away. Repeat it for more.")] = None,
+    key: Key = None,
+) -> None:
+    """Change rules of a buffer. If the running epoch fulfils a new rule already, the epoch closes at once."""
+    session: Session = ctx.obj
+    rules = _rules(quorum, quorum_weight, deadline, min_count, contributors, per_contributor, ttl, max_norm)
+    for rule in unset or ():
+        if rule.name in rules:
+            raise typer.BadParameter(f"--{rule.value} is given and unset")
+        rules[rule.name] = None
+    if not rules:
+        raise typer.BadParameter("give at least one rule")
+    with session.server() as server:
+        info = server.buffers[name].set_rules(idempotency_key=key, **rules)
+    if session.as_json:
+        print_json(asdict(info))
+    else:
+        print_info(info)
+
+
+def _rules(
+    quorum: int | None,
+    quorum_weight: float | None,
+    deadline: float | None,
+    min_count: int | None,
+    contributors: list[str] | None,
+    per_contributor: int | None,
+    ttl: float | None,
+    max_norm: float | None,
+) -> Any:
+    """Return the rules that are given."""
+    rules = {
+        "quorum": quorum,
+        "quorum_weight": quorum_weight,
+        "deadline_seconds": deadline,
+        "min_count": min_count,
+        "contributors": contributors or None,
+        "per_contributor": per_contributor,
+        "ttl_seconds": ttl,
+        "max_norm": max_norm,
+    }
+    return {name: rule for name, rule in rules.items() if rule is not None}
+
+
+def _dims(text: str) -> list[int]:
+    bare = text.strip(" []()")
+    try:
+        if not text.strip():  # an unset variable, not a scalar
+            raise ValueError
+        return [int(dim) for dim in bare.replace("x", ",").removesuffix(",").split(",")] if bare else []
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a shape: write 30000,256 or 30000x256, or [] for a scalar") from None
