@@ -49,9 +49,12 @@ def parameter_bytes(model: Any) -> bytes:
 
 
 def processes() -> ForkServerContext:
-    """Return a context whose processes start in milliseconds: PyTorch is imported once for all of them."""
+    """Return a context whose processes start in milliseconds: PyTorch is imported once for all of them.
+
+    Optimizers import torch._dynamo, which takes longer than the rest of PyTorch.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gradserve_client.torch"])
+    context.set_forkserver_preload(["gradserve_client.torch", "torch._dynamo"])
     return context
 
 
