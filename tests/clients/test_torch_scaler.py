@@ -30,15 +30,15 @@ def prefix() -> str:
 class Worker:
     """A worker that trains with autocast and a scaler."""
 
-    def __init__(self, server: Client, prefix: str, scale: float = 1024.0) -> None:
-        self.model = net()
+    def __init__(self, server: Client, prefix: str, dtype: torch.dtype, scale: float = 1024.0) -> None:
+        self.model, self.dtype = net(), dtype
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
         self.gradients = GradientAccumulator(self.model, server, prefix=prefix, quorum=2)
 
     def push(self, size: int, seed: int, factor: float = 1.0) -> None:
         samples, labels = batch(size, seed)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", self.dtype):
             loss = functional.cross_entropy(self.model(samples), labels)
         self.scaler.scale(loss * factor).backward()
         self.gradients.push(weight=size, scale=self.scaler.get_scale())
@@ -50,9 +50,10 @@ class Worker:
         self.optimizer.zero_grad()
 
 
-def test_scaled_gradients_train_all_workers_alike(server: Client, prefix: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scaled_gradients_train_all_workers_alike(server: Client, prefix: str, dtype: torch.dtype) -> None:
     """As one process does. A push with an infinite gradient makes every worker skip the step and halve its scale."""
-    workers = [Worker(server, prefix), Worker(server, prefix)]
+    workers = [Worker(server, prefix, dtype), Worker(server, prefix, dtype)]
     own, factors = net(), [1.0, 1.0, math.inf, 1.0]
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     for step, factor in enumerate(factors):
@@ -63,7 +64,7 @@ def test_scaled_gradients_train_all_workers_alike(server: Client, prefix: str) -
         if factor == 1:
             for number in range(2):
                 samples, labels = batch(2 + number, 10 * step + number)
-                with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast("cpu", dtype):
                     loss = functional.cross_entropy(own(samples), labels)
                 (loss * (2 + number) / 5).backward()
             optimizer.step()

@@ -1,0 +1,67 @@
+"""The example whose workers come, go and lag behind, run as a user runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from gradserve_client import Client
+
+from tests.serving import serving
+
+ROOT = Path(__file__).parents[2]
+RANKS = range(6)
+STEPS = 24
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "examples/elastic_workers.py", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def epochs(printed: str, name: str) -> list[tuple[set[int], str]]:
+    """Return the ranks that were in each epoch of a run, and what closed it."""
+    _, section = re.split(rf"^{name} .*\n", printed, maxsplit=1, flags=re.MULTILINE)
+    found = []
+    for line in section.partition("\n\n")[0].splitlines():
+        _, first, _, last, *marks, closed_by, _, _ = line.split()
+        ranks = {rank for rank, mark in zip(RANKS, marks, strict=True) if mark == "x"}
+        found += [(ranks, closed_by)] * (int(last) - int(first) + 1)
+    return found
+
+
+def test_training_goes_on_without_the_workers_that_are_away(tmp_path: Path) -> None:
+    image = tmp_path / "loss.png"
+    with serving() as url, Client(url) as server:
+        server.buffers["0.weight"].create(3)
+        done = run("--steps", str(STEPS), "--deadline", "0.2", "--plot", str(image), "--url", url)
+        assert done.returncode == 0, done.stderr
+        assert [(one.name, one.version) for one in server.buffers.list()] == [("0.weight", 0)]
+
+    undisturbed, disturbed = epochs(done.stdout, "undisturbed"), epochs(done.stdout, "disturbed")
+    assert len(undisturbed) == len(disturbed) == STEPS
+    for ranks, closed_by in [*undisturbed, *disturbed]:
+        assert closed_by == ("quorum" if ranks == set(RANKS) else "deadline")
+    assert (set(RANKS), "quorum") in undisturbed
+    assert 5 not in disturbed[0][0]  # it joins later
+    assert any(5 in ranks for ranks, _ in disturbed)
+    assert any(3 in ranks and 2 not in ranks for ranks, _ in disturbed)  # it is slow
+    assert {3, 4}.isdisjoint(disturbed[-1][0])  # they are killed
+    assert disturbed[-1][0]
+
+    losses = [[float(one) for one in re.findall(r"\d\.\d{3}", line)] for line in re.findall(r"step.*#.*", done.stdout)]
+    assert min(losses[0]) > 2
+    assert max(losses[-1]) < 1.1
+    if importlib.util.find_spec("matplotlib"):
+        assert image.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert f"{image} is not written: pip install matplotlib" in done.stdout
+
+
+def test_too_few_steps_are_refused() -> None:
+    done = run("--steps", "19")
+    assert done.returncode == 2
+    assert "--steps is 19, but must be from 20 to 1000" in done.stderr
