@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,12 +24,6 @@ R = TypeVar("R")
 Reserve: TypeAlias = Callable[[int], None]
 """A function that reserves bytes, or raises."""
 
-SWITCH_SECONDS = 0.0005
-"""How long a thread waits for the interpreter's lock before it asks for it: a small request waits several times.
-
-Python's own 5 ms make a list wait several times as long beside another tenant's Python code in the pool.
-"""
-
 MAX_REMEMBERED_CHECKS = 1024
 """Valid combinations of operator and dtypes. Clients send few, and a look-up takes a seventh of a check's 1 us."""
 
@@ -40,7 +33,6 @@ class Engine:
 
     def __init__(self, *, threads: int, limits: Limits, reuse_bytes: int) -> None:
         self.limits = limits
-        sys.setswitchinterval(SWITCH_SECONDS)
         # BLAS must not start threads beside the pool's: its results would also depend on their number, bit for bit.
         threadpool_limits(1, user_api="blas")
         self.pool = Pool(threads)

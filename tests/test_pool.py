@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -9,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from service.pool import Pool
+from service.pool import BUSY_SWITCH_SECONDS, IDLE_SWITCH_SECONDS, Pool
 
 PATIENCE = 20
 """Seconds after which a task that does not run makes a test fail instead of hang."""
@@ -147,3 +148,17 @@ def test_many_tasks_of_many_namespaces_all_run(make: Callable[[int], Blocked]) -
     assert sum(cancelled) == sum(future.cancelled() for future in futures)
     assert pool.waiting() == pool.waiting("3") == 0
     pool.close()
+
+
+def test_threads_ask_for_the_interpreter_soon_while_a_task_runs(make: Callable[[int], Blocked]) -> None:
+    tasks = make(2)
+    running = [tasks.submit("a0"), tasks.submit("b0")]
+    tasks.wait(2)
+    assert sys.getswitchinterval() == pytest.approx(BUSY_SWITCH_SECONDS)
+    tasks.let_go("a0")
+    running[0].result(PATIENCE)
+    assert sys.getswitchinterval() == pytest.approx(BUSY_SWITCH_SECONDS)
+    tasks.let_go("b0")
+    running[1].result(PATIENCE)
+    while sys.getswitchinterval() != pytest.approx(IDLE_SWITCH_SECONDS):  # soon after the result
+        threading.Event().wait(0.001)
