@@ -1,4 +1,4 @@
-"""A model of 8 GB through `GradientAccumulator` in requests of 64 MiB: `python -m benchmarks.large_model [--gigabytes 8]`.
+"""A model of 8 GB through `GradientAccumulator` in requests of 64 MiB: `python -m benchmarks.large_model`.
 
 It prints the seconds of a push and of a pull, and the server's peak memory beside its limits. The store is on the disk.
 """
