@@ -64,13 +64,15 @@ def _from_json(body: memoryview, limits: Limits) -> tuple[Gradients, json_codec.
             sparse[name] = _forms_of_parts(document, name, member)
         else:
             dense[name] = parse_form(name, member)
-    forms = [*dense.values(), *(form for each in sparse.values() for form in each.values())]
-    limits.check_count(len(forms))
     tensors = {name: tensor_of(document, name, form, FLOATS.default) for name, form in dense.items()}
-    parts = {
-        name: {part: tensor_of(document, f"{name}/{part}", form, PARTS[part].default) for part, form in each.items()}
-        for name, each in sparse.items()
-    }
+    parts: Parts = {}
+    forms = [*dense.values()]
+    for name, each in sparse.items():
+        parts[name] = {
+            part: tensor_of(document, f"{name}/{part}", form, PARTS[part].default) for part, form in each.items()
+        }
+        forms += each.values()
+    limits.check_count(len(forms))
     document.finish()
     return _checked(tensors, parts), form_of_answer(forms)
 
@@ -87,8 +89,11 @@ def _forms_of_parts(document: json_codec.Document, name: str, members: Mapping[s
 
 
 def _from_safetensors(body: memoryview, limits: Limits) -> tuple[Gradients, json_codec.Encoding]:
-    tensors, parts = safetensors.decode(body, limits), Parts()
-    for place in [place for place in tensors if "/" in place]:
+    tensors = safetensors.decode(body, limits)
+    parts: Parts = {}
+    for place in [*tensors]:
+        if "/" not in place:
+            continue
         name, _, part = place.rpartition("/")
         if part in PARTS:
             parts.setdefault(name, {})[part] = tensors.pop(place)
@@ -98,7 +103,8 @@ def _from_safetensors(body: memoryview, limits: Limits) -> tuple[Gradients, json
 def _checked(tensors: Mapping[str, Array], parts: Parts) -> Gradients:
     """Return all gradients. Raises `DtypeMismatch`, and what `_rows` raises."""
     for name, tensor in tensors.items():
-        _check_dtype(name, tensor, FLOATS)
+        if NAMES[tensor.dtype] not in FLOATS.dtypes:
+            raise _wrong_dtype(name, tensor, FLOATS)
     if not parts:
         return tensors
     if twice := tensors.keys() & parts.keys():
@@ -113,7 +119,8 @@ def _rows(name: str, parts: Mapping[str, Array]) -> Rows:
         place = f"{name}/{part}"
         if part not in parts:
             raise MissingTensor(f"{place} is missing: a sparse gradient has {' and '.join(PARTS)}", tensor=place)
-        _check_dtype(place, parts[part], kind)
+        if NAMES[parts[part].dtype] not in kind.dtypes:
+            raise _wrong_dtype(place, parts[part], kind)
     indices = parts["indices"]
     if indices.ndim != 1:
         raise ShapeMismatch(
@@ -122,9 +129,8 @@ def _rows(name: str, parts: Mapping[str, Array]) -> Rows:
     return Rows(indices, parts["rows"])
 
 
-def _check_dtype(name: str, tensor: Array, kind: Kind) -> None:
-    if NAMES[tensor.dtype] not in kind.dtypes:
-        raise DtypeMismatch(f"{name} is {tensor.dtype}, but must be one of {', '.join(kind.dtypes)}", tensor=name)
+def _wrong_dtype(name: str, tensor: Array, kind: Kind) -> DtypeMismatch:
+    return DtypeMismatch(f"{name} is {tensor.dtype}, but must be one of {', '.join(kind.dtypes)}", tensor=name)
 
 
 def check_gradient(names: Collection[str]) -> None:
