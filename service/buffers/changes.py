@@ -12,7 +12,7 @@ import numpy as np
 from service.buffers.closing import close, next_epoch
 from service.buffers.contributors import check_may_add, contributed
 from service.buffers.epochs import described
-from service.buffers.gradients import Dense, Gradient, check_norm
+from service.buffers.gradients import Dense, Gradient, Rows, check_norm, is_nothing
 from service.buffers.names import BufferName
 from service.buffers.record import Receipt, Record, Spec, unknown
 from service.buffers.transaction import Transaction
@@ -104,10 +104,10 @@ class Add(Change):
     """InPlaceAccumulator and InPlaceAccumulatorV2: add `weight` times the gradient, or replace the sum by it.
 
     With `epoch`, only while the buffer is in this epoch. The gradient must broadcast to the buffer's shape. The caller
-    must not change the gradient before the request is done.
+    must not change the gradient before the request is done. `Rows` must fit the buffer's shape as they are.
     """
 
-    gradient: Array | Gradient
+    gradient: Array | Gradient | Rows
     tensor: str = "gradient"
     """The name of the gradient in the request."""
     weight: float = 1.0
@@ -138,6 +138,8 @@ class Add(Change):
     def _onto(self, spec: Spec) -> Gradient:
         if isinstance(self.gradient, np.ndarray):
             return Dense(self.gradient, spec.shape, self.tensor)
+        if isinstance(self.gradient, Rows):
+            return self.gradient.onto(spec.shape, self.tensor)
         if self.gradient.shape == spec.shape:
             return self.gradient
         size = math.prod(self.gradient.shape)
@@ -178,16 +180,12 @@ class Add(Change):
 
     def _sum(self, txn: Transaction, record: Record) -> int | None:
         """Return the id of the sum with the gradient. Nothing of a gradient counts whose weight is 0, not even NaN."""
-        if self.weight and (self.overwrite or not self._is_zero()):
+        if self.weight and (self.overwrite or not is_nothing(self.gradient)):
             return txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
         if not self.overwrite:
             return record.value
         txn.free(record.value)
         return None
-
-    def _is_zero(self) -> bool:
-        """Return whether the gradient is a single 0, which a worker without data sends for each buffer."""
-        return isinstance(self.gradient, np.ndarray) and self.gradient.size == 1 and not self.gradient.any()
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
         if self.want_value:

@@ -1,4 +1,4 @@
-"""Gradients that are added to a buffer piece by piece, and the add of a piece."""
+"""Gradients that are added to a buffer piece by piece, and the add."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import numpy as np
 
 from service.buffers.record import Spec
 from service.dtypes import Array, DType
-from service.errors import NonfiniteGradient, NormTooLarge, ShapeMismatch
+from service.errors import IndexOutOfRange, NonfiniteGradient, NormTooLarge, ShapeMismatch
 from service.kernels import accumulate
+from service.kernels.gather import GatheredRows
+
+BLOCK_ELEMENTS = 1 << 18
+"""Elements of a value that are added at once: as float32 they fit into a cache."""
 
 NORM_ELEMENTS = 1 << 15
 """Elements whose squares are summed at once: as float64 they fit into a cache."""
@@ -49,6 +53,64 @@ class Dense:
         return self._flat[start:stop] if self._one is None else self._one
 
 
+class Rows:
+    """A sparse gradient: row k of `rows` adds to row `indices[k]` of a value. Rows of one index add up.
+
+    `indices` are integers of rank 1, and count from the end if they are negative.
+    """
+
+    def __init__(self, indices: Array, rows: Array) -> None:
+        self.indices, self.rows = indices, rows
+        self.gathered: GatheredRows | None = None
+        """The gradient for the last shape."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The last shape."""
+        return None if self.gathered is None else self.gathered.shape
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to add."""
+        return not self.rows.size
+
+    def onto(self, shape: tuple[int, ...], name: str = "gradient") -> GatheredRows:
+        """Return the gradient for a value of this shape; the rows are sorted once.
+
+        Raises `ShapeMismatch` and `IndexOutOfRange`, with the gradient's `name`.
+        """
+        if self.gathered is None or self.gathered.shape != shape:
+            self.gathered = self._gather(shape, name)
+        return self.gathered
+
+    def _gather(self, shape: tuple[int, ...], name: str) -> GatheredRows:
+        place = f"{name}/rows"
+        if not shape:
+            raise ShapeMismatch(
+                f"{place} has rows, but the buffer has no dimensions, and so no rows: send one number", tensor=place
+            )
+        expected = (len(self.indices), *shape[1:])
+        rows = self.rows.reshape(0, *shape[1:]) if self.rows.shape == (0,) else self.rows  # as the list [] in JSON
+        if rows.shape != expected:
+            raise ShapeMismatch(
+                f"{place} has shape {list(rows.shape)}, but must have {list(expected)}: a row of the buffer, whose"
+                f" shape is {list(shape)}, for each of {len(self.indices)} indices",
+                tensor=place,
+            )
+        try:
+            return GatheredRows(np.array(shape, np.int64), self.indices, rows)
+        except IndexOutOfRange as error:
+            index = error.context["index"]
+            raise IndexOutOfRange(f"{name}/{error.detail}", tensor=f"{name}/indices", index=index) from None
+
+
+def is_nothing(gradient: Array | Gradient | Rows) -> bool:
+    """Return whether the gradient has no rows, or is a single 0, which a worker without data sends for each buffer."""
+    if isinstance(gradient, np.ndarray):
+        return gradient.size == 1 and not gradient.any()
+    return isinstance(gradient, Rows | GatheredRows) and gradient.is_empty
+
+
 def _flat(array: Array) -> Array | np.flatiter[Array]:
     """Return a view of the array that takes flat slices, without a copy."""
     if array.flags.c_contiguous or not array.size:
@@ -71,6 +133,20 @@ def add_piece(
         accumulate.add(result, total, piece, weight)
     if spec.nonfinite == "reject" and not np.isfinite(result).all():
         raise NonfiniteGradient("The gradient would make the buffer infinite or NaN, which nonfinite=reject refuses")
+
+
+def add_whole(
+    spec: Spec, result: Array, total: Array | None, gradient: Gradient, weight: float, overwrite: bool
+) -> None:
+    """Add a gradient to `total`, None for zeros, in blocks, as `add_piece` does. `result` may be `total`."""
+    for start in range(0, spec.size, BLOCK_ELEMENTS):
+        part = slice(start, min(start + BLOCK_ELEMENTS, spec.size))
+        piece = gradient.piece(part.start, part.stop)
+        before = 0 if total is None else total[part]
+        if piece is not None or overwrite:
+            add_piece(spec, result[part], before, piece, weight, overwrite)
+        elif result is not total:
+            result[part] = before
 
 
 def check_norm(gradient: Gradient, max_norm: float, name: str) -> None:

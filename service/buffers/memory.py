@@ -15,7 +15,7 @@ import numpy as np
 
 from service.buffers.clock import Clock
 from service.buffers.closing import close_if_due
-from service.buffers.gradients import Gradient, add_piece
+from service.buffers.gradients import Gradient, add_whole
 from service.buffers.memory_state import State, room_of
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform
@@ -220,13 +220,9 @@ class _Transaction:
         return self._last_id
 
     def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
-        spec, size = record.spec, record.spec.size
         total = None if record.value is None else self._values.get(record.value, self._state.values[record.value])
-        piece = gradient.piece(0, size) if size else None
-        if piece is None and not overwrite:
-            return record.value
-        result = np.empty(size, spec.dtype)
-        add_piece(spec, result, 0 if total is None else total, piece, weight, overwrite)
+        result = np.empty(record.spec.size, record.spec.dtype)
+        add_whole(record.spec, result, total, gradient, weight, overwrite)
         self.free(record.value)
         value = self.new_id()
         self._values[value] = result

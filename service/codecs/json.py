@@ -64,7 +64,8 @@ class Document:
     """A JSON object that names tensors, parsed once. Not thread-safe.
 
     `members` maps each name to a number, string, boolean, None or list, or to a dict of them. Lists stay in the parser
-    until `tensor` reads them, except `shape` in a dict. Raises `MalformedBody` and `TooManyDimensions`.
+    until `tensor` reads them, except `shape` in a dict. Objects in a dict stay there until `member` reads them. Raises
+    `MalformedBody` and `TooManyDimensions`.
     """
 
     def __init__(self, body: Body, limits: Limits) -> None:
@@ -75,6 +76,10 @@ class Document:
         """How many lists in the body are shapes."""
         self.members = {name: _read_member(name, value, limits) for name, value in members_of(parse(body), "The body")}
         limits.check_count(len(self.members))
+
+    def member(self, name: str, value: Any) -> Any:
+        """Return the member `name` of an object in the document in the form of `members`. Raises the same errors."""
+        return _read_member(name, value, self._limits)
 
     def tensor(self, name: str, data: Any, dtype: DType, shape: Sequence[int] | None = None) -> Array:
         """Return the tensor `name` from nested lists or a scalar. The caller must call `finish` before it uses it.

@@ -58,6 +58,11 @@ class GatheredRows:
         return gathered
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the output is zeros because no index refers to any element."""
+        return not self.grad.size
+
+    @property
     def index(self) -> Array:
         """Two rows of numbers: the output's rows to add to, in order, and the row of `grad` to add to each."""
         return np.stack([self._rows, self._order])

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 GOOD = """
 import numpy as np
-from gradserve_client import AsyncClient, Buffer, BufferInfo, Client, Receipt, Taken
+from gradserve_client import AsyncClient, Buffer, BufferInfo, Client, Receipt, Rows, Taken
 
 ones = np.ones((2, 3), np.float32)
 
@@ -33,6 +33,8 @@ with Client("http://here", api_key="k", timeout=1) as server:
     reveal_type(server.ops.in_place_accumulator(ones, ones, True))  # ndarray
     reveal_type(weights.create((2, 3), dtype=np.float32))  # BufferInfo
     reveal_type(weights.accumulate(ones, weight=2))  # Receipt
+    reveal_type(weights.accumulate(Rows([0, -1], ones)))  # Receipt
+    reveal_type(server.buffers.accumulate({"w": Rows([0], [[1, 2, 3]]), "b": ones}))  # dict[str, Receipt]
     reveal_type(weights.value(reduce="mean"))  # ndarray
     reveal_type(weights.take())  # Taken
     reveal_type(weights.take().value)  # ndarray
@@ -71,7 +73,7 @@ follow_imports = skip
 
 BAD = """
 import numpy as np
-from gradserve_client import AsyncClient, Client, Receipt
+from gradserve_client import AsyncClient, Client, Receipt, Rows
 
 ones = np.ones((2, 3), np.float32)
 server = Client()
@@ -89,6 +91,8 @@ server.buffers["w"].value(reduce="max")  # arg-type
 server.buffers["w"].take().value.no_such  # attr-defined
 server.buffers["w"].accumulate(ones, 32)  # misc call-arg
 server.buffers["w"].accumulate(None)  # arg-type
+server.buffers["w"].accumulate(Rows([0]))  # call-arg
+server.ops.relu_grad(Rows([0], ones), ones)  # call-overload
 server.buffers.accumulate([ones])  # arg-type
 server.buffers["w"].info().epoch = 3  # misc
 server.buffers["w"].set_rules(min_count=None)  # arg-type

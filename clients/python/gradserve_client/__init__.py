@@ -3,6 +3,7 @@
 from gradserve_client._async_buffer import AsyncBuffer
 from gradserve_client._async_buffers import AsyncBuffers
 from gradserve_client._async_client import AsyncClient
+from gradserve_client._rows import Rows
 from gradserve_client.buffer import Buffer
 from gradserve_client.buffers import Buffers
 from gradserve_client.client import Client
@@ -54,6 +55,7 @@ __all__ = [
     "OperatorInfo",
     "PreconditionFailed",
     "Receipt",
+    "Rows",
     "ServerFailed",
     "StaleEpoch",
     "StoreFull",

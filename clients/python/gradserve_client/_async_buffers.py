@@ -11,6 +11,7 @@ from gradserve_client import _bulk_calls
 from gradserve_client._async_buffer import AsyncBuffer
 from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._buffer_calls import Reduce
+from gradserve_client._rows import Rows
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Taken
 
@@ -54,7 +55,7 @@ class AsyncBuffers:
 
     async def accumulate(
         self,
-        gradients: Mapping[str, TensorLike],
+        gradients: Mapping[str, TensorLike | Rows],
         *,
         weight: float = 1.0,
         epoch: int | None = None,

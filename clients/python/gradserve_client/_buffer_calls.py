@@ -21,7 +21,8 @@ from gradserve_client._arguments import (
     as_whole,
 )
 from gradserve_client._policy import Call
-from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, encode
+from gradserve_client._rows import Rows, tensors_of
+from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.errors import InvalidInput
 from gradserve_client.models import BufferInfo, BufferRules, Receipt, Taken
 
@@ -109,7 +110,7 @@ def set_rules(name: str, rules: BufferRules, *, if_match: str | None, idempotenc
 
 def accumulate(
     name: str,
-    gradient: TensorLike,
+    gradient: TensorLike | Rows,
     *,
     weight: float,
     epoch: int | None,
@@ -130,7 +131,7 @@ def accumulate(
         buffers=[name],
         query={**query, "return": "value"} if return_value else query,
         headers={"Content-Type": MEDIA_TYPE, "Accept": accept, **_if_match(if_match)},
-        body=encode({"gradient": as_array(gradient, "gradient", "float64")}),
+        body=encode(tensors_of(gradient, "gradient")),
         key=as_key(idempotency_key),
     )
 

@@ -13,7 +13,8 @@ from gradserve_client._answers import JSON
 from gradserve_client._arguments import as_dtype, as_key, as_name, as_query
 from gradserve_client._buffer_calls import Reduce, add_query, spec_json
 from gradserve_client._policy import Call
-from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, encode
+from gradserve_client._rows import Rows, tensors_of
+from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.errors import InvalidInput
 from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Taken
 
@@ -57,7 +58,7 @@ def _described(name: str, spec: BufferSpec) -> dict[str, Any]:
 
 
 def accumulate(
-    gradients: Mapping[str, TensorLike],
+    gradients: Mapping[str, TensorLike | Rows],
     *,
     weight: float,
     epoch: int | None,
@@ -67,10 +68,10 @@ def accumulate(
     idempotency_key: str | None,
 ) -> Call[dict[str, Receipt]]:
     """Add a gradient to each of several buffers."""
-    arrays = {name: as_array(gradient, name, "float64") for name, gradient in gradients.items()}
+    tensors = {name: tensors_of(gradient, name) for name, gradient in gradients.items()}
 
     def body(names: Collection[str]) -> list[bytes | memoryview]:
-        return encode({name: arrays[name] for name in names})
+        return encode({place: array for name in names for place, array in tensors[name].items()})
 
     return Call(
         "POST",
@@ -78,9 +79,9 @@ def accumulate(
         _answers.receipts,
         query=add_query(weight, epoch, overwrite, do_update, contributor),
         headers={"Content-Type": MEDIA_TYPE, "Accept": JSON},
-        body=body(arrays),
+        body=body(tensors),
         key=as_key(idempotency_key),
-        buffers=arrays,
+        buffers=tensors,
         body_for=body,
     )
 

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from gradserve_client._rows import Gradient, Rows
 from gradserve_client._tensors import Array
 
 MAX_GROUP_BUFFERS = 4096
@@ -31,7 +32,7 @@ class Part:
     answered: str | None
     """The dtype of its values in answers; None: the buffer's."""
     range: slice | None = None
-    """Its elements of the flat parameter; None: all."""
+    """Its rows of the parameter; None: all. A row that is larger than a request is divided: then its elements."""
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +41,13 @@ class Part:
 
     def of(self, numbers: Array) -> Array:
         """Return this part of a parameter's numbers."""
-        return numbers if self.range is None else numbers.reshape(-1)[self.range]
+        return numbers if self.range is None else numbers.reshape(-1, *self.shape[1:])[self.range]
+
+    def of_rows(self, rows: Rows) -> Gradient:
+        """Return this part of some rows of a parameter, in the form that takes fewer bytes of a request."""
+        some = rows if self.range is None else rows.within(self.range)
+        whole = math.prod(self.shape) * some.rows.itemsize
+        return some if some.nbytes + BUFFER_BYTES < whole else some.whole(self.shape)
 
 
 def parts(name: str, shape: tuple[int, ...], dtype: str, answered: str | None, limit: int) -> dict[str, Part]:
@@ -48,9 +55,12 @@ def parts(name: str, shape: tuple[int, ...], dtype: str, answered: str | None, l
     length, size = max(limit // _ITEM_BYTES[dtype], 1), math.prod(shape)
     if size <= length:
         return {name: Part(shape, dtype, answered)}
-    ranges = [slice(start, min(start + length, size)) for start in range(0, size, length)]
+    row = shape[1:] if math.prod(shape[1:]) <= length else ()
+    height, count = length // math.prod(row), size // math.prod(row)
+    ranges = [slice(start, min(start + height, count)) for start in range(0, count, height)]
     return {
-        f"{name}::{number}": Part((one.stop - one.start,), dtype, answered, one) for number, one in enumerate(ranges)
+        f"{name}::{number}": Part((one.stop - one.start, *row), dtype, answered, one)
+        for number, one in enumerate(ranges)
     }
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from gradserve_client._groups import Part, joined, parts
 from gradserve_client._names import buffer_name
-from gradserve_client._parameters import Trained, named_parameters, numbers_of, set_gradients, trained
+from gradserve_client._parameters import Trained, gradient_of, named_parameters, numbers_of, set_gradients, trained
+from gradserve_client._rows import Gradient, Rows
 from gradserve_client._sums import Summed
-from gradserve_client._tensors import Array
 from gradserve_client._torch import torch
 from gradserve_client.errors import InvalidInput
 
@@ -54,18 +54,27 @@ class Model:
         """Return the gradients that are not None."""
         return {name: one.parameter.grad for name, one in self._trained.items() if one.parameter.grad is not None}
 
-    def numbers(self, gradients: Mapping[str, Any], weight: float) -> tuple[dict[str, Array], set[str]]:
+    def numbers(self, gradients: Mapping[str, Any], weight: float) -> tuple[dict[str, Gradient], set[str]]:
         """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""
-        zero: Array = np.zeros((), np.float32)  # broadcasts to every shape
+        zero: Gradient = np.zeros((), np.float32)  # broadcasts to every shape
         numbers, used = dict.fromkeys(self.parts, zero), set[str]()
         for name, gradient in gradients.items():
-            whole = numbers_of(
+            whole = gradient_of(
                 gradient, self._trained[name].name, self._wire
             )  # at weight 0 too: all ranks of a DTensor do this
             if weight:
-                numbers |= {part: one.of(whole) for part, one in self._parts[name].items()}
+                numbers |= self._divided(name, whole)
                 used |= self._parts[name].keys()
         return numbers, used
+
+    def _divided(self, name: str, whole: Gradient) -> dict[str, Gradient]:
+        """Return the parts of a gradient."""
+        parts = self._parts[name]
+        if isinstance(whole, Rows):
+            if all(part.shape[1:] == whole.rows.shape[1:] for part in parts.values()):
+                return {part: one.of_rows(whole) for part, one in parts.items()}
+            whole = whole.whole(self._trained[name].shape)
+        return {part: one.of(whole) for part, one in parts.items()}
 
     def clear(self, sent: Mapping[str, Any]) -> None:
         """Set the gradients to None after these were sent."""

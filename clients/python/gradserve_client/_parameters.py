@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradserve_client._names import plain_names
+from gradserve_client._rows import Gradient, Rows
 from gradserve_client._tensors import Array, as_array
 from gradserve_client._torch import torch
 from gradserve_client.errors import InvalidInput
@@ -85,6 +86,14 @@ def numbers_of(tensor: Any, name: str, wire: Any = None) -> Array:
     if wire is not None and wire.itemsize < tensor.dtype.itemsize:
         tensor = tensor.to(wire)
     return as_array(tensor, name)
+
+
+def gradient_of(tensor: Any, name: str, wire: Any = None) -> Gradient:
+    """Return a gradient as `numbers_of` does, or as rows with sorted indices if only its first dimension is sparse."""
+    if tensor.layout != torch.sparse_coo or tensor.sparse_dim() != 1:
+        return numbers_of(tensor, name, wire)
+    tensor = tensor.coalesce()
+    return Rows(tensor.indices()[0], numbers_of(tensor.values(), name, wire))
 
 
 def tensor_of(numbers: Array, dtype: Any) -> Any:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from gradserve_client._placement import UNSETTLED
+from gradserve_client._rows import Gradient
 from gradserve_client._sums import Sums, explained
-from gradserve_client._tensors import Array
 from gradserve_client.errors import KeyReused, StaleEpoch
 from gradserve_client.models import Pushed
 
@@ -56,7 +56,7 @@ class Pushes:
         """Go on after this many pushes in this epoch."""
         self.epoch, self.made = epoch, made
 
-    def add(self, numbers: Mapping[str, Array], used: set[str], *, weight: float, scale: float) -> Pushed:
+    def add(self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float) -> Pushed:
         """Make the next push. Raises `StaleEpoch`, and `KeyReused` for a push that counts already."""
         try:
             receipts = self._sums.add(

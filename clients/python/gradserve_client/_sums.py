@@ -15,6 +15,7 @@ from gradserve_client._buffer_calls import Reduce
 from gradserve_client._groups import Group, Part, Round, rounds
 from gradserve_client._placement import balanced
 from gradserve_client._policy import Call
+from gradserve_client._rows import Gradient
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, GradserveError, KeyReused, NothingToAverage, StaleEpoch
@@ -132,7 +133,7 @@ class Sums:
         return min(receipts.values(), key=lambda receipt: (receipt.epoch, -receipt.count, -receipt.version))
 
     def add(
-        self, numbers: Mapping[str, Array], used: set[str], *, weight: float, scale: float = 1.0, **named: Any
+        self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float = 1.0, **named: Any
     ) -> list[Receipt]:
         """Add `weight` times the numbers, and return a receipt of each group. The `used` buffers have a gradient.
 
@@ -158,7 +159,14 @@ class Sums:
         return receipts
 
     def _added(
-        self, numbers: Mapping[str, Array], number: int, *, weight: float, epoch: int, key: str, contributor: str | None
+        self,
+        numbers: Mapping[str, Gradient],
+        number: int,
+        *,
+        weight: float,
+        epoch: int,
+        key: str,
+        contributor: str | None,
     ) -> Call[dict[str, Receipt]]:
         """Return the call of a round of a push."""
         return _bulk_calls.accumulate(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from gradserve_client import _buffer_calls
 from gradserve_client._buffer_calls import Reduce
+from gradserve_client._rows import Rows
 from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Taken
@@ -123,7 +124,7 @@ class Buffer(BufferName):
 
     def accumulate(
         self,
-        gradient: TensorLike,
+        gradient: TensorLike | Rows,
         *,
         weight: float = 1.0,
         epoch: int | None = None,
@@ -136,10 +137,11 @@ class Buffer(BufferName):
     ) -> Receipt:
         """Add `weight` times the gradient to the sum, exactly once. The sum is on the server's disk afterwards.
 
-        The server broadcasts the gradient to the buffer's shape and converts it to the buffer's dtype. The array must
-        not change during the call. With `epoch`, the server refuses the gradient unless the buffer is in that epoch.
-        The epoch lists the `contributor`. `overwrite` replaces the sum. `do_update=False` changes nothing.
-        `return_value` puts the sum into the receipt's `value`. `if_match` is the `etag` that the buffer must have.
+        The server broadcasts the gradient to the buffer's shape and converts it to the buffer's dtype. `Rows` are a
+        sparse gradient. The array must not change during the call. With `epoch`, the server refuses the gradient
+        unless the buffer is in that epoch. The epoch lists the `contributor`. `overwrite` replaces the sum.
+        `do_update=False` changes nothing. `return_value` puts the sum into the receipt's `value`. `if_match` is the
+        `etag` that the buffer must have.
 
         Each call gets a new key, so that all its attempts count once. With your own `idempotency_key`, all calls with
         the same arguments count once together, as long as the server remembers the key (a day).

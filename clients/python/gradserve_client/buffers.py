@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from gradserve_client import _bulk_calls
 from gradserve_client._buffer_calls import Reduce
+from gradserve_client._rows import Rows
 from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.buffer import Buffer
@@ -61,7 +62,7 @@ class Buffers:
 
     def accumulate(
         self,
-        gradients: Mapping[str, TensorLike],
+        gradients: Mapping[str, TensorLike | Rows],
         *,
         weight: float = 1.0,
         epoch: int | None = None,

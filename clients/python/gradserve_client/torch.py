@@ -57,7 +57,7 @@ class GradientAccumulator:
 
     reduce="sum" pulls sums, not means. A parameter that nobody had a gradient for gets None, or zeros with
     unused="zeros". Gradients in half precision travel as they are, both ways; with `wire_dtype`, torch.float16 or
-    torch.bfloat16, all gradients do.
+    torch.bfloat16, all gradients do. Sparse gradients, as of Embedding(sparse=True), are pushed as rows and indices.
 
     A larger model travels in several requests, each of at most `request_bytes`, by default 64 MiB, or half of what the
     server takes. All workers must have the same. A larger parameter has a buffer for each range. Each buffer's epoch

@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
+from service.api.buffers.gradients import gradients, sort_rows
 from service.api.buffers.models import (
     MAX_NAMES_BYTES,
     AccumulateQuery,
@@ -24,7 +25,6 @@ from service.api.buffers.receipts import answer_outcome, read_values
 from service.api.buffers.request import (
     Received,
     form_of,
-    gradients,
     parse_model,
     parse_models,
     receive,
@@ -110,6 +110,7 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
         return [new_add(check_name(name), name, tensor, query, None) for name, tensor in tensors.items()]
 
     changes = await call.offload(len(tensors) <= INLINE_LOOKUPS, adds)
+    await sort_rows(call, changes)
     wanted = None if query.answered is None else form_of(call, received, query, form)
     outcome = await submit(call, received, changes, wanted)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=False)

@@ -36,10 +36,16 @@ DELETION: dict[str, Any] = {**header_parameters(*ONE), "responses": {"204": {"he
 """The headers of this endpoint, and answers that FastAPI does not describe."""
 
 
+_TENSOR_OR_ROWS: dict[str, Any] = {
+    "description": "A tensor; or rows that are added to those of `indices`, as two tensors:"
+    ' `{"indices": [0, -1], "rows": [[1.0, 2.0], [3.0, 4.0]]}`.'
+}
+
+
 GRADIENT: dict[str, Any] = {
     "type": "object",
     "required": ["gradient"],
-    "properties": {"gradient": {}},
+    "properties": {"gradient": _TENSOR_OR_ROWS},
     "additionalProperties": False,
     "example": {"gradient": [[1.0, 2.0], [3.0, 4.0]]},
 }
@@ -47,7 +53,7 @@ GRADIENT: dict[str, Any] = {
 
 GRADIENTS: dict[str, Any] = {
     "type": "object",
-    "additionalProperties": {},
+    "additionalProperties": _TENSOR_OR_ROWS,
     "minProperties": 1,
     "example": {"layer.weight": [[1.0, 2.0], [3.0, 4.0]], "layer.bias": [1.0, 2.0]},
 }

@@ -12,28 +12,22 @@ from service.api.buffers.models import AccumulateQuery, TakeQuery, ValueQuery
 from service.api.buffers.preconditions import key_of, refuse_headers
 from service.api.http.answer import JSON
 from service.api.http.call import Call
-from service.api.http.costs import Form, decode_json, decode_safetensors
+from service.api.http.costs import Form
 from service.api.http.negotiation import invalid_parameter, media_types, parameters_of, wanted_coding
 from service.api.http.offload import INLINE_BYTES
-from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
 from service.buffers.changes import Change
 from service.buffers.perform import Outcome
 from service.buffers.record import Key
 from service.buffers.store import Store
 from service.codecs import json as json_codec
-from service.codecs import safetensors
-from service.dtypes import FLOATS, NAMES, Array
 from service.errors import (
     BodyTooLarge,
     BufferCorrupt,
-    DtypeMismatch,
     GradserveError,
     Invalid,
     MalformedBody,
     UnknownBuffer,
-    UnknownTensor,
     UnsupportedMediaType,
-    shown,
 )
 from service.limits import Limits
 
@@ -156,37 +150,6 @@ def _complaint(invalid: ValidationError, members: Collection[str], title: str = 
         return MalformedBody(f"The body is not JSON: {error['msg']}")
     place = ".".join(map(str, (*filter(None, [title]), *error["loc"])))
     return invalid_parameter({**error, "loc": (place,)}, "member", members)
-
-
-async def gradients(call: Call, received: Received) -> tuple[dict[str, Array], json_codec.Encoding]:
-    """Return the tensors in the body, and the default form of tensors in the answer."""
-    body, limits = received.body, call.engine.limits
-    if received.sent == JSON:
-        return await decode_json(call, body, body, _gradients, body, True, limits)
-    return await decode_safetensors(call, body, _gradients, body, False, limits)
-
-
-def _gradients(body: memoryview, is_json: bool, limits: Limits) -> tuple[dict[str, Array], json_codec.Encoding]:
-    tensors, form = _from_json(body, limits) if is_json else (safetensors.decode(body, limits), "list")
-    for name, tensor in tensors.items():
-        if NAMES[tensor.dtype] not in FLOATS.dtypes:
-            raise DtypeMismatch(f"{name} is {tensor.dtype}, but must be one of {', '.join(FLOATS.dtypes)}", tensor=name)
-    return tensors, form
-
-
-def _from_json(body: memoryview, limits: Limits) -> tuple[dict[str, Array], json_codec.Encoding]:
-    document = json_codec.Document(body, limits)
-    forms = {name: parse_form(name, member) for name, member in document.members.items()}
-    tensors = {name: tensor_of(document, name, form, FLOATS.default) for name, form in forms.items()}
-    document.finish()
-    return tensors, form_of_answer(forms.values())
-
-
-def check_gradient(tensors: Collection[str]) -> None:
-    """Raise `UnknownTensor` for a tensor with another name than `gradient`."""
-    for name in tensors:
-        if name != "gradient":
-            raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
 
 
 def form_of(

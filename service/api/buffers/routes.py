@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
+from service.api.buffers.gradients import check_gradient, gradients, sort_rows
 from service.api.buffers.models import (
     AccumulateQuery,
     BufferList,
@@ -20,7 +21,7 @@ from service.api.buffers.models import (
 )
 from service.api.buffers.preconditions import formed, known_tag, match_of, refuse_headers, states_not_wanted
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
-from service.api.buffers.request import check_gradient, check_no_body, form_of, gradients, parse_model, receive, submit
+from service.api.buffers.request import check_no_body, form_of, parse_model, receive, submit
 from service.api.buffers.rules import current, rules_of, spec_of
 from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules
 from service.api.http.answer import JSON, Answer, json_answer
@@ -33,6 +34,7 @@ from service.api.http.routing import access
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.epochs import check_contributor
+from service.buffers.gradients import Rows
 from service.buffers.names import MAX_NAME_CHARACTERS, check_length, check_name
 from service.buffers.record import Record, Spec
 from service.buffers.rules import SetRules
@@ -189,6 +191,7 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
     if "gradient" not in tensors:
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
     change = new_add(name, "gradient", tensors["gradient"], query, match_of(call))
+    await sort_rows(call, [change])
     wanted = None if query.answered is None else form_of(call, received, query, form)
     outcome = await submit(call, received, [change], wanted)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=True)
@@ -248,7 +251,9 @@ def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -
     return Take(name=name, match=match, min_count=query.min_count, epoch=query.epoch, mean=query.reduce == "mean")
 
 
-def new_add(name: str, tensor: str, gradient: Array, query: AccumulateQuery, match: frozenset[str] | None) -> Add:
+def new_add(
+    name: str, tensor: str, gradient: Array | Rows, query: AccumulateQuery, match: frozenset[str] | None
+) -> Add:
     """Return the change that adds the gradient, which the request calls `tensor`."""
     return Add(
         name=name,

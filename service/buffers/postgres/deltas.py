@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.postgres.exchange import Connection, Statement, bigints, booleans, byteas, doubles, texts
 from service.buffers.postgres.schema import CHUNK_BYTES, INLINE_BYTES
 from service.buffers.postgres.turns import TURN_BYTES, Turns
@@ -65,9 +65,6 @@ class Payload:
 
 _END = -1
 """The field count of the row that ends a binary COPY."""
-
-BLOCK_ELEMENTS = 1 << 18
-"""Elements that are added at once: a broadcast gradient is never whole in memory."""
 
 
 class Delta(NamedTuple):
@@ -191,13 +188,7 @@ def total(
             gradient = unwritten[delta.blob].onto(spec.shape)
         else:
             gradient = Dense(read_numbers(connection, delta), spec.shape)
-        for start in range(0, spec.size, BLOCK_ELEMENTS):
-            part = flat[start : start + BLOCK_ELEMENTS]
-            piece = gradient.piece(start, start + len(part))
-            if piece is not None or delta.overwrite:
-                add_piece(spec, part, part if place else 0, piece, delta.weight, delta.overwrite)
-            elif not place:
-                part[...] = 0
+        add_whole(spec, flat, flat if place else None, gradient, delta.weight, delta.overwrite)
     if not deltas:
         flat[...] = 0
     return result

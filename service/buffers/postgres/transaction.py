@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from service.buffers.gradients import Dense, Gradient, add_piece
+from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.names import BufferName
 from service.buffers.postgres.deltas import Delta, Payload, check_complete, delta_of, payload_of, read_deltas, total
 from service.buffers.postgres.exchange import Connection
@@ -175,7 +175,7 @@ class PostgresTransaction:
         spec = record.spec
         if spec.nonfinite == "reject":
             self._check(record, gradient, weight, overwrite)
-        if not overwrite and (not spec.size or _is_zero(gradient, spec.size)):
+        if not overwrite and not spec.size:
             return record.value
         stored = self._stored(record.full_name)
         value, seq = record.value, 0 if stored is None else stored.seq
@@ -196,12 +196,8 @@ class PostgresTransaction:
     def _check(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> None:
         """Raise `NonfiniteGradient` if the buffer refuses the sum with the gradient."""
         spec = record.spec
-        if not spec.size:
-            return
-        before = 0 if overwrite or record.value is None else self.load(spec, record.value).reshape(-1)
-        piece = gradient.piece(0, spec.size)
-        if piece is not None or overwrite:
-            add_piece(spec, np.empty(spec.size, spec.dtype), before, piece, weight, overwrite)
+        total = np.empty(spec.size, spec.dtype) if overwrite else self.load(spec, record.value).reshape(-1)
+        add_whole(spec, total, total, gradient, weight, overwrite)
 
     def free(self, value: int | None) -> None:
         if value is not None:
@@ -234,8 +230,3 @@ def _is_worth_a_fold(spec: Spec, seq: int, has_ended: bool) -> bool:
     if spec.nbytes < LARGE_BYTES:
         return not has_ended and seq % (FOLD_EVERY_SMALL if spec.nbytes <= SMALL_BYTES else FOLD_EVERY) == 0
     return seq > 1 and spec.closes_itself if has_ended else seq % FOLD_EVERY_LARGE == 0
-
-
-def _is_zero(gradient: Gradient, size: int) -> bool:
-    """Return whether a sparse gradient adds nothing."""
-    return not isinstance(gradient, Dense) and gradient.piece(0, size) is None

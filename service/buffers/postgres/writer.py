@@ -16,6 +16,7 @@ from psycopg.errors import CheckViolation
 from service.buffers import failpoints
 from service.buffers.batches import BUFFER_BYTES, Batches
 from service.buffers.changes import Add, Restore
+from service.buffers.gradients import Rows, is_nothing
 from service.buffers.perform import Outcome, Request, perform
 from service.buffers.postgres.batch import Batch, Job, StagedLostError
 from service.buffers.postgres.connections import Database, MovedError, retried
@@ -274,9 +275,10 @@ def _work_of(job: Job) -> int:
 def _large(job: Job) -> dict[int, Payload]:
     """Return the gradients that are too large for a row, by the identity of their arrays. Sum up the others."""
     changes = job.request.changes
-    gradients = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
+    added = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
+    gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not is_nothing(one)]
     arrays = [change.value for change in changes if isinstance(change, Restore)]
-    payloads = {id(gradient): payload_of(gradient) for gradient in (*gradients, *arrays)}
+    payloads = {id(one): payload_of(one) for one in (*gradients, *arrays) if one is not None}
     sizes = {key: payload.nbytes for key, payload in payloads.items()}
     job.unstaged_bytes = sum(size for size in sizes.values() if size <= INLINE_BYTES)
     return {key: payload for key, payload in payloads.items() if sizes[key] > INLINE_BYTES}

@@ -1,0 +1,157 @@
+"""The gradients in the body of a request, dense and sparse.
+
+A sparse gradient is two tensors, integer `indices` and `rows`. In JSON they are the members of an object, which takes
+the place of the tensor. In a safetensors file, and in errors, their names are `NAME/indices` and `NAME/rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+from service.api.buffers.request import Received
+from service.api.http.answer import JSON
+from service.api.http.call import Call
+from service.api.http.costs import decode_json, decode_safetensors
+from service.api.http.tensor_forms import Form, form_of_answer, parse_form, tensor_of
+from service.buffers.changes import Add
+from service.buffers.gradients import Rows
+from service.buffers.names import BufferName
+from service.codecs import json as json_codec
+from service.codecs import safetensors
+from service.dtypes import FLOATS, INTEGERS, NAMES, Array, Kind
+from service.errors import (
+    DtypeMismatch,
+    IndexOutOfRange,
+    InvalidTensor,
+    MissingTensor,
+    ShapeMismatch,
+    UnknownTensor,
+    shown,
+)
+from service.limits import Limits
+
+PARTS = {"indices": INTEGERS, "rows": FLOATS}
+"""The tensors of a sparse gradient."""
+
+INLINE_INDICES = 1 << 12
+"""Indices that the event loop sorts itself: about half a millisecond."""
+
+SORTED_BYTES = 40
+"""Bytes of memory for an index: counted from the front, in order, its place, and twice that to sort them."""
+
+Gradients: TypeAlias = Mapping[str, Array | Rows]
+
+Parts: TypeAlias = dict[str, dict[str, Array]]
+"""The tensors of sparse gradients, by the gradient's name and their own."""
+
+
+async def gradients(call: Call, received: Received) -> tuple[Gradients, json_codec.Encoding]:
+    """Return the gradients in the body, and the default form of tensors in the answer."""
+    body, limits = received.body, call.engine.limits
+    if received.sent == JSON:
+        return await decode_json(call, body, body, _from_json, body, limits)
+    return await decode_safetensors(call, body, _from_safetensors, body, limits)
+
+
+def _from_json(body: memoryview, limits: Limits) -> tuple[Gradients, json_codec.Encoding]:
+    document = json_codec.Document(body, limits)
+    dense: dict[str, Form] = {}
+    sparse: dict[str, dict[str, Form]] = {}
+    for name, member in document.members.items():
+        if isinstance(member, dict) and not PARTS.keys().isdisjoint(member):
+            sparse[name] = _forms_of_parts(document, name, member)
+        else:
+            dense[name] = parse_form(name, member)
+    tensors = {name: tensor_of(document, name, form, FLOATS.default) for name, form in dense.items()}
+    parts: Parts = {}
+    forms = [*dense.values()]
+    for name, each in sparse.items():
+        parts[name] = {
+            part: tensor_of(document, f"{name}/{part}", form, PARTS[part].default) for part, form in each.items()
+        }
+        forms += each.values()
+    limits.check_count(len(forms))
+    document.finish()
+    return _checked(tensors, parts), form_of_answer(forms)
+
+
+def _forms_of_parts(document: json_codec.Document, name: str, members: Mapping[str, object]) -> dict[str, Form]:
+    for member in members:
+        if member not in PARTS:
+            raise InvalidTensor(
+                f"{name}.{member} is unknown; the members of a sparse gradient are {', '.join(PARTS)}", tensor=name
+            )
+    return {
+        part: parse_form(f"{name}/{part}", document.member(f"{name}/{part}", value)) for part, value in members.items()
+    }
+
+
+def _from_safetensors(body: memoryview, limits: Limits) -> tuple[Gradients, json_codec.Encoding]:
+    tensors = safetensors.decode(body, limits)
+    parts: Parts = {}
+    for place in [*tensors]:
+        if "/" not in place:
+            continue
+        name, _, part = place.rpartition("/")
+        if part in PARTS:
+            parts.setdefault(name, {})[part] = tensors.pop(place)
+    return _checked(tensors, parts), "list"
+
+
+def _checked(tensors: Mapping[str, Array], parts: Parts) -> Gradients:
+    """Return all gradients. Raises `DtypeMismatch`, and what `_rows` raises."""
+    for name, tensor in tensors.items():
+        if NAMES[tensor.dtype] not in FLOATS.dtypes:
+            raise _wrong_dtype(name, tensor, FLOATS)
+    if not parts:
+        return tensors
+    if twice := tensors.keys() & parts.keys():
+        name = min(twice)
+        raise InvalidTensor(f"{name} is there as a tensor and as rows, but must be one of them", tensor=name)
+    return {**tensors, **{name: _rows(name, each) for name, each in parts.items()}}
+
+
+def _rows(name: str, parts: Mapping[str, Array]) -> Rows:
+    """Return a sparse gradient. Raises `MissingTensor`, `DtypeMismatch` and `ShapeMismatch`."""
+    for part, kind in PARTS.items():
+        place = f"{name}/{part}"
+        if part not in parts:
+            raise MissingTensor(f"{place} is missing: a sparse gradient has {' and '.join(PARTS)}", tensor=place)
+        if NAMES[parts[part].dtype] not in kind.dtypes:
+            raise _wrong_dtype(place, parts[part], kind)
+    indices = parts["indices"]
+    if indices.ndim != 1:
+        raise ShapeMismatch(
+            f"{name}/indices has shape {list(indices.shape)}, but must have one dimension", tensor=f"{name}/indices"
+        )
+    return Rows(indices, parts["rows"])
+
+
+def _wrong_dtype(name: str, tensor: Array, kind: Kind) -> DtypeMismatch:
+    return DtypeMismatch(f"{name} is {tensor.dtype}, but must be one of {', '.join(kind.dtypes)}", tensor=name)
+
+
+def check_gradient(names: Collection[str]) -> None:
+    """Raise `UnknownTensor` for a gradient with another name than `gradient`."""
+    for name in names:
+        if name != "gradient":
+            raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
+
+
+async def sort_rows(call: Call, adds: Sequence[Add]) -> None:
+    """Sort the rows of sparse gradients, so that the store's writer finds them sorted. Raises `Busy`."""
+    sparse = {one.name: (one.gradient, one.tensor) for one in adds if isinstance(one.gradient, Rows) and one.do_update}
+    if sparse:
+        inline = sum(len(rows.indices) for rows, _ in sparse.values()) <= INLINE_INDICES and not call.store.blocks
+        await call.offload(inline, _sort, call, sparse)
+
+
+def _sort(call: Call, sparse: Mapping[str, tuple[Rows, str]]) -> None:
+    store = call.store
+    for name, record in store.look([BufferName(store.namespace, name) for name in sparse]).items():
+        rows, tensor = sparse[name.name]
+        call.reserve(SORTED_BYTES * len(rows.indices))
+        with suppress(ShapeMismatch, IndexOutOfRange):  # the add raises it, unless the request repeats an old one
+            rows.onto(record.spec.shape, tensor)
