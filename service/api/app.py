@@ -166,9 +166,9 @@ class Application(FastAPI):
         exchange = call.exchange
         self.services.admission.release(call.reservation)
         if exchange is not None and exchange.is_refused:
-            call.status = MalformedBody.status
+            call.status, call.code = MalformedBody.status, MalformedBody.code
         elif exchange is not None and exchange.is_abandoned():
-            call.status = CLIENT_GONE
+            call.status, call.code = CLIENT_GONE, None
         spent = time.perf_counter_ns() - call.started
         for observer in self.observers:
             observer.ended(call, spent, None if bug is None else type(bug).__qualname__)
