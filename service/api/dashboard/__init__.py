@@ -1,0 +1,1 @@
+"""What the page at `/` shows, for scripts too."""
