@@ -1,0 +1,1 @@
+"""The page over the running server, and its endpoints: statistics of buffers."""
