@@ -26,7 +26,7 @@ BURST_ELEMENTS = 1 << 24
 """Elements that a request for many buffers computes at once: 64 MB of float32, 60 to 110 ms of one thread."""
 
 RATE_ELEMENTS = 1 << 23
-"""Elements that all such requests compute per second in the long run: 2 to 5 % of one core.
+"""Elements that all such requests read and compute per second in the long run: 5 to 7 % of one core.
 
 Many pages may ask every two seconds while every buffer changes. Adds must not get slower by more than 5 %.
 """
