@@ -29,7 +29,16 @@ from gradserve_client.errors import (
     Unauthorized,
     Unavailable,
 )
-from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, OperatorInfo, Receipt, Taken, TensorInfo
+from gradserve_client.models import (
+    BufferInfo,
+    BufferRules,
+    BufferSpec,
+    OperatorInfo,
+    Receipt,
+    Statistics,
+    Taken,
+    TensorInfo,
+)
 
 __all__ = [
     "AsyncBuffer",
@@ -58,6 +67,7 @@ __all__ = [
     "Rows",
     "ServerFailed",
     "StaleEpoch",
+    "Statistics",
     "StoreFull",
     "Taken",
     "TensorInfo",
