@@ -20,7 +20,7 @@ from tests.serving import delete_buffers
 
 NAME = "layers.0.weight"
 RULES = {"shape": [2, 3], "quorum": 2, "contributors": ["rank0", "rank1"], "keep": 3, "deadline_seconds": 900}
-GRADIENT = [[1, -2, 0], [0.5, 4, 0]]
+GRADIENT: list[list[float]] = [[1, -2, 0], [0.5, 4, 0]]
 
 
 @pytest.fixture
