@@ -131,8 +131,8 @@ def _text(received: Received, max_bytes: int, max_elements: int, members: Collec
             f"The body is empty, so not JSON; it must be an object with the members {', '.join(members)}"
         )
     text = bytes(received.body)
-    if text.count(b",") > max_elements:
-        raise Invalid(f"The lists in the body have more than {max_elements} elements, the limit")
+    if text.count(b",") + text.count(b"[") > max_elements:  # 8 million empty lists took seconds
+        raise Invalid(f"The body has more than {max_elements} elements and lists, the limit")
     return text
 
 
