@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -61,13 +62,13 @@ def main() -> None:
     chromium = shutil.which("chromium")
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
     with serving() as url, sync_playwright() as playwright:
-        training = subprocess.Popen([sys.executable, *TRAINING, "--url", url], cwd=ROOT)
+        training = subprocess.Popen([sys.executable, *TRAINING, "--url", url], cwd=ROOT, start_new_session=True)
         browser = playwright.chromium.launch(executable_path=chromium, args=options)
         time.sleep(SECONDS_BEFORE)
         for name in chosen:
             take(browser, url, name, SHOTS[name])
         browser.close()
-        training.terminate()
+        os.killpg(training.pid, signal.SIGTERM)  # its workers, too, or they keep their connections open
         training.wait()
 
 
