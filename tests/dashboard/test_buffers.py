@@ -262,8 +262,12 @@ def test_keys_walk_the_table(open_page: Open, server: str, http: httpx.Client) -
     assert page.locator(f"#{active} .c-name").get_attribute("title") == "a.y"
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text("a.y")
+    expect(page.locator("main")).to_be_focused()
     page.keyboard.press("Escape")
-    expect(page.get_by_role("heading", level=1)).to_have_text("Buffers")
+    expect(grid).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    active = grid.get_attribute("aria-activedescendant")
+    assert page.locator(f"#{active} .c-name").get_attribute("title") == "a.x"
 
 
 def test_without_buffers_the_page_shows_how_to_make_one(open_page: Open, server: str) -> None:

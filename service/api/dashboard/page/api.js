@@ -145,15 +145,19 @@ export async function* events(path, { signal } = {}) {
   const answer = await request(path, { signal, headers: { Accept: "text/event-stream" } });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
-    rest = blocks.pop();
-    for (const block of blocks) {
-      const event = parsed(block);
-      if (event.data !== "") yield event;
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = parsed(block);
+        if (event.data !== "") yield event;
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // the caller may stop before the stream ends
   }
 }
 

@@ -17,6 +17,9 @@ const MAX_OPEN = 60;
 /** Seconds between two readings of the list, and of what is shown of the time. */
 const [LIST_SECONDS, CLOCK_SECONDS] = [2, 1];
 
+/** The row that the reader opened last: on the way back the table begins there. */
+let left = null;
+
 export async function show(main, { api, caller, signal, parameters }) {
   const view = new Buffers(main, api, caller, signal, parameters.query);
   performance.mark("buffers asked");
@@ -79,6 +82,7 @@ class Buffers {
       columns: this.columns,
       sorted: (id) => this.sorted(id),
       chosen: (row) => {
+        left = row.id;
         location.hash = address(row.name);
       },
       toggled: (row, open) => {
@@ -149,6 +153,8 @@ class Buffers {
     this.known.keep(new Set(infos.map((info) => info.name)));
     this.draw();
     if (first && infos.length) performance.measure("buffers shown", "buffers asked");
+    if (first && left !== null) this.grid.returnTo(left);
+    left = null;
     this.ask();
   }
 

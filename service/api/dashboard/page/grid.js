@@ -164,6 +164,14 @@ export class Grid {
     }
   }
 
+  /** Go back to the row with this id, with the focus. */
+  returnTo(id) {
+    const place = this.rows.findIndex((row) => row.id === id);
+    if (place < 0) return;
+    this.element.focus();
+    this.go(place);
+  }
+
   /** Make the row at this place the active one, and scroll it into sight. */
   go(place) {
     this.active = Math.min(Math.max(place, 0), this.rows.length - 1);

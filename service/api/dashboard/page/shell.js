@@ -138,8 +138,8 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
-window.addEventListener("hashchange", async () => {
-  await show();
-  main.focus({ preventScroll: true });
+window.addEventListener("hashchange", () => {
+  main.focus({ preventScroll: true }); // a view lasts until the next one, so this is before it is shown
+  show();
 });
 show();
