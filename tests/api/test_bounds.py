@@ -84,6 +84,7 @@ BODIES = {
     "POST /v1/buffers/zero": NAMES,
     "POST /v1/buffers/take": NAMES,
     "POST /v1/buffers/value": NAMES,
+    "POST /v1/buffers/statistics": NAMES,
     "POST /v1/buffers/accumulate": [
         *TENSORS,
         Worst(b'{"', b"a", b'":0}'),
