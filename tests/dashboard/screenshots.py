@@ -18,7 +18,7 @@ from tests.serving import serving
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
-TRAINING = ("examples/digits_data_parallel.py", "--epochs", "40")
+TRAINING = ("examples/digits_data_parallel.py", "--epochs", "200")
 
 SECONDS_BEFORE = 8
 """Seconds of training before the first screenshot, so that the charts have a past."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_it_shows_closed_epochs_charts_and_a_heat_map(open_page: Open, server: s
     rows = page.get_by_role("region", name="Closed epochs").locator("tbody tr")
     expect(rows).to_have_count(2)
     assert rows.first.locator("td").all_inner_texts()[:3] == ["1", "2", "2"]
+    expect(rows.first).to_contain_text("rank0, rank1")  # from its receipt, which comes after the statistics
     assert rows.first.locator("td").all_inner_texts()[4:6] == ["quorum", "rank0, rank1"]
     expect(page.get_by_role("img", name="Heat map of 2 by 3 cells")).to_be_visible()
     expect(page.get_by_role("img", name="Magnitudes of 4 elements")).to_be_visible()
@@ -96,6 +98,30 @@ def test_it_follows_the_buffer(open_page: Open, server: str, http: httpx.Client,
     add(http, buffer, "rank1")
     expect(page.get_by_role("heading", name="Epoch 3")).to_be_visible()
     expect(page.locator(".running dd").first).to_have_text("0 of 2")
+
+
+def test_epochs_that_close_fast_are_followed_without_an_error(open_page: Open, server: str, http: httpx.Client) -> None:
+    path, stop = f"/v1/buffers/{NAME}", threading.Event()
+    delete_buffers(http)
+    http.put(path, json={"shape": [2, 3], "quorum": 1, "keep": 1}).raise_for_status()
+
+    def train() -> None:
+        with httpx.Client(base_url=server) as other:
+            while not stop.wait(0.01):
+                add(other, path, "rank0")
+
+    worker = threading.Thread(target=train)
+    worker.start()
+    try:
+        page = open_page(f"{server}#/buffers/{NAME}")
+        page.wait_for_timeout(1500)
+        expect(page.get_by_label("Values of")).to_contain_text("closed last")
+        norm = f"{np.linalg.norm(GRADIENT):.4g}"
+        expect(page.locator(".values dd").first).to_have_text(norm)
+        expect(page.get_by_role("region", name="Closed epochs").locator("tbody tr").first).to_contain_text(norm)
+    finally:
+        stop.set()
+        worker.join()
 
 
 def test_a_buffer_that_is_gone_says_so(open_page: Open, server: str, faults: Faults) -> None:

@@ -59,20 +59,14 @@ class Buffer {
 
   /** Read the statistics of what the reader chose: at first of the last closed epoch, if any, because it is whole. */
   async readStatistics() {
-    const last = this.info.closed_epochs.length ? Math.max(...this.info.closed_epochs) : null;
-    this.of ??= last === null ? "running" : "closed";
-    const epoch = this.of === "closed" ? last : null;
-    const state = epoch === null ? `${this.info.epoch}-${this.info.version}` : `closed ${epoch}`;
+    const { epoch, version, closed_epochs: closed } = this.info;
+    this.of ??= closed.length ? "closed" : "running";
+    const state = this.of === "running" ? `${epoch}-${version}` : `closed ${closed.at(-1)}`;
     if (state === this.state && performance.now() - this.asked < ARRIVAL_SECONDS * 1000) return;
-    const query = new URLSearchParams({ heat_map: HEAT_CELLS, ...(epoch === null ? {} : { epoch }) });
-    try {
-      this.statistics = await this.api.get(path(this.name, `/statistics?${query}`), { signal: this.signal });
-    } catch (error) {
-      if (error.status === 410) return; // a newer epoch has closed: the next reading names it
-      throw error;
-    }
+    const query = new URLSearchParams({ heat_map: HEAT_CELLS, closed: this.of === "closed" });
+    this.statistics = await this.api.get(path(this.name, `/statistics?${query}`), { signal: this.signal });
     [this.state, this.asked] = [state, performance.now()];
-    this.drawStatistics(last);
+    this.drawStatistics();
   }
 
   failed(error) {
@@ -220,11 +214,12 @@ class Buffer {
     );
   }
 
-  drawStatistics(last) {
+  drawStatistics() {
     const known = this.statistics;
     this.choice.value = this.of;
+    const last = this.of === "closed" && this.info.closed_epochs.length ? known.epoch : null;
     say(this.choice.options[1], last === null ? "the last closed epoch" : `epoch ${last}, closed last`);
-    this.choice.options[1].disabled = last === null;
+    this.choice.options[1].disabled = this.info.closed_epochs.length === 0;
     const number = (value) => (value === null ? "none" : words.general(value, 4));
     const bad = known.nan + known.infinite;
     const tiles = [

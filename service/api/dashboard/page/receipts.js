@@ -11,13 +11,22 @@ const [FIRST, MORE] = [10, 50];
 export class Receipts {
   constructor(host, api, signal) {
     Object.assign(this, { host, api, signal });
+    this.info = null;
     this.known = new Map();
     this.wanted = FIRST;
   }
 
-  /** Read the receipts that are missing, and show all. `epochs` are statistics of closed epochs, for their norms. */
+  /**
+   * Read the receipts that are missing, and show all. `epochs` are statistics of closed epochs, for their norms. They
+   * are shown alone if all kept epochs were replaced since the last reading: their receipts would be gone.
+   */
   async show(info, epochs) {
+    const before = this.info;
     [this.info, this.epochs] = [info, new Map(epochs.map((each) => [each.epoch, each]))];
+    if (!before || info.epoch - before.epoch > info.keep) {
+      this.draw(epochs.slice(-this.wanted).reverse());
+      return;
+    }
     const shown = [...info.closed_epochs].sort((a, b) => b - a).slice(0, this.wanted);
     const known = this.known;
     this.known = new Map(shown.filter((epoch) => known.has(epoch)).map((epoch) => [epoch, known.get(epoch)]));
@@ -45,7 +54,7 @@ export class Receipts {
     const rows = receipts.map((receipt) => this.row(receipt));
     const focused = this.host.contains(document.activeElement) ? document.activeElement.dataset.epoch : undefined;
     const table = h("table", { class: "plain" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows));
-    put(this.host, table, this.info.closed_epochs.length > receipts.length && this.button());
+    put(this.host, table, receipts.length === this.wanted && this.button());
     if (focused !== undefined) this.host.querySelector(`[data-epoch="${CSS.escape(focused)}"]`)?.focus();
   }
 
@@ -68,8 +77,8 @@ export class Receipts {
       number(words.general(receipt.weight)),
       number(norm === null ? "" : words.general(norm, 4), nonfinite > 0),
       h("td", {}, receipt.closed_by),
-      h("td", { class: "long" }, words.contributors(receipt.contributors)),
-      h("td", {}, save),
+      h("td", { class: "long" }, receipt.contributors ? words.contributors(receipt.contributors) : ""),
+      h("td", {}, receipt.contributors && save),
     );
   }
 
@@ -78,6 +87,6 @@ export class Receipts {
       this.wanted += MORE;
       this.show(this.info, [...this.epochs.values()]).catch(() => {}); // the next reading tries again
     };
-    return h("button", { type: "button", onclick: more }, `Show more of ${this.info.closed_epochs.length}`);
+    return h("button", { type: "button", onclick: more }, "Show more");
   }
 }
