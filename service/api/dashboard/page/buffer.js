@@ -135,7 +135,7 @@ class Buffer {
         running,
         panel("Norm", "by epoch", this.norms),
         panel("Arrivals", "adds per minute, by contributor", this.arrivals),
-        panel("Closed epochs", "that are kept", closed),
+        panel("Closed epochs", "the last ones", closed),
         panel("Rules and state", null, this.facts),
       ),
       h(
