@@ -23,7 +23,7 @@ from service.api import docs, health
 from service.api.app import Application
 from service.api.buffers import many, routes
 from service.api.dashboard import buffers as buffer_statistics
-from service.api.dashboard import service
+from service.api.dashboard import page, service
 from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
 from service.api.http.connection import Connection
@@ -65,6 +65,7 @@ def create_app(settings: Settings) -> Application:
         health.routes(metrics, workers),
         service.routes(history, started_at, health.limits_of),
         docs.routes(lambda: app.openapi()),
+        page.router,
     ]
     app = Application(settings, routers, observers, metrics, workers, history)
     app.services.submitted = known.arrivals.count

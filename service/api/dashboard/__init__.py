@@ -1,1 +1,1 @@
-"""What the page at `/` shows, for scripts too."""
+"""The page at `/`, and what it shows, for scripts too."""

@@ -21,6 +21,7 @@ class StatisticsQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the running sum.")
+    closed: bool = Field(False, description="The last closed epoch; the running sum if the buffer keeps none.")
     heat_map: int | None = Field(None, ge=1, le=MAX_CELLS, description="Rows and columns of a heat map, at most.")
 
 

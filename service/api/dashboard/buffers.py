@@ -25,8 +25,11 @@ from service.buffers.epochs import Closed
 from service.buffers.names import BufferName, check_name
 from service.buffers.record import Record, Snapshot
 from service.buffers.store import Store
-from service.errors import BufferCorrupt, Busy, EpochGone, TensorTooLarge, UnknownBuffer
+from service.errors import BufferCorrupt, Busy, EpochGone, InvalidParameter, TensorTooLarge, UnknownBuffer
 from service.kernels.summary import heat_map, of_zeros, summarize
+
+MAX_READINGS = 10
+"""Readings of the last closed epoch before a request fails because newer epochs have closed meanwhile."""
 
 _NAMES: dict[str, Any] = {
     "requestBody": {"content": {"application/json": {"schema": {"$ref": REF.format(model=Names.__name__)}}}}
@@ -62,9 +65,11 @@ def routes(known: BufferStatistics) -> APIRouter:
     @access(READ, label="buffers")
     async def statistics(call: CurrentCall, name: str, query: Annotated[StatisticsQuery, Query()]) -> Answer:
         refuse_headers(call, "If-Match", "If-None-Match")
+        if query.closed and query.epoch is not None:
+            raise InvalidParameter("closed names the last closed epoch, so it excludes epoch", parameter="closed")
         await current(call, check_name(name))
         async with known.flight((call.caller.namespace, name)):
-            return await call.offload(False, _answer_one, call, known, name, query)
+            return await call.offload(False, _answer_last if query.closed else _answer_one, call, known, name, query)
 
     return router
 
@@ -131,6 +136,20 @@ def _computed(known: BufferStatistics, snapshot: Snapshot) -> Computed:
 
 
 # ----- one buffer -----
+
+
+def _answer_last(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> Answer:
+    """Answer for the last closed epoch, or for the running sum if the buffer keeps none. Raises `EpochGone`."""
+    tries = 0
+    while True:
+        closed = call.store.record(name).closed
+        chosen = query.model_copy(update={"epoch": closed[-1].epoch if closed else None})
+        try:
+            return _answer_one(call, known, name, chosen)
+        except EpochGone:
+            tries += 1
+            if tries == MAX_READINGS:
+                raise
 
 
 def _answer_one(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> Answer:

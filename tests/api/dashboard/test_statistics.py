@@ -162,6 +162,40 @@ def test_a_closed_epoch_has_statistics_of_its_own(http: httpx.Client) -> None:
     assert [one["norm"] for one in statistics_of(http, name)["epochs"]] == [5.0, 10.0]
 
 
+def test_the_last_closed_epoch_is_found_without_its_number(http: httpx.Client) -> None:
+    name = filled(http, [[3.0, 4.0]])
+    path = f"/v1/buffers/{name}/statistics"
+    answer = statistics_of(http, name, closed=True)
+    assert (answer["epoch"], answer["count"], answer["norm"]) == (0, 1, 5.0)  # none has closed: the running sum
+    post(http, name, "take")
+    add(http, name, [[6.0, 8.0]])
+    for _ in range(2):
+        answer = statistics_of(http, name, closed=True, heat_map=2)
+        assert (answer["epoch"], answer["norm"], answer["heat_map"]["values"]) == (0, 5.0, [[3.0, 4.0]])
+    assert_problem(http.get(path, params={"closed": True, "epoch": 0}), 422, "invalid_parameter", "excludes epoch")
+
+
+def test_the_last_closed_epoch_is_read_however_fast_epochs_close(http: httpx.Client) -> None:
+    name, stop = filled(http, [[3.0, 4.0]]), threading.Event()
+    post(http, name, "take")
+
+    def train() -> None:
+        with httpx.Client(base_url=http.base_url) as other:
+            while not stop.is_set():
+                add(other, name, [[3.0, 4.0]])
+                post(other, name, "take")
+
+    worker = threading.Thread(target=train)
+    worker.start()
+    try:
+        found = [statistics_of(http, name, closed=True) for _ in range(50)]
+    finally:
+        stop.set()
+        worker.join()
+    assert {(one["count"], one["norm"]) for one in found} == {(1, 5.0)}
+    assert len({one["epoch"] for one in found}) > 5
+
+
 # ----- the heat map -----
 
 
