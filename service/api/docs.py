@@ -29,7 +29,7 @@ _HEADERS = {
 
 
 def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
-    """Return the endpoints of the page, its files and the schema, and the redirect at `/`."""
+    """Return the endpoints of the page, its files and the schema."""
     router = APIRouter(include_in_schema=False)
     text = cache(lambda: orjson.dumps(schema()))  # all answers share these bytes
     page = get_swagger_ui_html(
@@ -40,11 +40,6 @@ def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
         swagger_favicon_url="docs/favicon-32x32.png",
         swagger_ui_parameters={"validatorUrl": None},  # else the page would send the schema to another host
     )
-
-    @router.get("/")
-    @access(open=True)
-    async def index(call: CurrentCall) -> Answer:
-        return Answer(fields={"Location": "docs"}, status=307)
 
     @router.get("/docs")
     @access(open=True)

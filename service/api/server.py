@@ -22,6 +22,7 @@ from uvicorn.supervisors import Multiprocess
 from service.api import docs, health
 from service.api.app import Application
 from service.api.buffers import many, routes
+from service.api.dashboard import page
 from service.api.http.connection import Connection
 from service.api.http.descriptors import raise_limit
 from service.api.operators import catalogue, open_inference, rest
@@ -56,6 +57,7 @@ def create_app(settings: Settings) -> Application:
         many.router,
         health.routes(metrics, workers),
         docs.routes(lambda: app.openapi()),
+        page.router,
     ]
     app = Application(settings, routers, observers, metrics, workers)
     return app

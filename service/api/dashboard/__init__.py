@@ -1,0 +1,1 @@
+"""The page at `/`, and the endpoints that only the page needs."""
