@@ -1,0 +1,182 @@
+// One operator: what it computes, a form that runs it, its answer, and the same call for a shell and for Python.
+
+import { bodyOf, curlOf, pathOf, pythonOf } from "./calls.js";
+import { copyBox } from "./copy.js";
+import { curvePanel, hasCurve } from "./curve.js";
+import { h, mark, put, say } from "./dom.js";
+import { operatorForm } from "./form.js";
+import { tensorTables } from "./matrix.js";
+import { paragraphs, prose } from "./prose.js";
+
+const REDRAW_MS = 60; // between a change in the form and the request for the curve, which then follows a slider
+
+export async function show(main, { api, signal, operators, operator, name, keys }) {
+  document.title = `${name} – gradserve`;
+  const list = names(operators, name);
+  if (operator === undefined) {
+    put(main, list, h("section", { class: "empty", role: "alert" }, h("h1", {}, "Operator not found"), h("p", {}, name)));
+    return;
+  }
+  const answer = answerPanel(operator);
+  const calls = callBoxes(keys);
+  const form = operatorForm(operator, { run: () => run(form, answer, { api, signal }), changed });
+  const curve = hasCurve(operator.name) ? curvePanel(operator, { api, form, signal }) : null;
+  let timer;
+  function changed() {
+    calls.follow(form.call());
+    clearTimeout(timer);
+    if (curve) timer = setTimeout(curve.draw, REDRAW_MS);
+  }
+  put(
+    main,
+    h(
+      "div",
+      { class: "operator" },
+      list,
+      h(
+        "article",
+        {},
+        heading(operator),
+        h("div", { class: "panels" }, signaturePanel(operator), h("section", { class: "panel" }, h("h2", {}, "Run it"), form.element)),
+        h("div", { class: "panels" }, answer.element, curve?.element),
+        h("div", { class: "panels" }, calls.elements),
+      ),
+    ),
+  );
+  calls.follow(form.call());
+  await curve?.draw();
+}
+
+function names(operators, chosen) {
+  const link = ({ name }) =>
+    h("a", { href: `#/operators/${encodeURIComponent(name)}`, "aria-current": name === chosen ? "page" : null }, name);
+  return h(
+    "nav",
+    { class: "names", "aria-label": "Operators" },
+    h("a", { href: "#/operators", class: "all" }, "All operators"),
+    h("ul", {}, operators.map((each) => h("li", {}, link(each)))),
+  );
+}
+
+function heading({ name, formula, description }) {
+  return h(
+    "header",
+    { class: "about" },
+    h("h1", {}, name),
+    h("p", { class: "formula" }, prose(formula)),
+    paragraphs(description),
+  );
+}
+
+function signaturePanel({ inputs, outputs, attributes, example }) {
+  return h(
+    "section",
+    { class: "panel" },
+    h("h2", {}, "Tensors and attributes"),
+    h(
+      "div",
+      { class: "scroll", tabindex: "0", role: "group", "aria-label": "Tensors and attributes" },
+      h("table", { class: "plain signature" }, head("Input", "dtype", "in the example"), h("tbody", {}, inputs.map((each) => inputRow(each, example)))),
+      h("table", { class: "plain signature" }, head("Output", "dtype", "in the example"), h("tbody", {}, outputs.map((each) => outputRow(each, example)))),
+      attributes.length > 0 &&
+        h("table", { class: "plain signature" }, head("Attribute", "type", "default"), h("tbody", {}, attributes.map(attributeRow))),
+    ),
+  );
+}
+
+function head(...titles) {
+  return h("thead", {}, h("tr", {}, titles.map((each) => h("th", { scope: "col" }, each))));
+}
+
+function inputRow(tensor, example) {
+  const value = example.request[tensor.name];
+  return tensorRow(tensor, value === undefined ? "left out" : shapeText(shapeOf(value)));
+}
+
+function outputRow(tensor, example) {
+  return tensorRow(tensor, shapeText(example.answer[tensor.name]?.shape ?? []));
+}
+
+function tensorRow({ name, dtypes, default_dtype: usual, type_variable: variable, optional }, shape) {
+  const others = dtypes.filter((each) => each !== usual);
+  return h(
+    "tr",
+    {},
+    h("th", { scope: "row" }, h("code", {}, name), optional && h("span", { class: "muted" }, " optional")),
+    h("td", {}, usual, others.length > 0 && h("span", { class: "muted" }, `, ${others.join(", ")}`), variable && h("span", { class: "muted" }, ` (${variable})`)),
+    h("td", { class: "mono" }, shape),
+  );
+}
+
+function attributeRow({ name, type, default: usual }) {
+  const value = usual === null ? h("span", { class: "muted" }, "left out") : String(usual);
+  return h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", {}, type), h("td", { class: "mono" }, value));
+}
+
+function shapeOf(value) {
+  return Array.isArray(value) ? [value.length, ...(value.length ? shapeOf(value[0]) : [])] : [];
+}
+
+function shapeText(shape) {
+  return shape.length ? `[${shape.join(", ")}]` : "scalar";
+}
+
+function callBoxes(keys) {
+  const why = "An input is not JSON yet.";
+  const boxes = [[copyBox("curl", why), curlOf], [copyBox("Python", why), pythonOf]];
+  return {
+    elements: boxes.map(([box]) => box.element),
+    follow: (call) => boxes.forEach(([box, text]) => box.show(call && text(call, document.baseURI.split("#")[0], keys))),
+  };
+}
+
+/** The place of the answer: first that of the catalogue's example, then the server's to what the reader ran. */
+function answerPanel(operator) {
+  const status = h("p", { class: "muted status", role: "status" }, "The answer to the example. Run asks the server.");
+  const values = h("div", { class: "values" });
+  const tables = (tensors) => put(values, Object.entries(tensors).map(([name, tensor]) => tensorTables(name, tensor)));
+  tables(operator.example.answer);
+  return {
+    element: h("section", { class: "panel answer", "aria-label": "Answer" }, h("h2", {}, "Answer"), status, values),
+    wait: () => mark(values, "class", "values old"),
+    show(words, tensors) {
+      say(status, words);
+      mark(values, "class", "values");
+      tables(tensors);
+    },
+    fail(words, ...nodes) {
+      say(status, words);
+      mark(values, "class", "values");
+      put(values, h("div", { role: "alert" }, nodes));
+    },
+  };
+}
+
+async function run(form, answer, { api, signal }) {
+  form.tell();
+  const call = form.call();
+  if (call === null) {
+    answer.fail("Nothing was sent.", h("p", { class: "bad" }, "An input is not JSON; its field says where."));
+    return;
+  }
+  answer.wait();
+  const id = api.newIdempotencyKey();
+  const headers = { "X-Request-ID": id, "Content-Type": "application/json" };
+  const began = performance.now();
+  const took = () => `in ${(performance.now() - began).toFixed(1)} ms, request ${id}`;
+  try {
+    const reply = await api.request(pathOf(call), { method: "POST", headers, body: bodyOf(call), signal });
+    const tensors = await reply.json();
+    answer.show(`${reply.status} ${took()}`, tensors);
+  } catch (error) {
+    if (signal.aborted) return;
+    const name = error.tensor ?? error.parameter;
+    const beside = name !== null && name !== undefined && form.refuse(name, error.message);
+    answer.fail(
+      `${error.status ?? "No answer"} ${took()}`,
+      h("h3", {}, error.title ?? "The call failed"),
+      h("p", { class: "bad" }, error.message),
+      beside && h("p", { class: "muted" }, "This is about ", h("code", {}, name), "."),
+    );
+  }
+}
