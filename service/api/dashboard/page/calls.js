@@ -37,7 +37,7 @@ export function pythonOf(call, base) {
   const inputs = call.tensors.map((tensor) => `${tensor.name}=${pythonOfTensor(tensor)}`);
   const options = call.attributes.map(({ name, type, text }) => `${name}=${pythonOfAttribute(text, type)}`);
   const outputs = call.operator.outputs.map((each) => each.name);
-  const lines = [...inputs, ...options].map((each) => `        ${each.replaceAll("\n", "\n        ")},\n`).join("");
+  const lines = [...inputs, ...options].map((each) => `        ${each},\n`).join("");
   const url = new URL(".", base).href.replace(/\/$/, "");
   const work = [
     `with Client(${JSON.stringify(url)}) as server:`,

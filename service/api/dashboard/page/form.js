@@ -119,7 +119,7 @@ function tensorField(tensor, example) {
       return optional ? "" : `${name} is empty: write JSON, such as [[1, 2], [3, 4]]`;
     },
     value() {
-      const written = area.value.trim();
+      const written = area.value.trim().replace(/\s*\n\s*/g, " "); // no string of JSON contains a line break
       if (!written) return null;
       return { name, text: written, dtype: dtype.value === usual || saysItself(written) ? null : dtype.value, usual };
     },

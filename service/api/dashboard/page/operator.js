@@ -37,8 +37,7 @@ export async function show(main, { api, signal, operators, operator, name, keys 
         "article",
         {},
         heading(operator),
-        h("div", { class: "panels" }, signaturePanel(operator), h("section", { class: "panel" }, h("h2", {}, "Run it"), form.element)),
-        h("div", { class: "panels" }, answer.element, curve?.element),
+        h("div", { class: "columns" }, h("div", {}, runPanel(form), answer.element), h("div", {}, curve?.element, signaturePanel(operator))),
         h("div", { class: "panels" }, calls.elements),
       ),
     ),
@@ -63,29 +62,35 @@ function heading({ name, formula, description }) {
     "header",
     { class: "about" },
     h("h1", {}, name),
-    h("p", { class: "formula" }, prose(formula)),
+    h("p", { class: "formula" }, prose(formula.replace(/\.$/, ""))),
     paragraphs(description),
   );
 }
 
+function runPanel(form) {
+  return h("section", { class: "panel" }, h("h2", {}, "Run it"), form.element);
+}
+
 function signaturePanel({ inputs, outputs, attributes, example }) {
+  const tables = [
+    table(["Input", "type", "in the example"], inputs.map((each) => inputRow(each, example))),
+    table(["Output", "type", "in the example"], outputs.map((each) => outputRow(each, example))),
+    table(["Type", "dtypes, the usual one first", ""], variableRows([...inputs, ...outputs])),
+    table(["Attribute", "type", "default"], attributes.map(attributeRow)),
+  ];
+  const label = "Tensors and attributes";
   return h(
     "section",
     { class: "panel" },
-    h("h2", {}, "Tensors and attributes"),
-    h(
-      "div",
-      { class: "scroll", tabindex: "0", role: "group", "aria-label": "Tensors and attributes" },
-      h("table", { class: "plain signature" }, head("Input", "dtype", "in the example"), h("tbody", {}, inputs.map((each) => inputRow(each, example)))),
-      h("table", { class: "plain signature" }, head("Output", "dtype", "in the example"), h("tbody", {}, outputs.map((each) => outputRow(each, example)))),
-      attributes.length > 0 &&
-        h("table", { class: "plain signature" }, head("Attribute", "type", "default"), h("tbody", {}, attributes.map(attributeRow))),
-    ),
+    h("h2", {}, label),
+    h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label }, tables),
   );
 }
 
-function head(...titles) {
-  return h("thead", {}, h("tr", {}, titles.map((each) => h("th", { scope: "col" }, each))));
+function table(titles, rows) {
+  if (rows.length === 0) return null;
+  const head = h("tr", {}, titles.map((each) => (each ? h("th", { scope: "col" }, each) : h("td"))));
+  return h("table", { class: "plain signature" }, h("thead", {}, head), h("tbody", {}, rows));
 }
 
 function inputRow(tensor, example) {
@@ -97,15 +102,29 @@ function outputRow(tensor, example) {
   return tensorRow(tensor, shapeText(example.answer[tensor.name]?.shape ?? []));
 }
 
-function tensorRow({ name, dtypes, default_dtype: usual, type_variable: variable, optional }, shape) {
-  const others = dtypes.filter((each) => each !== usual);
+function tensorRow(tensor, shape) {
+  const { name, optional } = tensor;
   return h(
     "tr",
     {},
     h("th", { scope: "row" }, h("code", {}, name), optional && h("span", { class: "muted" }, " optional")),
-    h("td", {}, usual, others.length > 0 && h("span", { class: "muted" }, `, ${others.join(", ")}`), variable && h("span", { class: "muted" }, ` (${variable})`)),
+    h("td", {}, tensor.type_variable ?? typesOf(tensor)),
     h("td", { class: "mono" }, shape),
   );
+}
+
+/** The dtypes of each type variable, once: tensors of one variable have one dtype. */
+function variableRows(tensors) {
+  const known = new Map(tensors.filter((each) => each.type_variable).map((each) => [each.type_variable, each]));
+  return [...known].map(([variable, tensor]) =>
+    h("tr", {}, h("th", { scope: "row" }, variable), h("td", { colspan: 2 }, typesOf(tensor))),
+  );
+}
+
+/** The dtypes, the one of a list without dtype first. */
+function typesOf({ dtypes, default_dtype: usual }) {
+  const others = dtypes.filter((each) => each !== usual);
+  return [usual, others.length > 0 && h("span", { class: "muted" }, `, ${others.join(", ")}`)];
 }
 
 function attributeRow({ name, type, default: usual }) {
@@ -171,12 +190,11 @@ async function run(form, answer, { api, signal }) {
   } catch (error) {
     if (signal.aborted) return;
     const name = error.tensor ?? error.parameter;
-    const beside = name !== null && name !== undefined && form.refuse(name, error.message);
+    if (name) form.refuse(name, error.message);
     answer.fail(
       `${error.status ?? "No answer"} ${took()}`,
       h("h3", {}, error.title ?? "The call failed"),
       h("p", { class: "bad" }, error.message),
-      beside && h("p", { class: "muted" }, "This is about ", h("code", {}, name), "."),
     );
   }
 }

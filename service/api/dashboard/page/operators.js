@@ -48,7 +48,7 @@ function row(operator) {
     "li",
     {},
     h("a", { href: `#/operators/${encodeURIComponent(operator.name)}` }, operator.name),
-    h("p", { class: "formula" }, prose(operator.formula)),
+    h("p", { class: "formula" }, prose(operator.formula.replace(/\.$/, ""))),
     h("p", { class: "muted signature mono" }, signature(operator)),
   );
 }
