@@ -161,11 +161,6 @@ def test_the_operators_are_listed(client: httpx.Client) -> None:
     assert {"ReluGrad", "SoftmaxGrad_13", "GatherGrad", "InPlaceAccumulatorV2", "GRUGrad"} <= set(names)
 
 
-def test_the_front_page_redirects_to_the_documentation(client: httpx.Client) -> None:
-    answer = client.get("/")
-    assert answer.url.join(answer.headers["location"]).path == "/docs"
-
-
 def test_the_documentation_loads_nothing_from_other_hosts(client: httpx.Client) -> None:
     page = client.get("/docs")
     assert "default-src 'self'" in page.headers["content-security-policy"]

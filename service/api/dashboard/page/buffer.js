@@ -46,8 +46,8 @@ class Buffer {
     [this.info, this.tag] = [info, answer.headers.get("ETag")];
     if (this.page === null || !this.page.isConnected) await this.build();
     this.draw();
-    await this.readReceipts();
     await this.readStatistics();
+    await this.readReceipts();
   }
 
   async readStatistics() {
@@ -82,7 +82,7 @@ class Buffer {
   // ----- what the reader sees -----
 
   async build() {
-    const panel = (title, note, ...content) => h("section", { class: "panel" }, h("h2", {}, title, note && h("span", { class: "muted" }, note)), content);
+    const panel = (title, note, content, kind = "") => h("section", { class: `panel ${kind}` }, h("h2", {}, title, note && h("span", { class: "muted" }, note)), content);
     this.count = h("dd");
     this.weight = h("dd");
     this.ends = h("dd");
@@ -90,7 +90,7 @@ class Buffer {
     this.bar = bar();
     this.people = h("ul", { class: "people" });
     this.epoch = h("span");
-    this.tiles = h("dl", { class: "tiles" });
+    this.tiles = h("dl", { class: "tiles values" });
     this.bars = h("div", { class: "chart" }, h("p", { class: "muted" }, "Not computed yet."));
     this.norms = h("div", { class: "chart" });
     this.arrivals = h("div", { class: "scroll" });
@@ -98,17 +98,18 @@ class Buffer {
     this.facts = h("dl", { class: "facts" });
     this.closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed epochs" });
     const tile = (name, value) => h("div", {}, h("dt", {}, name), value);
-    this.page = h("div", { class: "panels buffer" },
-      h("section", { class: "panel running" }, h("h2", {}, this.epoch),
-        h("dl", { class: "tiles" }, tile("count", this.count), tile("weight", this.weight), tile("deadline", this.ends), tile("updated", this.changed)),
-        this.bar, this.people),
-      panel("Values", "of the running sum", this.tiles),
-      panel("Magnitudes", "elements by size", this.bars),
-      panel("Norm", "by epoch", this.norms),
-      panel("Arrivals", "adds per minute, by contributor", this.arrivals),
-      panel("Heat map", "of the running sum", this.heat),
-      panel("Closed epochs", "that are kept", this.closed),
-      panel("Rules and state", null, this.facts));
+    const running = h("section", { class: "panel running" }, h("h2", {}, this.epoch),
+      h("dl", { class: "tiles" }, tile("count", this.count), tile("weight", this.weight), tile("deadline", this.ends), tile("updated", this.changed)),
+      this.bar, this.people);
+    this.page = h("div", { class: "buffer" },
+      h("div", {}, running,
+        panel("Norm", "by epoch", this.norms),
+        panel("Arrivals", "adds per minute, by contributor", this.arrivals),
+        panel("Closed epochs", "that are kept", this.closed)),
+      h("div", {}, panel("Values", "of the running sum", this.tiles, "first"),
+        panel("Magnitudes", "elements by size", this.bars, "first"),
+        panel("Heat map", "of the running sum", this.heat),
+        panel("Rules and state", null, this.facts)));
     const crumbs = h("nav", { class: "crumbs", "aria-label": "Place" }, h("a", { href: "#/buffers" }, "Buffers"));
     const buttons = actions({
       api: this.api, caller: this.caller, seen: () => ({ info: this.info, tag: this.tag }),
@@ -118,7 +119,7 @@ class Buffer {
     put(this.main, h("header", { class: "title" }, h("div", {}, crumbs, h("h1", {}, this.name)), buttons), this.page);
     this.map = heatMap(this.heat, this.signal);
     this.chart = await lines(this.norms, {
-      signal: this.signal, axes: [{}, { size: 60, values: (_, ticks) => ticks.map((each) => words.general(each, 3)) }],
+      signal: this.signal, x: "epoch", axes: [{}, { size: 60, values: (_, ticks) => ticks.map((each) => words.general(each, 3)) }],
       series: [{ label: "norm", colour: "accent", points: true, value: (_, value) => (value == null ? "" : words.general(value, 4)) }],
     });
     clearInterval(this.clock);

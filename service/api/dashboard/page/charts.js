@@ -19,9 +19,9 @@ export function onTheme(signal, draw) {
 
 /**
  * Return a chart of lines over x: `set(data, label)` takes uPlot's columns, [x, y, ...], and a text for readers of a
- * screen. `series` are {label, colour, points}, `axes` are uPlot's own options besides the colours.
+ * screen. `x` is x's name, `series` are {label, colour, points, value}, `axes` are uPlot's own options besides the colours.
  */
-export async function lines(host, { series, signal, time = false, height = 180, axes = [{}, {}], scales = {} }) {
+export async function lines(host, { x, series, signal, time = false, height = 180, axes = [{}, {}], scales = {} }) {
   const { default: UPlot } = await import("./uPlot.esm.js");
   let [chart, data, text] = [null, series.map(() => []).concat([[]]), ""];
   const axis = (given) => ({
@@ -33,7 +33,7 @@ export async function lines(host, { series, signal, time = false, height = 180, 
     chart = new UPlot({
       width: host.clientWidth || 300, height, legend: { live: true }, cursor: { y: false }, scales: { x: { time }, ...scales },
       axes: axes.map(axis),
-      series: [{ label: axes[0].label ?? "" }, ...series.map((each) => ({
+      series: [{ label: x, value: (_, value) => value ?? "" }, ...series.map((each) => ({
         label: each.label, stroke: colour(each.colour), width: 1.5, points: { show: each.points }, value: each.value,
       }))],
     }, data, host);
@@ -101,7 +101,7 @@ export function arrivals(host, { contributors, minutes }, expected, order) {
   return put(host,
     h("table", { class: "arrivals" },
       h("caption", { class: "unseen" }, "Contributors, and their adds in the last hour"),
-      h("colgroup", {}, ["who", "when", "sum"].map((name) => h("col", { class: name }))),
+      h("colgroup", {}, ["contributor", "minutes", "total"].map((name) => h("col", { class: name }))),
       h("tbody", {}, rows)),
     h("div", { class: "scale" }, h("span", {}, `${minutes} min ago`), h("span", {}, "now")),
     more > 0 && h("p", { class: "muted" }, `and ${more} more contributors`));

@@ -1,0 +1,98 @@
+"""A browser, Debian's Chromium, and pages of it that report what no page may do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+from tests.serving import serving
+
+AXE = Path(__file__).parent / "vendor" / "axe.min.js"
+
+DESK, PHONE = (1360, 800), (360, 740)
+"""Sizes of a window, in pixels."""
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    """Yield a browser. The package shares one, and no other: its event loop would be in the way of other tests."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with serving(threads=2) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def http(server: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server, timeout=30) as client:
+        yield client
+
+
+class Faults:
+    """What a page did that none may do: errors, requests to other hosts, and violations of its policy."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.statuses: set[int] = set()
+        """The statuses of answers that the test expects: Chromium calls each an error."""
+
+    def watch(self, page: Page) -> None:
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.found.append(f"{error.name}: {error.message} {error.stack}"))
+        page.on("request", lambda request: self._asked(page, request))
+
+    def _said(self, message: ConsoleMessage) -> None:
+        expected = any(f"status of {status}" in message.text for status in self.statuses)
+        if message.type in ("error", "warning") and not expected:
+            self.found.append(f"{message.type}: {message.text}")
+
+    def _asked(self, page: Page, request: Request) -> None:
+        asked, shown = urlsplit(request.url), urlsplit(page.url)
+        if asked.scheme in ("http", "https") and shown.netloc and asked.netloc != shown.netloc:
+            self.found.append(f"a request to {request.url}")
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def open_page(browser: Browser, faults: Faults) -> Iterator[Open]:
+    """Yield a function that opens an address in a new window. The test fails if a page did what none may do."""
+    contexts = []
+
+    def opened(url: str, size: tuple[int, int] = DESK, **options: Any) -> Page:
+        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        faults.watch(page)
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert faults.found == []
