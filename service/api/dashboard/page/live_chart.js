@@ -11,13 +11,17 @@ const SERIES = 7; // colours in views.css
 const TABLE_ROWS = 30;
 const SYNC = "service";
 
+/** Steps of an axis that counts things. */
+const WHOLE = [1, 2, 5].flatMap((each) => Array.from({ length: 10 }, (_, power) => each * 10 ** power)).sort((a, b) => a - b);
+
 /**
  * Return a chart: {element, set, at}. `set({at, lines, range})` shows lines {label, colour, values} over the times `at`,
  * with values null where nothing is known. `choose` is called with another choice of the reader.
  */
-export function liveChart({ id, title, note, format, isLog, choices, chosen }, { signal, choose }) {
+export function liveChart(description, { signal, choose }) {
+  const { id, title, note, format, choices, chosen } = description;
   const plot = h("div", { class: "plot" });
-  const legend = h("ul", { class: "legend" });
+  const legend = h("ul", { class: "lines" });
   const table = h("div", { class: "scroll numbers", tabindex: "0", role: "group", "aria-label": `${title} as numbers`, hidden: true });
   const aside = h("span", { class: "muted" }, note);
   const toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-label": `${title} as numbers` }, "As numbers");
@@ -63,7 +67,7 @@ export function liveChart({ id, title, note, format, isLog, choices, chosen }, {
       chart.setScale("x", { min: range[0], max: range[1] });
     });
     chart?.destroy();
-    chart = new UPlot(options({ plot, lines, format, isLog, range: () => shown.range, moved }), data, plot);
+    chart = new UPlot(options(description, { plot, lines, range: () => shown.range, moved }), data, plot);
     chart.root.setAttribute("aria-hidden", "true"); // the text of the plot and the legend say it
   }
 
@@ -99,7 +103,7 @@ function entry(line, place) {
   return h("li", {}, swatch, h("span", {}, line.label), h("data"));
 }
 
-function options({ plot, lines, format, isLog, range, moved }) {
+function options({ format, isLog, isWhole }, { plot, lines, range, moved }) {
   const axis = { stroke: colour("muted"), font: "11px system-ui", ticks: { show: false } };
   return {
     width: plot.clientWidth,
@@ -115,7 +119,9 @@ function options({ plot, lines, format, isLog, range, moved }) {
         ...axis,
         size: AXIS_WIDTH,
         space: 28,
-        grid: { stroke: colour("line"), width: 1 },
+        ...(isWhole ? { incrs: WHOLE } : {}),
+        ...(isLog ? { filter: powers } : {}),
+        grid: { stroke: colour("line"), width: 1, ...(isLog ? { filter: powers } : {}) },
         values: (_, splits) => splits.map((each) => (isKnown(each) ? format(each) : "")),
       },
     ],
@@ -127,6 +133,11 @@ function options({ plot, lines, format, isLog, range, moved }) {
       spanGaps: false,
     }))],
   };
+}
+
+/** An axis in powers of ten has marks for these alone. */
+function powers(_, splits) {
+  return splits.map((each) => (Number.isInteger(Math.round(Math.log10(each) * 1e6) / 1e6) ? each : null));
 }
 
 /** The end of an axis from 0. A chart of nothing but zeros shows them at its foot. */

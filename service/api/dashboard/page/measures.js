@@ -69,7 +69,7 @@ const areBytes = (name) => name.endsWith("_bytes");
 
 /**
  * The charts: their title, how a number is written, and the lines for the samples shown. `isLog`: the axis counts in
- * powers of ten. `optional`: a chart without lines is not shown. `choices`: the lines are those of the chosen one.
+ * powers of ten. `isWhole`: it counts things. `optional`: a chart without lines is not shown. `choices`: the lines are those of the chosen one.
  */
 export const CHARTS = [
   { id: "requests", title: "Requests", note: "by route", format: rate, lines: keyed("requests", 0) },
@@ -103,6 +103,7 @@ export const CHARTS = [
     title: "Queue",
     note: "requests",
     format: plain,
+    isWhole: true,
     lines: fixed(["in flight", "waiting"], (sample, name) => sample[name.replace(" ", "_")], ["series-1", "late-fill"]),
   },
   { id: "held", title: "Bytes in flight", format: bytes, lines: fixed(["in flight"], (sample) => sample.in_flight_bytes) },
@@ -119,8 +120,8 @@ export const CHARTS = [
     },
     aside: (sample) => (sample.store_bytes === null ? "" : `of ${size(sample.store_limit_bytes)}`),
   },
-  { id: "buffers", title: "Buffers", format: plain, lines: fixed(["buffers"], (sample) => sample.buffers) },
-  { id: "workers", title: "Workers", note: "processes", format: plain, lines: fixed(["workers"], (sample) => sample.workers) },
+  { id: "buffers", title: "Buffers", format: plain, isWhole: true, lines: fixed(["buffers"], (sample) => sample.buffers) },
+  { id: "workers", title: "Workers", note: "processes", format: plain, isWhole: true, lines: fixed(["workers"], (sample) => sample.workers) },
   { id: "database", title: "Database", format: plain, optional: true, lines: database((name) => !areBytes(name)) },
   { id: "database-bytes", title: "Database bytes", format: bytes, optional: true, lines: database(areBytes) },
 ];

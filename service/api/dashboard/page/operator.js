@@ -152,20 +152,20 @@ function callBoxes(keys) {
 /** The place of the answer: first that of the catalogue's example, then the server's to what the reader ran. */
 function answerPanel(operator) {
   const status = h("p", { class: "muted status", role: "status" }, "The answer to the example. Run asks the server.");
-  const values = h("div", { class: "values" });
+  const values = h("div", { class: "results" });
   const tables = (tensors) => put(values, Object.entries(tensors).map(([name, tensor]) => tensorTables(name, tensor)));
   tables(operator.example.answer);
   return {
     element: h("section", { class: "panel answer", "aria-label": "Answer" }, h("h2", {}, "Answer"), status, values),
-    wait: () => mark(values, "class", "values old"),
+    wait: () => mark(values, "class", "results old"),
     show(words, tensors) {
       say(status, words);
-      mark(values, "class", "values");
+      mark(values, "class", "results");
       tables(tensors);
     },
     fail(words, ...nodes) {
       say(status, words);
-      mark(values, "class", "values");
+      mark(values, "class", "results");
       put(values, h("div", { role: "alert" }, nodes));
     },
   };

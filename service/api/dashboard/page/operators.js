@@ -29,7 +29,7 @@ function showAll(main, operators) {
   });
   put(
     main,
-    h("div", { class: "line title" }, h("h1", {}, "Operators"), count, search),
+    h("div", { class: "line top" }, h("h1", {}, "Operators"), count, search),
     h("ul", { class: "catalogue panel" }, rows.map(([element]) => element)),
     none,
   );

@@ -26,15 +26,16 @@ export async function show(main, { api, caller, signal }) {
   const state = h("span", { class: "state muted", role: "status" }, "connecting");
   put(
     main,
-    h("div", { class: "line title" }, h("h1", {}, "Service"), state, spans(view, () => drawAll())),
+    h("div", { class: "line top" }, h("h1", {}, "Service"), state, spans(view, () => drawAll())),
     tiles.element,
     h("div", { class: "panels charts" }, charts.map((each) => each.element)),
     await settingsPanel(about, api, signal),
   );
   function drawAll() {
     const now = samples.at(-1)?.at ?? api.now();
-    const rows = withGaps(samples, now - view.seconds);
-    for (const chart of charts) chart.draw(rows, [now - view.seconds, now]);
+    const begin = Math.max(now - view.seconds, Math.min(samples[0]?.at ?? now, now - MINUTE));
+    const rows = withGaps(samples, begin);
+    for (const chart of charts) chart.draw(rows, [begin, now]);
     tiles.set(samples, api.now());
   }
   const draw = seldom(signal, drawAll);

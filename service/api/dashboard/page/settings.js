@@ -48,7 +48,7 @@ async function meaningsOf(api, signal) {
 
 function row(name, value, meaning, note) {
   const text = `${name} ${value} ${meaning}`.toLowerCase();
-  const written = value === null ? h("span", { class: "muted" }, "not set") : h("code", {}, shown(value));
+  const written = value === null ? h("span", { class: "muted" }, "not set") : h("code", {}, shown(name, value));
   return {
     text,
     element: h(
@@ -61,7 +61,7 @@ function row(name, value, meaning, note) {
   };
 }
 
-/** Long numbers have commas between their thousands. */
-function shown(value) {
-  return typeof value === "number" && value >= 100_000 ? value.toLocaleString("en") : String(value);
+/** Long numbers have commas between their thousands. A port is no amount. */
+function shown(name, value) {
+  return typeof value === "number" && !name.endsWith("_PORT") ? value.toLocaleString("en") : String(value);
 }
