@@ -8,6 +8,9 @@ import { operatorForm } from "./form.js";
 import { tensorTables } from "./matrix.js";
 import { paragraphs, prose } from "./prose.js";
 
+/** The page reads numbers from lists. Without this, an input in base64 gets its answer in base64. */
+const LISTS = { name: "encoding", type: "str", text: "list" };
+
 const REDRAW_MS = 60; // between a change in the form and the request for the curve, which then follows a slider
 
 export async function show(main, { api, signal, operators, operator, name, keys }) {
@@ -184,15 +187,16 @@ async function run(form, answer, { api, signal }) {
   const began = performance.now();
   const took = () => `in ${(performance.now() - began).toFixed(1)} ms, request ${id}`;
   try {
-    const reply = await api.request(pathOf(call), { method: "POST", headers, body: bodyOf(call), signal });
+    const reply = await api.request(pathOf({ ...call, attributes: [...call.attributes, LISTS] }), { method: "POST", headers, body: bodyOf(call), signal });
     const tensors = await reply.json();
     answer.show(`${reply.status} ${took()}`, tensors);
   } catch (error) {
     if (signal.aborted) return;
+    const status = error.status ?? (error instanceof api.Unreachable ? "No answer" : "The page failed");
     const name = error.tensor ?? error.parameter;
     if (name) form.refuse(name, error.message);
     answer.fail(
-      `${error.status ?? "No answer"} ${took()}`,
+      `${status} ${took()}`,
       h("h3", {}, error.title ?? "The call failed"),
       h("p", { class: "bad" }, error.message),
     );
