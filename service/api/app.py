@@ -16,12 +16,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.api import openapi
+from service.api.dashboard.history import History
 from service.api.http.admission import SMALL_BYTES, Admission
 from service.api.http.answer import Answer
 from service.api.http.auth import authorize
 from service.api.http.call import Call, Services
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
+from service.api.http.stream import Stream
 from service.api.http.waiting import Waiting
 from service.api.telemetry.metrics import Metrics
 from service.api.telemetry.observer import Observer
@@ -48,6 +50,7 @@ class Application(FastAPI):
         observers: Sequence[Observer],
         metrics: Metrics,
         workers: Workers,
+        history: History,
     ) -> None:
         super().__init__(
             title="gradserve",
@@ -56,7 +59,7 @@ class Application(FastAPI):
             lifespan=_lifespan,
             openapi_url=None,  # `docs.py` serves it
         )
-        self.metrics, self.workers, self.observers = metrics, workers, observers
+        self.metrics, self.workers, self.history, self.observers = metrics, workers, history, observers
         self.table = Table(routers)
         self._keys = keys = None if settings.keys is None else KeyFile(settings.keys)
         admission = Admission(
@@ -96,6 +99,8 @@ class Application(FastAPI):
         finally:
             self._end(call, bug)
             bug = None  # its traceback has this frame
+        if isinstance(answer, Stream):
+            await answer.follow(call)
 
     def _find(self, call: Call) -> Endpoint | None:
         match = self.table.find("GET" if call.method == "HEAD" else call.method, call.path)
@@ -166,9 +171,9 @@ class Application(FastAPI):
         exchange = call.exchange
         self.services.admission.release(call.reservation)
         if exchange is not None and exchange.is_refused:
-            call.status = MalformedBody.status
+            call.status, call.code = MalformedBody.status, MalformedBody.code
         elif exchange is not None and exchange.is_abandoned():
-            call.status = CLIENT_GONE
+            call.status, call.code = CLIENT_GONE, None
         spent = time.perf_counter_ns() - call.started
         for observer in self.observers:
             observer.ended(call, spent, None if bug is None else type(bug).__qualname__)
@@ -179,7 +184,8 @@ class Application(FastAPI):
         return answer_error("", MalformedBody(message), fields)
 
     def stop_waiting(self) -> None:
-        """Answer the requests that wait for an epoch: the server stops."""
+        """Answer the requests that wait for an epoch, and end the streams: the server stops."""
+        self.history.stop()
         if self.services.waiting is not None:
             self.services.waiting.stop()
 
@@ -199,8 +205,9 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
     store = store_at(settings, engine.empty, app.metrics.committed)
     services.engine, services.store, services.waiting = engine, store, Waiting(store)
     try:
-        with app.workers.serving():
-            yield
+        async with app.history.recording(engine, store):
+            with app.workers.serving():
+                yield
     finally:
         services.engine = services.store = None
         engine.close()  # first: work in its pool may read the store

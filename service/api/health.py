@@ -83,6 +83,12 @@ def _gauges(store: Store, limit: int) -> dict[str, float]:
     return {f"gradserve_{name}": value for name, value in known.items()}
 
 
+def limits_of(settings: Settings) -> dict[str, Any]:
+    """Return all limits by name."""
+    constants = {name: value for name, (value, _) in CONSTANTS.items()}
+    return {name: getattr(settings, name) for name in SETTINGS} | constants
+
+
 def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     """Return the endpoints, which report these metrics and workers."""
     router = APIRouter(tags=["health"])
@@ -107,8 +113,7 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     @access()
     async def limits(call: CurrentCall) -> Answer:
         """Each limit has the name of its setting, or, without a setting, of the thing that it limits."""
-        constants = {name: value for name, (value, _) in CONSTANTS.items()}
-        return json_answer({name: getattr(call.settings, name) for name in SETTINGS} | constants)
+        return json_answer(limits_of(call.settings))
 
     @router.get(
         "/metrics",

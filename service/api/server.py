@@ -22,7 +22,8 @@ from uvicorn.supervisors import Multiprocess
 from service.api import docs, health
 from service.api.app import Application
 from service.api.buffers import many, routes
-from service.api.dashboard import page
+from service.api.dashboard import page, service
+from service.api.dashboard.history import History
 from service.api.http.connection import Connection
 from service.api.http.descriptors import raise_limit
 from service.api.operators import catalogue, open_inference, rest
@@ -30,7 +31,7 @@ from service.api.operators.statistics import Statistics
 from service.api.telemetry import logs
 from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics
 from service.api.telemetry.observer import Observer
-from service.api.telemetry.workers import Workers, stop_without_parent
+from service.api.telemetry.workers import STARTED_AT, Workers, stop_without_parent
 from service.settings import Settings
 from service.system import keep_freed_memory
 
@@ -42,6 +43,8 @@ def create_app(settings: Settings) -> Application:
     directory = os.environ.get(METRICS_DIRECTORY) if settings.workers > 1 else None
     shared = None if directory is None else Path(directory)
     metrics, statistics, workers = Metrics(shared), Statistics(), Workers(settings.workers, shared)
+    history = History(metrics, settings.store_bytes)
+    started_at = float(os.environ.get(STARTED_AT, time.time())) if shared else time.time()
     observers: list[Observer] = [metrics, statistics]
     if settings.tracing:
         from service.api.telemetry.tracing import Tracer  # it needs the extra otel
@@ -56,10 +59,11 @@ def create_app(settings: Settings) -> Application:
         routes.router,
         many.router,
         health.routes(metrics, workers),
+        service.routes(history, started_at, health.limits_of),
         docs.routes(lambda: app.openapi()),
         page.router,
     ]
-    app = Application(settings, routers, observers, metrics, workers)
+    app = Application(settings, routers, observers, metrics, workers, history)
     return app
 
 
@@ -127,7 +131,7 @@ def run(settings: Settings) -> None:
     else:
         sockets = [config.bind_socket()]
         with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
-            os.environ[METRICS_DIRECTORY] = directory
+            os.environ[METRICS_DIRECTORY], os.environ[STARTED_AT] = directory, str(time.time())
             _Workers(config, sockets).run()
     for number in STOPPING:  # the same signal may come again, as SAME_SECONDS says
         signal.signal(number, signal.SIG_IGN)

@@ -125,5 +125,9 @@ class Store(Protocol):
         """Return what else the metrics say about the store: numbers of its database, by the ends of their names."""
         return {}
 
+    def replicas(self) -> int | None:
+        """Return how many servers share the store; None if it does not know, or if no other machine can."""
+        return None
+
     def close(self) -> None:
         """Finish the submitted requests, then release all resources."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -19,8 +20,14 @@ from service.errors import StoreFailed, shown
 SCHEMES = ("postgresql", "postgres")
 """The schemes of libpq's URLs."""
 
-_PASSWORD = re.compile(r"(?<=://)([^:@/?#]*:)[^/?#]*(?=@)|((?:^|[?&])(?:ssl)?password=)[^&]*")
-"""A password in a URL, behind what stays."""
+_PASSWORD = re.compile(r"(?<=://)([^:@/]*:)[^/]*(?=@)")
+"""A password before the host, behind the user: libpq takes `?` and `#` for parts of it."""
+
+_PARAMETER = re.compile(r"(?:(?<=[?&])|^)([^=&?]*)=[^&]*")
+"""A parameter of a URL. libpq decodes its name."""
+
+_SECRETS = ("password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key")
+"""The parameters of libpq that hold a secret, rather than the path of a file with one."""
 
 
 def is_postgres(url: str) -> bool:
@@ -36,7 +43,11 @@ def check_url(url: str) -> None:
 
 def without_password(url: str) -> str:
     """Return the URL as people may see it."""
-    return _PASSWORD.sub(lambda found: f"{found[1] or found[2]}***", url)
+
+    def hidden(found: re.Match[str]) -> str:
+        return f"{found[1]}=***" if unquote(found[1]) in _SECRETS else found[0]
+
+    return _PARAMETER.sub(hidden, _PASSWORD.sub(r"\1***", url))
 
 
 def path_of(url: str) -> Path | None:

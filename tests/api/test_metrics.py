@@ -114,6 +114,39 @@ def test_a_store_in_a_database_has_metrics_of_the_database(postgres_url: str) ->
     assert 3 <= of(after, "gradserve_database_connections") < of(after, "gradserve_database_connections_limit") == 200
 
 
+def test_errors_are_counted_by_code(url: str) -> None:
+    with httpx.Client(base_url=url) as client:
+        client.put("/v1/buffers/a", json={"shape": [2]})
+        client.put("/v1/buffers/a", json={"shape": [3]})
+        for path in ("/v1/buffers/none", "/v1/buffers/none/value", "/nothing", "/v1/ops/None"):
+            client.get(path)
+        client.post("/v1/ops/ReluGrad", json={"dY": [1], "X": [1, 2]})
+        client.post("/v2/models/ReluGrad/infer", content=b"{")
+        client.delete("/v1/limits")
+    with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=30) as connection:
+        head = "POST /v1/buffers/a/accumulate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(f"{head}no length\r\n".encode())
+        assert connection.recv(12) == b"HTTP/1.1 400"
+    wait_until(lambda: of(scraped(url), "gradserve_in_flight") == 1)
+    samples = scraped(url)
+    found = {dict(labels)["code"]: n for (name, labels), n in samples.items() if name == "gradserve_errors_total"}
+    assert found == {
+        "buffer_exists": 1,
+        "unknown_buffer": 2,
+        "not_found": 1,
+        "unknown_operator": 1,
+        "shape_mismatch": 1,
+        "malformed_body": 2,
+        "method_not_allowed": 1,
+    }
+    failed = [
+        n
+        for (name, labels), n in samples.items()
+        if name == "gradserve_requests_total" and dict(labels)["status"] >= "400"
+    ]
+    assert sum(failed) == sum(found.values())
+
+
 @pytest.mark.parametrize(
     ("route", "head"),
     [
@@ -130,6 +163,7 @@ def test_a_client_that_left_before_the_answer_is_counted_as_499(url: str, route:
     samples = scraped(url)
     found = {labels for (name, labels), value in samples.items() if name == "gradserve_requests_total" and value}
     assert {dict(one)["status"] for one in found if dict(one)["route"] == route} == {"499"}
+    assert not any(name == "gradserve_errors_total" for name, _ in samples)
 
 
 def test_phases_and_bytes_are_counted(url: str) -> None:

@@ -37,6 +37,9 @@ def test_an_unknown_url_is_refused(url: str) -> None:
         ("postgresql://ann:s3@cret@db/g", "postgresql://ann:***@db/g"),
         ("postgres:///g?user=ann&password=s3cret&host=/run", "postgres:///g?user=ann&password=***&host=/run"),
         ("postgresql://db/g?sslkey=k&sslpassword=s3cret", "postgresql://db/g?sslkey=k&sslpassword=***"),
+        ("postgresql://ann:s3?#cret@db/g?sslmode=require", "postgresql://ann:***@db/g?sslmode=require"),
+        ("postgresql://db/g?p%61ssword=s3cret&user=ann", "postgresql://db/g?p%61ssword=***&user=ann"),
+        ("postgresql://db/g?oauth_client_secret=s3cret", "postgresql://db/g?oauth_client_secret=***"),
     ],
 )
 def test_nobody_sees_the_password_of_a_url(url: str, seen: str) -> None:

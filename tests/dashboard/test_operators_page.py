@@ -1,4 +1,4 @@
-"""The view of the operators: it runs their examples, shows the same call for a shell and for Python, and draws curves."""
+"""The view of the operators: it runs examples, shows the same call for a shell and for Python, and draws curves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='h
 CURVES = ["ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad", "QuickGeluGrad"]
 
 ANSWER = """panel => Object.fromEntries([...panel.querySelectorAll(".tensor")].map(tensor => [
-  tensor.querySelector("h3 code").textContent, [...tensor.querySelectorAll("td:not(:empty)")].map(td => td.textContent)]))"""
+  tensor.querySelector("h3 code").textContent,
+  [...tensor.querySelectorAll("td:not(:empty)")].map(td => td.textContent)]))"""
 
 
 def show(open_page: Open, server: str, name: str, **options: Any) -> Page:
@@ -358,8 +359,7 @@ def findings(page: Page) -> list[str]:
     return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in serious]
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)])
 def test_axe_finds_nothing_serious(
     open_page: Open, server: str, scheme: Literal["light", "dark"], size: tuple[int, int], faults: Faults
 ) -> None:

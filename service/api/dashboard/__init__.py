@@ -1,1 +1,1 @@
-"""The page at `/`, and the endpoints that only the page needs."""
+"""The page at `/`, and the endpoints that it shows, for scripts too."""

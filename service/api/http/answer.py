@@ -19,6 +19,9 @@ JSON = "application/json"
 class Answer(Response):
     """An answer. The connection joins its pieces only if they are small."""
 
+    code: str | None = None
+    """The code of the error that the answer tells."""
+
     def __init__(
         self,
         pieces: Sequence[bytes | memoryview] = (),
@@ -56,6 +59,7 @@ class Answer(Response):
         call.status = self.status_code
         if call.status >= 400:
             call.identify()
+            call.code = self.code
         headers = self.raw_headers
         if call.request_id is not None:
             headers.append((b"x-request-id", call.request_id.encode()))

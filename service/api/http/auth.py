@@ -30,7 +30,7 @@ def authorize(call: Call, access: Access, keys: KeyFile | None, metrics_open: st
     key = keys.find(secret.strip())
     if key is None:
         raise Unauthorized("This API key is unknown, was removed, or has expired")
-    caller = Caller(key.namespace, frozenset(SCOPES if "admin" in key.scopes else key.scopes))
+    caller = Caller(key.namespace, frozenset(SCOPES if "admin" in key.scopes else key.scopes), key.name)
     for scope in access.scopes:
         caller.require(scope)
     return caller

@@ -56,6 +56,7 @@ class Call:
         "_scope",
         "_services",
         "caller",
+        "code",
         "exchange",
         "headers",
         "label",
@@ -102,6 +103,8 @@ class Call:
         """The ids of the trace and the span, if the request has a span."""
         self.status = 0
         """The status of the answer, once there is an answer."""
+        self.code: str | None = None
+        """The code of the error that the answer tells."""
         self.received = 0
         """Bytes of the body."""
         self.sent = 0

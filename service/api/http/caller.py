@@ -9,10 +9,11 @@ from service.keys import SCOPES
 
 
 class Caller(NamedTuple):
-    """The namespace that the sender of a request sees, and its scopes there."""
+    """The namespace that the sender of a request sees, its scopes there, and the name of its key."""
 
     namespace: str
     scopes: frozenset[str]
+    name: str = "anonymous"
 
     def require(self, scope: str) -> None:
         """Raise `Forbidden` unless the caller has this scope."""

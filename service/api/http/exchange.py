@@ -47,6 +47,9 @@ Pieces: TypeAlias = Sequence[bytes | memoryview]
 class Exchange:
     """A request and its answer. It calls `progressed` when a part of the body was taken, or the answer is complete."""
 
+    is_stream = _is_chunked = False
+    """Whether the answer is a stream, and whether its pieces are chunks."""
+
     def __init__(self, wire: Wire, head: Head, progressed: Callable[[], None]) -> None:
         self._wire, self._progressed = wire, progressed
         self._is_head = head.method == "HEAD"
@@ -168,11 +171,7 @@ class Exchange:
         await self._wire.drain()
         if self.is_lost:
             return
-        head = head_of(status, (*self._wire.server_state.default_headers, *headers))
-        if self.more_body or CLOSES in headers:
-            self.keeps_alive = False
-        head_end = b"\r\n" if self.keeps_alive or CLOSES in headers else b"connection: close\r\n\r\n"
-        self.is_started, self._expects = True, False
+        head, head_end = self._begin(status, headers)
         self.written = size = 0 if self._is_head else sum(map(len, pieces))
         if size <= MAX_JOINED_BYTES:
             self._wire.transport.write(b"".join((head, head_end, *(pieces if size else ()))))
@@ -182,10 +181,42 @@ class Exchange:
             if not is_whole:
                 await self._write_by_turns(pieces)
             await self._wire.drain()
+        self._complete()
+
+    def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+        """Return the head of the answer in two parts, and note that the answer begins."""
+        head = head_of(status, (*self._wire.server_state.default_headers, *headers))
+        if self.more_body or CLOSES in headers:
+            self.keeps_alive = False
+        self.is_started, self._expects = True, False
+        return head, b"\r\n" if self.keeps_alive or CLOSES in headers else b"connection: close\r\n\r\n"
+
+    def _complete(self) -> None:
         if not self.is_lost:
             self.is_complete = True
             self._arrival.set()
             self._progressed()
+
+    async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]], *, chunked: bool) -> None:
+        """Send the head of a stream. Not `chunked`, it ends with the connection: HTTP/1.0 has no chunks."""
+        await self._wire.drain()
+        if self.is_lost:
+            return
+        self.is_stream, self._is_chunked = True, chunked and not self._is_head
+        framing = (b"transfer-encoding", b"chunked") if chunked else CLOSES
+        self._wire.transport.write(b"".join(self._begin(status, [*headers, framing])))
+
+    async def add(self, piece: bytes) -> None:
+        """Send a piece of a stream, which is not empty, once the client has read the pieces before it."""
+        await self._wire.drain()
+        if not self.is_lost:
+            self._wire.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._is_chunked else piece)
+
+    def finish(self) -> None:
+        """End a stream."""
+        if self._is_chunked and not self.is_lost:
+            self._wire.transport.write(b"0\r\n\r\n")
+        self._complete()
 
     async def _write_by_turns(self, pieces: Pieces) -> None:
         """Write the pieces in parts, as fast as the client reads; abort if that is too slow.

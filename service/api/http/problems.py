@@ -42,8 +42,15 @@ def answer_error(path: str, error: GradserveError, fields: Mapping[str, str] | N
         fields = error.accepted  # Accept-Encoding or Accept, which tell the two causes apart (RFC 9110, 15.5.16)
     if path == "/v2" or path.startswith("/v2/"):
         status = _PROTOCOL_STATUSES.get(error.status, error.status)
-        return Answer([json.dumps({"error": error.detail}).encode()], JSON, fields, status)
-    content = {
+        answer = Answer([json.dumps({"error": error.detail}).encode()], JSON, fields, status)
+    else:
+        answer = Answer([json.dumps(_problem(error)).encode()], MEDIA_TYPE, fields, error.status)
+    answer.code = error.code
+    return answer
+
+
+def _problem(error: GradserveError) -> dict[str, Any]:
+    return {
         "type": f"urn:gradserve:problem:{error.code}",
         "title": error.title(),
         "status": error.status,
@@ -51,7 +58,6 @@ def answer_error(path: str, error: GradserveError, fields: Mapping[str, str] | N
         "code": error.code,
         **error.context,
     }
-    return Answer([json.dumps(content).encode()], MEDIA_TYPE, fields, error.status)
 
 
 def answer_bug(path: str) -> Answer:

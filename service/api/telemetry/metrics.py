@@ -11,11 +11,11 @@ import logging
 import mmap
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from service.api.http.call import Call
 from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import is_locked
-from service.errors import Busy
+from service.errors import Busy, tree
 from service.system import reserve
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,9 @@ ROUTES = ("ops", "infer", "accumulate", "take", "value", "zero", "buffers", "hea
 _FAILURES = (400, 401, 403, 404, 405, 406, 408, 409, 410, 412, 413, 415, 422, 429, 499, 500, 503, 507)
 STATUSES = (200, 201, 204, 304, *_FAILURES)
 
+CODES = tuple(sorted({error.code for error in tree()}))
+"""The values of the label `code`: the codes of all errors."""
+
 PHASES = ("read", "queue", "decode", "kernel", "encode", "store", "write")
 """The steps of a request: receive the body, wait for a thread, decode tensors, compute, encode the answer, commit its
 changes to the store, and send the answer."""
@@ -46,6 +49,10 @@ changes to the store, and send the answer."""
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 NANOSECONDS = tuple(round(bound * 1e9) for bound in SECONDS)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+Labels: TypeAlias = tuple[str, ...]
+"""A value for each label of a metric."""
 
 
 class Family(NamedTuple):
@@ -63,7 +70,7 @@ class Family(NamedTuple):
         return len(self.buckets) + 2 if self.buckets else 1
 
     @property
-    def sets(self) -> list[tuple[str, ...]]:
+    def sets(self) -> list[Labels]:
         return [tuple(map(str, values)) for values in product(*self.labels.values())]
 
 
@@ -74,6 +81,7 @@ FAMILIES = (
     Family("counter", "gradserve_received_bytes", "Bytes of request bodies received."),
     Family("counter", "gradserve_sent_bytes", "Bytes of answer bodies sent."),
     Family("counter", "gradserve_refused", "Requests refused with 429, to be tried again."),
+    Family("counter", "gradserve_errors", "Requests answered with an error.", {"code": CODES}),
     Family("histogram", "gradserve_commit_requests", "Requests in each commit of the store.", {}, SIZES),
     Family("histogram", "gradserve_commit_seconds", "Seconds of each commit of the store.", {}, SECONDS),
     Family("gauge", "gradserve_in_flight", "Requests without an answer yet."),
@@ -106,6 +114,7 @@ def _layout() -> tuple[dict[str, int], int]:
 
 
 _PLACES, _SIZE = _layout()
+_SETS = {family.name: family.sets for family in FAMILIES}
 _REQUESTS = {
     (route, status): _PLACES["gradserve_requests"] + number
     for number, (route, status) in enumerate(product(ROUTES, (*STATUSES, None)))
@@ -115,11 +124,21 @@ _ROUTES = {route: _PLACES["gradserve_request_seconds"] + k * _HISTOGRAM_WIDTH fo
 _PHASES = {phase: _PLACES["gradserve_phase_seconds"] + k * _HISTOGRAM_WIDTH for k, phase in enumerate(PHASES)}
 _IN_FLIGHT = _PLACES["gradserve_in_flight"]
 _HELD = _PLACES["gradserve_in_flight_bytes"]
+_ERRORS = {code: _PLACES["gradserve_errors"] + number for number, code in enumerate(CODES)}
 _REFUSED = _PLACES["gradserve_refused"]
 _RECEIVED = _PLACES["gradserve_received_bytes"]
 _SENT = _PLACES["gradserve_sent_bytes"]
 _COMMIT_REQUESTS = _PLACES["gradserve_commit_requests"]
 _COMMIT_SECONDS = _PLACES["gradserve_commit_seconds"]
+
+
+class Totals(NamedTuple):
+    """What all processes have counted."""
+
+    numbers: Mapping[str, Mapping[Labels, Sequence[float]]]
+    """The numbers of each family, as many as it is wide, by its labels. Gauges are those of living processes."""
+    workers: int
+    """The processes that live."""
 
 
 class Metrics(Collector, Observer):
@@ -142,6 +161,9 @@ class Metrics(Collector, Observer):
     def set(self, name: str, value: float) -> None:
         self._numbers[_PLACES[name]] = value
 
+    def add(self, name: str, value: float) -> None:
+        self._numbers[_PLACES[name]] += value
+
     def began(self, call: Call) -> None:
         self._numbers[_IN_FLIGHT] += 1
 
@@ -149,8 +171,8 @@ class Metrics(Collector, Observer):
         numbers = self._numbers
         numbers[_IN_FLIGHT] -= 1
         numbers[_REQUESTS.get((call.label, call.status), _REQUESTS[call.label, None])] += 1
-        if call.status == Busy.status:
-            numbers[_REFUSED] += 1
+        if call.status >= 400:
+            self._failed(call)
         numbers[_RECEIVED] += call.received
         numbers[_SENT] += call.sent
         self._observe(_ROUTES[call.label], NANOSECONDS, nanoseconds, 1e-9)
@@ -158,6 +180,12 @@ class Metrics(Collector, Observer):
             place = _PHASES[phase]
             numbers[place + bisect_left(NANOSECONDS, spent)] += 1
             numbers[place + _HISTOGRAM_WIDTH - 1] += spent * 1e-9
+
+    def _failed(self, call: Call) -> None:
+        if call.status == Busy.status:
+            self._numbers[_REFUSED] += 1
+        if call.code is not None:
+            self._numbers[_ERRORS[call.code]] += 1
 
     def committed(self, requests: int, seconds: float) -> None:
         self._observe(_COMMIT_REQUESTS, SIZES, requests)
@@ -168,13 +196,26 @@ class Metrics(Collector, Observer):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of all processes, added up."""
-        tables = list(self._tables())
+        totals = self.totals()
         for family in FAMILIES:
-            yield _metric(family, [numbers for numbers, alive in tables if alive or family.kind != "gauge"])
-        values = {**self.gauges, "gradserve_workers": sum(alive for _, alive in tables)}
+            yield _metric(family, totals.numbers[family.name])
+        values = {**self.gauges, "gradserve_workers": totals.workers}
         for name, meaning in GAUGES.items():
             if name in values:
                 yield GaugeMetricFamily(name, meaning, values[name])
+
+    def totals(self) -> Totals:
+        """Return the numbers of all processes, added up. It reads files. Raises OSError."""
+        tables = list(self._tables())
+        sums = _added(numbers for numbers, _ in tables)
+        living = _added(numbers for numbers, alive in tables if alive)
+        found: dict[str, dict[Labels, list[float]]] = {}
+        for family in FAMILIES:
+            numbers, start = living if family.kind == "gauge" else sums, _PLACES[family.name]
+            places = range(start, start + family.width * len(_SETS[family.name]), family.width)
+            rows = (numbers[place : place + family.width] for place in places)
+            found[family.name] = dict(zip(_SETS[family.name], rows, strict=True))
+        return Totals(found, sum(alive for _, alive in tables))
 
     def _observe(self, place: int, buckets: Sequence[float], value: float, unit: float = 1.0) -> None:
         numbers = self._numbers
@@ -204,22 +245,22 @@ def _shared(directory: Path) -> Any:
         return memoryview(mmap.mmap(file.fileno(), _SIZE * 8)).cast("d")
 
 
-def _metric(family: Family, tables: Iterable[Sequence[float]]) -> Metric:
-    start, width = _PLACES[family.name], family.width
+def _added(tables: Iterable[Sequence[float]]) -> list[float]:
+    return [sum(column) for column in zip([0.0] * _SIZE, *tables, strict=True)]
+
+
+def _metric(family: Family, totals: Mapping[Labels, Sequence[float]]) -> Metric:
     names = list(family.labels)
-    count = len(family.sets) * width
-    totals = [sum(numbers[start + k] for numbers in tables) for k in range(count)]
     if family.kind == "histogram":
         histogram = HistogramMetricFamily(family.name, family.help, labels=names)
-        for number, labels in enumerate(family.sets):
-            *counts, total = totals[number * width : (number + 1) * width]
+        for labels, (*counts, total) in totals.items():
             cumulated = [sum(counts[: k + 1]) for k in range(len(counts))]
             bounds = [*(str(float(bound)) for bound in family.buckets), "+Inf"]
             histogram.add_metric(labels, list(zip(bounds, cumulated, strict=True)), total)
         return histogram
     kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
     metric = kind(family.name, family.help, labels=names)
-    for labels, value in zip(family.sets, totals, strict=True):
+    for labels, (value,) in totals.items():
         if value or not names:
             metric.add_metric(labels, value)
     return metric

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from service.errors import NotReady
 
+STARTED_AT = "GRADSERVE_STARTED_AT"
+"""The environment variable with the time when the server of these processes started, in seconds since 1970."""
+
 
 class Workers:
     """The `count` worker processes that share `directory`; without a directory, this process alone.

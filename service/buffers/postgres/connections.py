@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +92,21 @@ _FENCE = """
 """Names the server, and writes to its log: once the commit returns, the standby has everything that came before."""
 
 
+MAX_SCHEMA_CHARACTERS = 24
+"""Characters of the schema in the name of a connection: PostgreSQL cuts the name to 63 bytes."""
+
+
+def application_of(schema: str) -> str:
+    """Return how the database calls the connections of all servers for this schema, up to the name of the server."""
+    return f"gradserve {schema[:MAX_SCHEMA_CHARACTERS]} "
+
+
+def _server() -> str:
+    """Return the name of this server, which its worker processes share."""
+    parent = multiprocessing.parent_process()
+    return f"{os.getpid() if parent is None else parent.pid}@{socket.gethostname()}"
+
+
 class NoStandbyError(psycopg.OperationalError):
     """The database has no synchronous standby."""
 
@@ -159,7 +177,11 @@ class Database:
     def connect(self) -> Connection:
         """Return a connection outside the pools."""
         connection = Connection.connect(
-            self._url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_SECONDS
+            self._url,
+            autocommit=True,
+            prepare_threshold=None,
+            connect_timeout=CONNECT_SECONDS,
+            fallback_application_name=application_of(self.schema) + _server(),
         )
         if connection.execute("select pg_backend_pid()").fetchall() == [(connection.info.backend_pid,)]:
             connection.prepared = {}  # else a pooler is between

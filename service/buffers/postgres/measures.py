@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from service.buffers.postgres.connections import application_of
 from service.buffers.postgres.exchange import Connection
 
 _MEASURES = """
@@ -15,6 +16,18 @@ _MEASURES = """
     from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum')
 """
 """The state and the lag of standbys are null for a user who may not see them."""
+
+
+_REPLICAS = """
+    select count(distinct application_name) from pg_stat_activity
+    where datname = current_database() and starts_with(application_name, %s)
+"""
+
+
+def replicas(connection: Connection, schema: str) -> int | None:
+    """Return how many servers have connections for this schema; None if the database calls ours by another name."""
+    ((count,),) = connection.execute(_REPLICAS, (application_of(schema),)).fetchall()
+    return count or None
 
 
 def measures(connection: Connection) -> dict[str, float]:

@@ -25,7 +25,7 @@ from service.buffers.postgres.exchange import Call, Connection, Rows, Statement,
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.keeper import Keeper
-from service.buffers.postgres.measures import measures
+from service.buffers.postgres.measures import measures, replicas
 from service.buffers.postgres.transaction import Stored, digest_of, unpack_known
 from service.buffers.postgres.turns import Turns
 from service.buffers.postgres.watcher import Watcher
@@ -236,6 +236,9 @@ class PostgresStore(Store):
 
     def measures(self) -> dict[str, float]:
         return self._read(measures)
+
+    def replicas(self) -> int | None:
+        return self._read(lambda connection: replicas(connection, self._database.schema))
 
     def close(self) -> None:
         if self._writer.close():

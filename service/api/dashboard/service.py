@@ -1,0 +1,148 @@
+"""The endpoints of the service view: the caller, the server with its settings, and how fast it is."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from starlette.responses import StreamingResponse
+
+from service.api.dashboard.history import STEP_SECONDS, Events, History
+from service.api.dashboard.sample import Sample
+from service.api.http.answer import JSON, Answer, json_answer
+from service.api.http.call import CurrentCall
+from service.api.http.routing import access
+from service.api.http.stream import Stream
+from service.buffers.store import Store
+from service.buffers.url import without_password
+from service.settings import Settings
+
+EVENTS = "text/event-stream"
+
+_UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""Headers that keep proxies from holding events back."""
+
+
+class CallerAnswer(BaseModel):
+    """The sender of the request, as its API key names it."""
+
+    name: str = Field(description="The name of the key; anonymous without keys.")
+    namespace: str = Field(description="The namespace of the buffers that the caller sees.")
+    scopes: list[str]
+    keys: bool = Field(description="Whether the server has API keys.")
+
+
+class Setting(BaseModel):
+    """A setting in force."""
+
+    value: str | int | float | bool | None
+    meaning: str
+
+
+class StoreAnswer(BaseModel):
+    """The store and its size."""
+
+    url: str = Field(description="The setting GRADSERVE_STORE, without a password.")
+    bytes: int = Field(description="Bytes in use.")
+    limit_bytes: int = Field(description="Bytes that the store may hold, at most.")
+    buffers: int = Field(description="Buffers of all namespaces.")
+
+
+class Service(BaseModel):
+    """The server, its store, and its settings."""
+
+    name: str
+    version: str
+    started_at: float = Field(description="Seconds since 1970.")
+    python: str
+    workers: int = Field(description="Processes that share the port.")
+    replicas: int | None = Field(description="Servers over the same database; null if no other machine has the store.")
+    store: StoreAnswer
+    settings: dict[str, Setting] = Field(description="The settings in force, by their variables.")
+    limits: dict[str, float] = Field(description="The limits of requests, as at /v1/limits.")
+
+
+class HistoryAnswer(BaseModel):
+    """The samples of the last hour."""
+
+    step_seconds: int
+    samples: list[Sample] = Field(description="Oldest first.")
+
+
+def routes(history: History, started_at: float, limits: Callable[[Settings], dict[str, Any]]) -> APIRouter:
+    """Return the endpoints of the service view, over this history and these limits."""
+    router = APIRouter(tags=["service"])
+
+    @router.get("/v1/caller", summary="The caller, as the server sees it", response_model=CallerAnswer)
+    @access()
+    async def caller(call: CurrentCall) -> Answer:
+        """Any valid key may ask."""
+        namespace, scopes, name = call.caller
+        has_keys = call.settings.keys is not None
+        return json_answer({"name": name, "namespace": namespace, "scopes": sorted(scopes), "keys": has_keys})
+
+    @router.get("/v1/service", summary="The server and its settings", response_model=Service)
+    @access("admin")
+    async def service(call: CurrentCall) -> Answer:
+        """Passwords are never shown."""
+        settings = call.settings
+        buffers, size, replicas = await call.look_up(1, _look, call.store)
+        return json_answer(
+            {
+                "name": "gradserve",
+                "version": version("gradserve"),
+                "started_at": started_at,
+                "python": platform.python_version(),
+                "workers": settings.workers,
+                "replicas": replicas,
+                "store": {
+                    "url": without_password(settings.store),
+                    "bytes": size,
+                    "limit_bytes": settings.store_bytes,
+                    "buffers": buffers,
+                },
+                "settings": _in_force(settings),
+                "limits": limits(settings),
+            }
+        )
+
+    @router.get("/v1/service/history", summary="The last hour in samples", response_model=HistoryAnswer)
+    @access("admin")
+    async def samples(call: CurrentCall) -> Answer:
+        """A sample has the numbers of all worker processes. Each process keeps its own history."""
+        joined = b",".join(history.samples)
+        return Answer([b'{"step_seconds":%d,"samples":[%b]}' % (STEP_SECONDS, joined)], JSON)
+
+    content = {EVENTS: {"schema": {"type": "string", "description": "Events `sample`, each with a Sample as JSON."}}}
+
+    @router.get(
+        "/v1/service/events",
+        summary="Each new sample",
+        response_class=StreamingResponse,
+        responses={200: {"content": content}},
+    )
+    @access("admin")
+    async def events(call: CurrentCall) -> Answer:
+        """Server-sent events: an event `sample` every two seconds, until the client leaves or the server stops. A
+        stream ends after an hour, and the client asks again."""
+        call.store  # noqa: B018 - raises `NotReady` while nothing is sampled
+        return Stream(Events(history), EVENTS, _UNBUFFERED)
+
+    return router
+
+
+def _look(store: Store) -> tuple[int, int, int | None]:
+    return *store.size(), store.replicas()
+
+
+def _in_force(settings: Settings) -> dict[str, Any]:
+    """Return the settings by their variables."""
+    values = settings.model_dump(mode="json") | {"store": without_password(settings.store)}
+    return {
+        f"GRADSERVE_{name.upper()}": {"value": values[name], "meaning": field.description}
+        for name, field in Settings.model_fields.items()
+    }
