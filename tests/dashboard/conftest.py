@@ -20,6 +20,9 @@ AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 DESK, PHONE = (1360, 800), (360, 740)
 """Sizes of a window, in pixels."""
 
+_HURRY = "{ const wait = setTimeout; window.setTimeout = (work, ms, ...given) => wait(work, ms / 8, ...given); }"
+"""Shorten the page's pauses: it asks the server every quarter of a second in place of every two seconds."""
+
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
@@ -87,6 +90,7 @@ def open_page(browser: Browser, faults: Faults) -> Iterator[Open]:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
         contexts.append(context)
         page = context.new_page()
+        page.add_init_script(_HURRY)
         page.set_default_timeout(15_000)
         faults.watch(page)
         page.goto(url)

@@ -183,9 +183,7 @@ def test_thousands_of_buffers_are_shown_within_a_second(large: str, open_page: O
     expect(page.locator(".summary")).to_contain_text("5,000 buffers")
 
 
-def test_search_finds_parts_of_names_and_stays_in_the_address(
-    open_page: Open, server: str, http: httpx.Client
-) -> None:
+def test_search_finds_parts_of_names_and_stays_in_the_address(open_page: Open, server: str, http: httpx.Client) -> None:
     create(http, ["encoder.weight", "encoder.bias", "head.weight"])
     page = open_page(f"{server}#/buffers?list")
     expect(page.locator(".rows .row")).to_have_count(3)

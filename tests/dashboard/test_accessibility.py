@@ -1,0 +1,102 @@
+"""Each view in light and dark, judged by axe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+
+from service.keys import add
+from tests.dashboard.conftest import AXE, DESK, PHONE, Faults, Open
+from tests.serving import serving
+
+
+@pytest.fixture(scope="module")
+def full(server: str, http: httpx.Client) -> str:
+    """Return the URL of a server with buffers in every state: late, with closed epochs, with infinities."""
+    rules = {"shape": [2, 2], "quorum": 2, "contributors": ["rank0", "rank1"], "keep": 2}
+    http.put("/v1/buffers/net.late", json={**rules, "min_count": 2, "deadline_seconds": 0.01}).raise_for_status()
+    http.put("/v1/buffers/net.ill", json=rules).raise_for_status()
+    for name, rank in [("late", 0), ("ill", 0), ("ill", 1), ("ill", 0)]:
+        path, body = f"/v1/buffers/net.{name}/accumulate", {"gradient": [[1, "Infinity"], [2, 0]]}
+        http.post(path, params={"contributor": f"rank{rank}"}, json=body).raise_for_status()
+    return server
+
+
+def findings(page: Page) -> list[str]:
+    """Return the serious and critical findings of axe."""
+    page.evaluate(AXE.read_text())  # by the debugger, past the page's policy
+    result: dict[str, Any] = page.evaluate("axe.run({ resultTypes: ['violations'] })")
+    serious = [each for each in result["violations"] if each["impact"] in ("serious", "critical")]
+    return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in serious]
+
+
+LOOKS = pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)], ids=["light", "dark"])
+
+
+@LOOKS
+def test_the_buffers(open_page: Open, full: str, scheme: str, size: tuple[int, int]) -> None:
+    page = open_page(f"{full}#/buffers", size, color_scheme=scheme)
+    expect(page.locator(".rows .c-nonfinite.bad").first).to_be_visible()
+    expect(page.locator(".rows .c-missing.late").first).to_be_visible()
+    page.get_by_role("treegrid").focus()
+    assert findings(page) == []
+
+
+@LOOKS
+@pytest.mark.parametrize("name", ["net.ill", "net.late"])
+def test_a_buffer(open_page: Open, full: str, name: str, scheme: str, size: tuple[int, int]) -> None:
+    page = open_page(f"{full}#/buffers/{name}", size, color_scheme=scheme)
+    expect(page.get_by_role("img", name="Heat map")).to_be_visible()
+    assert findings(page) == []
+
+
+@LOOKS
+def test_a_question(open_page: Open, full: str, scheme: str, size: tuple[int, int]) -> None:
+    page = open_page(f"{full}#/buffers/net.ill", size, color_scheme=scheme)
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    assert findings(page) == []
+
+
+@LOOKS
+def test_the_sign_in_form(open_page: Open, locked: str, faults: Faults, scheme: str, size: tuple[int, int]) -> None:
+    faults.statuses = {401}
+    page = open_page(locked, size, color_scheme=scheme)
+    page.get_by_label("API key").fill("gs_wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("unknown")
+    assert findings(page) == []
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    file: Path = tmp_path_factory.mktemp("keys") / "keys.json"
+    add(file, "ann", ["buffers:read"])
+    with serving(keys=file) as url:
+        yield url
+
+
+@LOOKS
+def test_the_lesson_before_there_are_buffers(open_page: Open, scheme: str, size: tuple[int, int]) -> None:
+    with serving() as url:
+        page = open_page(url, size, color_scheme=scheme)
+        expect(page.locator(".lesson")).to_be_visible()
+        assert findings(page) == []
+        page.close()
+
+
+def test_the_button_for_the_theme_switches_and_is_remembered(open_page: Open, full: str) -> None:
+    page = open_page(full, color_scheme="light")
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_role("button", name="Switch between light and dark").click()
+    dark = page.evaluate(ground)
+    page.reload()
+    assert page.evaluate(ground) == dark != light
+    page.get_by_role("button", name="Switch between light and dark").click()
+    assert page.evaluate(ground) == light
