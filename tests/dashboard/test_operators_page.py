@@ -298,7 +298,7 @@ def test_only_elementwise_gradients_have_a_curve(open_page: Open, server: str) -
 
 
 def test_every_operator_has_its_method_in_the_client(open_page: Open, server: str) -> None:
-    page = open_page(server)
+    page = open_page(f"{server}#/operators")
     methods = page.evaluate(
         "names => import('./page/calls.js').then(({ methodOf }) => names.map(methodOf))", list(OPERATORS)
     )

@@ -47,7 +47,8 @@ export async function follow(samples, { api, signal, changed }) {
   }
 }
 
-let step = 2; // seconds between samples, as the history says
+/** Seconds between samples, as the history says. */
+export let step = 2;
 
 /** Return the signal of a stream, which also ends if the tab is hidden, or after a silence. */
 function opened(signal) {

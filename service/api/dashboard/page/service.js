@@ -2,7 +2,7 @@
 
 import { h, mark, put, say } from "./dom.js";
 import { failure } from "./failure.js";
-import { follow, withGaps } from "./live.js";
+import { follow, step, withGaps } from "./live.js";
 import { liveChart } from "./live_chart.js";
 import { CHARTS, duration, rate } from "./measures.js";
 import { bar, setBar } from "./progress.js";
@@ -162,8 +162,8 @@ function errorsIn(samples, since) {
   const shown = samples.filter((each) => each.at > since);
   const before = samples[samples.length - shown.length - 1];
   const counts = shown.map((each, place) => {
-    const begin = (shown[place - 1] ?? before)?.at ?? each.at - 2;
-    return sum(each.errors) * Math.min(each.at - begin, 4);
+    const begin = (shown[place - 1] ?? before)?.at ?? each.at - step;
+    return sum(each.errors) * Math.min(each.at - begin, 2 * step);
   });
   return Math.round(counts.reduce((all, each) => all + each, 0));
 }
