@@ -5,9 +5,9 @@ import { h, say } from "./dom.js";
 const NEWS = "news"; // the element whose text screen readers read out
 
 /** Return a box with a title: {element, show}. `show(text)` shows another text, or, with null, `why` there is none. */
-export function copyBox(title, why) {
+export function copyBox(title, why, kind = null) {
   const code = h("code");
-  const pre = h("pre", { tabindex: "0", role: "group", "aria-label": title }, code);
+  const pre = h("pre", { class: kind, tabindex: "0", role: "group", "aria-label": title }, code);
   const button = h("button", { type: "button", "aria-label": `Copy ${title}` }, "Copy");
   button.addEventListener("click", async () => {
     await copy(code);

@@ -40,8 +40,12 @@ export async function show(main, { api, signal, operators, operator, name, keys 
         "article",
         {},
         heading(operator),
-        h("div", { class: "columns" }, h("div", {}, runPanel(form), answer.element), h("div", {}, curve?.element, signaturePanel(operator))),
-        h("div", { class: "panels" }, calls.elements),
+        h(
+          "div",
+          { class: "columns" },
+          h("div", {}, runPanel(form), answer.element, curve && calls.elements),
+          h("div", {}, curve?.element, signaturePanel(operator), !curve && calls.elements),
+        ),
       ),
     ),
   );
@@ -76,23 +80,24 @@ function runPanel(form) {
 
 function signaturePanel({ inputs, outputs, attributes, example }) {
   const tables = [
-    table(["Input", "type", "in the example"], inputs.map((each) => inputRow(each, example))),
-    table(["Output", "type", "in the example"], outputs.map((each) => outputRow(each, example))),
-    table(["Type", "dtypes, the usual one first", ""], variableRows([...inputs, ...outputs])),
+    table(["Input", "type", "shape"], inputs.map((each) => inputRow(each, example))),
+    table(["Output", "type", "shape"], outputs.map((each) => outputRow(each, example))),
+    table(["Type", "dtypes, the usual one first"], variableRows([...inputs, ...outputs])),
     table(["Attribute", "type", "default"], attributes.map(attributeRow)),
   ];
   const label = "Tensors and attributes";
   return h(
     "section",
     { class: "panel" },
-    h("h2", {}, label),
+    h("h2", {}, label, h("span", { class: "muted" }, "with the shapes of the example")),
     h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label }, tables),
   );
 }
 
 function table(titles, rows) {
   if (rows.length === 0) return null;
-  const head = h("tr", {}, titles.map((each) => (each ? h("th", { scope: "col" }, each) : h("td"))));
+  const wide = (place) => (titles.length === 2 && place === 1 ? 2 : null);
+  const head = h("tr", {}, titles.map((each, place) => h("th", { scope: "col", colspan: wide(place) }, each)));
   return h("table", { class: "plain signature" }, h("thead", {}, head), h("tbody", {}, rows));
 }
 
@@ -145,7 +150,7 @@ function shapeText(shape) {
 
 function callBoxes(keys) {
   const why = "An input is not JSON yet.";
-  const boxes = [[copyBox("curl", why), curlOf], [copyBox("Python", why), pythonOf]];
+  const boxes = [[copyBox("curl", why, "wrap"), curlOf], [copyBox("Python", why), pythonOf]];
   return {
     elements: boxes.map(([box]) => box.element),
     follow: (call) => boxes.forEach(([box, text]) => box.show(call && text(call, document.baseURI.split("#")[0], keys))),
