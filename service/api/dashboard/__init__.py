@@ -1,1 +1,1 @@
-"""The page at `/`, and the endpoints that it shows, for scripts too."""
+"""The page at `/`, and what it shows, for scripts too."""
