@@ -50,13 +50,11 @@ export function pythonOf(call, base) {
 
 function importsOf(work) {
   const code = work.replace(/"(?:[^"\\]|\\.)*"/g, '""');
-  const lines = [
-    code.includes("base64.") && "import base64",
-    /\b(nan|inf)\b/.test(code) && `from math import ${["inf", "nan"].filter((each) => code.match(`\\b${each}\\b`)).join(", ")}`,
-  ];
+  const numbers = ["inf", "nan"].filter((each) => code.match(`\\b${each}\\b`)).join(", ");
+  const own = [code.includes("base64.") && "import base64", numbers && `from math import ${numbers}`];
   const packages = [code.includes("ml_dtypes.") && "import ml_dtypes", code.includes("np.") && "import numpy as np"];
-  const blocks = [lines, [...packages, "from gradserve_client import Client"]].map((each) => each.filter(Boolean).join("\n"));
-  return blocks.filter(Boolean).join("\n\n");
+  const blocks = [own, [...packages, "from gradserve_client import Client"]];
+  return blocks.map((each) => each.filter(Boolean).join("\n")).filter(Boolean).join("\n\n");
 }
 
 function pythonOfTensor({ text, dtype, usual }) {
@@ -66,7 +64,8 @@ function pythonOfTensor({ text, dtype, usual }) {
   }
   const type = pythonOfDtype(value.dtype ?? usual);
   const shape = value.shape === undefined ? "" : `.reshape(${JSON.stringify(value.shape)})`;
-  if (value.base64 === undefined) return `np.array(${pythonOfJson(JSON.stringify(value.data ?? null))}, ${type})${shape}`;
+  const data = pythonOfJson(JSON.stringify(value.data ?? null));
+  if (value.base64 === undefined) return `np.array(${data}, ${type})${shape}`;
   return `np.frombuffer(base64.b64decode(${JSON.stringify(value.base64)}), ${type})${shape}`;
 }
 

@@ -28,7 +28,8 @@ export function curvePanel(operator, { api, form, signal }) {
   const field = curve.attribute ? form.field(curve.attribute) : null;
   const plot = h("div", { class: "plot" });
   const reading = h("p", { class: "muted reading" });
-  const table = h("div", { class: "scroll points", tabindex: "0", role: "group", "aria-label": "Points of the curve", hidden: true });
+  const group = { tabindex: "0", role: "group", "aria-label": "Points of the curve" };
+  const table = h("div", { class: "scroll points", hidden: true, ...group });
   const toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false" }, "As numbers");
   toggle.addEventListener("click", () => {
     table.hidden = !table.hidden;
@@ -99,12 +100,13 @@ function written(number) {
 }
 
 function numbers(points) {
-  const rows = points.filter((_, place) => place % TABLE_STEP === 0);
+  const some = points.filter((_, place) => place % TABLE_STEP === 0);
+  const rows = some.map(([x, y]) => h("tr", {}, h("th", { scope: "row" }, x), h("td", { "data-x": x }, String(y))));
   return h(
     "table",
     { class: "matrix" },
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "X"), h("th", { scope: "col" }, "dX"))),
-    h("tbody", {}, rows.map(([x, y]) => h("tr", {}, h("th", { scope: "row" }, x), h("td", { "data-x": x }, String(y))))),
+    h("tbody", {}, rows),
   );
 }
 
@@ -121,7 +123,7 @@ function picture(points, reading) {
   const drawing = svg(
     "svg",
     { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `dX over X from -5 to 5: ${words}` },
-    steps.map((y) => svg("line", { class: y === 0 ? "zero" : "rule", x1: LEFT, x2: WIDTH - RIGHT, y1: up(y), y2: up(y) })),
+    steps.map((y) => rule(y, up(y))),
     steps.map((y) => svg("text", { x: LEFT - 8, y: up(y) + 4, "text-anchor": "end" }, brief(y))),
     svg("line", { class: "zero", x1: across(0), x2: across(0), y1: TOP, y2: HEIGHT - BOTTOM }),
     [-4, -2, 0, 2, 4].map((x) => svg("text", { x: across(x), y: HEIGHT - 8, "text-anchor": "middle" }, x)),
@@ -141,6 +143,10 @@ function picture(points, reading) {
     say(reading, `X = ${px}   dX = ${py}`);
   });
   return drawing;
+}
+
+function rule(y, height) {
+  return svg("line", { class: y === 0 ? "zero" : "rule", x1: LEFT, x2: WIDTH - RIGHT, y1: height, y2: height });
 }
 
 function pathOf(points, across, up) {
@@ -164,7 +170,8 @@ function ticks(low, high) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
   const first = Math.ceil(low / step);
-  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, place) => Number(((first + place) * step).toPrecision(12)));
+  const length = Math.floor(high / step) - first + 1;
+  return Array.from({ length }, (_, place) => Number(((first + place) * step).toPrecision(12)));
 }
 
 function brief(number) {

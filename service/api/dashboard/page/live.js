@@ -93,12 +93,13 @@ function add(samples, sample) {
   samples.splice(0, samples.length - MOST_SAMPLES);
 }
 
-/** Return the samples since a time, with null wherever the server was away, so that no line joins what it did not do. */
+/** Return the samples since a time, with null wherever the server was away, so that no line spans that time. */
 export function withGaps(samples, since) {
   const shown = samples.filter((each) => each.at >= since);
   return shown.flatMap((each, place) => {
     const before = shown[place - 1];
-    const gap = before && each.at - before.at > 2 * GAP_STEPS * step;
-    return gap ? [{ at: before.at + step, sample: null }, { at: each.at, sample: each }] : [{ at: each.at, sample: each }];
+    const row = { at: each.at, sample: each };
+    if (!before || each.at - before.at <= 2 * GAP_STEPS * step) return [row];
+    return [{ at: before.at + step, sample: null }, row];
   });
 }

@@ -12,25 +12,29 @@ const TABLE_ROWS = 30;
 const SYNC = "service";
 
 /** Steps of an axis that counts things. */
-const WHOLE = [1, 2, 5].flatMap((each) => Array.from({ length: 10 }, (_, power) => each * 10 ** power)).sort((a, b) => a - b);
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
 
 /**
- * Return a chart: {element, set, at}. `set({at, lines, range})` shows lines {label, colour, values} over the times `at`,
- * with values null where nothing is known. `choose` is called with another choice of the reader.
+ * Return a chart: {element, set, aside}. `set({at, lines, range})` shows lines {label, colour, values} over the times
+ * `at`, with values null where nothing is known. `aside` is the text beside the title. `choose` is called with another
+ * choice of the reader.
  */
 export function liveChart(description, { signal, choose }) {
   const { id, title, note, format, choices, chosen } = description;
   const plot = h("div", { class: "plot" });
   const legend = h("ul", { class: "lines" });
-  const table = h("div", { class: "scroll numbers", tabindex: "0", role: "group", "aria-label": `${title} as numbers`, hidden: true });
+  const label = `${title} as numbers`;
+  const table = h("div", { class: "scroll numbers", tabindex: "0", role: "group", "aria-label": label, hidden: true });
   const aside = h("span", { class: "muted" }, note);
-  const toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-label": `${title} as numbers` }, "As numbers");
+  const button = { type: "button", class: "quiet", "aria-expanded": "false", "aria-label": label };
+  const toggle = h("button", button, "As numbers");
   const select = choices && h(
     "select",
     { "aria-label": `${title}: percentile`, onchange: () => choose(select.value) },
     choices.map((each) => h("option", { selected: each === chosen }, each)),
   );
-  const element = h("section", { class: "panel live", "data-chart": id }, h("h2", {}, title, aside, select, toggle), plot, table, legend);
+  const head = h("h2", {}, title, aside, select, toggle);
+  const element = h("section", { class: "panel live", "data-chart": id }, head, plot, table, legend);
   let [chart, shown, cursor] = [null, null, null];
 
   toggle.addEventListener("click", () => {
@@ -86,7 +90,8 @@ export function liveChart(description, { signal, choose }) {
       say(data, number === null ? "–" : format(number));
       mark(data, "value", number);
     }
-    const words = lines.map(({ label, values }) => `${label} ${isKnown(values.at(-1)) ? format(values.at(-1)) : "unknown"}`);
+    const last = ({ values }) => (isKnown(values.at(-1)) ? format(values.at(-1)) : "unknown");
+    const words = lines.map((line) => `${line.label} ${last(line)}`);
     mark(plot, "aria-label", `${title}, now: ${words.join(", ") || "none"}`);
   }
 
@@ -99,7 +104,8 @@ const isKnown = (number) => number !== null && number !== undefined;
 const colourOf = (line, place) => line.colour ?? `series-${(place % SERIES) + 1}`;
 
 function entry(line, place) {
-  const swatch = h("span", { class: "swatch", "aria-hidden": "true", style: { color: `var(--${colourOf(line, place)})` } });
+  const style = { color: `var(--${colourOf(line, place)})` };
+  const swatch = h("span", { class: "swatch", "aria-hidden": "true", style });
   return h("li", {}, swatch, h("span", {}, line.label), h("data"));
 }
 
@@ -159,10 +165,9 @@ function numbers({ at, lines }, format) {
     const number = values[place];
     return h("td", { class: "number" }, isKnown(number) ? h("data", { value: number }, format(number)) : "–");
   });
-  return h(
-    "table",
-    { class: "plain" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "time"), lines.map(({ label }) => h("th", { scope: "col", class: "number" }, label)))),
-    h("tbody", {}, places.map((place) => h("tr", { "data-at": at[place] }, h("th", { scope: "row" }, time(at[place]).slice(11, 19)), cells(place)))),
-  );
+  const titles = lines.map(({ label }) => h("th", { scope: "col", class: "number" }, label));
+  const head = h("tr", {}, h("th", { scope: "col" }, "time"), titles);
+  const clocked = (place) => h("th", { scope: "row" }, time(at[place]).slice(11, 19));
+  const rows = places.map((place) => h("tr", { "data-at": at[place] }, clocked(place), cells(place)));
+  return h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, rows));
 }

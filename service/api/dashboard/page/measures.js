@@ -21,19 +21,24 @@ function fixed(names, of, colours) {
   return () => names.map((label, place) => ({ label, colour: colours?.[place], value: (sample) => of(sample, label) }));
 }
 
-/** A line for each name that the samples have in a member, those with most first. */
-function keyed(member, missing, choose = (value) => value, first = []) {
+function single(label, member) {
+  return fixed([label], (sample) => sample[member]);
+}
+
+/** A line for each name that the samples have in a member, with 0 where a sample lacks the name. */
+function keyed(member, colours = []) {
   return (samples) => {
     const totals = new Map();
     for (const sample of samples) {
-      for (const [name, value] of Object.entries(sample[member])) totals.set(name, (totals.get(name) ?? 0) + choose(value));
+      for (const [name, value] of Object.entries(sample[member])) totals.set(name, (totals.get(name) ?? 0) + value);
     }
     const names = [...totals.keys()].sort((a, b) => totals.get(b) - totals.get(a));
     const [shown, rest] = [names.slice(0, MOST_LINES).sort(), names.slice(MOST_LINES)];
-    const value = (sample, name) => (name in sample[member] ? choose(sample[member][name]) : missing);
-    const lines = shown.map((label, place) => ({ label, colour: first[place], value: (sample) => value(sample, label) }));
+    const number = (sample, name) => sample[member][name] ?? 0;
+    const line = (label, place) => ({ label, colour: colours[place], value: (sample) => number(sample, label) });
+    const lines = shown.map(line);
     if (rest.length === 0) return lines;
-    const others = (sample) => rest.reduce((sum, name) => sum + (value(sample, name) ?? 0), 0);
+    const others = (sample) => rest.reduce((sum, name) => sum + number(sample, name), 0);
     return [...lines, { label: `${rest.length} others`, colour: "muted", value: others }];
   };
 }
@@ -69,10 +74,11 @@ const areBytes = (name) => name.endsWith("_bytes");
 
 /**
  * The charts: their title, how a number is written, and the lines for the samples shown. `isLog`: the axis counts in
- * powers of ten. `isWhole`: it counts things. `optional`: a chart without lines is not shown. `choices`: the lines are those of the chosen one.
+ * powers of ten. `isWhole`: it counts things. `optional`: a chart without lines is not shown. `choices`: the lines are
+ * those of the chosen one. `aside`: a text beside the title.
  */
 export const CHARTS = [
-  { id: "requests", title: "Requests", note: "by route", format: rate, lines: keyed("requests", 0) },
+  { id: "requests", title: "Requests", note: "by route", format: rate, lines: keyed("requests") },
   {
     id: "latency",
     title: "Latency",
@@ -90,7 +96,7 @@ export const CHARTS = [
     chosen: "p99",
     lines: (samples, percentile) => phases(percentile)(samples),
   },
-  { id: "errors", title: "Errors", note: "by code", format: rate, lines: keyed("errors", 0, undefined, ["bad"]) },
+  { id: "errors", title: "Errors", note: "by code", format: rate, lines: keyed("errors", ["bad"]) },
   {
     id: "bytes",
     title: "Bytes",
@@ -106,8 +112,8 @@ export const CHARTS = [
     isWhole: true,
     lines: fixed(["in flight", "waiting"], (sample, name) => sample[name.replace(" ", "_")], ["series-1", "late-fill"]),
   },
-  { id: "held", title: "Bytes in flight", format: bytes, lines: fixed(["in flight"], (sample) => sample.in_flight_bytes) },
-  { id: "commits", title: "Commits", note: "of the store", format: rate, lines: fixed(["commits"], (sample) => sample.commits) },
+  { id: "held", title: "Bytes in flight", format: bytes, lines: single("in flight", "in_flight_bytes") },
+  { id: "commits", title: "Commits", note: "of the store", format: rate, lines: single("commits", "commits") },
   {
     id: "store",
     title: "Store",
@@ -120,11 +126,11 @@ export const CHARTS = [
     },
     aside: (sample) => (sample.store_bytes === null ? "" : `of ${size(sample.store_limit_bytes)}`),
   },
-  { id: "buffers", title: "Buffers", format: plain, isWhole: true, lines: fixed(["buffers"], (sample) => sample.buffers) },
-  { id: "workers", title: "Workers", note: "processes", format: plain, isWhole: true, lines: fixed(["workers"], (sample) => sample.workers) },
+  { id: "buffers", title: "Buffers", format: plain, isWhole: true, lines: single("buffers", "buffers") },
+  { id: "workers", title: "Workers", format: plain, isWhole: true, lines: single("workers", "workers") },
   { id: "database", title: "Database", format: plain, optional: true, lines: database((name) => !areBytes(name)) },
   { id: "database-bytes", title: "Database bytes", format: bytes, optional: true, lines: database(areBytes) },
 ];
 
-/** The share of the store's limit from which the chart has a line for the limit: far below, it would flatten the other. */
+/** The share of the store's limit from which the chart has a line for it: earlier, it would flatten the other line. */
 const LIMIT_SHOWN_FROM = 0.25;

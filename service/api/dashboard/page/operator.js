@@ -17,7 +17,8 @@ export async function show(main, { api, signal, operators, operator, name, keys 
   document.title = `${name} – gradserve`;
   const list = names(operators, name);
   if (operator === undefined) {
-    put(main, list, h("section", { class: "empty", role: "alert" }, h("h1", {}, "Operator not found"), h("p", {}, name)));
+    const missing = [h("h1", {}, "Operator not found"), h("p", {}, name)];
+    put(main, list, h("section", { class: "empty", role: "alert" }, missing));
     return;
   }
   const answer = answerPanel(operator);
@@ -137,7 +138,8 @@ function typesOf({ dtypes, default_dtype: usual }) {
 
 function attributeRow({ name, type, default: usual }) {
   const value = usual === null ? h("span", { class: "muted" }, "left out") : String(usual);
-  return h("tr", {}, h("th", { scope: "row" }, h("code", {}, name)), h("td", {}, type), h("td", { class: "mono" }, value));
+  const title = h("th", { scope: "row" }, h("code", {}, name));
+  return h("tr", {}, title, h("td", {}, type), h("td", { class: "mono" }, value));
 }
 
 function shapeOf(value) {
@@ -151,9 +153,10 @@ function shapeText(shape) {
 function callBoxes(keys) {
   const why = "An input is not JSON yet.";
   const boxes = [[copyBox("curl", why, "wrap"), curlOf], [copyBox("Python", why), pythonOf]];
+  const [base] = document.baseURI.split("#");
   return {
     elements: boxes.map(([box]) => box.element),
-    follow: (call) => boxes.forEach(([box, text]) => box.show(call && text(call, document.baseURI.split("#")[0], keys))),
+    follow: (call) => boxes.forEach(([box, text]) => box.show(call && text(call, base, keys))),
   };
 }
 
@@ -192,7 +195,8 @@ async function run(form, answer, { api, signal }) {
   const began = performance.now();
   const took = () => `in ${(performance.now() - began).toFixed(1)} ms, request ${id}`;
   try {
-    const reply = await api.request(pathOf({ ...call, attributes: [...call.attributes, LISTS] }), { method: "POST", headers, body: bodyOf(call), signal });
+    const path = pathOf({ ...call, attributes: [...call.attributes, LISTS] });
+    const reply = await api.request(path, { method: "POST", headers, body: bodyOf(call), signal });
     const tensors = await reply.json();
     answer.show(`${reply.status} ${took()}`, tensors);
   } catch (error) {

@@ -55,22 +55,24 @@ export async function show(main, { api, caller, signal }) {
 }
 
 function refusal({ scopes }) {
+  const has = `Your API key has ${scopes.join(", ") || "no scopes"}.`;
   return h(
     "section",
     { class: "empty" },
     h("h1", {}, "This view needs the scope admin"),
-    h("p", {}, `Your API key has ${scopes.join(", ") || "no scopes"}. Sign out, and sign in with a key that has the scope admin.`),
+    h("p", {}, `${has} Sign out, and sign in with a key that has the scope admin.`),
   );
 }
 
 /** A group of buttons for the time that the charts show. */
 function spans(view, changed) {
+  const pressed = (seconds) => String(view.seconds === seconds);
   const buttons = SPANS.map(([label, seconds]) =>
-    h("button", { type: "button", "aria-pressed": String(view.seconds === seconds), onclick: () => choose(seconds) }, label),
+    h("button", { type: "button", "aria-pressed": pressed(seconds), onclick: () => choose(seconds) }, label),
   );
   function choose(seconds) {
     view.seconds = seconds;
-    buttons.forEach((each, place) => mark(each, "aria-pressed", String(SPANS[place][1] === seconds)));
+    buttons.forEach((each, place) => mark(each, "aria-pressed", pressed(SPANS[place][1])));
     changed();
   }
   return h("div", { class: "choice", role: "group", "aria-label": "Time shown" }, buttons);

@@ -14,10 +14,11 @@ export async function settingsPanel({ settings, limits }, api, signal) {
     ...own.map((name) => row(name, limits[name], meanings[name]?.description ?? "", "a limit without a setting")),
   ];
   const count = h("span", { class: "muted", role: "status" });
-  const search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search settings and limits", oninput: find });
+  const words = { placeholder: "Search", "aria-label": "Search settings and limits" };
+  const search = h("input", { type: "search", oninput: find, ...words });
   function find() {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const each of rows) each.element.hidden = !words.every((word) => each.text.includes(word));
+    const parts = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const each of rows) each.element.hidden = !parts.every((word) => each.text.includes(word));
     say(count, many(rows.filter((each) => !each.element.hidden).length, "line"));
   }
   find();
