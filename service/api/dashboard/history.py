@@ -21,10 +21,10 @@ from service.errors import Busy
 logger = logging.getLogger(__name__)
 
 STEP_SECONDS = 2
-"""Seconds between samples: a chart that moves, for a five-thousandth of a processor."""
+"""Seconds between samples: a chart that moves, for a thousandth of a processor."""
 
 KEPT_SAMPLES = 1800
-"""Samples that a process keeps, an hour: they take 1 to 2 MB."""
+"""Samples that a process keeps, an hour: they take 1 to 3 MB."""
 
 STORE_REST_FACTOR = 100
 """A look at the store's size rests a hundred times as long as it took: a large store is asked less often."""
@@ -33,7 +33,7 @@ DATABASE_REST_SECONDS = 10
 """The least rest between looks at a database: each process of each replica asks it."""
 
 MAX_STREAMS = 100
-"""Streams of a process: a sample leaves on all of them in a few milliseconds, and each holds a connection."""
+"""Streams of a process: a sample leaves on all of them in about two milliseconds, and each holds a connection."""
 
 HEARTBEAT_SECONDS = 10
 """Seconds without a sample after which a stream sends a comment: proxies cut off connections that are silent longer."""
