@@ -256,6 +256,17 @@ def test_the_errors_of_the_last_minute_and_a_store_that_is_nearly_full(open_page
     expect(tile(page, "p99")).to_have_text("–")
 
 
+def test_a_chart_of_nothing_says_so(open_page: Open, server: str) -> None:
+    page = faked(open_page, server, [made(time.time(), commits=2)])
+    expect(chart(page, "errors").locator(".lines")).to_have_text("none in this time")
+    expect(chart(page, "errors").get_by_role("img")).to_have_accessible_name("Errors, now: none")
+    expect(chart(page, "latency").get_by_role("img")).to_have_accessible_name(
+        "Latency, now: p50 unknown, p95 unknown, p99 unknown"
+    )
+    as_numbers(page)
+    assert rows(page, "errors") == {}
+
+
 def test_a_server_without_a_database_has_no_charts_of_it(open_page: Open, server: str) -> None:
     page = show(open_page, server)
     expect(chart(page, "commits")).to_be_visible()

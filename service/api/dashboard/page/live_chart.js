@@ -57,8 +57,8 @@ export function liveChart(description, { signal, choose }) {
   function set(given) {
     const isOther = shown === null || String(shown.lines.map(named)) !== String(given.lines.map(named));
     shown = given;
-    if (isOther) put(legend, given.lines.map((each, place) => entry(each, place)));
-    if (!table.hidden) put(table, numbers(given, format));
+    if (isOther) put(legend, given.lines.length ? given.lines.map(entry) : h("li", {}, "none in this time"));
+    if (!table.hidden) put(table, given.lines.length ? numbers(given, format) : null);
     else draw(given, isOther);
     tell();
   }
@@ -135,10 +135,16 @@ function options({ format, isLog, isWhole }, { plot, lines, range, moved }) {
       label: line.label,
       stroke: colour(colourOf(line, place)),
       width: 1.5,
-      points: { show: false },
+      points: { show: true, size: 4, fill: colour(colourOf(line, place)), filter: alone },
       spanGaps: false,
     }))],
   };
+}
+
+/** A number between two that are not known has no line, so it is a point. */
+function alone(chart, series) {
+  const values = chart.data[series];
+  return [...values.keys()].filter((at) => isKnown(values[at]) && !isKnown(values[at - 1]) && !isKnown(values[at + 1]));
 }
 
 /** An axis in powers of ten has marks for these alone. */

@@ -112,7 +112,7 @@ export const CHARTS = [
     isWhole: true,
     lines: fixed(["in flight", "waiting"], (sample, name) => sample[name.replace(" ", "_")], ["series-1", "late-fill"]),
   },
-  { id: "held", title: "Bytes in flight", format: bytes, lines: single("in flight", "in_flight_bytes") },
+  { id: "held", title: "Bytes in flight", format: bytes, isWhole: true, lines: single("in flight", "in_flight_bytes") },
   { id: "commits", title: "Commits", note: "of the store", format: rate, lines: single("commits", "commits") },
   {
     id: "store",
