@@ -74,6 +74,7 @@ bench-service: $(BENCH)/.bench  ## speed and memory of requests against NVIDIA's
 
 bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against stateless requests and Redis
 	$(BENCH)/bin/python -m benchmarks.buffers
+	$(BENCH)/bin/python -m benchmarks.dashboard
 
 bench-client: $(BENCH)/.bench  ## speed and memory of the Python client's calls, against http.client
 	$(BENCH)/bin/python -m benchmarks.client

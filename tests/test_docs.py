@@ -89,7 +89,7 @@ def test_every_example_is_run() -> None:
     assert Counter(block.language for found in BLOCKS.values() for block in found) == {
         "bash": 12,
         "python": 5,
-        "json": 9,
+        "json": 10,
         "text": 8,
         "console": 4,
         "drawing": 2,

@@ -33,7 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "api.telemetry": {"api.http", "settings", "system", "errors"},
     "api.buffers": {"api.http", "buffers", "codecs", "kernels", *BOTTOM},
     "api.operators": {"api.http", "api.buffers", "api.telemetry", "buffers", "engine", "codecs", "kernels", *BOTTOM},
-    "api.dashboard": {"api.http", "api.buffers", "api.telemetry", "buffers", "engine", "settings", *BOTTOM},
+    "api.dashboard": {
+        *("api.http", "api.telemetry", "api.buffers", "buffers", "engine", "kernels", "settings"),
+        *BOTTOM,
+    },
     "api": {
         *("api.http", "api.telemetry", "api.buffers", "api.operators", "api.dashboard"),
         *("buffers", "engine", "codecs", "kernels", "settings", "keys", "system"),

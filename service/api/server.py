@@ -22,8 +22,10 @@ from uvicorn.supervisors import Multiprocess
 from service.api import docs, health
 from service.api.app import Application
 from service.api.buffers import many, routes
+from service.api.dashboard import buffers as buffer_statistics
 from service.api.dashboard import page, service
 from service.api.dashboard.history import History
+from service.api.dashboard.statistics import BufferStatistics
 from service.api.http.connection import Connection
 from service.api.http.descriptors import raise_limit
 from service.api.operators import catalogue, open_inference, rest
@@ -52,18 +54,21 @@ def create_app(settings: Settings) -> Application:
         observers.append(Tracer())
     if settings.access_log:
         observers.append(logs.AccessLog())
+    known = BufferStatistics()
     routers = [
         rest.router,
         open_inference.router,
         catalogue.routes(statistics),
         routes.router,
         many.router,
+        buffer_statistics.routes(known),
         health.routes(metrics, workers),
         service.routes(history, started_at, health.limits_of),
         docs.routes(lambda: app.openapi()),
         page.router,
     ]
     app = Application(settings, routers, observers, metrics, workers, history)
+    app.services.submitted = known.arrivals.count
     return app
 
 

@@ -64,6 +64,8 @@ def test_the_event_loop_makes_no_look_up(calls: Counter[str]) -> None:
         for path in ("/v1/buffers/c", "/v1/buffers/c?epoch=0&timeout=30", "/v1/buffers/c/value?epoch=0"):
             assert http.get(path).status_code == 200, path
         http.patch("/v1/buffers/c", json={"quorum": 3}).raise_for_status()
+        assert http.get("/v1/buffers/a/statistics?heat_map=2").json()["count"] == 1
+        assert http.post("/v1/buffers/statistics?prefix=").json()["statistics"].keys() == {"a", "b", "c"}
         for path in ("zero?prefix=a", "take?prefix=b", "value?prefix="):
             http.post(f"/v1/buffers/{path}", headers={} if "value" in path else keyed | {"Idempotency-Key": path})
         for path in ("/v1/buffers/a/take", "/v1/buffers/b/zero"):

@@ -44,6 +44,8 @@ with Client("http://here", api_key="k", timeout=1) as server:
     reveal_type(server.buffers.accumulate({"w": ones}))  # dict[str, Receipt]
     reveal_type(server.buffers.value(["w"]))  # dict[str, ndarray]
     reveal_type(server.buffers.list())  # list[BufferInfo]
+    reveal_type(weights.statistics(heat_map=8))  # Statistics
+    reveal_type(server.buffers.statistics(["w"]))  # dict[str, Statistics | None]
 
 
 async def main() -> None:
@@ -57,6 +59,7 @@ async def main() -> None:
         reveal_type(await weights.info(epoch=3))  # Receipt
         reveal_type(await weights.set_rules(quorum=3))  # BufferInfo
         reveal_type(await server.buffers.take(["w"]))  # dict[str, Taken]
+        reveal_type(await weights.statistics())  # Statistics
         reveal_type(await server.run("ReluGrad", {}))  # dict[str, ndarray | Receipt]
 """
 

@@ -28,7 +28,16 @@ from gradserve_client.errors import (
     Unauthorized,
     Unavailable,
 )
-from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, OperatorInfo, Receipt, Taken, TensorInfo
+from gradserve_client.models import (
+    BufferInfo,
+    BufferRules,
+    BufferSpec,
+    OperatorInfo,
+    Receipt,
+    Statistics,
+    Taken,
+    TensorInfo,
+)
 
 __all__ = [
     "AsyncBuffer",
@@ -56,6 +65,7 @@ __all__ = [
     "Receipt",
     "ServerFailed",
     "StaleEpoch",
+    "Statistics",
     "StoreFull",
     "Taken",
     "TensorInfo",

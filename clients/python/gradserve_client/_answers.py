@@ -8,7 +8,7 @@ from typing import Any
 
 from gradserve_client._outcomes import Answer
 from gradserve_client._tensors import Array, decode
-from gradserve_client.models import BufferInfo, Receipt, Taken
+from gradserve_client.models import BufferInfo, Receipt, Statistics, Taken
 
 JSON = "application/json"
 """The media type of receipts and metadata."""
@@ -73,6 +73,17 @@ def info(answer: Answer) -> BufferInfo:
 def infos(answer: Answer) -> dict[str, BufferInfo]:
     """Read the metadata of several buffers, by name."""
     return {name: BufferInfo.of(fields) for name, fields in json.loads(answer.body)["buffers"].items()}
+
+
+def statistics(answer: Answer) -> Statistics:
+    """Read the statistics of a buffer."""
+    return Statistics.of(json.loads(answer.body))
+
+
+def statistics_by_name(answer: Answer) -> dict[str, Statistics | None]:
+    """Read the statistics of several buffers."""
+    found = json.loads(answer.body)["statistics"]
+    return {name: None if fields is None else Statistics.of(fields) for name, fields in found.items()}
 
 
 def page(answer: Answer) -> tuple[list[BufferInfo], str | None]:

@@ -12,7 +12,7 @@ from gradserve_client import _buffer_calls
 from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._tensors import Array, TensorLike
-from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Statistics, Taken
 
 
 class AsyncBuffer(BufferName):
@@ -164,6 +164,14 @@ class AsyncBuffer(BufferName):
         return await self._runner.run(
             _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
+
+    async def statistics(self, *, epoch: int | None = None, heat_map: int | None = None) -> Statistics:
+        """Return what is in the sum, or in that of a closed `epoch`, with a histogram, past epochs and arrivals.
+
+        With `heat_map`, also the means of at most this many rows and columns of cells, 256 at most. Raises `NotFound`,
+        `EpochOpen` and `EpochGone`.
+        """
+        return await self._runner.run(_buffer_calls.statistics(self.name, epoch=epoch, heat_map=heat_map))
 
     async def take(
         self,

@@ -12,7 +12,7 @@ from gradserve_client._async_buffer import AsyncBuffer
 from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._tensors import Array, TensorLike
-from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Statistics, Taken
 
 
 class AsyncBuffers:
@@ -90,6 +90,16 @@ class AsyncBuffers:
         return await self._runner.run(
             _bulk_calls.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
+
+    async def statistics(
+        self, names: Collection[str] | None = None, *, prefix: str | None = None
+    ) -> dict[str, Statistics | None]:
+        """Return the statistics by name, without histograms and epochs; see `Buffer.statistics`.
+
+        The server computes a bounded number at once. A buffer that it has not come to yet is None; one that has
+        changed since has an earlier `version`. Ask again.
+        """
+        return await self._runner.run(_bulk_calls.statistics(names, prefix))
 
     async def take(
         self,

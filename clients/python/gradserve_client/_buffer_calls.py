@@ -23,7 +23,7 @@ from gradserve_client._arguments import (
 from gradserve_client._policy import Call
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, encode
 from gradserve_client.errors import InvalidInput
-from gradserve_client.models import BufferInfo, BufferRules, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferRules, Receipt, Statistics, Taken
 
 Reduce: TypeAlias = Literal["sum", "mean"]
 
@@ -146,6 +146,13 @@ def value(name: str, *, epoch: int | None, reduce: Reduce, dtype: npt.DTypeLike 
         headers={"Accept": MEDIA_TYPE},
         wait=timeout,
     )
+
+
+def statistics(name: str, *, epoch: int | None, heat_map: int | None) -> Call[Statistics]:
+    """Read the statistics of the buffer."""
+    query = as_query({"epoch": epoch, "heat_map": heat_map})
+    accept = {"Accept": JSON}
+    return Call("GET", _path(name, "/statistics"), _answers.statistics, buffers=[name], query=query, headers=accept)
 
 
 def take(

@@ -15,7 +15,7 @@ from gradserve_client._buffer_calls import Reduce, add_query, spec_json
 from gradserve_client._policy import Call
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, encode
 from gradserve_client.errors import InvalidInput
-from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Statistics, Taken
 
 PAGE_BUFFERS = 1000
 """Buffers that one request lists: the most that the server allows."""
@@ -102,6 +102,17 @@ def value(
         query=as_query({"prefix": prefix, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
         wait=timeout,
         **_naming(names, prefix, accept=MEDIA_TYPE),
+    )
+
+
+def statistics(names: Collection[str] | None, prefix: str | None) -> Call[dict[str, Statistics | None]]:
+    """Read the statistics of several buffers."""
+    return Call(
+        "POST",
+        "/v1/buffers/statistics",
+        _answers.statistics_by_name,
+        query=as_query({"prefix": prefix}),
+        **_naming(names, prefix, accept=JSON),
     )
 
 

@@ -11,7 +11,7 @@ from gradserve_client import _buffer_calls
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array, TensorLike
-from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Statistics, Taken
 
 
 class Buffer(BufferName):
@@ -185,6 +185,17 @@ class Buffer(BufferName):
         return self._runner.run(
             _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
+
+    def statistics(self, *, epoch: int | None = None, heat_map: int | None = None) -> Statistics:
+        """Return what is in the sum, or in that of a closed `epoch`, with a histogram, past epochs and arrivals.
+
+        With `heat_map`, also the means of at most this many rows and columns of cells, 256 at most. Raises `NotFound`,
+        `EpochOpen` and `EpochGone`.
+
+        >>> server.buffers["w1"].statistics().norm
+        0.0
+        """
+        return self._runner.run(_buffer_calls.statistics(self.name, epoch=epoch, heat_map=heat_map))
 
     def take(
         self,

@@ -11,7 +11,7 @@ from gradserve_client._buffer_calls import Reduce
 from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.buffer import Buffer
-from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Taken
+from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Statistics, Taken
 
 
 class Buffers:
@@ -106,6 +106,19 @@ class Buffers:
         return self._runner.run(
             _bulk_calls.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
         )
+
+    def statistics(
+        self, names: Collection[str] | None = None, *, prefix: str | None = None
+    ) -> dict[str, Statistics | None]:
+        """Return the statistics by name, without histograms and epochs; see `Buffer.statistics`.
+
+        The server computes a bounded number at once. A buffer that it has not come to yet is None; one that has
+        changed since has an earlier `version`. Ask again.
+
+        >>> server.buffers.statistics(["w1"])["w1"].zeros
+        2
+        """
+        return self._runner.run(_bulk_calls.statistics(names, prefix))
 
     def take(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Required, Self, TypedDict
 
+import numpy as np
 import numpy.typing as npt
 
 
@@ -120,6 +121,43 @@ class BufferInfo:
             for name, value in fields.items()
             if name in cls.__dataclass_fields__
         }
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """The statistics of a sum. `min`, `max`, `mean` and `norm` are of its finite elements, None if it has none."""
+
+    epoch: int
+    version: int
+    """The state of the buffer that the server has computed."""
+    count: int
+    weight: float
+    size: int
+    nan: int
+    infinite: int
+    zeros: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    norm: float | None
+    """The 2-norm."""
+    histogram: Mapping[str, Any] | None = field(default=None, hash=False)
+    """`bounds` of magnitudes and `counts` of elements. This and the following are of `Buffer.statistics` alone."""
+    epochs: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
+    """The closed epochs that the server knows, oldest first: epoch, count, weight, norm, nonfinite, closed_by."""
+    arrivals: Mapping[str, Any] | None = field(default=None, hash=False)
+    """Adds per minute: `until`, `minutes`, and the counts of `contributors`, oldest first."""
+    heat_map: npt.NDArray[Any] | None = field(default=None, compare=False)
+    """Means of cells, NaN without a finite element, if the call asked for them."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Statistics:
+        """Read the server's JSON, without the members that this version of the client does not know."""
+        known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
+        if "heat_map" in known:
+            shape = known["heat_map"]["rows"], known["heat_map"]["columns"]
+            known["heat_map"] = np.array(known["heat_map"]["values"], np.float64).reshape(shape)
         return cls(**known)
 
 

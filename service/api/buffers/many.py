@@ -149,7 +149,7 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
         new_take(query, name).admit(call.store.record(name))
 
     async def take(names: list[str]) -> Outcome:
-        _check_some(names, query.prefix)
+        check_some(names, query.prefix)
         changes = await call.offload(len(names) <= INLINE_LOOKUPS, lambda: [new_take(query, name) for name in names])
         return await submit(call, received, changes, form_of(call, received, query, "list"))
 
@@ -176,7 +176,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
             record.closed_epoch(query.epoch)
 
     async def read(names: list[str]) -> Answer:
-        _check_some(names, query.prefix)
+        check_some(names, query.prefix)
         if query.epoch is not None:
             try:
                 await call.look_up(len(names), lambda: [*map(look, names)])
@@ -189,7 +189,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     return await for_buffers(call, received, query.prefix, query.timeout, look, read)
 
 
-def _check_some(names: Sequence[str], prefix: str | None) -> None:
+def check_some(names: Sequence[object], prefix: str | None) -> None:
     """Raise `UnknownBuffer` if the prefix fits no buffer."""
     if not names:
         raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix or '')}")
@@ -207,7 +207,7 @@ async def for_buffers(
 
     `look` raises for one buffer what `work` would raise for it, at less cost.
     """
-    names = await _names(call, received, prefix)
+    names = await names_of(call, received, prefix)
     unready = deque[str]()  # of the last attempt; while the first is not ready, `look` skips the others
     tried = False
 
@@ -239,7 +239,7 @@ async def for_buffers(
     return await call.wait_for(timeout, attempt)
 
 
-async def _names(call: Call, received: Received, prefix: str | None) -> list[str]:
+async def names_of(call: Call, received: Received, prefix: str | None) -> list[str]:
     """Return the names in the body. Raises `Invalid` unless the request has either names or a prefix."""
     if prefix is None and received.is_empty:
         raise Invalid('No buffers are named: send {"names": [...]} in the body, or ?prefix= in the query')

@@ -38,15 +38,23 @@ ALONE_TENSORS = 4
 """Largest tensors that a request may hold while it is alone: two inputs, an output, and its copy in the answer."""
 
 
+def ignored(namespace: str, changes: Sequence[Change], outcome: Outcome) -> None:
+    """Do nothing after a request is durable."""
+
+
 @dataclass
 class Services:
-    """The services of a process. The engine, the store and `waiting` exist from startup to shutdown."""
+    """The services of a process. The engine, the store and `waiting` exist from startup to shutdown.
+
+    The event loop calls `submitted` with each request to the store that is durable.
+    """
 
     settings: Settings
     admission: Admission
     engine: Engine | None = None
     store: Store | None = None
     waiting: Waiting | None = None
+    submitted: Callable[[str, Sequence[Change], Outcome], None] = ignored
 
 
 class Call:
@@ -244,9 +252,11 @@ class Call:
         """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does."""
         began = time.perf_counter_ns()
         try:
-            return await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources)))
+            outcome = await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources)))
         finally:
             self.spent["store"] = time.perf_counter_ns() - began
+        self._services.submitted(self.caller.namespace, changes, outcome)
+        return outcome
 
     async def look_up(self, count: int, work: Callable[..., R], *arguments: Any) -> R:
         """Call `work`, which looks up `count` buffers or keys: in the event loop if that is quick, else in the pool.

@@ -12,11 +12,14 @@ export function path(name, end = "") {
 export function actions({ api, caller, seen, changed, deleted }) {
   const button = (text, act, kind = "") => h("button", { type: "button", class: kind, onclick: act }, text);
   const may = caller.scopes.includes("buffers:write");
-  return h("div", { class: "line actions" },
+  return h(
+    "div",
+    { class: "line actions" },
     button("Download", () => download(api, seen())),
     may && button("Zero", () => zero(api, seen(), changed)),
     may && button("Delete", () => remove(api, seen(), deleted), "danger"),
-    !may && h("span", { class: "muted" }, "Read only: this key lacks buffers:write"));
+    !may && h("span", { class: "muted" }, "Read only: this key lacks buffers:write"),
+  );
 }
 
 /**
@@ -27,10 +30,19 @@ function ask({ title, text, fields = [], verb, kind = "main", ready = () => true
   const error = h("p", { class: "bad", role: "alert" });
   const go = h("button", { class: kind }, verb);
   const cancel = h("button", { type: "button", onclick: () => dialog.close() }, "Cancel");
-  const form = h("form", { novalidate: true }, h("h2", { id: "question" }, title), text.map((each) => h("p", {}, each)), fields, error,
-    h("div", { class: "line" }, cancel, go));
+  const form = h(
+    "form",
+    { novalidate: true },
+    h("h2", { id: "question" }, title),
+    text.map((each) => h("p", {}, each)),
+    fields,
+    error,
+    h("div", { class: "line" }, cancel, go),
+  );
   const dialog = h("dialog", { "aria-labelledby": "question" }, form);
-  const judge = () => { go.disabled = !ready(); };
+  const judge = () => {
+    go.disabled = !ready();
+  };
   form.addEventListener("input", judge);
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -53,8 +65,8 @@ function ask({ title, text, fields = [], verb, kind = "main", ready = () => true
 }
 
 /**
- * Return an act that changes the buffer as the reader saw it. The same act again has the same Idempotency-Key, unless the
- * buffer has changed since: then the reader sees its new state first, and the next act is of whatever state there is.
+ * Return an act that changes the buffer as the reader saw it. The same act again has the same Idempotency-Key, unless
+ * the buffer has changed since: then the reader sees its new state first, and the next act is of whatever state there is.
  */
 function change(api, { info, tag }, method, end, verb, done) {
   let [match, key] = [tag, api.newIdempotencyKey()];
@@ -67,7 +79,10 @@ function change(api, { info, tag }, method, end, verb, done) {
       if (problem.status !== 412) throw problem;
       [match, key] = ["*", api.newIdempotencyKey()];
       const now = await api.get(path(info.name));
-      return { text: `The buffer has changed since you looked: epoch ${now.epoch}, count ${words.count(now)}.`, verb: `${verb} anyway` };
+      return {
+        text: `The buffer has changed since you looked: epoch ${now.epoch}, count ${words.count(now)}.`,
+        verb: `${verb} anyway`,
+      };
     }
   };
 }
@@ -76,7 +91,10 @@ function zero(api, seen, changed) {
   const { info } = seen;
   ask({
     title: `Zero ${info.name}?`,
-    text: [`The sum of ${words.many(info.count, "gradient")} in epoch ${info.epoch} is discarded, and epoch ${info.epoch + 1} begins.`],
+    text: [
+      `The sum of ${words.many(info.count, "gradient")} in epoch ${info.epoch} is discarded.`,
+      `Epoch ${info.epoch + 1} begins.`,
+    ],
     verb: "Zero",
     kind: "danger main",
     act: change(api, seen, "POST", "/zero", "Zero", changed),
@@ -88,7 +106,9 @@ function remove(api, seen, deleted) {
   const field = h("input", { id: "confirm", autocomplete: "off", spellcheck: "false" });
   ask({
     title: `Delete ${info.name}?`,
-    text: [`Its sum of ${words.many(info.count, "gradient")} and its closed epochs (${info.closed_epochs.length}) are lost.`],
+    text: [
+      `Its sum of ${words.many(info.count, "gradient")} and its closed epochs (${info.closed_epochs.length}) are lost.`,
+    ],
     fields: [h("label", { for: "confirm" }, "Type the name of the buffer to delete it"), field],
     verb: "Delete",
     kind: "danger main",
@@ -106,7 +126,11 @@ export function download(api, { info }, epoch = null) {
   const which = h("select", { id: "which" }, option("", `epoch ${info.epoch}, running`), epochs);
   if (epoch !== null) which.value = epoch;
   const reduce = h("select", { id: "reduce" }, option("sum", "sum"), option("mean", "mean"));
-  const form = h("select", { id: "form" }, Object.keys(FORMS).map((name) => option(name, name)));
+  const form = h(
+    "select",
+    { id: "form" },
+    Object.keys(FORMS).map((name) => option(name, name)),
+  );
   const field = (label, select) => [h("label", { for: select.id }, label), select];
   ask({
     title: `Download ${info.name}`,
@@ -120,7 +144,10 @@ export function download(api, { info }, epoch = null) {
 async function save(api, name, epoch, reduce, [type, suffix]) {
   const query = new URLSearchParams({ reduce, ...(epoch === "" ? {} : { epoch }) });
   const answer = await api.request(path(name, `/value?${query}`), { headers: { Accept: type } });
-  const link = h("a", { href: URL.createObjectURL(await answer.blob()), download: `${name}${epoch === "" ? "" : `.epoch-${epoch}`}.${suffix}` });
+  const link = h("a", {
+    href: URL.createObjectURL(await answer.blob()),
+    download: `${name}${epoch === "" ? "" : `.epoch-${epoch}`}.${suffix}`,
+  });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // a browser may ask first where to save it
 }

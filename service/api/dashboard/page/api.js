@@ -44,7 +44,7 @@ export function now() {
 
 const listeners = new Set();
 
-/** Call `listener` with what each request met: "answered", "unreachable" or "unauthorized". Return a function that ends it. */
+/** Call `listener` with what each request met: "answered", "unreachable" or "unauthorized". Return what ends it. */
 export function watch(listener) {
   listeners.add(listener);
   return () => listeners.delete(listener);
@@ -90,7 +90,14 @@ export async function request(path, { method = "GET", headers = {}, json, body, 
   let answer;
   try {
     const content = json === undefined ? body : JSON.stringify(json);
-    answer = await fetch(path, { method, headers: head, body: content, signal, cache: "no-store", credentials: "omit" });
+    answer = await fetch(path, {
+      method,
+      headers: head,
+      body: content,
+      signal,
+      cache: "no-store",
+      credentials: "omit",
+    });
   } catch (error) {
     if (signal?.aborted) throw error;
     tell("unreachable");
@@ -135,7 +142,7 @@ async function read(answer) {
   }
 }
 
-/** Yield the server-sent events of a path as {event, data}, data as text, until the server ends or the signal aborts. */
+/** Yield the server-sent events of a path, {event, data} with data as text, until the stream ends. */
 export async function* events(path, { signal } = {}) {
   const answer = await request(path, { signal, headers: { Accept: "text/event-stream" } });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,11 +1,12 @@
 // One buffer: its epoch, its numbers, and what can be done to it.
 
-import { actions, download, path } from "./actions.js";
+import { actions, path } from "./actions.js";
 import { arrivals, histogram, lines } from "./charts.js";
 import { h, put, say } from "./dom.js";
 import { failure } from "./failure.js";
 import { heatMap } from "./heat.js";
 import { bar, isLate, progress, setBar } from "./progress.js";
+import { Receipts } from "./receipts.js";
 import { repeat } from "./repeat.js";
 import { byName } from "./tree.js";
 import * as words from "./words.js";
@@ -16,24 +17,30 @@ const HEAT_CELLS = 64;
 /** Seconds between two readings, and until statistics are asked for again though the buffer has not changed. */
 const [READ_SECONDS, ARRIVAL_SECONDS] = [2, 20];
 
-/** Receipts that are read at once. */
-const RECEIPTS = 10;
-
 export async function show(main, { api, caller, signal, parameters }) {
   const view = new Buffer(main, api, caller, signal, parameters.name);
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !event.defaultPrevented && !document.querySelector("dialog")) location.hash = "#/buffers";
-  }, { signal });
-  await repeat(signal, READ_SECONDS, () => view.read(), (error) => view.failed(error));
+  document.addEventListener(
+    "keydown",
+    (event) => {
+      if (event.key === "Escape" && !event.defaultPrevented && !document.querySelector("dialog"))
+        location.hash = "#/buffers";
+    },
+    { signal },
+  );
+  await repeat(
+    signal,
+    READ_SECONDS,
+    () => view.read(),
+    (error) => view.failed(error),
+  );
 }
 
 class Buffer {
   constructor(main, api, caller, signal, name) {
     Object.assign(this, { main, api, caller, signal, name });
-    this.info = this.tag = this.statistics = null;
+    this.info = this.tag = this.statistics = this.state = null;
     this.asked = 0;
-    this.receipts = new Map();
-    this.wanted = RECEIPTS;
+    this.of = null; // "running" or "closed": what the statistics are of
     this.page = null;
   }
 
@@ -42,35 +49,30 @@ class Buffer {
   async read() {
     const answer = await this.api.request(path(this.name), { signal: this.signal });
     const info = await answer.json();
-    if (this.info !== null && this.info.created_at !== info.created_at) [this.page, this.receipts] = [null, new Map()];
+    if (this.info !== null && this.info.created_at !== info.created_at) this.page = null;
     [this.info, this.tag] = [info, answer.headers.get("ETag")];
     if (this.page === null || !this.page.isConnected) await this.build();
     this.draw();
     await this.readStatistics();
-    await this.readReceipts();
+    await this.closed.show(info, this.statistics?.epochs ?? []);
   }
 
+  /** Read the statistics of what the reader chose: at first of the last closed epoch, if any, because it is whole. */
   async readStatistics() {
-    const known = this.statistics;
-    const same = known !== null && known.epoch === this.info.epoch && known.version === this.info.version;
-    if (same && performance.now() - this.asked < ARRIVAL_SECONDS * 1000) return;
-    const answer = await this.api.get(path(this.name, `/statistics?heat_map=${HEAT_CELLS}`), { signal: this.signal });
-    [this.statistics, this.asked] = [answer, performance.now()];
-    this.drawStatistics();
-  }
-
-  async readReceipts() {
-    const epochs = [...this.info.closed_epochs].sort((a, b) => b - a);
-    const shown = epochs.slice(0, this.wanted);
-    for (const epoch of shown.filter((each) => !this.receipts.has(each))) {
-      try {
-        this.receipts.set(epoch, await this.api.get(path(this.name, `?epoch=${epoch}`), { signal: this.signal }));
-      } catch (error) {
-        if (error.status !== 410) throw error; // no longer kept
-        this.receipts.set(epoch, null);
-      }
+    const last = this.info.closed_epochs.length ? Math.max(...this.info.closed_epochs) : null;
+    this.of ??= last === null ? "running" : "closed";
+    const epoch = this.of === "closed" ? last : null;
+    const state = epoch === null ? `${this.info.epoch}-${this.info.version}` : `closed ${epoch}`;
+    if (state === this.state && performance.now() - this.asked < ARRIVAL_SECONDS * 1000) return;
+    const query = new URLSearchParams({ heat_map: HEAT_CELLS, ...(epoch === null ? {} : { epoch }) });
+    try {
+      this.statistics = await this.api.get(path(this.name, `/statistics?${query}`), { signal: this.signal });
+    } catch (error) {
+      if (error.status === 410) return; // a newer epoch has closed: the next reading names it
+      throw error;
     }
-    this.drawReceipts(shown.map((each) => this.receipts.get(each)).filter(Boolean), epochs.length);
+    [this.state, this.asked] = [state, performance.now()];
+    this.drawStatistics(last);
   }
 
   failed(error) {
@@ -82,7 +84,13 @@ class Buffer {
   // ----- what the reader sees -----
 
   async build() {
-    const panel = (title, note, content, kind = "") => h("section", { class: `panel ${kind}` }, h("h2", {}, title, note && h("span", { class: "muted" }, note)), content);
+    const panel = (title, note, content, kind = "") =>
+      h(
+        "section",
+        { class: `panel ${kind}` },
+        h("h2", {}, title, typeof note === "string" ? h("span", { class: "muted" }, note) : note),
+        content,
+      );
     this.count = h("dd");
     this.weight = h("dd");
     this.ends = h("dd");
@@ -90,37 +98,84 @@ class Buffer {
     this.bar = bar();
     this.people = h("ul", { class: "people" });
     this.epoch = h("span");
+    this.choice = h(
+      "select",
+      { "aria-label": "Values of" },
+      h("option", { value: "running" }, "the running sum"),
+      h("option", { value: "closed" }),
+    );
+    this.choice.addEventListener("change", () => {
+      [this.of, this.state] = [this.choice.value, null];
+      this.readStatistics().catch((error) => this.failed(error));
+    });
     this.tiles = h("dl", { class: "tiles values" });
     this.bars = h("div", { class: "chart" }, h("p", { class: "muted" }, "Not computed yet."));
     this.norms = h("div", { class: "chart" });
     this.arrivals = h("div", { class: "scroll" });
     this.heat = h("div");
     this.facts = h("dl", { class: "facts" });
-    this.closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed epochs" });
+    const closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed epochs" });
+    this.closed = new Receipts(closed, this.api, this.signal);
     const tile = (name, value) => h("div", {}, h("dt", {}, name), value);
-    const running = h("section", { class: "panel running" }, h("h2", {}, this.epoch),
-      h("dl", { class: "tiles" }, tile("count", this.count), tile("weight", this.weight), tile("deadline", this.ends), tile("updated", this.changed)),
-      this.bar, this.people);
-    this.page = h("div", { class: "buffer" },
-      h("div", {}, running,
+    const running = h(
+      "section",
+      { class: "panel running" },
+      h("h2", {}, this.epoch),
+      h(
+        "dl",
+        { class: "tiles" },
+        tile("count", this.count),
+        tile("weight", this.weight),
+        tile("deadline", this.ends),
+        tile("updated", this.changed),
+      ),
+      this.bar,
+      this.people,
+    );
+    this.page = h(
+      "div",
+      { class: "buffer" },
+      h(
+        "div",
+        {},
+        running,
         panel("Norm", "by epoch", this.norms),
         panel("Arrivals", "adds per minute, by contributor", this.arrivals),
-        panel("Closed epochs", "that are kept", this.closed)),
-      h("div", {}, panel("Values", "of the running sum", this.tiles, "first"),
+        panel("Closed epochs", "that are kept", closed),
+      ),
+      h(
+        "div",
+        {},
+        panel("Values", this.choice, this.tiles, "first"),
         panel("Magnitudes", "elements by size", this.bars, "first"),
-        panel("Heat map", "of the running sum", this.heat),
-        panel("Rules and state", null, this.facts)));
+        panel("Heat map", null, this.heat),
+        panel("Rules and state", null, this.facts),
+      ),
+    );
     const crumbs = h("nav", { class: "crumbs", "aria-label": "Place" }, h("a", { href: "#/buffers" }, "Buffers"));
     const buttons = actions({
-      api: this.api, caller: this.caller, seen: () => ({ info: this.info, tag: this.tag }),
+      api: this.api,
+      caller: this.caller,
+      seen: () => ({ info: this.info, tag: this.tag }),
       changed: () => this.read().catch((error) => this.failed(error)),
-      deleted: () => { location.hash = "#/buffers"; },
+      deleted: () => {
+        location.hash = "#/buffers";
+      },
     });
     put(this.main, h("header", { class: "title" }, h("div", {}, crumbs, h("h1", {}, this.name)), buttons), this.page);
     this.map = heatMap(this.heat, this.signal);
     this.chart = await lines(this.norms, {
-      signal: this.signal, x: "epoch", axes: [{}, { size: 60, values: (_, ticks) => ticks.map((each) => words.general(each, 3)) }],
-      series: [{ label: "norm", colour: "accent", points: true, value: (_, value) => (value == null ? "" : words.general(value, 4)) }],
+      signal: this.signal,
+      x: "epoch",
+      axes: [{ size: 30 }, { size: 60, values: (_, ticks) => ticks.map((each) => words.general(each, 3)) }],
+      series: [
+        {
+          label: "norm",
+          colour: "accent",
+          points: true,
+          value: (_, value) => (value == null ? "" : words.general(value, 4)),
+        },
+      ],
     });
     clearInterval(this.clock);
     this.clock = setInterval(() => document.visibilityState === "visible" && this.draw(), 1000);
@@ -139,26 +194,51 @@ class Buffer {
     say(this.changed, words.distance(Math.min(info.updated_at, now), now));
     setBar(this.bar, progress(info), late);
     this.drawPeople(late);
-    put(this.facts, words.fields(info).slice(1).map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
+    put(
+      this.facts,
+      words
+        .fields(info)
+        .slice(1)
+        .map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]),
+    );
   }
 
   drawPeople(late) {
     const counted = Object.entries(this.info.contributors_in);
     const chip = (name, kind, text, what) => h("li", { class: kind }, text, h("span", { class: "unseen" }, what));
-    const there = counted.map(([name, count]) => [name, chip(name, "in", count === 1 ? name : `${name} (${count})`, " is in")]);
-    const missing = (this.info.missing ?? []).map((name) => [name, chip(name, late ? "out slow" : "out", name, " is missing")]);
-    put(this.people, [...there, ...missing].sort(([a], [b]) => byName(a, b)).map(([, element]) => element));
+    const there = counted.map(([name, count]) => [
+      name,
+      chip(name, "in", count === 1 ? name : `${name} (${count})`, " is in"),
+    ]);
+    const missing = (this.info.missing ?? []).map((name) => [
+      name,
+      chip(name, late ? "out slow" : "out", name, " is missing"),
+    ]);
+    put(
+      this.people,
+      [...there, ...missing].sort(([a], [b]) => byName(a, b)).map(([, element]) => element),
+    );
   }
 
-  drawStatistics() {
+  drawStatistics(last) {
     const known = this.statistics;
+    this.choice.value = this.of;
+    say(this.choice.options[1], last === null ? "the last closed epoch" : `epoch ${last}, closed last`);
+    this.choice.options[1].disabled = last === null;
     const number = (value) => (value === null ? "none" : words.general(value, 4));
     const bad = known.nan + known.infinite;
     const tiles = [
-      ["norm", number(known.norm)], ["min", number(known.min)], ["max", number(known.max)], ["mean", number(known.mean)],
-      ["non-finite", words.share(bad, known.size), bad > 0], ["zeros", words.share(known.zeros, known.size)],
+      ["norm", number(known.norm)],
+      ["min", number(known.min)],
+      ["max", number(known.max)],
+      ["mean", number(known.mean)],
+      ["non-finite", words.share(bad, known.size), bad > 0],
+      ["zeros", words.share(known.zeros, known.size)],
     ];
-    put(this.tiles, tiles.map(([name, text, ill]) => h("div", {}, h("dt", {}, name), h("dd", { class: ill ? "bad" : null }, text))));
+    put(
+      this.tiles,
+      tiles.map(([name, text, ill]) => h("div", {}, h("dt", {}, name), h("dd", { class: ill ? "bad" : null }, text))),
+    );
     histogram(this.bars, known.histogram);
     this.drawNorms(known.epochs);
     arrivals(this.arrivals, known.arrivals, this.info.contributors ?? [], byName);
@@ -169,35 +249,12 @@ class Buffer {
     const norms = epochs.map((each) => each.norm);
     const finite = norms.filter((norm) => norm !== null);
     if (!finite.length) {
-      if (!this.norms.querySelector(".none")) this.norms.prepend(h("p", { class: "none muted" }, "No epoch has closed yet."));
+      if (!this.norms.querySelector(".none"))
+        this.norms.prepend(h("p", { class: "none muted" }, "No epoch has closed yet."));
       return;
     }
     this.norms.querySelector(".none")?.remove();
     const text = `Norm of ${words.many(norms.length, "closed epoch")}; the last is ${words.general(finite.at(-1), 4)}`;
     this.chart.set([epochs.map((each) => each.epoch), norms], text);
-  }
-
-  drawReceipts(receipts, all) {
-    if (!receipts.length) {
-      put(this.closed, h("p", { class: "muted" }, "No closed epoch is kept."));
-      return;
-    }
-    const norms = new Map((this.statistics?.epochs ?? []).map((each) => [each.epoch, each]));
-    const row = (receipt) => {
-      const { norm = null, nonfinite = 0 } = norms.get(receipt.epoch) ?? {};
-      const save = h("button", {
-        type: "button", class: "quiet", "aria-label": `Download epoch ${receipt.epoch}`, "data-epoch": receipt.epoch,
-        onclick: () => download(this.api, { info: this.info }, receipt.epoch),
-      }, "Download");
-      return h("tr", {}, h("td", { class: "number" }, String(receipt.epoch)), h("td", { class: "number" }, String(receipt.count)),
-        h("td", { class: "number" }, words.general(receipt.weight)), h("td", { class: nonfinite ? "number bad" : "number" }, norm === null ? "" : words.general(norm, 4)),
-        h("td", {}, receipt.closed_by), h("td", { class: "long" }, words.contributors(receipt.contributors)), h("td", {}, save));
-    };
-    const titles = ["epoch", "count", "weight", "norm", "closed by", "contributors", ""];
-    const heads = titles.map((title, place) => (title ? h("th", { scope: "col", class: place < 4 ? "number" : null }, title) : h("td")));
-    const more = all > receipts.length && h("button", { type: "button", onclick: () => { this.wanted += 50; this.readReceipts(); } }, `Show more of ${all}`);
-    const focused = this.closed.contains(document.activeElement) ? document.activeElement.dataset.epoch : undefined;
-    put(this.closed, h("table", { class: "plain" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, receipts.map(row))), more);
-    if (focused !== undefined) this.closed.querySelector(`[data-epoch="${CSS.escape(focused)}"]`)?.focus();
   }
 }

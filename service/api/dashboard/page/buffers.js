@@ -20,7 +20,12 @@ const [LIST_SECONDS, CLOCK_SECONDS] = [2, 1];
 export async function show(main, { api, caller, signal, parameters }) {
   const view = new Buffers(main, api, caller, signal, parameters.query);
   performance.mark("buffers asked");
-  await repeat(signal, LIST_SECONDS, () => view.read(), (error) => view.failed(error));
+  await repeat(
+    signal,
+    LIST_SECONDS,
+    () => view.read(),
+    (error) => view.failed(error),
+  );
 }
 
 class Buffers {
@@ -36,7 +41,9 @@ class Buffers {
     this.opened = new Map();
     this.alarms = new Set();
     this.columns = columnsOf({
-      statistics: (row) => this.known.of(row), norms: (name) => this.known.norms(name), now: api.now,
+      statistics: (row) => this.known.of(row),
+      norms: (name) => this.known.norms(name),
+      now: api.now,
     });
     if (!this.columns.some((column) => column.id === this.sort)) this.sort = "name";
     this.build();
@@ -44,50 +51,84 @@ class Buffers {
 
   build() {
     this.field = h("input", {
-      type: "search", id: "search", placeholder: "Search names", value: this.search, "aria-label": "Search names",
-      "aria-keyshortcuts": "/", autocomplete: "off", spellcheck: "false",
+      type: "search",
+      id: "search",
+      placeholder: "Search names",
+      value: this.search,
+      "aria-label": "Search names",
+      "aria-keyshortcuts": "/",
+      autocomplete: "off",
+      spellcheck: "false",
     });
     this.field.addEventListener("input", () => this.searched());
-    this.order = h("select", { class: "phone", "aria-label": "Sort by" },
-      this.columns.map((column) => h("option", { value: column.id }, column.title)));
+    this.order = h(
+      "select",
+      { class: "phone", "aria-label": "Sort by" },
+      this.columns.map((column) => h("option", { value: column.id }, column.title)),
+    );
     this.order.addEventListener("change", () => this.sorted(this.order.value));
-    this.asTree = h("button", { type: "button", "aria-pressed": String(this.tree), title: "Group names by their dots" }, "Tree");
+    this.asTree = h(
+      "button",
+      { type: "button", "aria-pressed": String(this.tree), title: "Group names by their dots" },
+      "Tree",
+    );
     this.asTree.addEventListener("click", () => this.arrange());
     this.summary = h("p", { class: "summary muted" });
     this.grid = new Grid({
       label: "Buffers",
       columns: this.columns,
       sorted: (id) => this.sorted(id),
-      chosen: (row) => { location.hash = address(row.name); },
-      toggled: (row, open) => { this.opened.set(row.name, open); this.draw(); this.ask(); },
+      chosen: (row) => {
+        location.hash = address(row.name);
+      },
+      toggled: (row, open) => {
+        this.opened.set(row.name, open);
+        this.draw();
+        this.ask();
+      },
       moved: () => this.soon(),
     });
     this.none = h("p", { class: "none muted", hidden: true });
-    this.tools = h("div", { class: "tools" }, h("h1", {}, "Buffers"), this.summary,
-      h("div", { class: "line" }, this.field, this.order, this.asTree));
+    this.tools = h(
+      "div",
+      { class: "tools" },
+      h("h1", {}, "Buffers"),
+      this.summary,
+      h("div", { class: "line" }, this.field, this.order, this.asTree),
+    );
     this.keys();
-    const clock = setInterval(() => document.visibilityState === "visible" && this.infos && this.grid.draw(), CLOCK_SECONDS * 1000);
-    this.signal.addEventListener("abort", () => { clearInterval(clock); clearTimeout(this.timer); });
+    const clock = setInterval(
+      () => document.visibilityState === "visible" && this.infos && this.grid.draw(),
+      CLOCK_SECONDS * 1000,
+    );
+    this.signal.addEventListener("abort", () => {
+      clearInterval(clock);
+      clearTimeout(this.timer);
+    });
   }
 
   keys() {
-    document.addEventListener("keydown", (event) => {
-      const typing = event.target.matches("input, textarea, select");
-      if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
-        event.preventDefault();
-        this.field.focus();
-        this.field.select();
-      }
-      if (event.key === "Escape" && event.target === this.field) {
-        this.field.value = "";
-        this.searched();
-        this.grid.element.focus();
-      }
-      if (["ArrowDown", "Enter"].includes(event.key) && event.target === this.field) {
-        event.preventDefault();
-        this.grid.element.focus();
-      }
-    }, { signal: this.signal });
+    document.addEventListener(
+      "keydown",
+      (event) => {
+        const typing = event.target.matches("input, textarea, select");
+        if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
+          event.preventDefault();
+          this.field.focus();
+          this.field.select();
+        }
+        if (event.key === "Escape" && event.target === this.field) {
+          this.field.value = "";
+          this.searched();
+          this.grid.element.focus();
+        }
+        if (["ArrowDown", "Enter"].includes(event.key) && event.target === this.field) {
+          event.preventDefault();
+          this.grid.element.focus();
+        }
+      },
+      { signal: this.signal },
+    );
   }
 
   // ----- what the server says -----
@@ -96,7 +137,9 @@ class Buffers {
     const infos = [];
     let cursor = "";
     do {
-      const page = await this.api.get(`v1/buffers?limit=1000&cursor=${encodeURIComponent(cursor)}`, { signal: this.signal });
+      const page = await this.api.get(`v1/buffers?limit=1000&cursor=${encodeURIComponent(cursor)}`, {
+        signal: this.signal,
+      });
       infos.push(...page.buffers);
       cursor = page.next_cursor;
     } while (cursor !== null);
@@ -154,7 +197,9 @@ class Buffers {
     const infos = wanted ? this.infos.filter((info) => info.name.toLowerCase().includes(wanted)) : this.infos;
     const column = this.columns.find((each) => each.id === this.sort);
     const rows = rowsOf(infos, {
-      tree: this.tree, key: column.key, descending: this.descending,
+      tree: this.tree,
+      key: column.key,
+      descending: this.descending,
       isOpen: (name) => this.opened.get(name) ?? (wanted !== "" || this.infos.length <= MAX_OPEN),
     });
     this.none.hidden = rows.length > 0;
@@ -191,7 +236,8 @@ class Buffers {
   alarm(infos, what) {
     const fresh = infos.map((info) => `${info.name} ${what}`).filter((text) => !this.alarms.has(text));
     fresh.forEach((text) => this.alarms.add(text));
-    if (fresh.length) say(document.getElementById("news"), fresh.length > 3 ? `${fresh.length} buffers: ${what}` : fresh.join(". "));
+    if (fresh.length)
+      say(document.getElementById("news"), fresh.length > 3 ? `${fresh.length} buffers: ${what}` : fresh.join(". "));
   }
 
   // ----- what the reader does -----
@@ -203,7 +249,10 @@ class Buffers {
   }
 
   sorted(id) {
-    this.descending = id === this.sort ? !this.descending : id !== "name" && this.columns.find((each) => each.id === id).number === true;
+    this.descending =
+      id === this.sort
+        ? !this.descending
+        : id !== "name" && this.columns.find((each) => each.id === id).number === true;
     this.sort = id;
     this.changed();
   }

@@ -19,31 +19,54 @@ export function onTheme(signal, draw) {
 
 /**
  * Return a chart of lines over x: `set(data, label)` takes uPlot's columns, [x, y, ...], and a text for readers of a
- * screen. `x` is x's name, `series` are {label, colour, points, value}, `axes` are uPlot's own options besides the colours.
+ * screen. `x` is x's name, `series` are {label, colour, points, value}, `axes` are uPlot's options but colours.
  */
 export async function lines(host, { x, series, signal, time = false, height = 180, axes = [{}, {}], scales = {} }) {
   const { default: UPlot } = await import("./uPlot.esm.js");
   let [chart, data, text] = [null, series.map(() => []).concat([[]]), ""];
   const axis = (given) => ({
-    stroke: () => colour("muted"), font: "12px system-ui", grid: { stroke: () => colour("line"), width: 1 },
-    ticks: { show: false }, ...given,
+    stroke: () => colour("muted"),
+    font: "12px system-ui",
+    grid: { stroke: () => colour("line"), width: 1 },
+    ticks: { show: false },
+    ...given,
   });
   const make = () => {
     chart?.destroy();
-    chart = new UPlot({
-      width: host.clientWidth || 300, height, legend: { live: true }, cursor: { y: false }, scales: { x: { time }, ...scales },
-      axes: axes.map(axis),
-      series: [{ label: x, value: (_, value) => value ?? "" }, ...series.map((each) => ({
-        label: each.label, stroke: colour(each.colour), width: 1.5, points: { show: each.points }, value: each.value,
-      }))],
-    }, data, host);
+    chart = new UPlot(
+      {
+        width: host.clientWidth || 300,
+        height,
+        legend: { live: true },
+        cursor: { y: false },
+        scales: { x: { time }, ...scales },
+        axes: axes.map(axis),
+        series: [
+          { label: x, value: (_, value) => value ?? "" },
+          ...series.map((each) => ({
+            label: each.label,
+            stroke: colour(each.colour),
+            width: 1.5,
+            points: { show: each.points },
+            value: each.value,
+          })),
+        ],
+      },
+      data,
+      host,
+    );
     chart.over.setAttribute("role", "img");
     mark(chart.over, "aria-label", text);
   };
-  const sized = new ResizeObserver(() => chart && host.clientWidth && chart.setSize({ width: host.clientWidth, height }));
+  const sized = new ResizeObserver(
+    () => chart && host.clientWidth && chart.setSize({ width: host.clientWidth, height }),
+  );
   sized.observe(host);
   onTheme(signal, make);
-  signal.addEventListener("abort", () => { sized.disconnect(); chart?.destroy(); });
+  signal.addEventListener("abort", () => {
+    sized.disconnect();
+    chart?.destroy();
+  });
   return {
     set(columns, label) {
       [data, text] = [columns, label];
@@ -69,22 +92,35 @@ export function histogram(host, { bounds, counts }) {
   const [width, height] = [100 / shown.length, 100];
   const bars = shown.map((count, place) => {
     const size = count ? Math.max((height * count) / most, 1) : 0;
-    return svg("rect", { x: place * width + width * 0.06, y: height - size, width: width * 0.88, height: size },
-      svg("title", {}, `${label(first + place)}: ${count.toLocaleString("en")} elements`));
+    return svg(
+      "rect",
+      { x: place * width + width * 0.06, y: height - size, width: width * 0.88, height: size },
+      svg("title", {}, `${label(first + place)}: ${count.toLocaleString("en")} elements`),
+    );
   });
   const peak = first + shown.indexOf(most);
   const text = `Magnitudes of ${total.toLocaleString("en")} elements; most are ${label(peak)}`;
   const ends = [bounds[Math.max(first - 1, 0)], bounds[Math.min(last, bounds.length - 1)]];
   const middle = bounds[Math.min(Math.round((first + last - 1) / 2), bounds.length - 1)];
-  return put(host,
-    svg("svg", { class: "bars", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": text }, bars),
-    h("div", { class: "scale" }, [ends[0], middle, ends[1]].map((bound) => h("span", {}, general(bound, 2)))));
+  return put(
+    host,
+    svg(
+      "svg",
+      { class: "bars", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": text },
+      bars,
+    ),
+    h(
+      "div",
+      { class: "scale" },
+      [ends[0], middle, ends[1]].map((bound) => h("span", {}, general(bound, 2))),
+    ),
+  );
 }
 
 /** Contributors with a line of their own. */
 const MAX_CONTRIBUTORS = 32;
 
-/** Show who has added in which minute: a line for each contributor. `expected` contributors have one even without adds. */
+/** Show who has added in which minute, a line for each contributor; `expected` ones have a line in any case. */
 export function arrivals(host, { contributors, minutes }, expected, order) {
   const quiet = expected.filter((name) => !(name in contributors)).map((name) => [name, Array(minutes).fill(0)]);
   const all = [...Object.entries(contributors), ...quiet].sort(([a], [b]) => order(a, b));
@@ -92,26 +128,49 @@ export function arrivals(host, { contributors, minutes }, expected, order) {
   const most = Math.max(1, ...all.flatMap(([, counts]) => counts));
   const rows = all.slice(0, MAX_CONTRIBUTORS).map(([name, counts]) => {
     const sum = counts.reduce((total, count) => total + count, 0);
-    return h("tr", {},
+    return h(
+      "tr",
+      {},
       h("th", { scope: "row", title: name }, name || h("span", { class: "muted" }, "no name")),
       h("td", {}, strip(counts, most)),
-      h("td", { class: "number" }, sum.toLocaleString("en")));
+      h("td", { class: "number" }, sum.toLocaleString("en")),
+    );
   });
   const more = all.length - rows.length;
-  return put(host,
-    h("table", { class: "arrivals" },
+  return put(
+    host,
+    h(
+      "table",
+      { class: "arrivals" },
       h("caption", { class: "unseen" }, "Contributors, and their adds in the last hour"),
-      h("colgroup", {}, ["contributor", "minutes", "total"].map((name) => h("col", { class: name }))),
-      h("tbody", {}, rows)),
+      h(
+        "colgroup",
+        {},
+        ["contributor", "minutes", "total"].map((name) => h("col", { class: name })),
+      ),
+      h("tbody", {}, rows),
+    ),
     h("div", { class: "scale" }, h("span", {}, `${minutes} min ago`), h("span", {}, "now")),
-    more > 0 && h("p", { class: "muted" }, `and ${more} more contributors`));
+    more > 0 && h("p", { class: "muted" }, `and ${more} more contributors`),
+  );
 }
 
 function strip(counts, most) {
   const cells = counts.map((count, place) => {
     const strength = count ? 0.25 + (0.75 * count) / most : 0;
     const title = svg("title", {}, `${count} adds, ${counts.length - place} min ago`);
-    return svg("rect", { x: place + 0.08, y: 0, width: 0.84, height: 1, class: count ? "some" : "none", "fill-opacity": count ? strength.toFixed(2) : null }, title);
+    return svg(
+      "rect",
+      {
+        x: place + 0.08,
+        y: 0,
+        width: 0.84,
+        height: 1,
+        class: count ? "some" : "none",
+        "fill-opacity": count ? strength.toFixed(2) : null,
+      },
+      title,
+    );
   });
   return svg("svg", { viewBox: `0 0 ${counts.length} 1`, preserveAspectRatio: "none", "aria-hidden": "true" }, cells);
 }

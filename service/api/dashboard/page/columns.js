@@ -74,7 +74,13 @@ export function columnsOf({ statistics, norms, now }) {
         mark(cell, "title", words.time(of(row).updated_at));
       },
     },
-    { id: "size", title: "size", number: true, key: (row) => of(row).bytes, fill: text((info) => words.size(info.bytes)) },
+    {
+      id: "size",
+      title: "size",
+      number: true,
+      key: (row) => of(row).bytes,
+      fill: text((info) => words.size(info.bytes)),
+    },
     {
       id: "norm",
       title: "norm",
@@ -107,7 +113,10 @@ export function nonfinite(known) {
 }
 
 function name(cell, row) {
-  const parts = kept(cell, () => ({ mark: h("span", { class: "twist", "aria-hidden": "true" }), link: h("a", { tabindex: "-1" }) }));
+  const parts = kept(cell, () => ({
+    mark: h("span", { class: "twist", "aria-hidden": "true" }),
+    link: h("a", { tabindex: "-1" }),
+  }));
   cell.style.setProperty("--level", row.level - 1);
   cell.classList.toggle("group", row.open !== undefined);
   say(parts.mark, row.open === undefined ? "" : row.open ? "▾" : "▸");
@@ -122,8 +131,11 @@ export function address(name) {
 
 function spark() {
   const { width, height } = SPARK;
-  return svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
-    svg("polyline", { points: "" }));
+  return svg(
+    "svg",
+    { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
+    svg("polyline", { points: "" }),
+  );
 }
 
 function draw(element, values) {
@@ -131,6 +143,7 @@ function draw(element, values) {
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const x = (place) => 1 + ((width - 2) * place) / Math.max(values.length - 1, 1);
   const y = (value) => height - 2 - ((height - 4) * (value - low)) / (high - low || 1);
-  const points = values.length < 2 ? "" : values.map((value, place) => `${x(place).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
+  const points =
+    values.length < 2 ? "" : values.map((value, place) => `${x(place).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
   mark(element.firstChild, "points", points);
 }

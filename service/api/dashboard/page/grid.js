@@ -19,12 +19,20 @@ export class Grid {
     this.shown = new Map();
     this.hidden = new Set();
     this.heads = columns.map((column) =>
-      h("div", { class: `cell c-${column.id}${column.number ? " number" : ""}`, role: "columnheader" },
-        h("button", { type: "button", tabindex: "-1", onclick: () => sorted(column.id) }, column.title)));
+      h(
+        "div",
+        { class: `cell c-${column.id}${column.number ? " number" : ""}`, role: "columnheader" },
+        h("button", { type: "button", tabindex: "-1", onclick: () => sorted(column.id) }, column.title),
+      ),
+    );
     this.head = h("div", { class: "row head", role: "row", "aria-rowindex": "1" }, this.heads);
     this.body = h("div", { class: "rows", role: "rowgroup" });
-    this.element = h("div", { class: "grid", role: "treegrid", "aria-label": label, tabindex: "0" },
-      h("div", { role: "rowgroup", class: "heads" }, this.head), this.body);
+    this.element = h(
+      "div",
+      { class: "grid", role: "treegrid", "aria-label": label, tabindex: "0" },
+      h("div", { role: "rowgroup", class: "heads" }, this.head),
+      this.body,
+    );
     this.element.addEventListener("keydown", (event) => this.pressed(event));
     this.element.addEventListener("scroll", () => this.scrolled(), { passive: true });
     this.body.addEventListener("click", (event) => this.clicked(event));
@@ -86,12 +94,17 @@ export class Grid {
       if (!this.shown.has(id)) this.shown.set(id, this.body.appendChild(this.made()));
       this.fill(this.shown.get(id), this.rows[place], place, height);
     }
-    mark(this.element, "aria-activedescendant", this.shown.has(this.rows[this.active]?.id) ? `row-${this.active}` : null);
+    mark(
+      this.element,
+      "aria-activedescendant",
+      this.shown.has(this.rows[this.active]?.id) ? `row-${this.active}` : null,
+    );
   }
 
   made() {
     const cells = this.columns.map((column) =>
-      h("div", { class: `cell c-${column.id}${column.number ? " number" : ""}`, role: "gridcell" }));
+      h("div", { class: `cell c-${column.id}${column.number ? " number" : ""}`, role: "gridcell" }),
+    );
     return h("div", { class: "row", role: "row" }, cells);
   }
 
@@ -157,7 +170,8 @@ export class Grid {
     const [top, height, head] = [this.active * this.height, this.height, this.head.offsetHeight];
     const { scrollTop, clientHeight } = this.element;
     if (top < scrollTop) this.element.scrollTop = top;
-    else if (top + height > scrollTop + clientHeight - head) this.element.scrollTop = top + height + head - clientHeight;
+    else if (top + height > scrollTop + clientHeight - head)
+      this.element.scrollTop = top + height + head - clientHeight;
     this.draw();
     this.moved();
   }

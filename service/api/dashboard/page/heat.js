@@ -26,14 +26,21 @@ export function heatMap(host, signal) {
     fill(legend, (_, column) => paint((range * (column - 32)) / 32));
     say(ends[0], general(-range, 2));
     say(ends[2], general(range, 2));
-    canvas.setAttribute("aria-label", `Heat map of ${map.rows} by ${map.columns} cells, from ${general(-range, 2)} to ${general(range, 2)}`);
+    canvas.setAttribute(
+      "aria-label",
+      `Heat map of ${map.rows} by ${map.columns} cells, from ${general(-range, 2)} to ${general(range, 2)}`,
+    );
     say(note, about(map, shape));
   };
   canvas.addEventListener("pointermove", (event) => {
     if (map === null) return;
-    const [row, column] = [Math.floor((event.offsetY / canvas.clientHeight) * map.rows), Math.floor((event.offsetX / canvas.clientWidth) * map.columns)];
+    const [row, column] = [
+      Math.floor((event.offsetY / canvas.clientHeight) * map.rows),
+      Math.floor((event.offsetX / canvas.clientWidth) * map.columns),
+    ];
     const value = map.values[row]?.[column];
-    if (value !== undefined) say(note, `row ${row}, column ${column}: ${value === null ? "not finite" : general(value)}`);
+    if (value !== undefined)
+      say(note, `row ${row}, column ${column}: ${value === null ? "not finite" : general(value)}`);
   });
   canvas.addEventListener("pointerleave", () => map && say(note, about(map, shape)));
   onTheme(signal, draw);
@@ -54,7 +61,11 @@ function about(map, shape) {
 }
 
 function rangeOf(values) {
-  const sizes = values.flat().filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+  const sizes = values
+    .flat()
+    .filter((value) => value !== null)
+    .map(Math.abs)
+    .sort((a, b) => a - b);
   return sizes[Math.floor((sizes.length - 1) * RANGE_SHARE)] || sizes.at(-1) || 1;
 }
 
@@ -70,7 +81,10 @@ function painter(range) {
 }
 
 function parts(text) {
-  return text.match(/[\d.]+/g).slice(0, 3).map(Number);
+  return text
+    .match(/[\d.]+/g)
+    .slice(0, 3)
+    .map(Number);
 }
 
 function fill(canvas, at) {

@@ -1,6 +1,6 @@
 // The statistics that the page knows of the buffers in sight.
 
-/** Names in one request: the server computes for a bounded number of bytes, and the rest comes with the next request. */
+/** Names in one request: the server computes for a bounded number of bytes, the rest with the next request. */
 const MAX_NAMES = 300;
 
 /** Buffers of a group whose statistics are asked for: for more, their norm together is not shown. */
@@ -50,7 +50,10 @@ export class Known {
     return !known || known.epoch !== info.epoch || known.version !== info.version;
   }
 
+  /** Keep the statistics. The server may answer those of an earlier state again, which are no news. */
   learn(name, statistics) {
+    const known = this.statistics.get(name);
+    if (known && known.epoch === statistics.epoch && known.version === statistics.version) return false;
     this.statistics.set(name, statistics);
     if (statistics.norm !== null) this.curves.set(name, [...this.norms(name), statistics.norm].slice(-MAX_NORMS));
     return true;

@@ -25,7 +25,11 @@ function place(hash) {
   const [first, ...rest] = path.split("/");
   const name = rest.length ? decoded(rest.join("/")) : null;
   const view = first === "buffers" && name ? "buffer" : first in VIEWS && first !== "buffer" ? first : "buffers";
-  return { view, section: view === "buffer" ? "buffers" : view, parameters: { name, query: new URLSearchParams(query) } };
+  return {
+    view,
+    section: view === "buffer" ? "buffers" : view,
+    parameters: { name, query: new URLSearchParams(query) },
+  };
 }
 
 function decoded(text) {
@@ -113,9 +117,10 @@ document.getElementById("sign-out").addEventListener("click", () => {
 });
 
 document.getElementById("theme").addEventListener("click", () => {
-  const dark = getComputedStyle(document.documentElement).colorScheme.split(" ").length > 1
-    ? matchMedia("(prefers-color-scheme: dark)").matches
-    : document.documentElement.dataset.theme === "dark";
+  const dark =
+    getComputedStyle(document.documentElement).colorScheme.split(" ").length > 1
+      ? matchMedia("(prefers-color-scheme: dark)").matches
+      : document.documentElement.dataset.theme === "dark";
   const theme = dark ? "light" : "dark";
   document.documentElement.dataset.theme = theme;
   try {

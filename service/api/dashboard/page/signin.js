@@ -5,19 +5,30 @@ import { h, put } from "./dom.js";
 /** Show the form in `main`. The key is tried before it is kept. `done` is called once a key is right. */
 export function signIn(main, { api, reason, done }) {
   const field = h("input", {
-    id: "key", type: "password", autocomplete: "off", spellcheck: "false", required: true, placeholder: "gs_…",
+    id: "key",
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    required: true,
+    placeholder: "gs_…",
     "aria-describedby": "key-hint key-error",
   });
   const error = h("p", { id: "key-error", class: "bad", role: "alert" }, reason);
   const form = h(
-    "form", { class: "sign-in", novalidate: true },
+    "form",
+    { class: "sign-in", novalidate: true },
     h("h1", {}, "Sign in"),
     h("p", {}, "This server wants an API key. You see the buffers of its namespace, and do what its scopes allow."),
     h("label", { for: "key" }, "API key"),
     h("div", { class: "line" }, field, h("button", { class: "main" }, "Sign in")),
     error,
-    h("p", { id: "key-hint", class: "muted" }, "The key stays in this tab, until you sign out or close it. ",
-      h("code", {}, "gradserve keys add"), " makes keys."),
+    h(
+      "p",
+      { id: "key-hint", class: "muted" },
+      "The key stays in this tab, until you sign out or close it. ",
+      h("code", {}, "gradserve keys add"),
+      " makes keys.",
+    ),
   );
   form.addEventListener("submit", async (event) => {
     event.preventDefault();

@@ -85,10 +85,13 @@ function total(infos) {
   const sum = (name) => infos.reduce((all, info) => all + info[name], 0);
   const sumIfAll = (name) => (infos.every((info) => info[name] !== null) ? sum(name) : null);
   const same = (name) => (infos.every((info) => info[name] === infos[0][name]) ? infos[0][name] : null);
-  const least = (name) => infos.reduce((least, info) => Math.min(least, info[name]), Infinity); // too many for spreading
+  const least = (name) => infos.reduce((least, info) => Math.min(least, info[name]), Infinity);
   const most = (name) => infos.reduce((most, info) => Math.max(most, info[name]), -Infinity);
   const late = infos.filter((info) => info.deadline_at !== null);
-  const first = late.reduce((least, info) => (least === null || info.deadline_at < least.deadline_at ? info : least), null);
+  const first = late.reduce(
+    (least, info) => (least === null || info.deadline_at < least.deadline_at ? info : least),
+    null,
+  );
   const lacking = infos.filter((info) => info.missing !== null);
   return {
     dtype: same("dtype"),

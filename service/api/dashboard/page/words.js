@@ -40,7 +40,11 @@ export function missing(names) {
 
 /** Return the contributors, with the number of their gradients if that is not 1. */
 export function contributors(counts) {
-  return Object.entries(counts).map(([name, count]) => (count === 1 ? name : `${name} (${count})`)).join(", ") || "none";
+  return (
+    Object.entries(counts)
+      .map(([name, count]) => (count === 1 ? name : `${name} (${count})`))
+      .join(", ") || "none"
+  );
 }
 
 /** Return a number of bytes: 30.7 MB. */
@@ -64,7 +68,7 @@ export function time(seconds) {
   return `${day} ${clock}${east < 0 ? "-" : "+"}${two(east / 60)}:${two(east % 60)}`;
 }
 
-/** Return the rule and the end of the deadline: 2026-07-01 12:00:00+02:00, 30 s after the first gradient, if 2 are in. */
+/** Return the end of the deadline, and its rule: 30 s after the first gradient, if 2 are in. */
 export function deadline(info) {
   if (info.deadline_seconds === null) return "none";
   const rule = `${general(info.deadline_seconds)} s after the first gradient, if ${info.min_count} are in`;
@@ -73,7 +77,11 @@ export function deadline(info) {
 
 /** Return a length of time in its largest unit: 12 s, 3 min, 5 h, 2 d. */
 export function span(seconds) {
-  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => seconds >= size) ?? [1, "s"];
+  const [size, unit] = [
+    [86400, "d"],
+    [3600, "h"],
+    [60, "min"],
+  ].find(([size]) => seconds >= size) ?? [1, "s"];
   return `${Math.floor(seconds / size)} ${unit}`;
 }
 

@@ -1,0 +1,104 @@
+"""The requests and answers of the statistics of buffers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.api.http.tensor_forms import absent
+from service.buffers.epochs import ClosedBy
+
+MAX_CELLS = 256
+"""Rows and columns of a heat map: its JSON has up to 1.3 MB."""
+
+HISTOGRAM = "Elements by magnitude: counts[i] of them are from bounds[i - 1] up to, but without, bounds[i]."
+
+
+class StatisticsQuery(BaseModel):
+    """What is computed of a buffer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    epoch: int | None = Field(None, ge=0, description="A closed epoch; by default the running sum.")
+    heat_map: int | None = Field(None, ge=1, le=MAX_CELLS, description="Rows and columns of a heat map, at most.")
+
+
+class ManyStatisticsQuery(BaseModel):
+    """Which buffers have their statistics in the answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prefix: str | None = Field(None, description="Prefix of the buffers' names, in place of names in the body.")
+
+
+class Statistics(BaseModel):
+    """The statistics of a sum. Extremes, mean and norm are of its finite elements, and null if it has none."""
+
+    epoch: int
+    version: int = Field(description="The state of the buffer that was computed.")
+    count: int = Field(description="The number of gradients in the sum.")
+    weight: float
+    size: int = Field(description="The number of elements.")
+    nan: int
+    infinite: int
+    zeros: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    norm: float | None = Field(description="The 2-norm; null, too, if it is beyond float64.")
+
+
+class ManyStatistics(BaseModel):
+    """The statistics of several buffers, by name."""
+
+    statistics: dict[str, Statistics | None] = Field(
+        description="Null: not computed yet. An earlier version: the buffer has changed since. Ask again for both."
+    )
+
+
+class Histogram(BaseModel):
+    """Finite elements besides zeros, by magnitude."""
+
+    bounds: list[float] = Field(description="Powers of 2, ascending.")
+    counts: list[int] = Field(description=HISTOGRAM)
+
+
+class EpochStatistics(BaseModel):
+    """A closed epoch."""
+
+    epoch: int
+    count: int
+    weight: float
+    norm: float | None
+    nonfinite: int = Field(description="Elements that are infinite or NaN.")
+    closed_by: ClosedBy
+
+
+class ArrivalsModel(BaseModel):
+    """Adds per minute. With several worker processes, those that one of them took."""
+
+    model_config = ConfigDict(title="Arrivals")
+
+    until: float = Field(description="The end of the last minute, which still runs, in seconds since 1970.")
+    minutes: Literal[60]
+    contributors: dict[str, list[int]] = Field(
+        description="The count of each minute, oldest first; the name is empty for adds without a contributor."
+    )
+
+
+class HeatMap(BaseModel):
+    """Means of the finite elements of cells; null if a cell has none. The last axis runs along the columns."""
+
+    rows: int
+    columns: int
+    values: list[list[float | None]]
+
+
+class FullStatistics(Statistics):
+    """The statistics of one buffer."""
+
+    histogram: Histogram
+    epochs: list[EpochStatistics] = Field(description="The closed epochs that this process knows, oldest first.")
+    arrivals: ArrivalsModel
+    heat_map: HeatMap = Field(default_factory=absent)

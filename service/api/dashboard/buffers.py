@@ -1,0 +1,193 @@
+"""`/v1/buffers/statistics` and `/v1/buffers/{name}/statistics`: counts, extremes, norms, epochs and arrivals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Query
+
+from service.api.buffers.many import check_some, names_of
+from service.api.buffers.models import Names
+from service.api.buffers.preconditions import refuse_headers
+from service.api.buffers.request import RECEIPT_BYTES, receive
+from service.api.buffers.routes import READ
+from service.api.buffers.rules import current
+from service.api.dashboard.buffer_models import FullStatistics, ManyStatistics, ManyStatisticsQuery, StatisticsQuery
+from service.api.dashboard.statistics import EPOCHS_ELEMENTS, MAX_EPOCHS, BufferStatistics, Computed, described
+from service.api.http.answer import Answer, json_answer
+from service.api.http.call import Call, CurrentCall
+from service.api.http.openapi import REF
+from service.api.http.routing import access
+from service.buffers.epochs import Closed
+from service.buffers.names import BufferName, check_name
+from service.buffers.record import Record, Snapshot
+from service.buffers.store import Store
+from service.errors import BufferCorrupt, Busy, EpochGone, TensorTooLarge, UnknownBuffer
+from service.kernels.summary import heat_map, of_zeros, summarize
+
+_NAMES: dict[str, Any] = {
+    "requestBody": {"content": {"application/json": {"schema": {"$ref": REF.format(model=Names.__name__)}}}}
+}
+
+
+def routes(known: BufferStatistics) -> APIRouter:
+    """Return the endpoints, which compute what is not `known`."""
+    router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
+
+    @router.post(
+        "/statistics",
+        summary="Statistics of many buffers",
+        operation_id="statistics_many",
+        response_model=ManyStatistics,
+        openapi_extra=_NAMES,
+    )
+    @access(READ, label="buffers")
+    async def statistics_many(call: CurrentCall, query: Annotated[ManyStatisticsQuery, Query()]) -> Answer:
+        """A request computes for a bounded number of bytes, first for the buffers that have waited longest."""
+        refuse_headers(call, "If-Match")
+        received = await receive(call, changes=False)
+        names = await names_of(call, received, query.prefix)
+        async with known.flight(call.caller.namespace):
+            return await call.offload(False, _answer_many, call, known, names, query.prefix)
+
+    @router.get(
+        "/{name}/statistics",
+        summary="Statistics of a buffer, with histogram, epochs and arrivals",
+        operation_id="statistics",
+        response_model=FullStatistics,
+    )
+    @access(READ, label="buffers")
+    async def statistics(call: CurrentCall, name: str, query: Annotated[StatisticsQuery, Query()]) -> Answer:
+        refuse_headers(call, "If-Match", "If-None-Match")
+        await current(call, check_name(name))
+        async with known.flight((call.caller.namespace, name)):
+            return await call.offload(False, _answer_one, call, known, name, query)
+
+    return router
+
+
+# ----- many buffers -----
+
+
+def _answer_many(call: Call, known: BufferStatistics, names: Sequence[str], prefix: str | None) -> Answer:
+    records = _records(call.store, names) if prefix is None else call.store.records(prefix)
+    check_some(records, prefix)
+    call.reserve(RECEIPT_BYTES * len(records))
+    found = {record.id: _last(known, record) for record in records}
+    for record in _oldest_first(records, found):
+        if not known.budget.allows():
+            break
+        known.budget.spend(record.spec.size)
+        try:
+            with _read(call, record, None) as snapshot:
+                found[record.id] = _computed(known, snapshot)
+        except (UnknownBuffer, BufferCorrupt, Busy, TensorTooLarge):
+            continue  # the endpoint of this buffer alone answers the error
+    shown = {record.name: found[record.id] for record in records}
+    return json_answer({"statistics": {name: None if one is None else one.text for name, one in shown.items()}})
+
+
+def _records(store: Store, names: Sequence[str]) -> list[Record]:
+    """Return the buffers. Raises `UnknownBuffer` and `BufferCorrupt`."""
+    found = store.look([BufferName(store.namespace, name) for name in names])
+    return [found.get(BufferName(store.namespace, name)) or store.record(name) for name in names]
+
+
+def _last(known: BufferStatistics, record: Record) -> Computed | None:
+    """Return the last statistics of the running sum, perhaps of an earlier state. Zeros cost nothing."""
+    zeros = record.value is None
+    return Computed.of(record, of_zeros(record.spec.size)) if zeros else known.states.get(record.id)
+
+
+def _oldest_first(records: Sequence[Record], found: dict[int, Computed | None]) -> list[Record]:
+    """Return the buffers whose statistics are missing or of an earlier state; first those that have waited longest."""
+    waited = []
+    for record in records:
+        computed = found[record.id]
+        if computed is None or not computed.is_of(record):
+            waited.append((0.0 if computed is None else computed.at, record))
+    return [record for _, record in sorted(waited, key=lambda pair: pair[0])]
+
+
+@contextmanager
+def _read(call: Call, record: Record, epoch: int | None) -> Iterator[Snapshot]:
+    """Read the buffer, and reserve its memory meanwhile. Raises what `Call.reserve` and `Store.read` raise."""
+    call.reserve(record.spec.nbytes)
+    try:
+        yield call.store.read([record.name], epoch)[0]
+    finally:
+        call.give_back(record.spec.nbytes)
+
+
+def _computed(known: BufferStatistics, snapshot: Snapshot) -> Computed:
+    """Compute the statistics of a value, and keep them."""
+    record, closed = snapshot.record, snapshot.of
+    computed = Computed.of(closed or record, summarize(snapshot.value))
+    known.states.put(record.id if closed is None else (record.id, closed.epoch), computed, computed.nbytes)
+    return computed
+
+
+# ----- one buffer -----
+
+
+def _answer_one(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> Answer:
+    record = call.store.record(name) if query.epoch is None else call.store.closed(name, query.epoch)
+    state = record if query.epoch is None else record.closed_epoch(query.epoch)
+    computed = known.states.get(record.id if query.epoch is None else (record.id, query.epoch))
+    if computed is not None and not computed.is_of(state):
+        computed = None
+    if computed is None and state.value is None:
+        computed = Computed.of(state, of_zeros(record.spec.size))
+    picture = None if query.heat_map is None else known.heat_maps.get(_map_key(record, state, query.heat_map))
+    if computed is None or (query.heat_map is not None and picture is None):
+        with _read(call, record, query.epoch) as snapshot:
+            record, state = snapshot.record, snapshot.of or snapshot.record
+            computed = _computed(known, snapshot)
+            if query.heat_map is not None:
+                picture = _picture(snapshot, query.heat_map)
+                known.heat_maps.put(_map_key(record, state, query.heat_map), picture, len(picture))
+    summary = computed.summary
+    return json_answer(
+        {
+            **computed.as_json(),
+            "histogram": {"bounds": summary.bounds, "counts": summary.counts},
+            "epochs": _epochs(call, known, record),
+            "arrivals": known.arrivals.of(call.caller.namespace, name),
+            **({} if picture is None else {"heat_map": orjson.Fragment(picture)}),
+        }
+    )
+
+
+def _map_key(record: Record, state: Record | Closed, cells: int) -> tuple[int, int, int, int]:
+    return record.id, state.epoch, state.version, cells
+
+
+def _picture(snapshot: Snapshot, cells: int) -> bytes:
+    """Return the heat map as JSON, which writes NaN as null."""
+    means = heat_map(snapshot.value, cells)
+    rows, columns = means.shape
+    return orjson.dumps({"rows": rows, "columns": columns, "values": means.tolist()})
+
+
+def _epochs(call: Call, known: BufferStatistics, record: Record) -> list[dict[str, Any]]:
+    """Return the known closed epochs, oldest first. Before, compute those that the buffer keeps, newest first."""
+    epochs, spent = dict(known.epochs.get(record.id) or {}), 0
+    for closed in record.closed[: -MAX_EPOCHS - 1 : -1]:
+        if closed.epoch in epochs:
+            continue
+        summary = of_zeros(record.spec.size)
+        if closed.value is not None:
+            if spent and spent + record.spec.size > EPOCHS_ELEMENTS:
+                break
+            spent += record.spec.size
+            try:
+                with _read(call, record, closed.epoch) as snapshot:
+                    summary = summarize(snapshot.value)
+            except (UnknownBuffer, EpochGone, BufferCorrupt):
+                continue  # it is no longer kept, or cannot be read
+        epochs[closed.epoch] = described(closed, summary)
+    known.remember(record.id, epochs)
+    return [epochs[number] for number in sorted(epochs)]

@@ -1,0 +1,178 @@
+"""The statistics of buffers that this process has computed, and how much it computes for tables of buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
+
+import orjson
+
+from service.api.dashboard.arrivals import Arrivals
+from service.buffers.epochs import Closed
+from service.buffers.record import Record
+from service.kernels.summary import Summary
+
+V = TypeVar("V")
+
+BURST_ELEMENTS = 1 << 24
+"""Elements that a request for many buffers computes at once: 64 MB of float32, 60 to 110 ms of one thread."""
+
+RATE_ELEMENTS = 1 << 23
+"""Elements that all such requests read and compute per second in the long run: 5 to 7 % of one core.
+
+Many pages may ask every two seconds while every buffer changes. Adds must not get slower by more than 5 %.
+"""
+
+EPOCHS_ELEMENTS = 1 << 24
+"""Elements of closed epochs that a request for one buffer computes, besides the newest: as many as `BURST_ELEMENTS`."""
+
+MAX_EPOCHS = 200
+"""Closed epochs whose norms are remembered for a buffer: a chart has no room for more points."""
+
+EPOCH_BYTES = 400
+"""Bytes of memory for a remembered epoch: a dict of seven numbers."""
+
+MAX_STATES_BYTES = 1 << 26
+"""Bytes of cached statistics: about 20,000 buffers of 3 KB. Each takes at least 1 KB, so there are at most 65,536."""
+
+MAX_EPOCHS_BYTES = 1 << 25
+"""Bytes of remembered epochs: 400 buffers with 200 epochs each, or many more with a few."""
+
+MAX_MAPS_BYTES = 1 << 24
+"""Bytes of cached heat maps as JSON: about 200 of 64 x 64 cells."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The summary of a buffer's sum, or of a closed epoch's, in the state with this version."""
+
+    epoch: int
+    version: int
+    count: int
+    weight: float
+    summary: Summary
+    at: float = field(default_factory=time.monotonic)
+    """When it was computed."""
+
+    @classmethod
+    def of(cls, state: Record | Closed, summary: Summary) -> Computed:
+        return cls(state.epoch, state.version, state.count, state.weight, summary)
+
+    def is_of(self, state: Record | Closed) -> bool:
+        return (self.epoch, self.version) == (state.epoch, state.version)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory: a number of the histogram takes about 64, with its bound."""
+        return 1024 + 64 * len(self.summary.counts)
+
+    @cached_property
+    def text(self) -> orjson.Fragment:
+        """The statistics as JSON: 5,000 texts become an answer in a tenth of the time of 5,000 dicts."""
+        return orjson.Fragment(orjson.dumps(self.as_json()))
+
+    def as_json(self) -> dict[str, Any]:
+        summary = self.summary
+        return {
+            "epoch": self.epoch,
+            "version": self.version,
+            "count": self.count,
+            "weight": self.weight,
+            "size": summary.size,
+            "nan": summary.nan,
+            "infinite": summary.infinite,
+            "zeros": summary.zeros,
+            "min": summary.least,
+            "max": summary.most,
+            "mean": summary.mean,
+            "norm": summary.norm,
+        }
+
+
+class Cache(Generic[V]):
+    """Values that take up to `max_bytes` together; those that were used last. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes, self._lock = max_bytes, 0, threading.Lock()
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+
+    def get(self, key: Hashable) -> V | None:
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def put(self, key: Hashable, value: V, size: int) -> None:
+        """Keep a value of `size` bytes in place of an earlier value of the key."""
+        with self._lock:
+            self._bytes += size - self._values.pop(key, (None, 0))[1]
+            self._values[key] = value, size
+            while self._bytes > self._max_bytes:
+                self._bytes -= self._values.popitem(last=False)[1][1]
+
+
+class Budget:
+    """The elements that requests for many buffers may compute: `BURST_ELEMENTS`, and `RATE_ELEMENTS` more a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._left, self._at = float(BURST_ELEMENTS), clock()
+
+    def allows(self) -> bool:
+        """Return whether a request may compute one buffer more. The last may be larger than what is left."""
+        with self._lock:
+            now = self._clock()
+            self._left = min(self._left + (now - self._at) * RATE_ELEMENTS, BURST_ELEMENTS)
+            self._at = now
+            return self._left > 0
+
+    def spend(self, elements: int) -> None:
+        with self._lock:
+            self._left -= elements
+
+
+class BufferStatistics:
+    """What this process knows of its buffers. The keys are the buffers' ids, which no later buffer has."""
+
+    def __init__(self) -> None:
+        self.arrivals, self.budget = Arrivals(), Budget()
+        self.states: Cache[Computed] = Cache(MAX_STATES_BYTES)
+        """By id, the running sum as it was computed last; by id and epoch, a closed epoch."""
+        self.epochs: Cache[dict[int, dict[str, Any]]] = Cache(MAX_EPOCHS_BYTES)
+        """By id, what the answers say of closed epochs, by their numbers in ascending order."""
+        self.heat_maps: Cache[bytes] = Cache(MAX_MAPS_BYTES)
+        """By id, epoch, version and number of cells, a heat map as JSON."""
+        self._flights: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+
+    def flight(self, key: Hashable) -> AbstractAsyncContextManager[None]:
+        """Let one request compute at a time for this key. Those that wait then find its results."""
+        lock = self._flights.get(key)
+        if lock is None:
+            self._flights[key] = lock = asyncio.Lock()
+        return lock
+
+    def remember(self, id: int, epochs: dict[int, dict[str, Any]]) -> None:
+        """Remember the newest of these closed epochs of the buffer."""
+        kept = dict(sorted(epochs.items())[-MAX_EPOCHS:])
+        self.epochs.put(id, kept, EPOCH_BYTES * len(kept))
+
+
+def described(closed: Closed, summary: Summary) -> dict[str, Any]:
+    """Return what the answers say of a closed epoch."""
+    return {
+        "epoch": closed.epoch,
+        "count": closed.count,
+        "weight": closed.weight,
+        "norm": summary.norm,
+        "nonfinite": summary.nan + summary.infinite,
+        "closed_by": closed.closed_by,
+    }
