@@ -87,7 +87,7 @@ def test_every_example_is_run() -> None:
     fences = {name: text.count("```") for name, text in TEXTS.items()}
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
     assert Counter(block.language for found in BLOCKS.values() for block in found) == {
-        "bash": 12,
+        "bash": 13,
         "python": 5,
         "json": 10,
         "text": 8,

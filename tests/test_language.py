@@ -101,6 +101,12 @@ def code() -> Texts:
     yield from ((str(file.relative_to(ROOT)), comments_and_docstrings(file.read_text())) for file in sorted(files))
 
 
+def page() -> Texts:
+    """The files of the page at `/`, with the texts that it shows. What is vendored is not ours."""
+    files = [path for path in ROOT.glob("service/api/dashboard/page/*") if path.is_file()]
+    yield from ((path.name, path.read_text()) for path in sorted(files))
+
+
 def comments_and_docstrings(source: str) -> str:
     """The source with blanks in place of code, so that the lines keep their numbers."""
     lines = source.splitlines()
@@ -122,6 +128,7 @@ SOURCES: dict[str, Callable[[], Texts]] = {
     "metrics": metrics,
     "documentation": documentation,
     "code": code,
+    "page": page,
 }
 
 

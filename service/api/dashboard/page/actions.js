@@ -66,7 +66,7 @@ function ask({ title, text, fields = [], verb, kind = "main", ready = () => true
 
 /**
  * Return an act that changes the buffer as the reader saw it. The same act again has the same Idempotency-Key, unless
- * the buffer has changed since: then the reader sees its new state first, and the next act is of whatever state there is.
+ * the buffer has changed since: then the reader sees its new state first, and the next act is of any state.
  */
 function change(api, { info, tag }, method, end, verb, done) {
   let [match, key] = [tag, api.newIdempotencyKey()];

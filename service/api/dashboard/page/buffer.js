@@ -142,6 +142,7 @@ class Buffer {
         panel("Norm", "by epoch", this.norms),
         panel("Arrivals", "adds per minute, by contributor", this.arrivals),
         panel("Closed epochs", "that are kept", closed),
+        panel("Rules and state", null, this.facts),
       ),
       h(
         "div",
@@ -149,7 +150,6 @@ class Buffer {
         panel("Values", this.choice, this.tiles, "first"),
         panel("Magnitudes", "elements by size", this.bars, "first"),
         panel("Heat map", null, this.heat),
-        panel("Rules and state", null, this.facts),
       ),
     );
     const crumbs = h("nav", { class: "crumbs", "aria-label": "Place" }, h("a", { href: "#/buffers" }, "Buffers"));

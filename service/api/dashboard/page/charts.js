@@ -120,7 +120,7 @@ export function histogram(host, { bounds, counts }) {
 /** Contributors with a line of their own. */
 const MAX_CONTRIBUTORS = 32;
 
-/** Show who has added in which minute, a line for each contributor; `expected` ones have a line in any case. */
+/** Show who has added when: a line of minutes for each contributor; `expected` ones have a line in any case. */
 export function arrivals(host, { contributors, minutes }, expected, order) {
   const quiet = expected.filter((name) => !(name in contributors)).map((name) => [name, Array(minutes).fill(0)]);
   const all = [...Object.entries(contributors), ...quiet].sort(([a], [b]) => order(a, b));

@@ -22,7 +22,8 @@ export class Receipts {
     const known = this.known;
     this.known = new Map(shown.filter((epoch) => known.has(epoch)).map((epoch) => [epoch, known.get(epoch)]));
     for (const epoch of shown.filter((each) => !this.known.has(each))) await this.read(epoch);
-    this.draw(shown.map((epoch) => this.known.get(epoch)).filter(Boolean));
+    const receipts = shown.map((epoch) => this.known.get(epoch)).filter(Boolean);
+    if (receipts.length || !shown.length) this.draw(receipts); // else newer epochs have closed
   }
 
   async read(epoch) {
