@@ -2,7 +2,7 @@
 
 import { general, size } from "./words.js";
 
-/** Lines of a chart that are told apart by their colours. The rest are added up as "others". */
+/** The most lines of a chart, since its colours are as many. The rest are added up as "others". */
 const MOST_LINES = 7;
 
 export const rate = (number) => `${general(number, 3)}/s`;
