@@ -10,6 +10,8 @@ export class Problem extends Error {
     this.code = body.code ?? "";
     this.title = body.title ?? `Status ${status}`;
     this.scope = body.scope ?? null;
+    this.tensor = body.tensor ?? null;
+    this.parameter = body.parameter ?? null;
   }
 }
 

@@ -1,0 +1,164 @@
+// The form of an operator: a field for each input and attribute, with the server's words about it beside it.
+
+import { h, mark, put, say } from "./dom.js";
+import { listText } from "./literals.js";
+
+/**
+ * Return the form of an operator, filled with its example: {element, call, tell, refuse, field}. `call()` returns what
+ * the fields say, as calls.js has it, or null if a field is not JSON; `tell()` then marks such fields. `refuse` puts an
+ * error at its field, and returns whether there is one.
+ */
+export function operatorForm(operator, { run, changed }) {
+  const tensors = operator.inputs.map((each) => tensorField(each, operator.example.request[each.name]));
+  const attributes = operator.attributes.map(attributeField);
+  const fields = [...tensors, ...attributes];
+  const element = h(
+    "form",
+    {
+      class: "fields",
+      novalidate: true,
+      onsubmit(event) {
+        event.preventDefault();
+        run();
+      },
+      onkeydown(event) {
+        if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+        event.preventDefault();
+        run();
+      },
+      onchange(event) {
+        alike(tensors, event.target);
+        changed();
+      },
+      oninput(event) {
+        fields.find((each) => each.control === event.target)?.say("");
+        changed();
+      },
+    },
+    fields.map((each) => each.element),
+    h(
+      "div",
+      { class: "line" },
+      h("button", { class: "main", title: "Ctrl + Enter" }, "Run"),
+      h("button", { type: "button", onclick: () => fill() }, "Fill in the example"),
+    ),
+  );
+  function fill() {
+    fields.forEach((each) => each.fill());
+    changed();
+  }
+  fields.forEach((each) => each.fill());
+  return {
+    element,
+    field: (name) => fields.find((each) => each.name === name),
+    tell: () => fields.forEach((each) => each.say(each.fault())),
+    refuse: (name, words) => fields.filter((each) => each.name === name).map((each) => each.say(words)).length > 0,
+    call() {
+      if (fields.some((each) => each.fault())) return null;
+      const given = [tensors, attributes].map((each) => each.map((field) => field.value()).filter(Boolean));
+      return { operator, tensors: given[0], attributes: given[1] };
+    },
+  };
+}
+
+/** Tensors of one type variable have one dtype: choosing it for one chooses it for all. */
+function alike(tensors, target) {
+  const chosen = tensors.find((each) => each.dtype === target);
+  if (!chosen?.variable) return;
+  for (const each of tensors) {
+    if (each.variable === chosen.variable) each.dtype.value = target.value;
+  }
+}
+
+let made = 0;
+
+/** Return what all fields have: a label over the control, notes, and a place for words about what is wrong. */
+function field(name, notes, control, aside) {
+  const id = `field-${++made}`;
+  const words = h("p", { class: "bad words", id: `${id}-words` });
+  mark(control, "id", id);
+  mark(control, "aria-describedby", words.id);
+  const label = h("label", { for: id }, h("code", {}, name), notes && h("span", { class: "muted" }, notes));
+  return {
+    name,
+    control,
+    element: h("div", { class: "field" }, h("div", { class: "line label" }, label, aside), control, words),
+    say(text) {
+      say(words, text);
+      mark(control, "aria-invalid", text ? "true" : null);
+    },
+    fault: () => "",
+  };
+}
+
+function tensorField(tensor, example) {
+  const { name, dtypes, default_dtype: usual, type_variable: variable, optional } = tensor;
+  const text = example === undefined ? "" : listText(example);
+  const area = h("textarea", {
+    class: "mono",
+    rows: Math.min(8, text.split("\n").length),
+    spellcheck: "false",
+    autocapitalize: "off",
+    autocomplete: "off",
+    placeholder: optional ? "left out" : null,
+  });
+  const options = dtypes.map((each) => h("option", {}, each));
+  const dtype = h("select", { "aria-label": `dtype of ${name}`, disabled: dtypes.length === 1 }, options);
+  const base = field(name, optional ? "optional" : "", area, dtype);
+  return {
+    ...base,
+    dtype,
+    variable,
+    fill() {
+      area.value = text;
+      dtype.value = usual;
+      base.say("");
+    },
+    fault() {
+      if (area.value.trim()) return notJson(area.value);
+      return optional ? "" : `${name} is empty: write JSON, such as [[1, 2], [3, 4]]`;
+    },
+    value() {
+      const written = area.value.trim().replace(/\s*\n\s*/g, " "); // no string of JSON contains a line break
+      if (!written) return null;
+      return { name, text: written, dtype: dtype.value === usual || saysItself(written) ? null : dtype.value, usual };
+    },
+  };
+}
+
+function notJson(text) {
+  try {
+    JSON.parse(text);
+    return "";
+  } catch (error) {
+    return `This is not JSON: ${error.message}`;
+  }
+}
+
+/** An object, as in {"dtype": "float64", "data": [1]}, has a dtype of its own. */
+function saysItself(text) {
+  const value = JSON.parse(text);
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
+
+function attributeField({ name, type, default: usual }) {
+  const choices = type.includes(" | ") && !/^(int|float|list)\b/.test(type) ? type.split(" | ") : null;
+  const control = choices
+    ? h("select", {}, choices.map((each) => h("option", {}, each)))
+    : h("input", { type: "text", autocomplete: "off", spellcheck: "false", placeholder: "left out" });
+  const notes = type.startsWith("list[") ? `${type}, with commas` : choices ? "" : type;
+  const base = field(name, notes, control);
+  const filled = usual === null ? "" : String(usual);
+  return {
+    ...base,
+    usual,
+    fill() {
+      control.value = filled;
+      base.say("");
+    },
+    value() {
+      const text = control.value.trim();
+      return text === "" || text === filled ? null : { name, type, text };
+    },
+  };
+}

@@ -1,0 +1,213 @@
+// One operator: what it computes, a form that runs it, its answer, and the same call for a shell and for Python.
+
+import { bodyOf, curlOf, pathOf, pythonOf } from "./calls.js";
+import { copyBox } from "./copy.js";
+import { curvePanel, hasCurve } from "./curve.js";
+import { h, mark, put, say } from "./dom.js";
+import { operatorForm } from "./form.js";
+import { tensorTables } from "./matrix.js";
+import { paragraphs, prose } from "./prose.js";
+
+/** The page reads numbers from lists. Without this, an input in base64 gets its answer in base64. */
+const LISTS = { name: "encoding", type: "str", text: "list" };
+
+const REDRAW_MS = 60; // between a change in the form and the request for the curve, which then follows a slider
+
+export async function show(main, { api, signal, operators, operator, name, keys }) {
+  document.title = `${name} – gradserve`;
+  const list = names(operators, name);
+  if (operator === undefined) {
+    const missing = [h("h1", {}, "Operator not found"), h("p", {}, name)];
+    put(main, list, h("section", { class: "empty", role: "alert" }, missing));
+    return;
+  }
+  const answer = answerPanel(operator);
+  const calls = callBoxes(keys);
+  const form = operatorForm(operator, { run: () => run(form, answer, { api, signal }), changed });
+  const curve = hasCurve(operator.name) ? curvePanel(operator, { api, form, signal }) : null;
+  let timer;
+  function changed() {
+    calls.follow(form.call());
+    clearTimeout(timer);
+    if (curve) timer = setTimeout(curve.draw, REDRAW_MS);
+  }
+  put(
+    main,
+    h(
+      "div",
+      { class: "operator" },
+      list,
+      h(
+        "article",
+        {},
+        heading(operator),
+        h(
+          "div",
+          { class: "columns" },
+          h("div", {}, runPanel(form), answer.element, curve && calls.elements),
+          h("div", {}, curve?.element, signaturePanel(operator), !curve && calls.elements),
+        ),
+      ),
+    ),
+  );
+  calls.follow(form.call());
+  await curve?.draw();
+}
+
+function names(operators, chosen) {
+  const link = ({ name }) =>
+    h("a", { href: `#/operators/${encodeURIComponent(name)}`, "aria-current": name === chosen ? "page" : null }, name);
+  return h(
+    "nav",
+    { class: "names", "aria-label": "Operators" },
+    h("a", { href: "#/operators", class: "all" }, "All operators"),
+    h("ul", {}, operators.map((each) => h("li", {}, link(each)))),
+  );
+}
+
+function heading({ name, formula, description }) {
+  return h(
+    "header",
+    { class: "about" },
+    h("h1", {}, name),
+    h("p", { class: "formula" }, prose(formula.replace(/\.$/, ""))),
+    paragraphs(description),
+  );
+}
+
+function runPanel(form) {
+  return h("section", { class: "panel" }, h("h2", {}, "Run it"), form.element);
+}
+
+function signaturePanel({ inputs, outputs, attributes, example }) {
+  const tables = [
+    table(["Input", "type", "shape"], inputs.map((each) => inputRow(each, example))),
+    table(["Output", "type", "shape"], outputs.map((each) => outputRow(each, example))),
+    table(["Type", "dtypes, the usual one first"], variableRows([...inputs, ...outputs])),
+    table(["Attribute", "type", "default"], attributes.map(attributeRow)),
+  ];
+  const label = "Tensors and attributes";
+  return h(
+    "section",
+    { class: "panel" },
+    h("h2", {}, label, h("span", { class: "muted" }, "with the shapes of the example")),
+    h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label }, tables),
+  );
+}
+
+function table(titles, rows) {
+  if (rows.length === 0) return null;
+  const wide = (place) => (titles.length === 2 && place === 1 ? 2 : null);
+  const head = h("tr", {}, titles.map((each, place) => h("th", { scope: "col", colspan: wide(place) }, each)));
+  return h("table", { class: "plain signature" }, h("thead", {}, head), h("tbody", {}, rows));
+}
+
+function inputRow(tensor, example) {
+  const value = example.request[tensor.name];
+  return tensorRow(tensor, value === undefined ? "left out" : shapeText(shapeOf(value)));
+}
+
+function outputRow(tensor, example) {
+  return tensorRow(tensor, shapeText(example.answer[tensor.name]?.shape ?? []));
+}
+
+function tensorRow(tensor, shape) {
+  const { name, optional } = tensor;
+  return h(
+    "tr",
+    {},
+    h("th", { scope: "row" }, h("code", {}, name), optional && h("span", { class: "muted" }, " optional")),
+    h("td", {}, tensor.type_variable ?? typesOf(tensor)),
+    h("td", { class: "mono" }, shape),
+  );
+}
+
+/** The dtypes of each type variable, once: tensors of one variable have one dtype. */
+function variableRows(tensors) {
+  const known = new Map(tensors.filter((each) => each.type_variable).map((each) => [each.type_variable, each]));
+  return [...known].map(([variable, tensor]) =>
+    h("tr", {}, h("th", { scope: "row" }, variable), h("td", { colspan: 2 }, typesOf(tensor))),
+  );
+}
+
+/** The dtypes, the one of a list without dtype first. */
+function typesOf({ dtypes, default_dtype: usual }) {
+  const others = dtypes.filter((each) => each !== usual);
+  return [usual, others.length > 0 && h("span", { class: "muted" }, `, ${others.join(", ")}`)];
+}
+
+function attributeRow({ name, type, default: usual }) {
+  const value = usual === null ? h("span", { class: "muted" }, "left out") : String(usual);
+  const title = h("th", { scope: "row" }, h("code", {}, name));
+  return h("tr", {}, title, h("td", {}, type), h("td", { class: "mono" }, value));
+}
+
+function shapeOf(value) {
+  return Array.isArray(value) ? [value.length, ...(value.length ? shapeOf(value[0]) : [])] : [];
+}
+
+function shapeText(shape) {
+  return shape.length ? `[${shape.join(", ")}]` : "scalar";
+}
+
+function callBoxes(keys) {
+  const why = "An input is not JSON yet.";
+  const boxes = [[copyBox("curl", why, "wrap"), curlOf], [copyBox("Python", why), pythonOf]];
+  const [base] = document.baseURI.split("#");
+  return {
+    elements: boxes.map(([box]) => box.element),
+    follow: (call) => boxes.forEach(([box, text]) => box.show(call && text(call, base, keys))),
+  };
+}
+
+/** The place of the answer: first that of the catalogue's example, then the server's to what the reader ran. */
+function answerPanel(operator) {
+  const status = h("p", { class: "muted status", role: "status" }, "The answer to the example. Run asks the server.");
+  const values = h("div", { class: "results" });
+  const tables = (tensors) => put(values, Object.entries(tensors).map(([name, tensor]) => tensorTables(name, tensor)));
+  tables(operator.example.answer);
+  return {
+    element: h("section", { class: "panel answer", "aria-label": "Answer" }, h("h2", {}, "Answer"), status, values),
+    wait: () => mark(values, "class", "results old"),
+    show(words, tensors) {
+      say(status, words);
+      mark(values, "class", "results");
+      tables(tensors);
+    },
+    fail(words, ...nodes) {
+      say(status, words);
+      mark(values, "class", "results");
+      put(values, h("div", { role: "alert" }, nodes));
+    },
+  };
+}
+
+async function run(form, answer, { api, signal }) {
+  form.tell();
+  const call = form.call();
+  if (call === null) {
+    answer.fail("Nothing was sent.", h("p", { class: "bad" }, "An input is not JSON; its field says where."));
+    return;
+  }
+  answer.wait();
+  const id = api.newIdempotencyKey();
+  const headers = { "X-Request-ID": id, "Content-Type": "application/json" };
+  const began = performance.now();
+  const took = () => `in ${(performance.now() - began).toFixed(1)} ms, request ${id}`;
+  try {
+    const path = pathOf({ ...call, attributes: [...call.attributes, LISTS] });
+    const reply = await api.request(path, { method: "POST", headers, body: bodyOf(call), signal });
+    const tensors = await reply.json();
+    answer.show(`${reply.status} ${took()}`, tensors);
+  } catch (error) {
+    if (signal.aborted) return;
+    const status = error.status ?? (error instanceof api.Unreachable ? "No answer" : "The page failed");
+    const name = error.tensor ?? error.parameter;
+    if (name) form.refuse(name, error.message);
+    answer.fail(
+      `${status} ${took()}`,
+      h("h3", {}, error.title ?? "The call failed"),
+      h("p", { class: "bad" }, error.message),
+    );
+  }
+}

@@ -1,0 +1,68 @@
+// The settings and limits in force, as a table that can be searched.
+
+import { h, say } from "./dom.js";
+import { many } from "./words.js";
+
+const PREFIX = "GRADSERVE_";
+
+/** Return the panel. The meanings of limits without a setting are those of the API's description. */
+export async function settingsPanel({ settings, limits }, api, signal) {
+  const own = Object.keys(limits).filter((name) => !(PREFIX + name.toUpperCase() in settings));
+  const meanings = own.length ? await meaningsOf(api, signal) : {};
+  const rows = [
+    ...Object.entries(settings).map(([name, { value, meaning }]) => row(name, value, meaning)),
+    ...own.map((name) => row(name, limits[name], meanings[name]?.description ?? "", "a limit without a setting")),
+  ];
+  const count = h("span", { class: "muted", role: "status" });
+  const words = { placeholder: "Search", "aria-label": "Search settings and limits" };
+  const search = h("input", { type: "search", oninput: find, ...words });
+  function find() {
+    const parts = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const each of rows) each.element.hidden = !parts.every((word) => each.text.includes(word));
+    say(count, many(rows.filter((each) => !each.element.hidden).length, "line"));
+  }
+  find();
+  const table = h(
+    "table",
+    { class: "plain settings" },
+    h("thead", {}, h("tr", {}, ["name", "value", "meaning"].map((each) => h("th", { scope: "col" }, each)))),
+    h("tbody", {}, rows.map((each) => each.element)),
+  );
+  const label = "Settings and limits in force";
+  return h(
+    "section",
+    { class: "panel wide" },
+    h("h2", { class: "line" }, label, count, search),
+    h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label }, table),
+  );
+}
+
+async function meaningsOf(api, signal) {
+  try {
+    const { components } = await api.get("openapi.json", { signal });
+    return components.schemas.Limits.properties;
+  } catch (error) {
+    if (signal.aborted) throw error;
+    return {}; // the numbers are worth more than their meanings
+  }
+}
+
+function row(name, value, meaning, note) {
+  const text = `${name} ${value} ${meaning}`.toLowerCase();
+  const written = value === null ? h("span", { class: "muted" }, "not set") : h("code", {}, shown(name, value));
+  return {
+    text,
+    element: h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, h("code", {}, name)),
+      h("td", {}, written),
+      h("td", {}, meaning, note && h("span", { class: "muted" }, ` (${note})`)),
+    ),
+  };
+}
+
+/** Long numbers have commas between their thousands. A port is no amount. */
+function shown(name, value) {
+  return typeof value === "number" && !name.endsWith("_PORT") ? value.toLocaleString("en") : String(value);
+}

@@ -1,0 +1,379 @@
+"""The view of the operators: it runs examples, shows the same call for a shell and for Python, and draws curves."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from service.kernels import OPERATORS
+from service.keys import add
+from tests.dashboard.conftest import AXE, DESK, PHONE, Faults, Open
+from tests.serving import serving
+
+EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+
+CURVES = ["ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad", "QuickGeluGrad"]
+
+ANSWER = """panel => Object.fromEntries([...panel.querySelectorAll(".tensor")].map(tensor => [
+  tensor.querySelector("h3 code").textContent,
+  [...tensor.querySelectorAll("td:not(:empty)")].map(td => td.textContent)]))"""
+
+
+def show(open_page: Open, server: str, name: str, **options: Any) -> Page:
+    page = open_page(f"{server}#/operators/{name}", **options)
+    expect(page.get_by_role("heading", level=1)).to_have_text(name)
+    return page
+
+
+def panel(page: Page) -> Locator:
+    return page.get_by_role("region", name="Answer")
+
+
+def run(page: Page, status: int = 200) -> dict[str, list[str]]:
+    """Press Run and return the numbers shown, by output."""
+    page.get_by_role("button", name="Run").click()
+    expect(panel(page).get_by_role("status")).to_contain_text(f"{status} in ")
+    shown: dict[str, list[str]] = panel(page).evaluate(ANSWER)
+    return shown
+
+
+def text_of(page: Page, title: str) -> str:
+    return page.get_by_role("group", name=title).inner_text()
+
+
+def numbers(texts: list[str]) -> list[float]:
+    return [float({"true": "1", "false": "0"}.get(text, text)) for text in texts]
+
+
+def test_the_list_has_every_operator_and_a_search(open_page: Open, server: str) -> None:
+    page = open_page(f"{server}#/operators")
+    links = page.get_by_role("main").get_by_role("link")
+    expect(links).to_have_text(list(OPERATORS))
+    expect(page.get_by_role("main")).to_contain_text("dX = dY * (1 - Y * Y)")
+    page.get_by_role("searchbox").fill("softmax")
+    expect(links.filter(visible=True)).to_have_text([name for name in OPERATORS if "Softmax" in name])
+    page.get_by_role("searchbox").fill("sigmoid(")
+    links.filter(visible=True).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("QuickGeluGrad")
+
+
+def test_every_example_runs_and_shows_the_numbers_of_the_api(open_page: Open, server: str, http: httpx.Client) -> None:
+    page = open_page(f"{server}#/operators")
+    for name, operator in OPERATORS.items():
+        page.goto(f"{server}#/operators/{name}")
+        expect(page.get_by_role("heading", level=1)).to_have_text(name)
+        shown = run(page)
+        answer = http.post(f"/v1/ops/{name}", json=dict(operator.example)).raise_for_status().json()
+        assert shown.keys() == answer.keys()
+        for output, tensor in answer.items():
+            assert numbers(shown[output]) == np.ravel(np.asarray(tensor["data"], float)).tolist()
+            expect(panel(page)).to_contain_text(f"{tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]")
+
+
+def test_an_operator_says_its_formula_types_shapes_and_defaults(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "GRUTraining")
+    expect(page.get_by_role("main")).to_contain_text("H' = (1 - z) * h + z * H at every step")
+    table = page.get_by_role("group", name="Tensors and attributes")
+    expect(table.get_by_role("row", name="W T [1, 3, 1]")).to_be_visible()
+    expect(table.get_by_role("row", name="SL optional TSize [1]")).to_be_visible()
+    expect(table.get_by_role("row", name="T float32, float16, bfloat16, float64")).to_be_visible()
+    expect(table.get_by_role("row", name="HAll T [2, 1, 1, 1]")).to_be_visible()
+    expect(table.get_by_role("row", name="linear_before_reset int 0")).to_be_visible()
+    expect(table.get_by_role("row", name="clip float | None left out")).to_be_visible()
+    expect(page.get_by_label("direction")).to_have_value("forward")
+
+
+def test_the_answer_has_the_id_of_its_request(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "GatherGrad")
+    with page.expect_response("**/v1/ops/GatherGrad?*") as answered:
+        page.get_by_role("button", name="Run").click()
+    answer = answered.value
+    expect(panel(page).get_by_role("status")).to_contain_text(f"request {answer.headers['x-request-id']}")
+    assert answer.request.headers["x-request-id"] == answer.headers["x-request-id"]
+
+
+def curl(text: str, **environment: str) -> Any:
+    done = subprocess.run(
+        ["sh", "-c", text], capture_output=True, text=True, timeout=30, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def python(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run a program and return its variables."""
+    for name in ("GRADSERVE_URL", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    space: dict[str, Any] = {}
+    exec(compile(text, "page", "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize("name", ["GRUGrad", "InPlaceAccumulatorV2", "GatherGrad"])
+def test_the_calls_for_a_shell_and_for_python_give_the_same_answer(
+    open_page: Open, server: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = show(open_page, server, name)
+    shown = run(page)
+    by_curl = curl(text_of(page, "curl"))
+    by_python = python(text_of(page, "Python"), monkeypatch)
+    assert by_curl.keys() == shown.keys()
+    for output, texts in shown.items():
+        assert numbers(texts) == np.ravel(np.asarray(by_curl[output]["data"], float)).tolist()
+        assert by_python[output].dtype.name == by_curl[output]["dtype"]
+        assert by_python[output].tolist() == np.asarray(by_curl[output]["data"], by_python[output].dtype).tolist()
+
+
+def test_the_calls_have_what_the_reader_wrote(open_page: Open, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = show(open_page, server, "LeakyReluGrad")
+    page.get_by_label("dtype of dY").select_option("bfloat16")
+    expect(page.get_by_label("dtype of Y")).to_have_value("bfloat16")
+    page.get_by_label("dY", exact=True).fill('[1.5,\n "NaN", "-Infinity", -2e3]')
+    page.get_by_label("Y", exact=True).fill('{"dtype": "bfloat16", "shape": [4], "base64": "gD+APwAAAAA="}')
+    page.get_by_label("alpha", exact=True).first.fill("0.25")
+    shown = run(page)["dX"]
+    assert shown == ["1.5", "NaN", "-Infinity", "-500"]
+    assert "alpha=0.25" in text_of(page, "curl")
+    by_curl = curl(text_of(page, "curl"))["dX"]
+    bits = np.frombuffer(base64.b64decode(by_curl["base64"]), "<u2").astype(np.uint32) << 16
+    assert (by_curl["dtype"], bits.view(np.float32).astype(str).tolist()) == (
+        "bfloat16",
+        ["1.5", "nan", "-inf", "-500.0"],
+    )
+    found = python(text_of(page, "Python"), monkeypatch)["dX"]
+    assert found.dtype.name == "bfloat16"
+    assert found.astype(float).tolist()[::3] == [1.5, -500.0]
+    assert np.isnan(found.astype(float)[1])
+
+
+def test_whole_numbers_keep_their_digits(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "BroadcastGradientArgs")
+    page.get_by_label("A_shape", exact=True).fill("[9007199254740993]")
+    page.get_by_label("B_shape", exact=True).fill("[9007199254740993]")
+    page.get_by_role("button", name="Run").click()
+    expect(panel(page).get_by_role("status")).to_contain_text(
+        "200 in "
+    )  # 9007199254740992 and ...3 would not broadcast
+    assert text_of(page, "curl").count("9007199254740993") == 2
+    assert text_of(page, "Python").count("9007199254740993") == 2
+
+
+@pytest.mark.parametrize("word", ["it's", "$(touch hacked)", "`touch hacked`", "'; touch hacked; '", '"\\', EVIL])
+def test_no_text_leaves_its_quotes(
+    open_page: Open, server: str, faults: Faults, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.statuses = {422}
+    monkeypatch.chdir(tmp_path)
+    page = show(open_page, server, "GRUTraining")
+    page.get_by_label("activations", exact=False).fill(word)
+    run(page, status=422)
+    detail = panel(page).get_by_role("alert").locator("p").inner_text()
+    assert curl(text_of(page, "curl"))["detail"] == detail
+    with pytest.raises(ValueError, match="activations") as raised:
+        python(text_of(page, "Python"), monkeypatch)
+    assert str(raised.value) == detail
+    assert list(tmp_path.iterdir()) == []
+    assert page.locator("img[src=x], main script").count() == 0
+    assert page.title() == "GRUTraining – gradserve"
+
+
+def test_an_error_stands_beside_the_field_that_it_names(open_page: Open, server: str, faults: Faults) -> None:
+    faults.statuses = {422}
+    page = show(open_page, server, "ReluGrad")
+    page.get_by_label("X", exact=True).fill("[1, 2, 3]")
+    run(page, status=422)
+    words = "X has shape [3], but must have the shape of dY, [2, 2]"
+    expect(page.get_by_label("X", exact=True)).to_have_accessible_description(words)
+    expect(page.get_by_label("X", exact=True)).to_have_attribute("aria-invalid", "true")
+    expect(page.get_by_label("dY", exact=True)).not_to_have_attribute("aria-invalid", "true")
+    expect(panel(page).get_by_role("alert")).to_contain_text("Tensor shapes do not fit together")
+    page.get_by_label("X", exact=True).fill("[[1, 2], [3, -4]]")
+    expect(page.get_by_label("X", exact=True)).to_have_accessible_description("")
+    assert run(page) == {"dX": ["1", "-2", "3", "0"]}
+
+
+def test_an_attribute_that_the_server_refuses_is_marked(open_page: Open, server: str, faults: Faults) -> None:
+    faults.statuses = {422}
+    page = show(open_page, server, "LeakyReluGrad")
+    alpha = page.get_by_role("textbox", name="alpha")
+    alpha.fill(EVIL)
+    run(page, status=422)
+    expect(alpha).to_have_attribute("aria-invalid", "true")
+    expect(panel(page).get_by_role("alert")).to_contain_text("alpha: Input should be a valid number")
+    assert page.locator("img[src=x], main script").count() == 0
+
+
+def test_what_is_not_json_is_not_sent(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "SoftmaxGrad")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.get_by_label("Y", exact=True).fill('1, "dY": 2')
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator(".field", has=page.get_by_label("Y", exact=True))).to_contain_text("This is not JSON")
+    expect(page.get_by_role("group", name="curl")).to_have_text("An input is not JSON yet.")
+    expect(page.get_by_role("button", name="Copy curl")).to_be_disabled()
+    page.get_by_label("Y", exact=True).fill("")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator(".field", has=page.get_by_label("Y", exact=True))).to_contain_text("Y is empty")
+    assert asked == []
+
+
+def test_the_example_comes_back(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "TanhGrad")
+    page.get_by_label("Y", exact=True).fill("[1]")
+    page.get_by_role("button", name="Fill in the example").click()
+    assert json.loads(page.get_by_label("Y", exact=True).input_value()) == OPERATORS["TanhGrad"].example["Y"]
+
+
+def test_a_large_answer_is_cut_and_says_so(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "ReluGrad")
+    for name in ("dY", "X"):
+        page.get_by_label(name, exact=True).fill(json.dumps(np.ones((3000, 15)).tolist()))
+    assert len(run(page)["dX"]) == 24 * 12
+    expect(panel(page)).to_contain_text("2976 more rows and 3 more columns are not shown")
+
+
+def test_the_copy_button_copies_the_call(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "ReluGrad", permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy curl").click()
+    expect(page.get_by_role("status").filter(has_text="curl: copied")).to_be_attached()
+    assert page.evaluate("navigator.clipboard.readText()") == page.get_by_role("group", name="curl").text_content()
+
+
+def points(page: Page) -> dict[float, float]:
+    """Return the curve by the table of its points."""
+    cells = page.locator("td[data-x]").evaluate_all("all => all.map(cell => [cell.dataset.x, cell.textContent])")
+    return {float(x): float(y) for x, y in cells}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_curve_is_that_of_the_server(open_page: Open, server: str, name: str, http: httpx.Client) -> None:
+    page = show(open_page, server, name)
+    page.get_by_role("button", name="As numbers").click()
+    shown = points(page)
+    assert len(shown) == 41
+    some = [-5.0, -1.0, 0.0, 0.25, 1.0, 5.0]
+    x = np.array(some)
+    forward = {
+        "LeakyReluGrad": np.where(x > 0, x, 0.01 * x),
+        "SigmoidGrad": 1 / (1 + np.exp(-x)),
+        "TanhGrad": np.tanh(x),
+    }
+    given = {"Y": forward[name]} if name in forward else {"X": x}
+    tensors = {"dY": np.ones_like(x), **given}
+    body = {key: {"dtype": "float64", "data": value.tolist()} for key, value in tensors.items()}
+    answer = http.post(f"/v1/ops/{name}", json=body).raise_for_status().json()["dX"]["data"]
+    np.testing.assert_allclose([shown[each] for each in some], answer, rtol=1e-12, atol=1e-15)
+    page.get_by_role("button", name="As numbers").click()
+    label = page.get_by_role("img", name="dX over X").get_attribute("aria-label")
+    assert f"{float(f'{shown[1.0]:.3g}'):g} at 1" in str(label)
+
+
+def test_the_curve_follows_the_attribute_and_its_slider(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "LeakyReluGrad")
+    page.get_by_role("button", name="As numbers").click()
+    page.get_by_role("textbox", name="alpha").fill("0.5")
+    expect(page.locator('td[data-x="-1"]')).to_have_text("0.5")
+    slider = page.get_by_role("slider", name="alpha")
+    expect(slider).to_have_value("0.5")
+    slider.press("ArrowRight")
+    expect(page.locator('td[data-x="-1"]')).to_have_text("0.51")
+    expect(page.get_by_role("textbox", name="alpha")).to_have_value("0.51")
+    assert "alpha=0.51" in text_of(page, "curl")
+
+
+def test_only_elementwise_gradients_have_a_curve(open_page: Open, server: str) -> None:
+    page = show(open_page, server, "SoftmaxGrad_13")
+    assert page.locator(".curve").count() == 0
+
+
+def test_every_operator_has_its_method_in_the_client(open_page: Open, server: str) -> None:
+    page = open_page(f"{server}#/operators")
+    methods = page.evaluate(
+        "names => import('./page/calls.js').then(({ methodOf }) => names.map(methodOf))", list(OPERATORS)
+    )
+    assert methods == [operator.kernel.__name__ for operator in OPERATORS.values()]
+
+
+def test_an_operator_that_does_not_exist(open_page: Open, server: str) -> None:
+    page = open_page(f"{server}#/operators/{EVIL}")
+    expect(page.get_by_role("alert")).to_contain_text("Operator not found")
+    expect(page.get_by_role("alert")).to_contain_text(EVIL)
+    assert page.locator("img[src=x], main script").count() == 0
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    return file, {"ops": add(file, "ops", ["ops"]), "reader": add(file, "reader", ["buffers:read"])}
+
+
+@pytest.fixture(scope="module")
+def locked(keys: tuple[Path, dict[str, str]]) -> Iterator[str]:
+    with serving(keys=keys[0]) as url:
+        yield url
+
+
+def test_a_call_names_the_key_only_by_its_variable(
+    open_page: Open, locked: str, keys: tuple[Path, dict[str, str]], faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.statuses = {401}
+    key = keys[1]["ops"]
+    page = open_page(f"{locked}#/operators/ReluGrad")
+    page.get_by_label("API key").fill(key)
+    page.keyboard.press("Enter")
+    assert run(page) == {"dX": ["1", "0", "3", "0"]}
+    text = text_of(page, "curl")
+    assert '-H "Authorization: Bearer $GRADSERVE_API_KEY"' in text
+    assert key not in page.content()
+    assert curl(text, GRADSERVE_API_KEY=key)["dX"]["data"] == [[1, 0], [3, 0]]
+    monkeypatch.setenv("GRADSERVE_API_KEY", key)
+    assert python(text_of(page, "Python"), monkeypatch)["dX"].tolist() == [[1, 0], [3, 0]]
+
+
+def test_a_key_without_the_scope_learns_so(
+    open_page: Open, locked: str, keys: tuple[Path, dict[str, str]], faults: Faults
+) -> None:
+    faults.statuses = {401, 403}
+    page = open_page(f"{locked}#/operators")
+    page.get_by_label("API key").fill(keys[1]["reader"])
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("needs ops")
+
+
+def findings(page: Page) -> list[str]:
+    """Return the serious and critical findings of axe."""
+    page.evaluate(AXE.read_text())  # by the debugger, past the page's policy
+    result: dict[str, Any] = page.evaluate("axe.run({ resultTypes: ['violations'] })")
+    serious = [each for each in result["violations"] if each["impact"] in ("serious", "critical")]
+    return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in serious]
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)])
+def test_axe_finds_nothing_serious(
+    open_page: Open, server: str, scheme: Literal["light", "dark"], size: tuple[int, int], faults: Faults
+) -> None:
+    faults.statuses = {422}
+    page = open_page(f"{server}#/operators", size, color_scheme=scheme)
+    expect(page.get_by_role("main").get_by_role("link")).to_have_count(len(OPERATORS))
+    assert findings(page) == []
+    page.goto(f"{server}#/operators/LeakyReluGrad")
+    page.get_by_label("Y", exact=True).fill("[1]")
+    run(page, status=422)
+    assert findings(page) == []
+    page.goto(f"{server}#/operators/GRUGrad")
+    expect(page.get_by_role("heading", level=1)).to_have_text("GRUGrad")
+    page.get_by_role("button", name="Run").click()
+    expect(panel(page).get_by_role("status")).to_contain_text("200 in ")
+    assert findings(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
