@@ -16,7 +16,7 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.changes import Add, Change, Create
 from service.buffers.doctor import examine
-from service.buffers.lmdb import LmdbStore, opened_readonly
+from service.buffers.lmdb import LmdbStore, opened_readonly, value_writer, values
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.memory import MemoryStore
 from service.buffers.perform import Outcome, Request
@@ -59,6 +59,13 @@ def open_memory(
     clock: Callable[[], float], *, max_bytes: int = MAX_BYTES, max_buffers: int = MAX_BUFFERS
 ) -> MemoryStore:
     return MemoryStore(key_seconds=KEY_SECONDS, clock=clock, max_bytes=max_bytes, max_buffers=max_buffers)
+
+
+def shrink_lmdb(patch: pytest.MonkeyPatch) -> None:
+    """Store values of a few elements outside LMDB, in several chunks."""
+    for module in (values, value_writer):
+        patch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK)
+    patch.setattr(value_writer, "INLINE_BYTES", SMALL_CHUNK // 2)
 
 
 def open_postgres(

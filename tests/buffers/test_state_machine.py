@@ -15,17 +15,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
-from service.buffers.lmdb import value_writer, values
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Spec
 from service.buffers.rules import CloseIfDue, SetRules
 from service.buffers.store import Store
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import GradserveError, UnknownBuffer
-from tests.buffers.calls import KEY_SECONDS, PATIENCE, SMALL_CHUNK, Clock, key, open_lmdb, open_memory, wrong
+from tests.buffers.calls import KEY_SECONDS, PATIENCE, Clock, key, open_lmdb, open_memory, shrink_lmdb, wrong
 from tests.buffers.postgres import Schema, shrink
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
@@ -110,7 +109,8 @@ class Buffer:
             "expires_at": self.expires,
             "deadline_at": self.ends,
             "contributors_in": self.names,
-            "missing": None if expected is None else [one for one in expected if one not in self.names],
+            "missing": None,
+            **self.missing(),
         }
 
     def add(self, gradient: Array, weight: float, overwrite: bool, contributor: str | None, now: float) -> bool:
@@ -142,6 +142,11 @@ class Buffer:
     def begin(self) -> None:
         self.epoch, self.count, self.weight, self.value = self.epoch + 1, 0, 0.0, np.zeros_like(self.value)
         self.began, self.names = None, {}
+
+    def missing(self) -> dict[str, Any]:
+        """Return what an error says about who is missing."""
+        expected = self.spec.contributors
+        return {} if expected is None else {"missing": [one for one in expected if one not in self.names]}
 
     def close(self, name: str, by: str) -> dict[str, Any]:
         receipt = {**self.receipt(name, closed=True), "closed_by": by, "contributors": self.names}
@@ -201,6 +206,8 @@ class Model:
                 raise RefusedError("invalid_parameter")
             if buffer.count < change.min_count:
                 raise RefusedError("too_few_gradients")
+            if change.mean and not buffer.weight:
+                raise RefusedError("nothing_to_average")
         if isinstance(change, Add):
             if change.epoch not in (None, buffer.epoch):
                 raise RefusedError("stale_epoch")
@@ -283,6 +290,19 @@ class Sent:
     taken: dict[str, tuple[int, int, Array]]
 
 
+@dataclass
+class Push:
+    """A push that takes several requests, each with a key of its own."""
+
+    requests: list[tuple[list[Change], str]]
+
+
+def mean_of(total: Array, weight: float) -> Array:
+    wide = np.dtype(np.float64 if total.dtype == np.float64 else np.float32)
+    with np.errstate(all="ignore"):
+        return np.asarray(total.astype(wide) / wide.type(weight)).astype(total.dtype)
+
+
 SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (0, 3), (11,)]
 GRADIENT_SHAPES: list[tuple[int, ...]] = [*SHAPES, (1,), (2, 1)]
 TAGS = ['"0-0"', '"0-1"', '"1-1"', '"1-2"']
@@ -303,21 +323,20 @@ specs = st.builds(
     st.sampled_from([1, 2]),
     st.sampled_from([None, None, None, 5.0]),
 )
-contributors = st.sampled_from([None, None, "x", "y", "z"])
-rules = st.dictionaries(
-    st.sampled_from(["quorum", "ttl_seconds", "deadline_seconds", "min_count", "quorum_weight", "contributors"]),
-    st.integers(0, 1),
-    min_size=1,
-    max_size=2,
-).map(lambda drawn: {name: RULES[name][place] for name, place in drawn.items()})
-RULES: dict[str, tuple[Any, Any]] = {
-    "quorum": (None, 2),
-    "ttl_seconds": (None, 15.0),
-    "deadline_seconds": (None, 15.0),
-    "min_count": (1, 2),
-    "quorum_weight": (None, 1.5),
-    "contributors": (None, ("z",)),
+contributors = st.sampled_from([None, "x", "x", "y", "z"])
+RULES: dict[str, list[Any]] = {
+    "quorum": [None, 1, 2, 3],
+    "ttl_seconds": [None, 15.0],
+    "deadline_seconds": [None, 1.0, 15.0],
+    "min_count": [1, 2],
+    "quorum_weight": [None, 0.5, 1.5],
+    "contributors": [None, ("z",)],
+    "per_contributor": [1, 2],
+    "max_norm": [None, 5.0],
 }
+rules = st.lists(st.sampled_from(sorted(RULES)), min_size=1, max_size=3, unique=True).flatmap(
+    lambda drawn: st.fixed_dictionaries({name: st.sampled_from(RULES[name]) for name in drawn})
+)
 names = st.sampled_from(NAMED)
 
 
@@ -330,6 +349,7 @@ def gradients(draw: st.DrawFn) -> Array:
         return np.asarray(random.choice(numbers, shape), draw(st.sampled_from(FLOAT_DTYPES)))
 
 
+matches = st.one_of(st.none(), st.none(), st.frozensets(st.sampled_from(TAGS), min_size=1))
 adds = st.builds(
     Add,
     name=names,
@@ -340,17 +360,21 @@ adds = st.builds(
     epoch=st.sampled_from([None, None, None, 0, 1]),
     want_value=st.booleans(),
     contributor=contributors,
-    match=st.one_of(st.none(), st.none(), st.frozensets(st.sampled_from(TAGS), min_size=1)),
+    match=matches,
 )
 changes: dict[str, st.SearchStrategy[Change]] = {
     "create": st.builds(Create, name=names, spec=specs),
     "add": adds,
     "zero": st.builds(Zero, name=names),
     "take": st.builds(
-        Take, name=names, min_count=st.sampled_from([0, 0, 1, 2]), epoch=st.sampled_from([None, None, 0, 1])
+        Take,
+        name=names,
+        min_count=st.sampled_from([0, 0, 1, 2]),
+        epoch=st.sampled_from([None, None, 0, 1]),
+        mean=st.booleans(),
     ),
     "delete": st.builds(Delete, name=names),
-    "set rules": st.builds(SetRules, name=names, rules=rules),
+    "set rules": st.builds(SetRules, name=names, rules=rules, match=matches),
 }
 many = st.lists(
     st.one_of(adds, adds, changes["take"], changes["zero"], changes["create"], changes["set rules"]),
@@ -359,6 +383,8 @@ many = st.lists(
     unique_by=lambda change: change.name,
 )
 keyed = st.sampled_from([False, False, True])
+aims = st.sampled_from([0, 0, 0, 1, 2, None])
+"""Which of the buffers that exist a change is for; None for any name."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -370,6 +396,7 @@ class Machine(RuleBasedStateMachine):
         self.model = Model(self.clock)
         self.store = self.open()
         self.sent: list[Sent] = []
+        self.pushes: list[Push] = []
         self.requests = 0
 
     def new_clock(self) -> Clock:
@@ -381,6 +408,10 @@ class Machine(RuleBasedStateMachine):
     def told(self, changes: list[Change], receipts: dict[str, Any]) -> dict[str, Any]:
         """Return the receipts that the answer to these changes has."""
         return receipts
+
+    def shown(self, change: Change, total: Array, weight: float) -> Array:
+        """Return what the answer to this change has of a sum."""
+        return total
 
     def teardown(self) -> None:
         self.store.close()
@@ -406,6 +437,9 @@ class Machine(RuleBasedStateMachine):
             assert got == done
             return
         receipts, values = done
+        for change in changes:
+            if change.name in values:
+                values[change.name] = self.shown(change, values[change.name], receipts[change.name]["weight"])
         assert isinstance(got, Outcome), got
         assert not got.replayed
         assert got.receipts == self.told(changes, receipts)
@@ -424,33 +458,58 @@ class Machine(RuleBasedStateMachine):
             if not any(isinstance(change, Add) and change.want_value for change in changes):
                 self.sent.append(Sent(changes, text, self.clock.now, receipts, added, taken))
 
+    @initialize(several=st.lists(changes["create"], min_size=1, max_size=3, unique_by=lambda change: change.name))
+    def create_some(self, several: list[Change]) -> None:
+        self.make(several, False)
+
+    def aimed(self, change: Change, at: int | None) -> Change:
+        """Return the change for one of the buffers that exist: those with an open epoch come first."""
+        alive = self.model.alive()
+        several = sorted(alive, key=lambda name: not alive[name].count)
+        return change if at is None or not alive else replace(change, name=several[at % len(several)])
+
+    def fitting(self, data: st.DataObject, name: str) -> Array:
+        """Draw a gradient that fits the buffer."""
+        shapes = [shape for shape in GRADIENT_SHAPES if _fits(shape, self.model.buffers[name].spec.shape)]
+        random = np.random.default_rng(data.draw(st.integers(0, 999)))
+        gradient = random.normal(scale=data.draw(st.sampled_from([1, 1, 9])), size=data.draw(st.sampled_from(shapes)))
+        return np.asarray(gradient, data.draw(st.sampled_from(FLOAT_DTYPES)))
+
     @rule(change=changes["create"], with_key=keyed)
     def create(self, change: Change, with_key: bool) -> None:
         self.make([change], with_key)
 
-    @rule(change=adds, with_key=keyed)
-    def add(self, change: Change, with_key: bool) -> None:
-        self.make([change], with_key)
+    @rule(change=adds, at=aims, with_key=keyed)
+    def add(self, change: Change, at: int | None, with_key: bool) -> None:
+        self.make([self.aimed(change, at)], with_key)
 
     @rule(data=st.data())
     @precondition(lambda self: self.model.alive())
     def add_what_fits(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(list(self.model.alive())))
-        spec = self.model.buffers[name].spec
-        fitting = [shape for shape in GRADIENT_SHAPES if _fits(shape, spec.shape)]
-        random = np.random.default_rng(data.draw(st.integers(0, 999)))
-        gradient = random.normal(size=data.draw(st.sampled_from(fitting)))
-        dtype = data.draw(st.sampled_from(FLOAT_DTYPES))
         weight, overwrite = data.draw(st.sampled_from([1.0, 1.0, 0.7, 0.0])), data.draw(st.integers(0, 4)) == 4
-        who = data.draw(contributors)
-        change = Add(
-            name=name, gradient=np.asarray(gradient, dtype), weight=weight, overwrite=overwrite, contributor=who
-        )
+        who = data.draw(st.one_of(contributors, st.sampled_from([*self.model.buffers[name].names, None])))
+        gradient = self.fitting(data, name)
+        change = Add(name=name, gradient=gradient, weight=weight, overwrite=overwrite, contributor=who)
         self.make([change], data.draw(keyed))
 
-    @rule(change=changes["set rules"], with_key=keyed)
-    def set_rules(self, change: Change, with_key: bool) -> None:
-        self.make([change], with_key)
+    @rule(change=changes["set rules"], at=aims, with_key=keyed)
+    def set_rules(self, change: Change, at: int | None, with_key: bool) -> None:
+        self.make([self.aimed(change, at)], with_key)
+
+    @rule(data=st.data(), with_key=keyed)
+    @precondition(lambda self: any(one.count for one in self.model.alive().values()))
+    def set_rules_of_an_open_epoch(self, data: st.DataObject, with_key: bool) -> None:
+        """Set rules that the epoch fulfils already, or another deadline."""
+        name = data.draw(st.sampled_from([name for name, one in self.model.alive().items() if one.count]))
+        buffer = self.model.buffers[name]
+        choices: list[dict[str, Any]] = [{"deadline_seconds": seconds} for seconds in (15.0, 20.0, None)]
+        choices += [{"deadline_seconds": 1.0, "min_count": 2}, {"quorum": buffer.count}]
+        if buffer.weight > 0:
+            choices.append({"quorum_weight": buffer.weight})
+        if buffer.began is not None and buffer.began < self.clock.now:
+            choices.append({"deadline_seconds": self.clock.now - buffer.began, "min_count": 1})
+        self.make([SetRules(name=name, rules=data.draw(st.sampled_from(choices)))], with_key)
 
     @rule()
     def close_what_is_due(self) -> None:
@@ -463,13 +522,13 @@ class Machine(RuleBasedStateMachine):
         now = self.clock.now
         return {record.name for record in self.store.records() if record.due is not None and record.due <= now}
 
-    @rule(change=changes["zero"], with_key=keyed)
-    def zero(self, change: Change, with_key: bool) -> None:
-        self.make([change], with_key)
+    @rule(change=changes["zero"], at=aims, with_key=keyed)
+    def zero(self, change: Change, at: int | None, with_key: bool) -> None:
+        self.make([self.aimed(change, at)], with_key)
 
-    @rule(change=changes["take"], with_key=keyed)
-    def take(self, change: Change, with_key: bool) -> None:
-        self.make([change], with_key)
+    @rule(change=changes["take"], at=aims, with_key=keyed)
+    def take(self, change: Change, at: int | None, with_key: bool) -> None:
+        self.make([self.aimed(change, at)], with_key)
 
     @rule(change=changes["delete"], with_key=keyed)
     def delete(self, change: Change, with_key: bool) -> None:
@@ -479,14 +538,53 @@ class Machine(RuleBasedStateMachine):
     def change_many(self, several: list[Change], with_key: bool) -> None:
         self.make(several, with_key)
 
-    @rule(seconds=st.sampled_from([1, 7, 8, 15, 39, 40, 41, int(KEY_SECONDS) - 30, int(KEY_SECONDS)]))
+    @rule(seconds=st.sampled_from([1, 2, 7, 8, 15, 15, 39, 40, 41, int(KEY_SECONDS) - 30, int(KEY_SECONDS)]))
     def let_time_pass(self, seconds: int) -> None:
         self.clock.advance(seconds)
 
     @rule(data=st.data())
+    @precondition(lambda self: any(one.ends is not None for one in self.model.alive().values()))
+    def let_a_deadline_pass(self, data: st.DataObject) -> None:
+        """Go on to the very moment, or to just before."""
+        ends = [one.ends for one in self.model.alive().values() if one.ends is not None]
+        moment = data.draw(st.sampled_from(ends)) - data.draw(st.sampled_from([0, 0, 0.25]))
+        self.clock.advance(max(0.0, moment - self.clock.now))
+
+    @rule(data=st.data(), whole=st.booleans())
+    @precondition(lambda self: len(self.model.alive()) > 1)
+    def push_in_parts(self, data: st.DataObject, whole: bool) -> None:
+        """Send some requests of a push. Its client dies between two of them, unless it sends the whole push."""
+        alive = self.model.alive()
+        several = data.draw(st.lists(st.sampled_from([*alive]), min_size=2, max_size=3, unique=True), label="names")
+        rest = {"weight": data.draw(st.sampled_from([1.0, 0.5, 0.0])), "contributor": data.draw(contributors)}
+        push = Push([])
+        for part in (several[:1], several[1:]):
+            epoch = data.draw(st.sampled_from([None, alive[part[0]].epoch]))
+            drawn = [Add(name=name, gradient=self.fitting(data, name), epoch=epoch, **rest) for name in part]
+            drawn.sort(key=lambda add: -cast(Array, add.gradient).itemsize)  # the order of the tensors in a body
+            self.requests += 1
+            push.requests.append(([*drawn], f"key {self.requests}"))
+        self.pushes.append(push)
+        for changes, text in push.requests[: 2 if whole else 1]:
+            self.expect(changes, text)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.pushes)
+    def go_on_with_a_push(self, data: st.DataObject) -> None:
+        """Send all requests of a push with their keys: those that were made before count no more."""
+        for changes, text in data.draw(st.sampled_from(self.pushes), label="push").requests:
+            made = [sent for sent in self.sent if sent.text == text]
+            if made:
+                self.repeat(made[0])
+            else:
+                self.expect(changes, text)
+
+    @rule(data=st.data())
     @precondition(lambda self: self.sent)
     def send_again(self, data: st.DataObject) -> None:
-        sent = data.draw(st.sampled_from(self.sent), label="sent")
+        self.repeat(data.draw(st.sampled_from(self.sent), label="sent"))
+
+    def repeat(self, sent: Sent) -> None:
         if sent.at + KEY_SECONDS <= self.clock.now:
             self.sent.remove(sent)
             self.expect(sent.changes, sent.text)
@@ -525,6 +623,9 @@ class Machine(RuleBasedStateMachine):
                 self.store.read([name], epoch)
             early = "unknown_buffer" if buffer is None else "epoch_open"
             assert caught.value.code == ("epoch_gone" if buffer and epoch < buffer.epoch else early)
+            if buffer is not None and epoch >= buffer.epoch:
+                at = {"buffer": name, "epoch": buffer.epoch, "count": buffer.count}
+                assert caught.value.context == {**at, **buffer.missing()}
             return
         (snapshot,) = self.store.read([name], epoch)
         receipt, array = buffer.epochs[epoch]
@@ -569,9 +670,7 @@ class MemoryMachine(Machine):
 class LmdbMachine(Machine):
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        for module in (values, value_writer):
-            self.patch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK)
-        self.patch.setattr(value_writer, "INLINE_BYTES", SMALL_CHUNK // 2)
+        shrink_lmdb(self.patch)
         self.directory = tempfile.TemporaryDirectory()
         super().__init__()
 
@@ -651,7 +750,7 @@ SOME = settings(
 )
 
 TestMemory = MemoryMachine.TestCase
-TestMemory.settings = SOME
+TestMemory.settings = settings(SOME, max_examples=50 * FUZZ, stateful_step_count=50)  # it is the quickest
 TestLmdb = LmdbMachine.TestCase
 TestLmdb.settings = SOME
 TestPostgres = PostgresMachine.TestCase

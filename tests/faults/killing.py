@@ -1,7 +1,7 @@
 """A server that kills itself within a commit: python -m tests.faults.killing serve.
 
 GRADSERVE_TEST_KILL names a file. Once the file exists, it holds a point of `service.buffers.failpoints` and the
-number of hits from then until the kill.
+number of hits from then until the kill. The process that dies renames the file, so that no other process dies.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ from pathlib import Path
 from service import __main__
 from service.buffers import failpoints
 
+order = Path(os.environ["GRADSERVE_TEST_KILL"])
+times: Counter[str] = Counter()
 
-def main() -> int:
-    order = Path(os.environ["GRADSERVE_TEST_KILL"])
-    times: Counter[str] = Counter()
 
-    def kill(point: str) -> None:
-        wanted, _, number = order.read_text().partition(":") if order.exists() else ("", "", "")
-        if number:  # the test has written all of it
-            times[point] += 1
-            if point == wanted and times[point] >= int(number):
-                os.kill(os.getpid(), signal.SIGKILL)
+def kill(point: str) -> None:
+    try:
+        wanted, _, number = order.read_text().partition(":")
+    except FileNotFoundError:
+        times.clear()
+        return
+    if number:  # the test has written all of it
+        times[point] += 1
+        if point == wanted and times[point] >= int(number):
+            try:
+                order.rename(order.with_suffix(".done"))
+            except FileNotFoundError:
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    failpoints.action = kill
-    return __main__.main()
 
+failpoints.action = kill  # in the worker processes, too, which import this module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(__main__.main())

@@ -1,31 +1,35 @@
-"""A server over PostgreSQL whose store is like those of the state machine: python -m tests.faults.modelled serve.
+"""A server whose store is like those of the state machine: python -m tests.faults.modelled serve.
 
-It stages gradients of a few elements, and folds often. GRADSERVE_TEST_CLOCK may name a file with the time of its store.
+It cuts values of a few elements into chunks, and folds often. GRADSERVE_TEST_CLOCK may name a file with the time of its
+store.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service import __main__
-from service.buffers import postgres
-from tests.buffers.calls import KEY_SECONDS
+from service.buffers import postgres, url
+from service.buffers.store import Store
+from tests.buffers.calls import KEY_SECONDS, shrink_lmdb
 from tests.buffers.postgres import shrink
 
 
 def main() -> int:
-    file, store, patch = os.environ.get("GRADSERVE_TEST_CLOCK"), postgres.PostgresStore, pytest.MonkeyPatch()
+    file, patch = os.environ.get("GRADSERVE_TEST_CLOCK"), pytest.MonkeyPatch()
     clock = file and (lambda: float(Path(file).read_text()))
 
-    def open_store(url: str, **options: Any) -> postgres.PostgresStore:
-        return store(url, **{**options, "key_seconds": KEY_SECONDS, "clock": clock})
+    def opening(store: Callable[..., Store]) -> Callable[..., Store]:
+        return lambda *place, **options: store(*place, **{**options, "key_seconds": KEY_SECONDS, "clock": clock})
 
-    patch.setattr(postgres, "PostgresStore", open_store)
+    for module, name in ((postgres, "PostgresStore"), (url, "LmdbStore"), (url, "MemoryStore")):
+        patch.setattr(module, name, opening(getattr(module, name)))
+    shrink_lmdb(patch)
     shrink(patch)
     return __main__.main()
 

@@ -25,6 +25,8 @@ from tests.faults.servers import PATIENCE, SAFETENSORS
 BUFFERS = "/v1/buffers"
 TO_JSON = {"Accept": "application/json"}
 ERRORS = {each.code: each for each in tree()}
+PROBLEM = {"type", "title", "status", "detail", "code"}
+"""The members of every problem."""
 
 
 @dataclass
@@ -91,6 +93,10 @@ class Remote:
         receipts, values = contents(answer, names)
         return [Found(name, receipts[name], values[name]) for name in names]
 
+    def mean(self, name: str, epoch: int) -> Array:
+        answer = self._send("GET", f"/{name}/value", params={"epoch": epoch, "reduce": "mean"})
+        return contents(answer, [name])[1][name]
+
     def records(self, prefix: str = "", after: str = "", limit: int = 1000) -> list[Found]:
         query = {"prefix": prefix, "cursor": after, "limit": max(limit, 1)}
         found = self._send("GET", "", params=query, headers=TO_JSON).json()["buffers"]
@@ -105,10 +111,14 @@ class Remote:
         if first.match is not None:
             headers["If-Match"] = ", ".join(sorted(first.match))
         path = f"/{first.name}" if len(changes) == 1 else ""
-        if isinstance(first, Create):
+        if isinstance(first, Create) and len(changes) > 1:
+            new = {change.name: change.spec.as_json() for change in changes if isinstance(change, Create)}
+            answer = self._send("POST", "/create", headers=headers | TO_JSON, json={"buffers": new})
+            receipts, values = answer.json()["buffers"], dict[str, Array]()
+        elif isinstance(first, Create):
             answer = self._send("PUT", path, headers=headers | TO_JSON, json=first.spec.as_json())
             receipts = {first.name: {**answer.json(), "created": answer.status_code == 201}}
-            values = dict[str, Array]()
+            values = {}
         elif isinstance(first, SetRules):
             answer = self._send("PATCH", path, headers=headers | TO_JSON, json=dict(first.rules))
             receipts, values = {first.name: answer.json()}, {}
@@ -131,7 +141,7 @@ class Remote:
             return self._send("POST", f"{path}/accumulate", params=_query(first), **sent)
         named: dict[str, Any] = {} if path else {"json": {"names": [change.name for change in changes]}}
         if isinstance(first, Take):
-            query = {"min_count": first.min_count, **_epoch(first)}
+            query = {"min_count": first.min_count, "reduce": "mean" if first.mean else "sum", **_epoch(first)}
             return self._send("POST", f"{path}/take", params=query, headers=headers, **named)
         return self._send("POST", f"{path}/zero", headers=headers, **named)
 
@@ -139,7 +149,9 @@ class Remote:
         """Return an answer of the next server. Raise the error that it names."""
         answer = self._clients[next(self.turns)].request(method, f"{BUFFERS}{path}", **rest)
         if answer.is_error:
-            raise ERRORS[answer.json()["code"]](answer.text)
+            members = answer.json()
+            context = {name: value for name, value in members.items() if name not in PROBLEM}
+            raise ERRORS[members["code"]](answer.text, **context)
         return answer
 
 

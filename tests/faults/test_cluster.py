@@ -46,7 +46,6 @@ def test_kills_at_points_of_a_commit(database: Cluster, tmp_path: Path) -> None:
         for number in range(60 if LONG else 3):
             order.write_text(f"{['staged', 'made', 'committed'][number % 3]}:{1 + number // 3 % 3}")
             wait(lambda: mortal.process.poll() is not None, "the server does not die")
-            order.unlink()
             load.check()
             mortal.kill()
             mortal.start()

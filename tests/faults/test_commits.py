@@ -98,7 +98,6 @@ def test_a_kill_leaves_each_add_whole_or_absent(
             for running in [threads.submit(one.run, server.url) for one in adders]:
                 running.result(PATIENCE)
             assert server.ended()[0] == -9
-            order.unlink()
             server.start()
             fresh = [now - then for now, then in zip(rows(client, names), before, strict=True)]
             for one, found in zip(adders, fresh, strict=True):
@@ -128,7 +127,6 @@ def test_a_kill_leaves_a_take_whole_or_absent(server: Server, order: Path) -> No
             with pytest.raises(httpx.TransportError):
                 client.once("POST", "/v1/buffers/take", **take)
             assert server.ended()[0] == -9
-            order.unlink()
             server.start()
             assert {client.metadata(name)["epoch"] for name in NAMES} == {epoch + (point == "committed")}
             answers = [client.send("POST", "/v1/buffers/take", **take) for _ in range(2)]

@@ -3,75 +3,98 @@
 from __future__ import annotations
 
 import random
-import threading
+import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from tests.faults.servers import LONG, PATIENCE, Client, Server, new_key
+from tests.faults.cluster import Balanced, replicas
+from tests.faults.epochs import running
+from tests.faults.servers import LONG, Client, Server, moments
+from tests.faults.test_cluster_sums import faults
+from tests.postgres import Cluster, cluster
 
 KILLS = 40 if LONG else 2
 
 DEADLINE = 0.15
 """Seconds of a deadline: the server is killed before it, at it, and after it."""
 
-CLIENTS = 3
+SETTLING_SECONDS = 1.0
+"""Seconds without faults in the end: epochs end by their deadlines and by their quorums."""
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[Cluster]:
+    with cluster() as made:
+        yield made
+
+
+def honour(client: Client, prefix: str, chance: random.Random, crash: Callable[[], object]) -> None:
+    """Check that each epoch closes once if a crash comes before its deadline, or while it closes."""
+    names = [f"{prefix}.{number}" for number in range(20)]
+    for name in names:
+        client.create(name, (2,), deadline_seconds=DEADLINE, quorum=9)
+    client.add_many({name: np.array([1.0, 2.0]) for name in names})
+    time.sleep(chance.uniform(0, 1.3 * DEADLINE))
+    crash()
+    for name in names:
+        receipt = client.done("GET", f"/v1/buffers/{name}", params={"epoch": 0, "timeout": 30})
+        assert (receipt["closed_by"], receipt["count"], receipt["version"]) == ("deadline", 1, 2)
+        known = client.metadata(name)
+        assert (known["epoch"], known["version"], known["closed_epochs"]) == (1, 2, [0])
+        assert client.value(name, epoch=0).tolist() == [1, 2]
 
 
 def test_a_deadline_is_honoured_after_a_kill(tmp_path: Path) -> None:
-    """Whether the server dies before the deadline, or while it closes the epochs."""
     chance = random.Random(1)
     with Server(tmp_path / "store") as server, Client(server.url) as client:
-        for kill in range(KILLS):
-            names = [f"b{kill}.{number}" for number in range(20)]
-            for name in names:
-                client.create(name, (2,), deadline_seconds=DEADLINE, quorum=9)
-            client.add_many({name: np.array([1.0, kill]) for name in names})
-            time.sleep(chance.uniform(0, 1.3 * DEADLINE))
+
+        def crash() -> None:
             server.kill()
             server.start()
-            for name in names:
-                receipt = client.done("GET", f"/v1/buffers/{name}", params={"epoch": 0, "timeout": 30})
-                assert (receipt["closed_by"], receipt["count"], receipt["version"]) == ("deadline", 1, 2)
-                known = client.metadata(name)
-                assert (known["epoch"], known["version"], known["closed_epochs"]) == (1, 2, [0])
-                assert client.value(name, epoch=0).tolist() == [1, kill]
+
+        for kill in range(KILLS):
+            honour(client, f"b{kill}", chance, crash)
 
 
-def test_two_processes_close_each_epoch_once(tmp_path: Path) -> None:
-    """Clients add all the time, workers are killed: the epochs follow each other, and lose nothing."""
-    chance, stop = random.Random(2), threading.Event()
-    with (
-        Server(tmp_path / "store", workers=2) as server,
-        Client(server.url) as client,
-        ThreadPoolExecutor(CLIENTS) as threads,
-    ):
-        client.create("b", (1,), deadline_seconds=DEADLINE / 3, keep=1000)
+def test_a_deadline_is_honoured_after_a_crash_of_the_database(database: Cluster, tmp_path: Path) -> None:
+    """The server lives, or dies, too."""
+    chance = random.Random(3)
+    with replicas(1, tmp_path, database.url) as (server,), Client(server.url) as client:
 
-        def add() -> int:
-            count = 0
-            with Client(server.url) as own:
-                while not stop.is_set():
-                    own.add("b", np.ones(1), key=new_key())
-                    count += 1
-                    time.sleep(0.01)
-            return count
+        def crash() -> None:
+            database.stop(signal.SIGKILL)
+            if chance.random() < 0.5:
+                server.kill()
+                server.launch()
+            database.start()
 
-        running = [threads.submit(add) for _ in range(CLIENTS)]
-        for _ in range(KILLS):
-            time.sleep(0.4)
-            server.kill_a_worker(chance)
-        stop.set()
-        adds = sum(one.result(PATIENCE) for one in running)
-        last = client.metadata("b")["epoch"]
-        if client.metadata("b")["count"]:
-            client.done("GET", "/v1/buffers/b", params={"epoch": last, "timeout": 30})
-        known = client.metadata("b")
-        receipts = [client.done("GET", "/v1/buffers/b", params={"epoch": epoch}) for epoch in known["closed_epochs"]]
-        assert known["closed_epochs"] == [*range(known["epoch"])]
-        assert {receipt["closed_by"] for receipt in receipts} == {"deadline"}
-        assert sum(receipt["count"] for receipt in receipts) == adds
-        assert known["version"] == adds + known["epoch"]
-        assert sum(client.value("b", epoch=epoch)[0] for epoch in known["closed_epochs"]) == adds
+        for kill in range(KILLS):
+            honour(client, f"b{kill}", chance, crash)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_epochs_end_once_while_servers_die(workers: int, tmp_path: Path) -> None:
+    chance = random.Random(workers)
+    with Server(tmp_path / "store", workers=workers) as server, running(lambda: Client(server.url)):
+        for _ in moments(chance, KILLS, 0.2, 0.8):
+            if workers > 1 and chance.random() < 0.7:
+                server.kill_a_worker(chance)
+            else:
+                server.kill()
+                server.start()
+        time.sleep(SETTLING_SECONDS)
+
+
+def test_epochs_end_once_while_replicas_and_their_database_die(database: Cluster, tmp_path: Path) -> None:
+    chance = random.Random(4)
+    with replicas(2, tmp_path, database.url) as servers:
+        ways = faults(database, servers)
+        with running(partial(Balanced, [server.url for server in servers])):
+            for number in moments(chance, max(KILLS, len(ways)), 0.2, 0.8):
+                ways[number % len(ways)]()
+            time.sleep(SETTLING_SECONDS)

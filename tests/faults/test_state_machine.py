@@ -1,15 +1,17 @@
-"""Two servers that share a PostgreSQL answer random requests over HTTP as a plain model does.
+"""Servers answer random requests over HTTP as a plain model does: over PostgreSQL, over LMDB, and in memory.
 
-Hypothesis says which server gets which request. `make fuzz` makes more requests.
+Two servers share a store, and Hypothesis says which of them gets which request. `make fuzz` makes more requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, ClassVar, cast
+from unittest import TestCase
 
 import httpx
 import pytest
@@ -17,17 +19,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from service.buffers.changes import Add, Change, Delete
+from service.buffers.changes import Add, Change, Create, Delete, Take
 from service.buffers.store import Store
+from service.dtypes import Array
+from service.errors import NothingToAverage
 from tests.buffers import test_state_machine as machine
-from tests.buffers.calls import KEY_SECONDS, Clock
+from tests.buffers.calls import KEY_SECONDS, MAX_BYTES, Clock, shrink_lmdb, wrong
 from tests.buffers.postgres import Schema
 from tests.faults.cluster import replicas
 from tests.faults.remote import Remote
-from tests.faults.servers import LONG
+from tests.faults.servers import LONG, Server
+from tests.kernels.equality import assert_same_bits
 from tests.serving import delete_buffers
 
 REPLICAS = 2
+
+OWN: dict[str, Any] = {"module": "tests.faults.modelled", "max_buffers": machine.MOST_BUFFERS}
+"""What the servers of the machines have of their own."""
 
 
 class FileClock(Clock):
@@ -50,8 +58,11 @@ class FileClock(Clock):
 @st.composite
 def alike(draw: st.DrawFn) -> list[Change]:
     """Draw changes of several buffers that are one request over HTTP, in the order of its tensors."""
-    first = draw(st.one_of(machine.adds, machine.adds, machine.changes["take"], machine.changes["zero"]))
+    of_kinds = ("take", "zero", "create")
+    first = draw(st.one_of(machine.adds, machine.adds, *[machine.changes[kind] for kind in of_kinds]))
     names = draw(st.lists(machine.names, min_size=2, max_size=3, unique=True))
+    if isinstance(first, Create):
+        return [replace(first, name=name, spec=draw(machine.specs)) for name in names]
     if not isinstance(first, Add):
         return [replace(first, name=name) for name in names]
     gradients = sorted((draw(machine.gradients()) for _ in names), key=lambda gradient: -gradient.itemsize)
@@ -62,6 +73,8 @@ def alike(draw: st.DrawFn) -> list[Change]:
 
 
 class HttpMachine(machine.Machine):
+    """The machine of servers, which `serving` starts for all of its runs."""
+
     urls: ClassVar[list[str]]
     clock_file: ClassVar[Path]
 
@@ -76,31 +89,92 @@ class HttpMachine(machine.Machine):
 
     @initialize(turns=st.lists(st.integers(0, REPLICAS - 1), min_size=1, max_size=20))
     def begin(self, turns: list[int]) -> None:
-        self.remote.turns = cycle(turns)
+        self.remote.turns = cycle([turn % len(self.urls) for turn in turns])
 
     def told(self, changes: list[Change], receipts: dict[str, Any]) -> dict[str, Any]:
         return {} if isinstance(changes[0], Delete) else receipts
+
+    def shown(self, change: Change, total: Array, weight: float) -> Array:
+        return machine.mean_of(total, weight) if isinstance(change, Take) and change.mean else total
 
     @rule(several=alike(), with_key=machine.keyed)
     def change_many(self, several: list[Change], with_key: bool) -> None:
         self.make(several, with_key)
 
+    @rule(name=machine.names, epoch=st.integers(0, 4))
+    def read_mean(self, name: str, epoch: int) -> None:
+        buffer = self.model.alive().get(name)
+        if buffer is None or epoch not in buffer.epochs:
+            return
+        receipt, total = buffer.epochs[epoch]
+        if receipt["weight"]:
+            assert_same_bits(self.remote.mean(name, epoch), machine.mean_of(total, receipt["weight"]))
+            return
+        with pytest.raises(NothingToAverage) as caught:
+            self.remote.mean(name, epoch)
+        assert caught.value.context == {"buffer": name, "receipt": {**receipt, "updated": False}}
 
-@pytest.fixture(scope="module", autouse=True)
-def servers(postgres_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Start the servers of the machine. In the end nothing may be left in the database that no buffer has."""
-    place, schema = tmp_path_factory.mktemp("machine"), Schema(postgres_url)
-    HttpMachine.clock_file = place / "clock"
-    FileClock(HttpMachine.clock_file)
+    @classmethod
+    @contextmanager
+    def serving(cls, place: Path, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+        raise NotImplementedError
+
+
+class PostgresMachine(HttpMachine):
+    @classmethod
+    @contextmanager
+    def serving(cls, place: Path, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+        """Start the servers. In the end nothing may be left in the database that no buffer has."""
+        url: str = request.getfixturevalue("postgres_url")
+        schema = Schema(url)
+        with replicas(REPLICAS, place, url, postgres_schema=schema.name, **OWN) as servers:
+            yield servers
+        assert schema.faults() == []
+        schema.drop()
+
+
+class LmdbMachine(HttpMachine):
+    @classmethod
+    @contextmanager
+    def serving(cls, place: Path, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+        """Start the servers. In the end nothing may be left on the disk that no buffer has."""
+        store, own = place / "store", {"store_bytes": MAX_BYTES, **OWN}
+        with Server(store, **own) as first, Server(store, log=place / "second.log", **own) as second:
+            yield [first, second]
+        with pytest.MonkeyPatch.context() as patch:
+            shrink_lmdb(patch)  # the doctor knows chunks of the servers' size only
+            assert wrong(store) == []
+
+
+class MemoryMachine(HttpMachine):
+    @classmethod
+    @contextmanager
+    def serving(cls, place: Path, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+        with Server(place / "none", store="memory:", **OWN) as server:
+            yield [server]
+
+
+@pytest.fixture(scope="class", autouse=True)
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start the servers of a machine."""
+    place, kind = tmp_path_factory.mktemp("machine"), request.cls.kind
+    kind.clock_file = place / "clock"
+    FileClock(kind.clock_file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRADSERVE_TEST_CLOCK", str(HttpMachine.clock_file))
-        own = {"module": "tests.faults.modelled", "postgres_schema": schema.name, "max_buffers": machine.MOST_BUFFERS}
-        with replicas(REPLICAS, place, postgres_url, **own) as running:
-            HttpMachine.urls = [server.url for server in running]
+        patch.setenv("GRADSERVE_TEST_CLOCK", str(kind.clock_file))
+        with kind.serving(place, request) as running:
+            kind.urls = [server.url for server in running]
             yield
-    assert schema.faults() == []
-    schema.drop()
 
 
-TestHttp = HttpMachine.TestCase
-TestHttp.settings = settings(machine.SOME, max_examples=max(500 * LONG, 10 * machine.FUZZ))
+def case_of(kind: type[HttpMachine]) -> type[TestCase]:
+    """Return the test case of a machine."""
+    case: Any = kind.TestCase
+    case.kind = kind
+    case.settings = settings(machine.SOME, max_examples=max(500 * LONG, 10 * machine.FUZZ))
+    return cast(type[TestCase], case)
+
+
+TestPostgres = case_of(PostgresMachine)
+TestLmdb = case_of(LmdbMachine)
+TestMemory = case_of(MemoryMachine)

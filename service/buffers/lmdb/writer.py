@@ -266,6 +266,8 @@ class Writer:
                     changes.forget_keys(most)
                     changes.remove_expired(now, min(most, MOST_EXPIRED))
                     changes.finish(now)
+                    failpoints.hit("before commit")
+                failpoints.hit("committed")
                 return changes.writes > 0
             except lmdb.MapFullError:
                 continue

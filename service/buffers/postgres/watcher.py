@@ -21,6 +21,9 @@ COALESCE_SECONDS = 0.01
 PAUSE_SECONDS = 0.2
 """The pause before a lost connection is opened again."""
 
+CLOSING_SECONDS = 1.0
+"""How long `close` waits for each thread: a silent database would hold it for 30 seconds, or for 40 as it connects."""
+
 _NOTIFY = Statement("select pg_notify($1, '')", text)
 
 
@@ -48,10 +51,11 @@ class Watcher:
         self._told.set()
 
     def close(self) -> None:
+        """End the threads. One that waits for a silent database ends by itself: it has nothing to finish."""
         self._closed = True
         self._told.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(CLOSING_SECONDS)
 
     def _keep(self, work: Callable[[Connection], None]) -> None:
         """Do the work on a connection, and on a new connection whenever that is lost."""
