@@ -1,4 +1,4 @@
-"""The server of an example: the server at `--url`, or a new server."""
+"""The server of an example: the server at `--url`, the server of `make run`, or a new server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ from pathlib import Path
 from gradserve_client import Client
 
 ROOT = Path(__file__).resolve().parents[1]
+RUNNING = "http://127.0.0.1:8000"
+"""Where `make run` serves."""
+
 START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
 
 @contextmanager
 def server(url: str | None) -> Iterator[str]:
-    """Yield `url` or, without one, the URL of a new server on loopback, which keeps nothing after the end."""
+    """Yield `url`, else `GRADSERVE_URL`, else the URL of a server that runs at `RUNNING`.
+
+    Without any of them, yield that of a new server on loopback, which keeps nothing after the end.
+    """
+    url = url or os.environ.get("GRADSERVE_URL") or _running()
     if url is not None:
+        print(f"using the server at {url}", file=sys.stderr)
         yield url
         return
     port = _free_port()
@@ -49,6 +57,11 @@ def server(url: str | None) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _running() -> str | None:
+    with Client(RUNNING) as client:
+        return RUNNING if client.is_ready() else None
 
 
 def _gets_ready(process: subprocess.Popen[bytes], url: str) -> bool:
