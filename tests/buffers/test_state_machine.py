@@ -556,7 +556,10 @@ class Machine(RuleBasedStateMachine):
         """Send some requests of a push. Its client dies between two of them, unless it sends the whole push."""
         alive = self.model.alive()
         several = data.draw(st.lists(st.sampled_from([*alive]), min_size=2, max_size=3, unique=True), label="names")
-        rest = {"weight": data.draw(st.sampled_from([1.0, 0.5, 0.0])), "contributor": data.draw(contributors)}
+        rest: dict[str, Any] = {
+            "weight": data.draw(st.sampled_from([1.0, 0.5, 0.0])),
+            "contributor": data.draw(contributors),
+        }
         push = Push([])
         for part in (several[:1], several[1:]):
             epoch = data.draw(st.sampled_from([None, alive[part[0]].epoch]))

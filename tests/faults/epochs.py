@@ -83,7 +83,8 @@ def running(connect: Callable[[], Client]) -> Iterator[None]:
     with connect() as client, ThreadPoolExecutor(CONTRIBUTORS + 1) as threads:
         names = [one.name for one in several]
         client.create("b", (CONTRIBUTORS, 2), keep=KEEP, deadline_seconds=1.0, contributors=names)
-        made = [threads.submit(one.run, stop) for one in (*several, ruler)]
+        runs = [*(one.run for one in several), ruler.run]
+        made = [threads.submit(run, stop) for run in runs]
         try:
             yield
         finally:

@@ -86,11 +86,11 @@ class Mortal:
 @contextmanager
 def mortal(kind: Kind, place: Path, postgres_url: str) -> Iterator[Mortal]:
     """Start a service with a store of its own."""
-    order, own = place / "order", {"module": "tests.faults.killing"}
+    order, own = place / "order", dict[str, Any](module="tests.faults.killing")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADSERVE_TEST_KILL", str(order))
         if kind == "postgres":
-            shared = {"store": postgres_url, "postgres_schema": f"s{uuid4().hex}"}
+            shared: dict[str, Any] = {"store": postgres_url, "postgres_schema": f"s{uuid4().hex}"}
             with Server(place / "mortal", **own, **shared) as server, Server(place / "other", **shared) as other:
                 yield Mortal(kind, server, other, order)
         else:

@@ -48,7 +48,7 @@ def client(service: Mortal) -> Iterator[Client]:
         yield client
 
 
-def answers(client: Client, point: str, method: str, path: str, **request: Any) -> list[Any]:
+def answers(client: Client, point: str, method: str, path: str, **request: Any) -> Any:
     """Send the request of which a process died twice again. Check that it was made once, and return the answer."""
     found = [client.send(method, path, **request) for _ in range(2)]
     assert [one.status_code for one in found] == [found[0].status_code] * 2
@@ -63,7 +63,7 @@ def test_an_add_of_a_contributor_counts_once(service: Mortal, client: Client) ->
     """The add closes one epoch and leaves another open. It is no duplicate of itself."""
     for point in service.points:
         closing, staying = new_key(), new_key()
-        rules = {"contributors": ["x", "y", "z"], "deadline_seconds": FAR_SECONDS}
+        rules: dict[str, Any] = {"contributors": ["x", "y", "z"], "deadline_seconds": FAR_SECONDS}
         client.create(closing, (2,), quorum=2, **rules)
         client.create(staying, (2,), quorum=3, **rules)
         for name in (closing, staying):
