@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from service.api.telemetry.metrics import FAMILIES
 from service.settings import Settings
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
 from tests.serving import serving
@@ -72,6 +73,13 @@ def test_every_recipe_saves_contiguous_arrays() -> None:
     for tensors in saved:
         values = [tensors.value] if isinstance(tensors, ast.DictComp) else getattr(tensors, "values", [tensors])
         assert all(ast.unparse(value).startswith("np.ascontiguousarray(") for value in values), ast.unparse(tensors)
+
+
+def test_every_counter_has_the_name_that_is_exported() -> None:
+    counters = [family for family in FAMILIES if family.kind == "counter"]
+    for path in LINKED:
+        text = path.read_text()
+        assert not [family.name for family in counters if re.search(rf"\b{family.name}\b", text)], path
 
 
 def test_every_block_is_an_example_its_output_or_a_transcript() -> None:
