@@ -192,7 +192,9 @@ def test_the_versions_and_the_process_are_told(url: str) -> None:
     pid = str(os.getpid())
     assert of(samples, "process_resident_memory_bytes", pid=pid) > 1 << 20
     assert of(samples, "process_open_fds", pid=pid) > 2
-    assert of(scraped(url), "process_cpu_seconds_total", pid=pid) >= of(samples, "process_cpu_seconds_total", pid=pid) > 0
+    assert (
+        of(scraped(url), "process_cpu_seconds_total", pid=pid) >= of(samples, "process_cpu_seconds_total", pid=pid) > 0
+    )
 
 
 @pytest.mark.parametrize(
