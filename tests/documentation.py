@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from service.api.health import CONSTANTS, SETTINGS
 from service.api.telemetry.metrics import FAMILIES, GAUGES
+from service.api.telemetry.processes import INFORMATION, PROCESSES
 from service.errors import tree
 from service.kernels import OPERATORS, Tensor
 from service.settings import Settings
@@ -92,10 +93,11 @@ def limits() -> str:
 
 
 def metrics() -> str:
-    families = [(one.name, one.kind, ", ".join(one.labels), one.help) for one in FAMILIES]
-    gauges = [(name, "gauge", "", meaning) for name, meaning in GAUGES.items()]
-    rows = ((f"`{name}`", *rest) for name, *rest in families + gauges)
-    return table(("metric", "kind", "labels", "meaning"), rows)
+    rows = [(one.series, one.kind, ", ".join(one.labels), one.help) for one in FAMILIES]
+    rows += [(name, "gauge", "", meaning) for name, meaning in GAUGES.items()]
+    rows += [(name, kind, "pid", meaning) for name, (kind, meaning) in PROCESSES.items()]
+    rows += [(name, "gauge", ", ".join(labels), meaning) for name, (labels, meaning) in INFORMATION.items()]
+    return table(("metric", "kind", "labels", "meaning"), ((f"`{name}`", *rest) for name, *rest in rows))
 
 
 TABLES = {make.__name__: make for make in (operators, errors, settings, limits, metrics)}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from service.api.telemetry.metrics import FAMILIES
 from service.settings import Settings
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
 from tests.serving import serving
@@ -72,6 +73,13 @@ def test_every_recipe_saves_contiguous_arrays() -> None:
     for tensors in saved:
         values = [tensors.value] if isinstance(tensors, ast.DictComp) else getattr(tensors, "values", [tensors])
         assert all(ast.unparse(value).startswith("np.ascontiguousarray(") for value in values), ast.unparse(tensors)
+
+
+def test_every_counter_has_the_name_that_is_exported() -> None:
+    counters = [family for family in FAMILIES if family.kind == "counter"]
+    for path in LINKED:
+        text = path.read_text()
+        assert not [family.name for family in counters if re.search(rf"\b{family.name}\b", text)], path
 
 
 def test_every_block_is_an_example_its_output_or_a_transcript() -> None:
@@ -154,7 +162,8 @@ def test_named_make_targets_exist() -> None:
 
 def test_named_settings_exist() -> None:
     known = {f"GRADSERVE_{name.upper()}" for name in Settings.model_fields}
-    known |= {"GRADSERVE_LISTEN", "GRADSERVE_URL", "GRADSERVE_API_KEY"}  # these belong to compose.yaml and the client
+    known |= {"GRADSERVE_URL", "GRADSERVE_API_KEY"}  # these belong to the client
+    known |= set(re.findall(r"\${(GRADSERVE_[A-Z_]+)", (ROOT / "compose.yaml").read_text()))
     for name, text in TEXTS.items():
         assert set(re.findall(r"\bGRADSERVE_[A-Z_]+\b", text)) <= known, name
 

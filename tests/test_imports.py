@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"kernels", "arena", "pool", *BOTTOM},
     "preflight": {"keys", "settings", "files", "errors"},
     "api.http": {"buffers", "engine", "codecs", "settings", "keys", *BOTTOM},
-    "api.telemetry": {"api.http", "settings", "system", "errors"},
+    "api.telemetry": {"api.http", "kernels", "settings", "system", "errors"},
     "api.buffers": {"api.http", "buffers", "codecs", "kernels", *BOTTOM},
     "api.operators": {"api.http", "api.buffers", "api.telemetry", "buffers", "engine", "codecs", "kernels", *BOTTOM},
     "api.dashboard": {"api.http", "api.telemetry", "api.buffers", "buffers", "engine", "kernels", "settings", *BOTTOM},

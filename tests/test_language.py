@@ -16,6 +16,7 @@ import pytest
 from service.__main__ import main
 from service.api.server import create_app
 from service.api.telemetry.metrics import FAMILIES, GAUGES
+from service.api.telemetry.processes import INFORMATION, PROCESSES
 from service.errors import GradserveError, tree
 from service.settings import Settings
 
@@ -87,6 +88,7 @@ def openapi() -> Texts:
 def metrics() -> Texts:
     yield from ((family.name, family.help) for family in FAMILIES)
     yield from GAUGES.items()
+    yield from ((name, meaning) for name, (_, meaning) in (PROCESSES | INFORMATION).items())
 
 
 def documentation() -> Texts:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import platform
 import socket
 import uuid
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save
 
 from service.api.telemetry.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES, Metrics
+from service.api.telemetry.processes import INFORMATION, PROCESSES
+from service.kernels import OPERATORS
 from service.keys import add
 from tests.faults.servers import Server
 from tests.serving import serving, wait_until
@@ -32,7 +36,8 @@ def scraped(url: str, *, of_database: bool = False, **headers: str) -> Samples:
     families = list(text_string_to_metric_families(answer.text))
     gauges = [name for name in GAUGES if name != "gradserve_database_lag_bytes"]  # there is no standby
     gauges = [name for name in gauges if of_database or "_database_" not in name]
-    assert sorted(family.name for family in families) == sorted([*gauges, *(family.name for family in FAMILIES)])
+    names = [*gauges, *(family.name for family in FAMILIES), *(name.removesuffix("_total") for name in PROCESSES)]
+    assert sorted(family.name for family in families) == sorted([*names, *INFORMATION])
     assert all(family.documentation for family in families)
     return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
 
@@ -147,6 +152,51 @@ def test_errors_are_counted_by_code(url: str) -> None:
     assert sum(failed) == sum(found.values())
 
 
+def test_operators_are_counted_by_status_and_their_kernels_are_timed(url: str) -> None:
+    with httpx.Client(base_url=url) as client:
+        for _ in range(3):
+            client.post("/v1/ops/ReluGrad", json={"dY": [1], "X": [1]})
+        client.post("/v1/ops/ReluGrad", json={"dY": [1], "X": [1, 2]})
+        inputs = [{"name": name, "shape": [2], "datatype": "FP32", "data": [1, 2]} for name in ("dY", "Y")]
+        client.post("/v2/models/TanhGrad/infer", json={"inputs": inputs})
+        client.post("/v2/models/TanhGrad/infer", json={"inputs": []})
+        client.post("/v1/ops/Nothing", json={})
+        client.put("/v1/buffers/a", json={"shape": [1]})
+        client.post("/v1/ops/ReluGrad?into=dX:a", json={"dY": [1], "X": [1]})
+    samples = scraped(url)
+    found = {
+        (dict(labels)["op"], dict(labels)["status"]): count
+        for (name, labels), count in samples.items()
+        if name == "gradserve_operator_requests_total"
+    }
+    assert found == {("ReluGrad", "200"): 4, ("ReluGrad", "422"): 1, ("TanhGrad", "200"): 1, ("TanhGrad", "400"): 1}
+    assert of(samples, "gradserve_kernel_seconds_count", op="ReluGrad") == 4
+    assert of(samples, "gradserve_kernel_seconds_count", op="TanhGrad") == 1
+    timed = {
+        dict(labels)["op"]: seconds
+        for (name, labels), seconds in samples.items()
+        if name == "gradserve_kernel_seconds_sum"
+    }
+    assert {op for op, seconds in timed.items() if seconds} == {"ReluGrad", "TanhGrad"}
+    in_phase = of(samples, "gradserve_phase_seconds_sum", phase="kernel")
+    assert sum(timed.values()) == pytest.approx(in_phase)
+    assert timed.keys() == OPERATORS.keys()
+
+
+def test_the_versions_and_the_process_are_told(url: str) -> None:
+    samples = scraped(url)
+    versions = {"version": version("gradserve"), "python": platform.python_version(), "numpy": np.__version__}
+    assert of(samples, "gradserve_build_info", **versions) == 1
+    (python,) = (dict(labels) for name, labels in samples if name == "python_info")
+    assert python["version"] == platform.python_version()
+    pid = str(os.getpid())
+    assert of(samples, "process_resident_memory_bytes", pid=pid) > 1 << 20
+    assert of(samples, "process_open_fds", pid=pid) > 2
+    assert (
+        of(scraped(url), "process_cpu_seconds_total", pid=pid) >= of(samples, "process_cpu_seconds_total", pid=pid) > 0
+    )
+
+
 @pytest.mark.parametrize(
     ("route", "head"),
     [
@@ -259,6 +309,14 @@ def test_workers_count_together(tmp_path: Path) -> None:
             assert of(samples, "gradserve_commit_requests_sum") == 41
             assert of(samples, "gradserve_workers") == 2
             assert of(samples, "gradserve_buffers") == 1
+            pids = {int(dict(labels)["pid"]) for name, labels in samples if name == "process_open_fds"}
+            assert len(pids) == 2
+            assert all(of_parent(pid) == server.process.pid for pid in pids)
+
+
+def of_parent(pid: int) -> int:
+    """Return the id of the process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.parametrize(
@@ -287,3 +345,4 @@ def test_a_new_process_keeps_the_counts_of_an_ended_one(tmp_path: Path) -> None:
     found = {one.name: one.value for family in now.collect() for one in family.samples}
     assert found["gradserve_commit_requests_count"] == 2
     assert (found["gradserve_in_flight"], found["gradserve_workers"]) == (0, 1)
+    assert [len(family.samples) for family in now.collect() if family.name == "process_open_fds"] == [1]

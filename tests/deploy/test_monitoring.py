@@ -1,4 +1,4 @@
-"""The alerts and the dashboard use metrics that the service has."""
+"""The alerts and the dashboard use metrics that a server exports, and Grafana finds both files and Prometheus."""
 
 from __future__ import annotations
 
@@ -6,37 +6,98 @@ import json
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from service.api.telemetry.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES
+from service.api.telemetry.processes import INFORMATION, PROCESSES
+from tests.serving import serving
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 ALERTS = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
 PANELS = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
-EXPRESSIONS = [rule["expr"] for rule in ALERTS] + [target["expr"] for panel in PANELS for target in panel["targets"]]
+TARGETS = [target for panel in PANELS for target in panel["targets"]]
+EXPRESSIONS = [rule["expr"] for rule in ALERTS] + [target["expr"] for target in TARGETS]
+SERIES = r"(?:gradserve|process)_\w+"
 
-SERIES = set(GAUGES)
-LABELS: dict[str, set[str]] = {name: set() for name in GAUGES}
-for family in FAMILIES:
-    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}[family.kind]
-    for ending in endings:
-        SERIES.add(family.name + ending)
-        LABELS[family.name + ending] = {*family.labels, *(["le"] if ending == "_bucket" else [])}
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """The labels of every series of a server, by name. Those of a database have none."""
+    with serving() as url:
+        httpx.post(f"{url}/v1/ops/ReluGrad", json={"dY": [1], "X": [1]}).raise_for_status()
+        httpx.get(f"{url}/nothing")
+        text = httpx.get(f"{url}/metrics").text
+    found: dict[str, set[str]] = defaultdict(set)
+    found.update({name: set() for name in GAUGES if "_database_" in name})
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] |= sample.labels.keys()
+    return dict(found)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_every_expression_uses_metrics_of_the_service(expression: str) -> None:
-    named = re.findall(r"gradserve_\w+", expression)
+def test_every_expression_uses_metrics_of_the_service(exported: dict[str, set[str]], expression: str) -> None:
+    named = re.findall(SERIES, expression)
     assert named
-    assert set(named) <= SERIES
+    assert set(named) <= exported.keys()
     labels = {label for grouped in re.findall(r"by \(([^)]*)\)", expression) for label in grouped.split(", ")}
     labels |= set(re.findall(r"[{,](\w+)=", expression))
-    assert labels <= set().union(*(LABELS[name] for name in named))
+    assert labels <= set().union(*(exported[name] for name in named))
     for pattern in re.findall(r'status=~?"([^"]*)"', expression):
         assert any(re.fullmatch(pattern, str(status)) for status in STATUSES)
+
+
+def test_every_legend_names_labels_that_its_expression_keeps(exported: dict[str, set[str]]) -> None:
+    for target in TARGETS:
+        used = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        (grouped,) = re.findall(r"by \(([^)]*)\)", target["expr"]) or [None]
+        kept = (
+            exported[re.findall(SERIES, target["expr"])[0]] | {"instance"} if grouped is None else grouped.split(", ")
+        )
+        assert used <= set(kept), target
+        assert target["legendFormat"]
+
+
+def test_grafana_gets_the_dashboard_and_the_prometheus_of_compose() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    grafana = services["grafana"]
+    mounts = dict(reversed(volume.removesuffix(":ro").split(":")) for volume in grafana["volumes"])
+    (provider,) = yaml.safe_load(_mounted(mounts, "/etc/grafana/provisioning/dashboards/"))["providers"]
+    (home,) = [place for place in mounts if place.startswith(provider["options"]["path"] + "/")]
+    assert ROOT / mounts[home] == DEPLOY / "grafana.json"
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == home
+    (source,) = yaml.safe_load(_mounted(mounts, "/etc/grafana/provisioning/datasources/"))["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert services["prometheus"]["ports"][0].endswith(":9090")
+    assert services["prometheus"]["profiles"] == grafana["profiles"] == ["metrics"]
+    scraping = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["global"]
+    assert source["jsonData"]["timeInterval"] == scraping["scrape_interval"]
+    (variable,) = json.loads((DEPLOY / "grafana.json").read_text())["templating"]["list"]
+    assert (variable["type"], variable["query"]) == ("datasource", source["type"])
+    assert {panel["datasource"]["uid"] for panel in PANELS} == {f"${{{variable['name']}}}"}
+
+
+def _mounted(mounts: dict[str, str], folder: str) -> str:
+    """Return the text of the only file that is mounted into the folder."""
+    (path,) = [path for place, path in mounts.items() if place.startswith(folder)]
+    return (ROOT / path).read_text()
+
+
+def test_panels_have_their_own_places_and_numbers() -> None:
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in PANELS}
+    assert (
+        len(places)
+        == len({panel["id"] for panel in PANELS})
+        == len({panel["title"] for panel in PANELS})
+        == len(PANELS)
+    )
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here; make test-compose has it")
@@ -47,8 +108,9 @@ def test_prometheus_accepts_the_alerts() -> None:
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    seen = {name for expression in EXPRESSIONS for name in re.findall(r"gradserve_\w+", expression)}
-    for name in [*GAUGES, *(family.name for family in FAMILIES)]:
+    seen = {name for expression in EXPRESSIONS for name in re.findall(SERIES, expression)}
+    apart = {"process_virtual_memory_bytes", "process_start_time_seconds", "python_info"}
+    for name in {*GAUGES, *(family.name for family in FAMILIES), *PROCESSES, *INFORMATION} - apart:
         assert any(one.startswith(name) for one in seen), name
     assert all({"alert", "expr", "for", "labels", "annotations"} == rule.keys() for rule in ALERTS)
 

@@ -1,33 +1,56 @@
-"""Ask ONNX Runtime's kernels and PyTorch every question again and store the answers: `python -m tests.golden.make`.
+"""Ask the other implementations every question again and store the answers: `python -m tests.golden.make`.
 
-Needs what `tests.golden.ort` and `tests.golden.torch_gru` need. The questions are the same each time, so a second run
-changes nothing.
+`python -m tests.golden.make torch` asks only PyTorch, and `onnxruntime` only ONNX Runtime's kernels. Each needs what
+its modules need. The questions are the same each time, so a second run changes nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
-from onnxruntime.capi import onnxruntime_pybind11_state as refusals
-
 from service.dtypes import Array
-from tests.golden import ort, questions, store, torch_gru
+from tests.golden import questions, store
 from tests.golden.questions import accumulate, activations, broadcast, gather, gru, softmax
 from tests.golden.store import Case
 
-REFUSED = (refusals.Fail, refusals.InvalidArgument, refusals.RuntimeException)
+
+def of_onnxruntime() -> Iterator[Case]:
+    """Yield the cases with the answers of ONNX Runtime's kernels."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as refusals
+
+    from tests.golden import ort
+
+    refused = (refusals.Fail, refusals.InvalidArgument, refusals.RuntimeException)
+    for family in (accumulate, activations, broadcast, gather, gru, softmax):
+        for asked in family.ask():
+            case = replace(asked, source=ort.SOURCE)
+            try:
+                yield filled(case, ort.run(case.operator, case.inputs, case.asked, case.attributes))
+            except refused as refusal:
+                yield replace(case, error=reason(str(refusal)))
 
 
-def answered(case: Case) -> Case:
-    """`case` with the kernel's answer."""
-    try:
-        outputs = ort.run(case.operator, case.inputs, case.asked, case.attributes)
-    except REFUSED as refusal:
-        return replace(case, error=reason(str(refusal)))
-    return filled(case, outputs)
+def of_torch() -> Iterator[Case]:
+    """Yield the cases with the answers of PyTorch."""
+    from tests.golden import torch_activations, torch_gru
+
+    source = f"torch {version('torch').partition('+')[0]}"
+    for case in torch_activations.ask():
+        answers = torch_activations.run(case.operator, case.inputs, case.attributes)
+        yield filled(replace(case, source=source), answers)
+    for case in questions.torch_gru.ask():
+        yield filled(replace(case, source=source), torch_gru.run(case.inputs))
+
+
+SOURCES: dict[str, tuple[Path, Callable[[], Iterator[Case]]]] = {
+    "onnxruntime": (store.FOLDER, of_onnxruntime),
+    "torch": (store.TORCH, of_torch),
+}
 
 
 def filled(case: Case, outputs: Mapping[str, Array]) -> Case:
@@ -41,14 +64,13 @@ def reason(message: str) -> str:
 
 
 def main() -> None:
-    found: dict[str, list[Case]] = defaultdict(list)
-    for family in (accumulate, activations, broadcast, gather, gru, softmax):
-        for case in family.ask():
-            found[case.operator].append(answered(case))
-    for operator, cases in found.items():
-        keep(operator, cases, folder=store.FOLDER)
-    cases = [filled(case, torch_gru.run(case.inputs)) for case in questions.torch_gru.ask()]
-    keep("GRU", cases, folder=store.TORCH)
+    for source in sys.argv[1:] or SOURCES:
+        folder, answered = SOURCES[source]
+        found: dict[str, list[Case]] = defaultdict(list)
+        for case in answered():
+            found[case.operator].append(case)
+        for operator, cases in found.items():
+            keep(operator, cases, folder=folder)
 
 
 def keep(operator: str, cases: list[Case], *, folder: Path) -> None:

@@ -14,6 +14,8 @@ from service.dtypes import Array
 
 onnxruntime.set_default_logger_severity(4)  # fatal only: some of the questions are meant to fail
 
+SOURCE = f"onnxruntime {onnxruntime.__version__}"
+
 OPTIONAL = {
     "GRUTraining": ["X", "W", "R", "B", "SL", "H0"],
     "GRUGrad": ["X", "W", "R", "B", "SL", "H0", "HAll", "ZRH", "grad_HAll", "grad_Ht"],

@@ -1,14 +1,15 @@
 """The answers of other implementations as they are stored: one .npz for each operator, with every case in it.
 
-The key of an array is `case/place/name`; the place is `input`, `attribute` or `output`, or `drawn`, which holds the
-shape of an input that `draw` gives. `case/error` holds the message of a case that the kernel refuses, `case/sample` the
-distance between the stored elements of a large output.
+The array `source` names the program that answered, with its version. The key of any other array is `case/place/name`;
+the place is `input`, `attribute` or `output`, or `drawn`, which holds the shape of an input that `draw` gives.
+`case/error` holds the message of a case that the kernel refuses, `case/sample` the distance between the stored elements
+of a large output.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class Case:
     error: str = ""
     sample: int = 1
     drawn: bool = False  # `inputs` are what `draw` gives, and not stored
+    source: str = ""  # who answered, with the version
 
     def sampled(self, output: Array) -> Array:
         """`output` as it is stored: whole, or each `sample`-th element of it."""
@@ -47,9 +49,10 @@ def draw(case: str, shapes: Mapping[str, Iterable[int]]) -> dict[str, Array]:
     return {name: uniform(tuple(shape), case, name) for name, shape in shapes.items()}
 
 
-def write(operator: str, cases: Iterable[Case], *, folder: Path = FOLDER) -> Path:
-    """Store the cases of `operator`, in place of what was stored."""
-    arrays: dict[str, Array] = {}
+def write(operator: str, cases: Sequence[Case], *, folder: Path = FOLDER) -> Path:
+    """Store the cases of `operator`, which one source answered, in place of what was stored."""
+    (source,) = {case.source for case in cases}
+    arrays: dict[str, Array] = {"source": np.array(source)}
     for case in cases:
         shapes = {name: array.shape for name, array in case.inputs.items()}
         places: dict[str, Mapping[str, object]] = {"drawn": shapes} if case.drawn else {"input": case.inputs}
@@ -65,16 +68,18 @@ def write(operator: str, cases: Iterable[Case], *, folder: Path = FOLDER) -> Pat
     return path
 
 
-def operators() -> list[str]:
-    """The operators that have stored answers of ONNX Runtime's kernels."""
-    return sorted(path.stem for path in FOLDER.glob("*.npz"))
+def operators(folder: Path = FOLDER) -> list[str]:
+    """The operators that have stored answers in the folder. What `torch/GRU.npz` has is of two operators together."""
+    return sorted(path.stem for path in folder.glob("*.npz") if path.stem != "GRU")
 
 
 def read(operator: str, *, folder: Path = FOLDER) -> list[Case]:
     """The cases of `operator`, in the order in which they were asked."""
     found: dict[str, dict[str, dict[str, Array]]] = defaultdict(lambda: defaultdict(dict))
     with np.load(folder / f"{operator}.npz") as file:
-        for key, array in file.items():
+        arrays = dict(file.items())
+        source = str(arrays.pop("source"))
+        for key, array in arrays.items():
             case, place, *name = key.split("/")
             found[case][place]["".join(name)] = array
     return [
@@ -88,6 +93,7 @@ def read(operator: str, *, folder: Path = FOLDER) -> list[Case]:
             str(places["error"].get("", "")),
             int(places["sample"].get("", 1)),
             "drawn" in places,
+            source,
         )
         for case, places in found.items()
     ]

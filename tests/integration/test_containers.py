@@ -17,9 +17,9 @@ from uuid import uuid4
 import httpx
 import numpy as np
 import pytest
-from gradserve_client import Buffer, Client
+from gradserve_client import Buffer, Client, InvalidInput
 
-from tests.deploy.test_monitoring import ALERTS
+from tests.deploy.test_monitoring import ALERTS, TARGETS
 from tests.integration.conftest import client
 from tests.integration.stack import Stack
 from tests.serving import assert_problem
@@ -188,11 +188,28 @@ def test_prometheus_reads_the_metrics_and_the_alerts(stack: Stack, tmp_path_fact
             (found,) = asked(prometheus, "/query", query="gradserve_workers")["result"]
             assert found["value"][1] == "1"
             (group,) = asked(prometheus, "/rules")["groups"]
+            assert_it_draws_the_dashboard(prometheus, stack)
         assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in ALERTS]
         stack.exec("prometheus", "promtool", "check", "rules", "/etc/prometheus/alerts.yml")
     finally:
         stack.engine("rm", "--force", "--volumes", stack.container("prometheus"))
         stack.keys("rm", "prometheus")
+
+
+def assert_it_draws_the_dashboard(prometheus: httpx.Client, stack: Stack) -> None:
+    """Check that every expression of the dashboard has values, but those of a database. Rates need two scrapes."""
+    expressions = [target["expr"] for target in TARGETS if "_database_" not in target["expr"]]
+    with keyed(stack) as server:
+        server.buffers[uuid4().hex].create((1,))
+        server.ops.relu_grad(dY=[1.0], X=[1.0])
+        with pytest.raises(InvalidInput):
+            server.ops.relu_grad(dY=[1.0], X=[1.0, 2.0])
+    end = time.monotonic() + 60
+    while missing := [one for one in expressions if not asked(prometheus, "/query", query=one)["result"]]:
+        assert time.monotonic() < end, missing
+        time.sleep(0.5)
+        with keyed(stack) as server:
+            server.ops.relu_grad(dY=[1.0], X=[1.0])  # else a kernel that ran once has the rate 0
 
 
 def asked(prometheus: httpx.Client, path: str, **query: str) -> Any:

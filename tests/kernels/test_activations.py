@@ -10,6 +10,7 @@ from scipy.special import expit
 
 from service.dtypes import Array
 from service.errors import DtypeMismatch, ShapeMismatch
+from service.kernels import OPERATORS, activations
 from service.kernels.activations import leaky_relu_grad, quick_gelu_grad, relu_grad, sigmoid_grad, tanh_grad
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_close, assert_same_bits, bits
@@ -18,12 +19,11 @@ INF, NAN = np.inf, np.nan
 DENORMAL = float(np.finfo(np.float32).smallest_subnormal)
 
 SECOND: dict[Callable[..., Array], str] = {
-    relu_grad: "X",
-    leaky_relu_grad: "Y",
-    sigmoid_grad: "Y",
-    tanh_grad: "Y",
-    quick_gelu_grad: "X",
+    operator.kernel: operator.inputs[1].name
+    for operator in OPERATORS.values()
+    if operator.kernel.__module__ == activations.__name__
 }
+"""The kernels of the module, and the name of the second input of each."""
 
 every_kernel = pytest.mark.parametrize("kernel", SECOND, ids=lambda kernel: kernel.__name__)
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

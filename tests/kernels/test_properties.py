@@ -16,6 +16,7 @@ from scipy.special import expit
 
 from service.dtypes import Array
 from service.errors import Invalid, ShapeMismatch
+from service.kernels import OPERATORS, activations
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2, zero_gradient
 from service.kernels.activations import leaky_relu_grad, quick_gelu_grad, relu_grad, sigmoid_grad, tanh_grad
 from service.kernels.broadcast import broadcast_gradient_args
@@ -125,7 +126,9 @@ def test_softmax(kernel: Kernel, pair: tuple[Array, Array], axis: int) -> None:
     assert_near(kernel(*pair, axis=axis), expected, rounding)
 
 
-PAIRED: list[Kernel] = [relu_grad, leaky_relu_grad, sigmoid_grad, tanh_grad, quick_gelu_grad]
+PAIRED: list[Kernel] = [
+    operator.kernel for operator in OPERATORS.values() if operator.kernel.__module__ == activations.__name__
+]
 SOFTMAX: list[Kernel] = [softmax_grad, softmax_grad_13, log_softmax_grad, log_softmax_grad_13]
 
 
