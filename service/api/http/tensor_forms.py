@@ -109,7 +109,7 @@ def input_type(kind: Kind) -> Any:
     name, data = kind.name.capitalize(), _DATA[kind.name]
     as_list = create_model(f"{name}List", **head, shape=(list[int] | None, None), data=(data, ...))
     as_base64 = create_model(f"{name}Base64", **head, shape=(list[int], ...), base64=(str, ...))
-    return data | as_list | as_base64
+    return TypeAliasType(f"{name}Tensor", data | as_list | as_base64)
 
 
 @cache
@@ -118,4 +118,4 @@ def output_type(kind: Kind) -> Any:
     name, data = kind.name.capitalize(), _DATA[kind.name]
     as_list = create_model(f"{name}ListAnswer", **head, data=(data, ...))
     as_base64 = create_model(f"{name}Base64Answer", **head, base64=(str, ...))
-    return as_list | as_base64
+    return TypeAliasType(f"{name}TensorAnswer", as_list | as_base64)
