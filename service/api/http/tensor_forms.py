@@ -113,9 +113,20 @@ def input_type(kind: Kind) -> Any:
 
 
 @cache
-def output_type(kind: Kind) -> Any:
-    head: Any = {"dtype": (Literal[kind.dtypes], ...), "shape": (list[int], ...)}
-    name, data = kind.name.capitalize(), _DATA[kind.name]
-    as_list = create_model(f"{name}ListAnswer", **head, data=(data, ...))
-    as_base64 = create_model(f"{name}Base64Answer", **head, base64=(str, ...))
-    return TypeAliasType(f"{name}TensorAnswer", as_list | as_base64)
+def output_type(kind: Kind) -> type[BaseModel]:
+    """Return the model of a tensor in an answer.
+
+    One model has both forms, where exactly three of its members are there: generators of clients tell alternatives
+    apart by their members at best.
+    """
+    return create_model(
+        f"{kind.name.capitalize()}TensorAnswer",
+        __config__=ConfigDict(extra="forbid", json_schema_extra={"minProperties": 3, "maxProperties": 3}),
+        dtype=(Literal[kind.dtypes], ...),
+        shape=(list[int], ...),
+        data=(
+            _DATA[kind.name],
+            Field(default_factory=absent, description="The elements, or nested lists of them, unless there is base64."),
+        ),
+        base64=(str, Field(default_factory=absent, description="The bytes of the elements, unless there is data.")),
+    )
