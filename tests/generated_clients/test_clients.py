@@ -6,6 +6,8 @@ Each program in `programs/` calls an operator, adds to a buffer, takes its sum, 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -61,19 +63,23 @@ def run(work: Path, *command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
-def generate(work: Path, language: str, output: str, properties: str, *more: str) -> None:
-    """Generate a client with openapi-generator."""
-    need("java", "default-jre-headless")
-    command = [str(TOOLS / "bin/openapi-generator-cli"), "generate", "-i", "openapi.json", "-g", language, "-o", output]
-    without = "apiTests=false,modelTests=false,apiDocs=false,modelDocs=false"
-    run(work, *command, f"--additional-properties={properties}", f"--global-property={without}", *more)
+def generate(work: Path, language: str, tools: Path, *more: str | Path) -> str:
+    """Run the command of the language in docs/http.md, with `more` options. Return its output."""
+    row = re.search(rf"^\| {language} \|.*`(.*)` \|$", (ROOT / "docs/http.md").read_text(), re.MULTILINE)
+    assert row is not None
+    tool, *options = shlex.split(row[1].removeprefix("npx "))
+    return run(work, tools / tool, *options, *more)
+
+
+WITHOUT = "--global-property=apiTests=false,modelTests=false,apiDocs=false,modelDocs=false"
+"""What openapi-generator leaves out: it is not used here."""
 
 
 def test_typescript(url: str, document: Path, tmp_path: Path) -> None:
     """The bodies in the documentation have the generated types, too."""
     (tmp_path / "node_modules").symlink_to(NODE)
     (tmp_path / "package.json").write_text('{"type": "module"}')
-    run(tmp_path, NODE / ".bin/openapi-typescript", document, "-o", "api.ts")
+    generate(tmp_path, "TypeScript", NODE / ".bin")
     bodies = [*sent(httpx.get(f"{url}/openapi.json").json()["paths"])]
     assert len(bodies) >= MIN_BODIES
     (tmp_path / "bodies.ts").write_text(typescript(bodies))
@@ -84,9 +90,9 @@ def test_typescript(url: str, document: Path, tmp_path: Path) -> None:
 
 
 def test_python(url: str, document: Path, tmp_path: Path) -> None:
-    config = HERE / "openapi-python-client.yaml"
-    command = [TOOLS / "bin/openapi-python-client", "generate", "--path", document, "--config", config]
-    report = run(tmp_path, *command, "--meta", "none", "--output-path", "gradserve_api", "--fail-on-warning")
+    shutil.copy(HERE / "config.yaml", tmp_path)
+    more = ("--meta", "none", "--output-path", "gradserve_api", "--fail-on-warning")
+    report = generate(tmp_path, "Python", TOOLS / "bin", *more)
     assert "WARNING" not in report
     shutil.copy(PROGRAMS / "client.py", tmp_path)
     assert run(tmp_path, TOOLS / "bin/python", "client.py", GRADSERVE_URL=url) == PRINTED
@@ -95,7 +101,9 @@ def test_python(url: str, document: Path, tmp_path: Path) -> None:
 def test_go(url: str, document: Path, tmp_path: Path) -> None:
     """The client needs Go's standard library alone."""
     need("go", "golang-go")
-    generate(tmp_path, "go", "gradserve", "packageName=gradserve,withGoMod=false")
+    need("java", "default-jre-headless")
+    properties = "packageName=gradserve,withGoMod=false"
+    generate(tmp_path, "Go", TOOLS / "bin", f"--additional-properties={properties}", WITHOUT)
     (tmp_path / "go.mod").write_text("module gradserve.example/client\n\ngo 1.19\n")
     shutil.copy(PROGRAMS / "main.go", tmp_path)
     assert run(tmp_path, "go", "run", ".", GRADSERVE_URL=url, GOPROXY="off") == PRINTED
@@ -107,9 +115,8 @@ def test_java(url: str, document: Path, tmp_path: Path) -> None:
     if not JAKARTA.exists():
         pytest.skip("jakarta-annotation-api is missing; on Debian: apt-get install libjakarta-annotation-api-java")
     packages = "invokerPackage=gradserve,apiPackage=gradserve.api,modelPackage=gradserve.model"
-    mappings = "Numbers=Object,Integers=Object,Booleans=Object,Values=Object"
-    properties = f"library=native,openApiNullable=false,useJakartaEe=true,{packages}"
-    generate(tmp_path, "java", "client", properties, "--schema-mappings", mappings)
+    properties = f"openApiNullable=false,useJakartaEe=true,{packages}"
+    generate(tmp_path, "Java", TOOLS / "bin", f"--additional-properties={properties}", WITHOUT)
     (archive,) = TOOLS.glob("lib/python*/site-packages/openapi_generator_cli/openapi-generator.jar")
     path = f"classes:{archive}:{JAKARTA}"
     sources = [*(tmp_path / "client/src/main/java").rglob("*.java"), PROGRAMS / "Main.java"]

@@ -189,7 +189,7 @@ class SparseGradient(BaseModel):
     rows: input_type(FLOATS)  # type: ignore[valid-type]
 
 
-Gradient = TypeAliasType("Gradient", input_type(FLOATS) | SparseGradient)
+Gradient = TypeAliasType("Gradient", input_type(FLOATS) | SparseGradient)  # type: ignore[valid-type]
 
 
 class GradientBody(BaseModel):
@@ -197,10 +197,10 @@ class GradientBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"gradient": [[1.0, 2.0], [3.0, 4.0]]}})
 
-    gradient: Gradient
+    gradient: Gradient  # type: ignore[valid-type]
 
 
-class GradientBodies(RootModel[dict[str, Gradient]]):
+class GradientBodies(RootModel[dict[str, Gradient]]):  # type: ignore[valid-type]
     """Gradients by the names of their buffers."""
 
     model_config = ConfigDict(

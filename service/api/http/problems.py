@@ -92,7 +92,9 @@ class Problem(BaseModel):
     title: str = Field(description="The fault in a few words, the same for each error of this code.")
     status: int = Field(ge=400, le=599, description="The status of the answer.")
     detail: str = Field(description="A sentence for a person: what was wrong, what was expected, and what came.")
-    code: ErrorCode = Field(description="What programs tell errors by. Codes stay; new ones may come.")
+    code: ErrorCode = Field(  # type: ignore[valid-type]
+        description="What programs tell errors by. Codes stay; new ones may come."
+    )
     op: str = Field(default_factory=absent)
     tensor: str = Field(default_factory=absent)
     parameter: str = Field(default_factory=absent)

@@ -119,14 +119,13 @@ def output_type(kind: Kind) -> type[BaseModel]:
     One model has both forms, where exactly three of its members are there: generators of clients tell alternatives
     apart by their members at best.
     """
-    return create_model(
-        f"{kind.name.capitalize()}TensorAnswer",
-        __config__=ConfigDict(extra="forbid", json_schema_extra={"minProperties": 3, "maxProperties": 3}),
-        dtype=(Literal[kind.dtypes], ...),
-        shape=(list[int], ...),
-        data=(
-            _DATA[kind.name],
-            Field(default_factory=absent, description="The elements, or nested lists of them, unless there is base64."),
-        ),
-        base64=(str, Field(default_factory=absent, description="The bytes of the elements, unless there is data.")),
-    )
+    config = ConfigDict(extra="forbid", json_schema_extra={"minProperties": 3, "maxProperties": 3})
+    data = Field(default_factory=absent, description="A number, or nested lists of numbers; absent beside base64.")
+    base64 = Field(default_factory=absent, description="The bytes of the elements; absent beside data.")
+    members: Any = {
+        "dtype": (Literal[kind.dtypes], ...),
+        "shape": (list[int], ...),
+        "data": (_DATA[kind.name], data),
+        "base64": (str, base64),
+    }
+    return create_model(f"{kind.name.capitalize()}TensorAnswer", __config__=config, **members)

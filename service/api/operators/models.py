@@ -18,7 +18,7 @@ from service.api.http.tensor_forms import absent, input_type, output_type
 from service.dtypes import FLOATS
 from service.kernels import Operator, Tensor
 
-_TensorOrReceipt = TypeAliasType("FloatTensorOrReceipt", output_type(FLOATS) | Receipt)
+FloatTensorOrReceipt = TypeAliasType("FloatTensorOrReceipt", output_type(FLOATS) | Receipt)  # type: ignore[valid-type]
 """An output that may go to a buffer, with `into`."""
 
 
@@ -37,7 +37,7 @@ def answer_model(operator: Operator) -> type[BaseModel]:
 
     def field(tensor: Tensor) -> Any:
         # Not required: the query parameter `outputs` selects outputs.
-        form = _TensorOrReceipt if tensor.kind.dtypes == FLOATS.dtypes else output_type(tensor.kind)
+        form = FloatTensorOrReceipt if tensor.kind.dtypes == FLOATS.dtypes else output_type(tensor.kind)
         return (form, Field(default_factory=absent))
 
     return _model(f"{operator.name}Answer", ((tensor.name, field(tensor)) for tensor in operator.outputs))
