@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 BENCH := $(VENV)-bench
+CLIENTS := $(VENV)-clients
+NODE := build/node
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 EDITABLE := --editable
@@ -14,7 +16,7 @@ QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-ou
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site lock up up-cluster down test-compose clean
+.PHONY: help run check test openapi clients test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site lock up up-cluster down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -30,6 +32,14 @@ test: $(VENV)/.dev  ## run every test in two processes, or WHAT="tests/codecs/te
 
 test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
+
+openapi: $(VENV)/.dev $(NODE)/.installed  ## lint the OpenAPI document with Redocly and Spectral
+	$(BIN)/python -m tests.generated_clients.document > build/openapi.json
+	REDOCLY_TELEMETRY=off $(NODE)/node_modules/.bin/redocly lint --config tests/generated_clients/redocly.yaml build/openapi.json
+	$(NODE)/node_modules/.bin/spectral lint --ruleset tests/generated_clients/spectral.yaml --fail-severity hint build/openapi.json
+
+clients: $(VENV)/.dev $(NODE)/.installed $(CLIENTS)/.installed  ## generate clients in TypeScript, Go, Python and Java, and call a server
+	GRADSERVE_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -n 2 tests/generated_clients $(WHAT)
 
 fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then send random requests and random changes of buffers
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
@@ -102,7 +112,7 @@ lock:  ## update constraints.txt to the newest versions that fit
 	rm -rf $(VENV)-lock
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(BENCH) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(CLIENTS) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
@@ -122,6 +132,17 @@ $(BENCH)/.bench: pyproject.toml constraints.txt clients/python/pyproject.toml
 	@$(MAKE) --no-print-directory venv-check
 	test -x $(BENCH)/bin/pip || $(PYTHON) -m venv --clear $(BENCH)
 	$(BENCH)/bin/python $(PIP) '.[bench]' $(EDITABLE) ./clients/python
+	@touch $@
+
+$(CLIENTS)/.installed: tests/generated_clients/requirements.txt
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	PIP_CONSTRAINT= $(CLIENTS)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+$(NODE)/.installed: $(addprefix tests/generated_clients/,package.json package-lock.json .npmrc)
+	@command -v npm >/dev/null || { echo "this needs Node.js 18 or newer; on Debian: apt-get install nodejs npm" >&2; exit 1; }
+	mkdir -p $(NODE) && cp $^ $(NODE)
+	cd $(NODE) && npm ci --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 .PHONY: venv-check

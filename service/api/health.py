@@ -66,6 +66,18 @@ def _described() -> type[BaseModel]:
     return model
 
 
+class Live(BaseModel):
+    """The process answers."""
+
+    live: bool
+
+
+class Ready(BaseModel):
+    """The server takes requests."""
+
+    ready: bool
+
+
 @contextmanager
 def _reading_files() -> Iterator[None]:
     """Raise `NotReady` for an error of the system: it may have no file descriptor free just now."""
@@ -93,12 +105,23 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     """Return the endpoints, which report these metrics and workers."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/v2/health/live", summary="Whether the process is alive", response_model=dict[str, bool])
+    @router.get(
+        "/v2/health/live",
+        summary="Whether the process is alive",
+        operation_id="server_live",
+        response_model=Live,
+    )
     @access(label="health", open=True)
     async def live(call: CurrentCall) -> Answer:
+        """200 while the process answers at all, also while it starts or stops."""
         return json_answer({"live": True})
 
-    @router.get("/v2/health/ready", summary="Whether the server is ready for requests", response_model=dict[str, bool])
+    @router.get(
+        "/v2/health/ready",
+        summary="Whether the server is ready for requests",
+        operation_id="server_ready",
+        response_model=Ready,
+    )
     @access(label="health", open=True)
     async def ready(call: CurrentCall) -> Answer:
         """503 while the server starts or stops, while a worker process that died is being replaced, or if the buffer
@@ -109,7 +132,7 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
         await call.look_up(1, store.check)
         return json_answer({"ready": True})
 
-    @router.get("/v1/limits", summary="The limits of requests", response_model=_described())
+    @router.get("/v1/limits", summary="The limits of requests", operation_id="get_limits", response_model=_described())
     @access()
     async def limits(call: CurrentCall) -> Answer:
         """Each limit has the name of its setting, or, without a setting, of the thing that it limits."""
@@ -118,7 +141,7 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     @router.get(
         "/metrics",
         summary="Metrics in Prometheus' format",
-        operation_id="metrics_metrics_get",
+        operation_id="get_metrics",
         response_class=PlainTextResponse,
     )
     @access("admin", label="metrics")

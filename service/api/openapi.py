@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,42 +10,61 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service.api.buffers.models import CreatedBuffers, Metadata, Names, Receipts
-from service.api.buffers.specs import NewBuffer, NewBuffers
-from service.api.http.openapi import PROBLEM, REF, answer_header
-from service.api.http.problems import Problem
+from service.api.buffers.models import CreatedBuffers, GradientBodies, GradientBody, Metadata, Names, Receipts
+from service.api.buffers.specs import NewBuffer, NewBuffers, NewRules
+from service.api.http import problems
+from service.api.http.openapi import REF, answer_header
+from service.api.operators import openapi as operators
 from service.api.operators.models import answer_model, request_model
 from service.buffers.names import NAME
 from service.kernels import OPERATORS
 
-_RETRY = answer_header("Retry-After", "Seconds to wait before a retry; sent with 429 and 503.")
-"""Headers of answers."""
+_DESCRIPTION = """The gradient kernels of ONNX Runtime over HTTP, and buffers that count each gradient once.
+
+Each error has a `code`, which stays. An error under `/v2` has the form of the Open Inference Protocol instead.
+Requests with an `Idempotency-Key` may be sent again after any failure."""
+
+_TAGS = {
+    "operators": "The gradient kernels, with an endpoint each. Tensors travel as JSON or as safetensors.",
+    "open inference protocol": "The same operators as models of the Open Inference Protocol, version 2.",
+    "buffers": "Named sums of gradients, which survive crashes. An add with an `Idempotency-Key` counts once.",
+    "health": "Liveness, readiness, the limits of requests, and metrics.",
+    "service": "The caller, the server with its settings, and how fast it is.",
+}
 
 _KEY = {"type": "http", "scheme": "bearer", "description": "An API key, if the server has any (GRADSERVE_KEYS)."}
 
+_RETRY = answer_header("Retry-After", "Seconds to wait before a retry; sent with 429 and 503.")
 
-def _add_errors(document: dict[str, Any]) -> None:
-    """Add the errors of every operation, in the form of its API, in place of FastAPI's own."""
-    plain = {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}}
-    for path, operations in document["paths"].items():
-        content = plain if path.startswith("/v2") else PROBLEM["content"]
-        for operation in operations.values():
-            responses = operation["responses"]
-            if "HTTPValidationError" in str(responses.get("422")):
-                del responses["422"]
-            for status, side in (("4XX", "request"), ("5XX", "server")):
-                error = {"description": f"A fault of the {side}", "content": content}
-                responses.setdefault(status, error)
-            for status in responses.keys() & {"4XX", "5XX", "503"}:
-                responses[status] = {**responses[status], "headers": _RETRY}
-            for parameter in operation.get("parameters", ()):
-                if parameter["in"] == "path" and path.startswith("/v1/buffers"):
-                    parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
-                    parameter["example"] = "layer.weight"
-                elif parameter["in"] == "path":
-                    parameter["example"] = "ReluGrad"
-    for unused in ("HTTPValidationError", "ValidationError"):
-        document["components"]["schemas"].pop(unused, None)
+_PROTOCOL_ERROR = {
+    "type": "object",
+    "description": "An error in the form of the Open Inference Protocol.",
+    "required": ["error"],
+    "properties": {"error": {"type": "string", "description": "A sentence for a person."}},
+}
+
+_ERRORS: dict[str, Any] = {
+    "Problem": {
+        "description": "An error; its `code` tells which",
+        "headers": _RETRY,
+        "content": {
+            problems.MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}, "example": problems.EXAMPLE}
+        },
+    },
+    "ProtocolError": {
+        "description": "An error",
+        "headers": _RETRY,
+        "content": {
+            "application/json": {
+                "schema": {"$ref": REF.format(model="ProtocolError")},
+                "example": {"error": problems.EXAMPLE["detail"]},
+            }
+        },
+    },
+}
+"""The answers of errors: one under `/v2`, the other elsewhere."""
+
+INT32_LIMIT = 1 << 31
 
 
 def install(app: FastAPI) -> None:
@@ -52,17 +72,104 @@ def install(app: FastAPI) -> None:
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            models: list[type[BaseModel]] = [Problem, Receipts, NewBuffer, NewBuffers, CreatedBuffers, Metadata, Names]
-            for operator in OPERATORS.values():
-                models += [request_model(operator), answer_model(operator)]
-            _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
-            document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-            document["components"]["securitySchemes"] = {"key": _KEY}
-            document["servers"] = [{"url": "."}]  # beside the schema: behind a proxy, the paths may have a prefix
-            document["security"] = [{}, {"key": []}]
-            _add_errors(document)
-            app.openapi_schema = document
+            app.openapi_schema = _document(app)
         return app.openapi_schema
 
     app.openapi = schema  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        summary=app.description,
+        description=_DESCRIPTION,
+        routes=app.routes,
+        tags=[{"name": name, "description": text} for name, text in _TAGS.items()],
+        contact={"name": "The gradserve authors"},
+        license_info={"name": "Apache License 2.0", "identifier": "Apache-2.0"},
+        servers=[{"url": "."}],  # beside the schema: behind a proxy, the paths may have a prefix
+    )
+    models: list[type[BaseModel]] = [problems.Problem, GradientBody, GradientBodies, NewBuffer, NewBuffers, NewRules]
+    models += [CreatedBuffers, Metadata, Names, Receipts]
+    for operator in OPERATORS.values():
+        models += [request_model(operator), answer_model(operator)]
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    components = document["components"]
+    components["schemas"] |= {**definitions["$defs"], **operators.SCHEMAS, "ProtocolError": _PROTOCOL_ERROR}
+    components |= {"responses": _ERRORS, "securitySchemes": {"key": _KEY}}
+    document["security"] = [{}, {"key": []}]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(unused, None)
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            _complete(path, operation)
+    for one in components["schemas"].values():
+        _simplify(one)
+    for one in _schemas(document):
+        _add_format(one)
+    return document
+
+
+def _complete(path: str, operation: dict[str, Any]) -> None:
+    """Add the operation's errors in place of FastAPI's own, and examples of the parameters in its path."""
+    responses, name = operation["responses"], "ProtocolError" if path.startswith("/v2") else "Problem"
+    responses.pop("422", None)
+    responses |= {status: {"$ref": f"#/components/responses/{name}"} for status in ("4XX", "5XX")}
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path" and path.startswith("/v1/buffers"):
+            parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
+            parameter["example"] = "layer.weight"
+        elif parameter["in"] == "path":
+            parameter["example"] = "ReluGrad"
+
+
+def _simplify(schema: dict[str, Any]) -> None:
+    """Say defaults in descriptions alone: generators of clients take a member with a default for one that is there.
+
+    Leave out titles of members, which generators take for names of types.
+    """
+    for one in _within(schema):
+        if one is not schema:
+            one.pop("title", None)
+        default = one.pop("default", None)
+        if default is not None:
+            one["description"] = f"{one.get('description', '')} By default {default}.".strip()
+
+
+def _add_format(schema: dict[str, Any]) -> None:
+    """Say how many bits a number has."""
+    kinds = schema.get("type", ())
+    if "integer" in kinds:
+        small = schema.get("maximum", INT32_LIMIT) < INT32_LIMIT
+        schema.setdefault("format", "int32" if small else "int64")
+    elif "number" in kinds:
+        schema.setdefault("format", "double")
+
+
+def _schemas(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield every schema of the document."""
+    members = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, member in members:
+        if name == "schema":
+            yield from _within(member)
+        elif name == "schemas":
+            for schema in member.values():
+                yield from _within(schema)
+        elif name not in ("example", "examples"):
+            yield from _schemas(member)
+
+
+def _within(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield the schema and those in it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for name in ("properties", "$defs"):
+        for child in schema.get(name, {}).values():
+            yield from _within(child)
+    for name in ("anyOf", "allOf", "oneOf", "prefixItems"):
+        for child in schema.get(name, ()):
+            yield from _within(child)
+    for name in ("items", "additionalProperties"):
+        yield from _within(schema.get(name))

@@ -213,11 +213,14 @@ def test_the_places_of_rows_are_reserved() -> None:
 
 
 def test_the_schema_shows_a_sparse_gradient(http: httpx.Client) -> None:
-    paths = ok(http.get("/openapi.json"))["paths"]
-    for path in ("/v1/buffers/{name}/accumulate", "/v1/buffers/accumulate"):
-        text = json.dumps(paths[path]["post"]["requestBody"])
-        assert "indices" in text
-        assert "rows" in text
+    schema = ok(http.get("/openapi.json"))
+    components = schema["components"]["schemas"]
+    for path, name in (("/v1/buffers/{name}/accumulate", "GradientBody"), ("/v1/buffers/accumulate", "GradientBodies")):
+        sent = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert sent == {"$ref": f"#/components/schemas/{name}"}
+        assert '#/components/schemas/Gradient"' in json.dumps(components[name])
+    assert {"$ref": "#/components/schemas/SparseGradient"} in components["Gradient"]["anyOf"]
+    assert components["SparseGradient"]["required"] == ["indices", "rows"]
 
 
 parts = st.fixed_dictionaries({}, optional={"indices": tensors, "rows": tensors, "data": tensors})

@@ -14,6 +14,7 @@ from service.api.buffers.models import (
     MAX_NAMES_BYTES,
     AccumulateQuery,
     CreatedBuffers,
+    GradientBodies,
     ManyTakeQuery,
     ManyValueQuery,
     ManyZeroQuery,
@@ -69,6 +70,9 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 )
 @access(WRITE, label="buffers")
 async def create_many(call: CurrentCall) -> Answer:
+    """Buffers of the same specification that exist already are no error. Raises `buffer_exists`, `too_many_buffers`,
+    `invalid_parameter` and `store_full`.
+    """
     check_no_query(call)
     refuse_headers(call, "If-Match")
     received = await receive(call)
@@ -95,10 +99,11 @@ def _creates(call: Call, received: Received) -> list[Create]:
     "/accumulate",
     summary="Add gradients to many buffers, all or nothing",
     operation_id="accumulate_many",
-    openapi_extra=openapi.buffer_operation(openapi.GRADIENTS, Receipts, MANY),
+    openapi_extra=openapi.buffer_operation(GradientBodies, Receipts, MANY),
 )
 @access(WRITE, label="accumulate")
 async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Query()]) -> Answer:
+    """A gradient for each buffer, under the buffer's name. Raises what `accumulate` raises."""
     refuse_headers(call, "If-Match")
     check_may_read(call, query)
     received = await receive(call)
@@ -124,6 +129,7 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
 )
 @access(WRITE, label="zero")
 async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()]) -> Answer:
+    """Names in the body, or a prefix in the query. Raises `unknown_buffer`."""
     refuse_headers(call, "If-Match")
     received = await receive(call)
 
@@ -143,6 +149,7 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
 )
 @access(WRITE, READ, label="take")
 async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()]) -> Answer:
+    """Names in the body, or a prefix in the query. Raises what `take` raises."""
     refuse_headers(call, "If-Match")
     received = await receive(call)
 
@@ -167,6 +174,7 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 )
 @access(READ, label="value")
 async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()]) -> Answer:
+    """Names in the body, or a prefix in the query. Raises what `value` raises."""
     refuse_headers(call, "If-Match")
     received = await receive(call, changes=False)
     coding = wanted_coding(call)

@@ -8,16 +8,18 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    RootModel,
     StrictStr,
 )
+from typing_extensions import TypeAliasType
 
 from service.api.buffers.specs import FloatName
-from service.api.http.tensor_forms import absent, output_type
+from service.api.http.tensor_forms import absent, input_type, output_type
 from service.buffers.epochs import (
     MAX_CONTRIBUTOR_CHARACTERS,
 )
 from service.codecs import json as json_codec
-from service.dtypes import FLOATS
+from service.dtypes import FLOATS, INTEGERS
 
 MAX_WAIT_SECONDS = 600.0
 """The longest wait for an epoch: ten minutes. A proxy must wait longer; deploy/nginx.conf does."""
@@ -176,6 +178,37 @@ class Names(BaseModel):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"]}})
 
     names: list[StrictStr] = Field(min_length=1, max_length=MAX_NAMED_BUFFERS, fail_fast=True)
+
+
+class SparseGradient(BaseModel):
+    """Rows that are added to those of `indices`; a negative index counts from the end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    indices: input_type(INTEGERS)  # type: ignore[valid-type]
+    rows: input_type(FLOATS)  # type: ignore[valid-type]
+
+
+Gradient = TypeAliasType("Gradient", input_type(FLOATS) | SparseGradient)  # type: ignore[valid-type]
+
+
+class GradientBody(BaseModel):
+    """A gradient."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"gradient": [[1.0, 2.0], [3.0, 4.0]]}})
+
+    gradient: Gradient  # type: ignore[valid-type]
+
+
+class GradientBodies(RootModel[dict[str, Gradient]]):  # type: ignore[valid-type]
+    """Gradients by the names of their buffers."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "minProperties": 1,
+            "example": {"layer.weight": [[1.0, 2.0], [3.0, 4.0]], "layer.bias": [1.0, 2.0]},
+        }
+    )
 
 
 EXAMPLE_RECEIPT: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from service.api.buffers.models import CreatedBuffers, Names, Receipts
+from service.api.buffers.models import CreatedBuffers, GradientBodies, GradientBody, Names, Receipts
 from service.api.http.openapi import ONE, READING, REF, SAFETENSORS_CONTENT, answer_header, header_parameters
 
 CREATING = (*ONE, *READING)
@@ -36,31 +36,8 @@ DELETION: dict[str, Any] = {**header_parameters(*ONE), "responses": {"204": {"he
 """The headers of this endpoint, and answers that FastAPI does not describe."""
 
 
-_TENSOR_OR_ROWS: dict[str, Any] = {
-    "description": "A tensor; or rows that are added to those of `indices`, as two tensors:"
-    ' `{"indices": [0, -1], "rows": [[1.0, 2.0], [3.0, 4.0]]}`.'
-}
-
-
-GRADIENT: dict[str, Any] = {
-    "type": "object",
-    "required": ["gradient"],
-    "properties": {"gradient": _TENSOR_OR_ROWS},
-    "additionalProperties": False,
-    "example": {"gradient": [[1.0, 2.0], [3.0, 4.0]]},
-}
-
-
-GRADIENTS: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": _TENSOR_OR_ROWS,
-    "minProperties": 1,
-    "example": {"layer.weight": [[1.0, 2.0], [3.0, 4.0]], "layer.bias": [1.0, 2.0]},
-}
-
-
 def buffer_operation(
-    body: dict[str, Any] | type[BaseModel] | None,
+    body: type[BaseModel] | None,
     answer: type[BaseModel],
     knows: Sequence[str],
     *,
@@ -71,8 +48,8 @@ def buffer_operation(
     Tensors travel as JSON or as safetensors.
     """
 
-    def schema(of: dict[str, Any] | type[BaseModel]) -> dict[str, Any]:
-        return {"schema": of if isinstance(of, dict) else {"$ref": REF.format(model=of.__name__)}}
+    def schema(of: type[BaseModel]) -> dict[str, Any]:
+        return {"schema": {"$ref": REF.format(model=of.__name__)}}
 
     content = {"application/json": schema(answer), **({} if created else SAFETENSORS_CONTENT)}
     is_single = answer not in (Receipts, CreatedBuffers)
@@ -85,6 +62,9 @@ def buffer_operation(
         responses |= _UNCHANGED
     operation: dict[str, Any] = {**header_parameters(*knows), "responses": responses}
     if body is not None:
-        content = {"application/json": schema(body), **(SAFETENSORS_CONTENT if isinstance(body, dict) else {})}
+        content = {
+            "application/json": schema(body),
+            **(SAFETENSORS_CONTENT if body in (GradientBody, GradientBodies) else {}),
+        }
         operation["requestBody"] = {"required": body is not Names, "content": content}
     return operation

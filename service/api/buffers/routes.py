@@ -12,6 +12,7 @@ from service.api.buffers.gradients import check_gradient, gradients, sort_rows
 from service.api.buffers.models import (
     AccumulateQuery,
     BufferList,
+    GradientBody,
     ListQuery,
     Metadata,
     MetadataQuery,
@@ -56,6 +57,9 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 )
 @access(WRITE, label="buffers")
 async def create(call: CurrentCall, name: str) -> Answer:
+    """A buffer of the same specification that exists already is no error: the status is 200, not 201. Raises
+    `buffer_exists` for another specification, `too_many_buffers`, `invalid_parameter` and `store_full`.
+    """
     check_no_query(call)
     received = await receive(call)
     change = new_create(call, name, parse_model(received, NewBuffer, MAX_RULES_BYTES))
@@ -77,9 +81,10 @@ def _refusal(call: Call, name: str, spec: Spec) -> GradserveError | None:
     return None
 
 
-@router.get("", summary="List buffers", response_model=BufferList)
+@router.get("", summary="List buffers", operation_id="list_buffers", response_model=BufferList)
 @access(READ, label="buffers")
 async def list_buffers(call: CurrentCall, query: Annotated[ListQuery, Query()]) -> Answer:
+    """In the order of their names, a page at a time."""
     refuse_headers(call, "If-Match", "If-None-Match")
     return await call.offload(False, _listed, call.store, query)
 
@@ -95,11 +100,15 @@ def _listed(store: Store, query: ListQuery) -> Answer:
 @router.get(
     "/{name}",
     summary="Read a buffer's metadata, or a closed epoch's receipt",
+    operation_id="get_buffer",
     response_model=Metadata | Receipt,
     openapi_extra=openapi.METADATA,
 )
 @access(READ, label="buffers")
 async def get(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Query()]) -> Answer:
+    """With `epoch`, the receipt of this closed epoch; with `timeout`, once it is closed. Raises `unknown_buffer`,
+    `epoch_open` and `epoch_gone`.
+    """
     refuse_headers(call, "If-Match")
     epoch = query.epoch
     if epoch is None:
@@ -132,6 +141,7 @@ async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
 )
 @access(WRITE, label="buffers")
 async def set_rules(call: CurrentCall, name: str) -> Answer:
+    """Rules that are absent stay as they are; null ends a rule. Raises `unknown_buffer` and `invalid_parameter`."""
     check_no_query(call)
     received = await receive(call)
     rules = rules_of(parse_model(received, NewRules, MAX_RULES_BYTES))
@@ -140,9 +150,16 @@ async def set_rules(call: CurrentCall, name: str) -> Answer:
     return json_answer(receipt, fields={"ETag": f'"{receipt["epoch"]}-{receipt["version"]}"', **replayed(outcome)})
 
 
-@router.delete("/{name}", summary="Delete a buffer", status_code=204, openapi_extra=openapi.DELETION)
+@router.delete(
+    "/{name}",
+    summary="Delete a buffer",
+    operation_id="delete_buffer",
+    status_code=204,
+    openapi_extra=openapi.DELETION,
+)
 @access(WRITE, label="buffers")
 async def delete(call: CurrentCall, name: str) -> Answer:
+    """The value and all closed epochs go, too. Raises `unknown_buffer`."""
     check_no_query(call)
     received = await receive(call)
     check_no_body(received)
@@ -158,6 +175,9 @@ async def delete(call: CurrentCall, name: str) -> Answer:
 )
 @access(READ, label="value")
 async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query()]) -> Answer:
+    """The running sum or, with `epoch`, the value of a closed epoch. Raises `unknown_buffer`, `epoch_open`,
+    `epoch_gone` and `nothing_to_average`.
+    """
     refuse_headers(call, "If-Match")
     _, answers = media_types(call)
     check_name(name)
@@ -179,10 +199,15 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     "/{name}/accumulate",
     summary="Add a gradient",
     operation_id="accumulate",
-    openapi_extra=openapi.buffer_operation(openapi.GRADIENT, Receipt, ONE),
+    openapi_extra=openapi.buffer_operation(GradientBody, Receipt, ONE),
 )
 @access(WRITE, label="accumulate")
 async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQuery, Query()]) -> Answer:
+    """The gradient is a tensor that broadcasts into the buffer's shape, or rows that are added to those of `indices`.
+    With an `Idempotency-Key`, a request counts once, however often it is sent. Raises `unknown_buffer`,
+    `shape_mismatch`, `dtype_mismatch`, `index_out_of_range`, `stale_epoch`, `duplicate_contributor`,
+    `nonfinite_gradient` and `norm_too_large`.
+    """
     check_name(name)
     check_may_read(call, query)
     received = await receive(call)
@@ -205,6 +230,7 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
 )
 @access(WRITE, label="zero")
 async def zero(call: CurrentCall, name: str) -> Answer:
+    """The epoch ends without a value that can be read. Raises `unknown_buffer`."""
     check_no_query(call)
     received = await receive(call)
     check_no_body(received)
@@ -220,6 +246,9 @@ async def zero(call: CurrentCall, name: str) -> Answer:
 )
 @access(WRITE, READ, label="take")
 async def take(call: CurrentCall, name: str, query: Annotated[TakeQuery, Query()]) -> Answer:
+    """The next epoch begins at zero. With `timeout`, the request waits until `min_count` gradients are in. Raises
+    `unknown_buffer`, `too_few_gradients`, `stale_epoch` and `nothing_to_average`.
+    """
     received = await receive(call)
     check_no_body(received)
     change = new_take(query, check_name(name), match_of(call))

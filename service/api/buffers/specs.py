@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
+from service.api.http.tensor_forms import absent
 from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
 
 MAX_RULES_BYTES = 1 << 18
@@ -93,11 +94,11 @@ class NewRules(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"deadline_seconds": 30.0, "min_count": 2}})
 
-    quorum: Quorum = None
-    ttl_seconds: TtlSeconds = None
-    deadline_seconds: DeadlineSeconds = None
-    min_count: MinCount = 1
-    quorum_weight: QuorumWeight = None
-    contributors: Contributors = None
-    per_contributor: PerContributor = 1
-    max_norm: MaxNorm = None
+    quorum: Quorum = Field(default_factory=absent)
+    ttl_seconds: TtlSeconds = Field(default_factory=absent)
+    deadline_seconds: DeadlineSeconds = Field(default_factory=absent)
+    min_count: MinCount = Field(default_factory=absent)
+    quorum_weight: QuorumWeight = Field(default_factory=absent)
+    contributors: Contributors = Field(default_factory=absent)
+    per_contributor: PerContributor = Field(default_factory=absent)
+    max_norm: MaxNorm = Field(default_factory=absent)

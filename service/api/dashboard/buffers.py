@@ -64,6 +64,9 @@ def routes(known: BufferStatistics) -> APIRouter:
     )
     @access(READ, label="buffers")
     async def statistics(call: CurrentCall, name: str, query: Annotated[StatisticsQuery, Query()]) -> Answer:
+        """Counts, extremes and norms of the running sum or, with `epoch`, of a closed epoch. Raises `unknown_buffer`,
+        `epoch_open` and `epoch_gone`.
+        """
         refuse_headers(call, "If-Match", "If-None-Match")
         if query.closed and query.epoch is not None:
             raise InvalidParameter("closed names the last closed epoch, so it excludes epoch", parameter="closed")

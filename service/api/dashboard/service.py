@@ -77,7 +77,12 @@ def routes(history: History, started_at: float, limits: Callable[[Settings], dic
     """Return the endpoints of the service view, over this history and these limits."""
     router = APIRouter(tags=["service"])
 
-    @router.get("/v1/caller", summary="The caller, as the server sees it", response_model=CallerAnswer)
+    @router.get(
+        "/v1/caller",
+        summary="The caller, as the server sees it",
+        operation_id="get_caller",
+        response_model=CallerAnswer,
+    )
     @access()
     async def caller(call: CurrentCall) -> Answer:
         """Any valid key may ask."""
@@ -85,7 +90,9 @@ def routes(history: History, started_at: float, limits: Callable[[Settings], dic
         has_keys = call.settings.keys is not None
         return json_answer({"name": name, "namespace": namespace, "scopes": sorted(scopes), "keys": has_keys})
 
-    @router.get("/v1/service", summary="The server and its settings", response_model=Service)
+    @router.get(
+        "/v1/service", summary="The server and its settings", operation_id="get_service", response_model=Service
+    )
     @access("admin")
     async def service(call: CurrentCall) -> Answer:
         """Passwords are never shown."""
@@ -110,7 +117,12 @@ def routes(history: History, started_at: float, limits: Callable[[Settings], dic
             }
         )
 
-    @router.get("/v1/service/history", summary="The last hour in samples", response_model=HistoryAnswer)
+    @router.get(
+        "/v1/service/history",
+        summary="The last hour in samples",
+        operation_id="service_history",
+        response_model=HistoryAnswer,
+    )
     @access("admin")
     async def samples(call: CurrentCall) -> Answer:
         """A sample has the numbers of all worker processes. Each process keeps its own history."""
@@ -122,6 +134,7 @@ def routes(history: History, started_at: float, limits: Callable[[Settings], dic
     @router.get(
         "/v1/service/events",
         summary="Each new sample",
+        operation_id="service_events",
         response_class=StreamingResponse,
         responses={200: {"content": content}},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.api.http.problems import MEDIA_TYPE
 from service.codecs import safetensors
 
 MAX_KEY_CHARACTERS = 255
@@ -17,10 +16,6 @@ BYTES_CONTENT: dict[str, Any] = {"application/octet-stream": {"schema": {"type":
 
 
 REF = "#/components/schemas/{model}"
-
-
-PROBLEM = {"content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}}}
-"""The answer of an error, in every entry."""
 
 
 _HEADERS: dict[str, dict[str, Any]] = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypeAliasType
 
 from service.api.http.answer import JSON, Answer
 from service.api.http.tensor_forms import absent
@@ -19,6 +20,7 @@ from service.errors import (
     StoreFailed,
     Unauthorized,
     UnsupportedMediaType,
+    tree,
 )
 
 MEDIA_TYPE = "application/problem+json"
@@ -66,14 +68,33 @@ def answer_bug(path: str) -> Answer:
     return answer_error(path, error, {"Connection": "close"})
 
 
+ErrorCode = TypeAliasType("ErrorCode", Literal[tuple(sorted({error.code for error in tree()}))])  # type: ignore[valid-type]
+
+
+EXAMPLE: dict[str, Any] = {
+    "type": "urn:gradserve:problem:shape_mismatch",
+    "title": "Tensor shapes do not fit together",
+    "status": 422,
+    "detail": "X has shape [1], but must have the shape of dY, [2]",
+    "code": "shape_mismatch",
+    "tensor": "X",
+    "op": "ReluGrad",
+}
+"""The answer to `{"dY": [1, 2], "X": [1]}` at `/v1/ops/ReluGrad`."""
+
+
 class Problem(BaseModel):
     """An error (RFC 9457), with what it is about, if that helps."""
 
-    type: str = Field(examples=["urn:gradserve:problem:shape_mismatch"])
-    title: str
-    status: int
-    detail: str
-    code: str
+    model_config = ConfigDict(json_schema_extra={"example": EXAMPLE})
+
+    type: str = Field(description="`urn:gradserve:problem:` and the code.")
+    title: str = Field(description="The fault in a few words, the same for each error of this code.")
+    status: int = Field(ge=400, le=599, description="The status of the answer.")
+    detail: str = Field(description="A sentence for a person: what was wrong, what was expected, and what came.")
+    code: ErrorCode = Field(  # type: ignore[valid-type]
+        description="What programs tell errors by. Codes stay; new ones may come."
+    )
     op: str = Field(default_factory=absent)
     tensor: str = Field(default_factory=absent)
     parameter: str = Field(default_factory=absent)

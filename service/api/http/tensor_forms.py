@@ -109,13 +109,23 @@ def input_type(kind: Kind) -> Any:
     name, data = kind.name.capitalize(), _DATA[kind.name]
     as_list = create_model(f"{name}List", **head, shape=(list[int] | None, None), data=(data, ...))
     as_base64 = create_model(f"{name}Base64", **head, shape=(list[int], ...), base64=(str, ...))
-    return data | as_list | as_base64
+    return TypeAliasType(f"{name}Tensor", data | as_list | as_base64)
 
 
 @cache
-def output_type(kind: Kind) -> Any:
-    head: Any = {"dtype": (Literal[kind.dtypes], ...), "shape": (list[int], ...)}
-    name, data = kind.name.capitalize(), _DATA[kind.name]
-    as_list = create_model(f"{name}ListAnswer", **head, data=(data, ...))
-    as_base64 = create_model(f"{name}Base64Answer", **head, base64=(str, ...))
-    return as_list | as_base64
+def output_type(kind: Kind) -> type[BaseModel]:
+    """Return the model of a tensor in an answer.
+
+    One model has both forms, where exactly three of its members are there: generators of clients tell alternatives
+    apart by their members at best.
+    """
+    config = ConfigDict(extra="forbid", json_schema_extra={"minProperties": 3, "maxProperties": 3})
+    data = Field(default_factory=absent, description="A number, or nested lists of numbers; absent beside base64.")
+    base64 = Field(default_factory=absent, description="The bytes of the elements; absent beside data.")
+    members: Any = {
+        "dtype": (Literal[kind.dtypes], ...),
+        "shape": (list[int], ...),
+        "data": (_DATA[kind.name], data),
+        "base64": (str, base64),
+    }
+    return create_model(f"{kind.name.capitalize()}TensorAnswer", __config__=config, **members)

@@ -11,6 +11,14 @@ from service.api.http.answer import Answer, json_answer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.routing import access
 from service.api.operators.job import find
+from service.api.operators.protocol_models import (
+    IndexEntry,
+    ModelConfiguration,
+    ModelMetadata,
+    ModelReady,
+    ModelStatistics,
+    ServerMetadata,
+)
 from service.api.operators.statistics import Statistics
 from service.dtypes import DTYPES, OPEN_INFERENCE
 from service.errors import UnknownOperator, shown
@@ -35,51 +43,88 @@ def routes(statistics: Statistics) -> APIRouter:
     """Return the endpoints, which report these statistics."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
-    @router.get("", summary="Describe the server", response_model=dict[str, Any])
+    @router.get(
+        "",
+        summary="Describe the server",
+        operation_id="server_metadata",
+        response_model=ServerMetadata,
+    )
     @access("ops")
     async def server(call: CurrentCall) -> Answer:
+        """The name and the version of the server, and the extensions of the protocol that it has."""
         return json_answer({"name": "gradserve", "version": metadata.version("gradserve"), "extensions": EXTENSIONS})
 
-    @router.post("/repository/index", summary="List the models", response_model=list[dict[str, str]])
+    @router.post(
+        "/repository/index",
+        summary="List the models",
+        operation_id="repository_index",
+        response_model=list[IndexEntry],
+    )
     @access("ops")
     async def index(call: CurrentCall) -> Answer:
+        """Every operator is a model. All are ready at all times."""
         return json_answer([{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS])
 
-    @router.get("/models/{op}", summary="A model's inputs and outputs", response_model=dict[str, Any])
+    @router.get(
+        "/models/{op}",
+        summary="A model's inputs and outputs",
+        operation_id="model_metadata",
+        response_model=ModelMetadata,
+    )
     @router.get("/models/{op}/versions/{version}", include_in_schema=False)
     @access("ops")
     async def model(call: CurrentCall, op: str) -> Answer:
+        """A dimension of any length is -1. 404 if there is no such model."""
         return json_answer(_described(find_model(call, op)))
 
-    @router.get("/models/{op}/config", summary="A model's configuration", response_model=dict[str, Any])
+    @router.get(
+        "/models/{op}/config",
+        summary="A model's configuration",
+        operation_id="model_configuration",
+        response_model=ModelConfiguration,
+    )
     @router.get("/models/{op}/versions/{version}/config", include_in_schema=False)
     @access("ops")
     async def config(call: CurrentCall, op: str) -> Answer:
+        """As Triton describes a model. 404 if there is no such model."""
         return json_answer(_configuration(find_model(call, op)))
 
-    @router.get("/models/{op}/ready", summary="Whether the model is ready", response_model=dict[str, Any])
+    @router.get(
+        "/models/{op}/ready",
+        summary="Whether the model is ready",
+        operation_id="model_ready",
+        response_model=ModelReady,
+    )
     @router.get("/models/{op}/versions/{version}/ready", include_in_schema=False)
     @access("ops")
     async def ready(call: CurrentCall, op: str) -> Answer:
+        """503 while the server starts or stops. 404 if there is no such model."""
         operator = find_model(call, op)
         assert call.engine is not None  # raises NotReady before the startup has finished
         return json_answer({"name": operator.name, "ready": True})
 
-    @router.get("/models/stats", summary="Statistics of all models", response_model=dict[str, Any])
+    @router.get(
+        "/models/stats",
+        summary="Statistics of all models",
+        operation_id="all_model_statistics",
+        response_model=ModelStatistics,
+    )
     @access("ops")
     async def all_statistics(call: CurrentCall) -> Answer:
+        """Counts and nanoseconds of the requests of the caller's namespace."""
         records = [(name, statistics.of(call.caller.namespace, name)) for name in OPERATORS]
         return json_answer({"model_stats": [record.as_json(name, VERSION) for name, record in records]})
 
     @router.get(
         "/models/{op}/stats",
         summary="A model's statistics",
-        operation_id="statistics_v2_models__op__stats_get",
-        response_model=dict[str, Any],
+        operation_id="model_statistics",
+        response_model=ModelStatistics,
     )
     @router.get("/models/{op}/versions/{version}/stats", include_in_schema=False)
     @access("ops")
     async def one_statistics(call: CurrentCall, op: str) -> Answer:
+        """Counts and nanoseconds of the requests of the caller's namespace. 404 if there is no such model."""
         name = find_model(call, op).name
         return json_answer({"model_stats": [statistics.of(call.caller.namespace, name).as_json(name, VERSION)]})
 

@@ -11,11 +11,15 @@ from pydantic import (
     Field,
     create_model,
 )
+from typing_extensions import TypeAliasType
 
 from service.api.buffers.models import Receipt
 from service.api.http.tensor_forms import absent, input_type, output_type
 from service.dtypes import FLOATS
 from service.kernels import Operator, Tensor
+
+FloatTensorOrReceipt = TypeAliasType("FloatTensorOrReceipt", output_type(FLOATS) | Receipt)  # type: ignore[valid-type]
+"""An output that may go to a buffer, with `into`."""
 
 
 def request_model(operator: Operator) -> type[BaseModel]:
@@ -33,9 +37,7 @@ def answer_model(operator: Operator) -> type[BaseModel]:
 
     def field(tensor: Tensor) -> Any:
         # Not required: the query parameter `outputs` selects outputs.
-        form = output_type(tensor.kind)
-        if tensor.kind.dtypes == FLOATS.dtypes:
-            form |= Receipt  # with `into`
+        form = FloatTensorOrReceipt if tensor.kind.dtypes == FLOATS.dtypes else output_type(tensor.kind)
         return (form, Field(default_factory=absent))
 
     return _model(f"{operator.name}Answer", ((tensor.name, field(tensor)) for tensor in operator.outputs))

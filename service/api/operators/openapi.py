@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import orjson
 
-from service.api.http.openapi import BYTES_CONTENT, ONE, PROBLEM, REF, SAFETENSORS_CONTENT, header_parameters
+from service.api.http.openapi import BYTES_CONTENT, ONE, REF, SAFETENSORS_CONTENT, header_parameters
 from service.codecs import json as json_codec
 from service.dtypes import OPEN_INFERENCE
+from service.errors import tree
 from service.kernels import Operator
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": REF.format(model=name)}
 
 
 def example_answer(operator: Operator) -> Any:
@@ -22,7 +28,7 @@ def operation(operator: Operator) -> dict[str, Any]:
     """Return the entry of the operator's endpoint."""
 
     def json(name: str, example: Any) -> dict[str, Any]:
-        return {"application/json": {"schema": {"$ref": REF.format(model=operator.name + name)}, "example": example}}
+        return {"application/json": {"schema": _ref(operator.name + name), "example": example}}
 
     return {
         **header_parameters(*ONE),
@@ -32,15 +38,16 @@ def operation(operator: Operator) -> dict[str, Any]:
                 "description": "The outputs",
                 "content": {**json("Answer", example_answer(operator)), **SAFETENSORS_CONTENT},
             },
-            "400": {"description": "Request body cannot be read", **PROBLEM},
-            "408": {"description": "Request did not arrive in time", **PROBLEM},
-            "406": {"description": "No acceptable media type", **PROBLEM},
-            "413": {"description": "Request body or tensor too large", **PROBLEM},
-            "415": {"description": "Unsupported media type or encoding", **PROBLEM},
-            "422": {"description": "Invalid request", **PROBLEM},
-            "503": {"description": "Server is starting or stopping", **PROBLEM},
         },
     }
+
+
+_CODES = {error.__name__: error.code for error in tree()}
+
+
+def description(operator: Operator) -> str:
+    """Return what the kernel's docstring says, with the codes of errors in place of the names of their classes."""
+    return re.sub(r"`(\w+)`", lambda name: f"`{_CODES.get(name[1], name[1])}`", operator.description)
 
 
 _TENSOR = {
@@ -49,12 +56,18 @@ _TENSOR = {
     "properties": {
         "name": {"type": "string"},
         "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "datatype": {"enum": list(OPEN_INFERENCE.values())},
+        "datatype": {"type": "string", "enum": list(OPEN_INFERENCE.values())},
         "parameters": {
             "type": ["object", "null"],
-            "properties": {"binary_data_size": {"type": "integer", "minimum": 0}},
+            "properties": {
+                "binary_data_size": {
+                    "type": "integer",
+                    "minimum": 0,
+                    "description": "Bytes of the tensor after the JSON.",
+                }
+            },
         },
-        "data": {"type": "array", "items": {}},
+        "data": {"type": "array", "items": {}, "description": "Its elements, flat or nested, unless it is bytes."},
     },
 }
 
@@ -75,29 +88,74 @@ _PARAMETERS = {
             "description": "With `into`: the epoch that the buffers must be in.",
         },
         "contributor": {"type": "string", "description": "With `into`: who adds."},
+        "binary_data_output": {"type": "boolean", "description": "Whether all outputs travel as bytes."},
     },
+}
+
+
+_REQUESTED = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string"},
+        "parameters": {
+            "type": ["object", "null"],
+            "properties": {
+                "binary_data": {"type": "boolean", "description": "Whether the output travels as bytes."},
+            },
+        },
+    },
+}
+
+
+SCHEMAS: dict[str, Any] = {
+    "InferTensor": _TENSOR,
+    "InferRequest": {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "id": {"type": "string"},
+            "parameters": _PARAMETERS,
+            "inputs": {"type": "array", "items": _ref("InferTensor")},
+            "outputs": {"type": "array", "items": _REQUESTED, "description": "The outputs to return; by default all."},
+        },
+    },
+    "InferAnswer": {
+        "type": "object",
+        "required": ["model_name", "model_version", "outputs"],
+        "properties": {
+            "id": {"type": "string", "description": "The request's, if it has any."},
+            "model_name": {"type": "string"},
+            "model_version": {"type": "string"},
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "receipts": {"type": "string", "description": "With `into`: the receipts by output, as JSON."}
+                },
+            },
+            "outputs": {"type": "array", "items": _ref("InferTensor")},
+        },
+    },
+}
+"""The schemas of the endpoint that runs a model."""
+
+
+_LENGTH: dict[str, Any] = {
+    "description": "Bytes of the JSON, if tensors follow it as bytes.",
+    "schema": {"type": "integer", "minimum": 0},
 }
 
 
 INFER: dict[str, Any] = {
     "parameters": [
-        {"name": "Inference-Header-Content-Length", "in": "header", "schema": {"type": "integer", "minimum": 0}},
+        {"name": "Inference-Header-Content-Length", "in": "header", **_LENGTH},
         *header_parameters(*ONE)["parameters"],
     ],
     "requestBody": {
         "required": True,
         "content": {
             "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["inputs"],
-                    "properties": {
-                        "id": {"type": "string"},
-                        "parameters": _PARAMETERS,
-                        "inputs": {"type": "array", "items": _TENSOR},
-                        "outputs": {"type": "array", "items": {"type": "object", "required": ["name"]}},
-                    },
-                },
+                "schema": _ref("InferRequest"),
                 "example": {
                     "inputs": [
                         {"name": "dY", "shape": [2], "datatype": "FP32", "data": [1.0, 2.0]},
@@ -111,12 +169,8 @@ INFER: dict[str, Any] = {
     "responses": {
         "200": {
             "description": "The outputs",
-            "content": {
-                "application/json": {
-                    "schema": {"type": "object", "properties": {"outputs": {"type": "array", "items": _TENSOR}}}
-                },
-                **BYTES_CONTENT,
-            },
+            "headers": {"Inference-Header-Content-Length": _LENGTH},
+            "content": {"application/json": {"schema": _ref("InferAnswer")}, **BYTES_CONTENT},
         },
     },
 }

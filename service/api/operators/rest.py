@@ -71,7 +71,7 @@ def describe(operator: Operator) -> OperatorInfo:
     return OperatorInfo(
         name=operator.name,
         formula=operator.formula,
-        description=operator.description,
+        description=openapi.description(operator),
         inputs=list(map(_tensor_info, operator.inputs)),
         outputs=list(map(_tensor_info, operator.outputs)),
         attributes=[AttributeInfo(name=a.name, type=a.type_name, default=a.default) for a in operator.attributes],
@@ -89,15 +89,17 @@ def _tensor_info(tensor: Tensor) -> TensorInfo:
     )
 
 
-@router.get("/v1/ops", summary="List the operators", response_model=OperatorList)
+@router.get("/v1/ops", summary="List the operators", operation_id="list_operators", response_model=OperatorList)
 @access("ops")
 async def list_operators(call: CurrentCall) -> Answer:
+    """Each with its formula, inputs, outputs, attributes and an example."""
     return json_answer({"operators": [describe(operator).model_dump() for operator in OPERATORS.values()]})
 
 
-@router.get("/v1/ops/{op}", summary="Describe an operator", response_model=OperatorInfo)
+@router.get("/v1/ops/{op}", summary="Describe an operator", operation_id="get_operator", response_model=OperatorInfo)
 @access("ops")
 async def get_operator(call: CurrentCall, op: str) -> Answer:
+    """Its formula, inputs, outputs, attributes and an example. Raises `unknown_operator`."""
     return json_answer(describe(find(op)).model_dump())
 
 
@@ -229,7 +231,7 @@ def _add_endpoint(operator: Operator) -> None:
         name=operator.name,
         operation_id=operator.name,
         summary=operator.formula,
-        description=operator.description,
+        description=openapi.description(operator) or operator.formula,
         openapi_extra=openapi.operation(operator),
     )
 
