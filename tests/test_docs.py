@@ -87,9 +87,9 @@ def test_every_example_is_run() -> None:
     fences = {name: text.count("```") for name, text in TEXTS.items()}
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
     assert Counter(block.language for found in BLOCKS.values() for block in found) == {
-        "bash": 11,
+        "bash": 12,
         "python": 5,
-        "json": 9,
+        "json": 10,
         "text": 7,
         "console": 4,
         "drawing": 2,

@@ -265,6 +265,11 @@ def unknown(name: str) -> UnknownBuffer:
     return UnknownBuffer(f"There is no buffer {shown(name)}; PUT /v1/buffers/{{name}} creates one", buffer=name)
 
 
+def none_with(prefix: str) -> UnknownBuffer:
+    """Return the error of a prefix that fits no buffer."""
+    return UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
+
+
 def name_buffer(error: GradserveError, name: str, *, one_of_many: bool) -> None:
     """Add the buffer to the error's context; if the request has many buffers, add it to the text, too."""
     if "buffer" not in error.context:

@@ -162,6 +162,13 @@ class ManyZeroQuery(_Prefix):
     """Which buffers are zeroed."""
 
 
+class WideQuery(_Query):
+    """Which buffers are deleted, or get other rules."""
+
+    prefix: str = Field("", description="Prefix of the buffers' names.")
+    all: bool = Field(False, description="In place of a prefix: all buffers of the namespace.")
+
+
 class ListQuery(_Query):
     """Which buffers are listed."""
 
