@@ -102,13 +102,32 @@ def test_rules_of_no_buffer_are_an_error(http: httpx.Client) -> None:
     assert ok(request(http, "DELETE", prefix=run)) == {"buffers": {}}
 
 
+def test_rules_of_named_buffers_change(http: httpx.Client) -> None:
+    a, b, c = (create(http) for _ in "abc")
+    receipts = ok(http.patch("/v1/buffers", json={"names": [c, a], **RULES}))["buffers"]
+    assert list(receipts) == [c, a]
+    assert [metadata(http, name)["quorum"] for name in (a, b, c)] == [3, None, 3]
+    before = state(http, a, b)
+    for body, query, code, word in (
+        ({"names": [a, "no.such"], "quorum": 4}, {}, "unknown_buffer", "no.such"),
+        ({"names": [a, b, a], "quorum": 4}, {}, "invalid_request", "2 times"),
+        ({"names": [], "quorum": 4}, {}, "invalid_parameter", "names"),
+        ({"names": [a], "quorum": 4}, {"prefix": b}, "invalid_request", "only one"),
+        ({"names": [a], "quorum": 4}, {"all": "true"}, "invalid_request", "only one"),
+        ({"names": [a], "keep": 4}, {}, "unknown_parameter", "keep"),
+    ):
+        answer = http.patch("/v1/buffers", json=body, params=query)
+        assert_problem(answer, 404 if code == "unknown_buffer" else 422, code, word)
+    assert state(http, a, b) == before
+
+
 @pytest.mark.parametrize("method", ["DELETE", "PATCH"])
 def test_what_would_be_ignored_is_refused(http: httpx.Client, method: str) -> None:
     name = create(http)
     answer = request(http, method, {"If-Match": "*"}, prefix=name)
     assert_problem(answer, 422, "invalid_parameter", "If-Match")
     assert_problem(request(http, method, names=name, prefix=name), 422, "unknown_parameter", "names")
-    answer = http.request(method, "/v1/buffers", params={"prefix": name}, json={"names": [name]})
+    answer = http.request(method, "/v1/buffers", params={"prefix": name}, json={"names": [name], **RULES})
     assert answer.status_code == 422
     assert listed(http, name) == [name]
 

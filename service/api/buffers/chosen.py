@@ -83,13 +83,13 @@ async def _names(call: Call, received: Received, prefix: str | None) -> list[str
         raise Invalid('No buffers are named: send {"names": [...]} in the body, or ?prefix= in the query')
     if prefix is None:
         inline = len(received.body) <= INLINE_NAMES_BYTES
-        return await call.offload(inline, lambda: _different(parse_model(received, Names, MAX_NAMES_BYTES).names))
+        return await call.offload(inline, lambda: different(parse_model(received, Names, MAX_NAMES_BYTES).names))
     if not received.is_empty:
         raise Invalid("The request has both names in its body and prefix in its query; send only one")
     return []
 
 
-def _different(names: list[str]) -> list[str]:
+def different(names: list[str]) -> list[str]:
     """Return the names. Raises `InvalidParameter`, and `Invalid` for a repeated name."""
     for name, count in Counter(names).items():
         check_name(name)

@@ -8,14 +8,16 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
-from service.api.buffers.chosen import change_all, check_some, for_buffers, listed
+from service.api.buffers.chosen import INLINE_NAMES_BYTES, change_all, check_some, different, for_buffers, listed
 from service.api.buffers.models import (
+    MAX_NAMES_BYTES,
     AccumulateQuery,
     CreatedBuffers,
     ManyTakeQuery,
     ManyValueQuery,
     ManyZeroQuery,
     Names,
+    NewRulesOfMany,
     Receipts,
     WideQuery,
 )
@@ -34,7 +36,7 @@ from service.api.buffers.request import (
 )
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_create, new_take
 from service.api.buffers.rules import closed_due, rules_of
-from service.api.buffers.specs import MAX_RULES_BYTES, MAX_SPECS_BYTES, NewBuffer, NewBuffers, NewRules
+from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers
 from service.api.http.answer import Answer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.costs import decode_json
@@ -47,7 +49,7 @@ from service.buffers.names import check_name
 from service.buffers.perform import Outcome
 from service.buffers.record import name_buffer
 from service.buffers.rules import SetRules
-from service.errors import EpochOpen, GradserveError, InvalidParameter, MissingTensor
+from service.errors import EpochOpen, GradserveError, Invalid, InvalidParameter, MissingTensor
 
 METADATA_BYTES = 1 << 12
 """Bytes of memory for a new buffer, its record and its metadata, as objects and as text."""
@@ -208,22 +210,29 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
 
 @router.patch(
     "",
-    summary="Change the rules of all buffers with a prefix",
+    summary="Change the rules of many buffers, all or nothing",
     operation_id="set_rules_many",
-    openapi_extra=openapi.buffer_operation(NewRules, Receipts, MANY),
+    openapi_extra=openapi.buffer_operation(NewRulesOfMany, Receipts, MANY),
 )
 @access(WRITE, label="buffers")
 async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
-    prefix = _wide_prefix(query)
     refuse_headers(call, "If-Match")
     received = await receive(call)
-    rules = rules_of(parse_model(received, NewRules, MAX_RULES_BYTES))
+    inline = len(received.body) <= INLINE_NAMES_BYTES
+    new = await call.offload(inline, parse_model, received, NewRulesOfMany, MAX_NAMES_BYTES)
+    rules = rules_of(new)
 
     def change(name: str) -> SetRules:
         return SetRules(name=name, rules=rules, want_metadata=False)
 
-    names = await listed(call, received, prefix)
-    outcome = await change_all(call, received, names, change, prefix)
+    if new.names is None:
+        prefix = _wide_prefix(query)
+        outcome = await change_all(call, received, await listed(call, received, prefix), change, prefix)
+    elif query.prefix or query.all:
+        raise Invalid("The request has both names in its body and prefix or all in its query; send only one")
+    else:
+        names = await call.offload(inline, different, new.names)
+        outcome = await change_all(call, received, names, change, None)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
 

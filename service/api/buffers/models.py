@@ -11,7 +11,7 @@ from pydantic import (
     StrictStr,
 )
 
-from service.api.buffers.specs import FloatName
+from service.api.buffers.specs import FloatName, NewRules
 from service.api.http.tensor_forms import absent, output_type
 from service.buffers.epochs import (
     MAX_CONTRIBUTOR_CHARACTERS,
@@ -183,6 +183,14 @@ class Names(BaseModel):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"]}})
 
     names: list[StrictStr] = Field(min_length=1, max_length=MAX_NAMED_BUFFERS, fail_fast=True)
+
+
+class NewRulesOfMany(NewRules):
+    """The rules to replace, and the buffers by name unless the query has their prefix."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"], "quorum": 3}})
+
+    names: list[StrictStr] | None = Field(None, min_length=1, max_length=MAX_NAMED_BUFFERS, fail_fast=True)
 
 
 EXAMPLE_RECEIPT: dict[str, Any] = {
