@@ -56,11 +56,11 @@ def spec_json(
         "dtype": as_dtype(dtype),
         "keep": as_whole("keep", keep),
         "nonfinite": nonfinite,
-        **_rules_json(rules),
+        **rules_json(rules),
     }
 
 
-def _rules_json(rules: Mapping[str, Any]) -> dict[str, Any]:
+def rules_json(rules: Mapping[str, Any]) -> dict[str, Any]:
     """Return rules as the server reads them. Raises `TypeError` for one that does not exist."""
     for name in rules:
         if name not in _RULES:
@@ -102,7 +102,7 @@ def set_rules(name: str, rules: BufferRules, *, if_match: str | None, idempotenc
         _answers.info,
         buffers=[name],
         headers={"Content-Type": JSON, "Accept": JSON, **_if_match(if_match)},
-        body=[json.dumps(_rules_json(rules)).encode()],
+        body=[json.dumps(rules_json(rules)).encode()],
         key=as_key(idempotency_key),
     )
 

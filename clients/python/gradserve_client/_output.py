@@ -91,6 +91,11 @@ def contributors(counts: Mapping[str, int] | None) -> str:
     return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in (counts or {}).items()) or "none"
 
 
+def buffers_text(number: int) -> str:
+    """Return a number of buffers as text: 1 buffer."""
+    return f"{number} buffer{'' if number == 1 else 's'}"
+
+
 def size(number: int) -> str:
     """Return a number of bytes as text: 30.7 MB."""
     amount = float(number)
