@@ -193,7 +193,7 @@ class Record:
                 buffer=self.name,
                 epoch=self.epoch,
                 count=self.count,
-                **({} if missing is None else {"missing": missing}),
+                **{name: value for name, value in (("quorum", spec.quorum), ("missing", missing)) if value is not None},
             )
         for closed in self.closed:
             if closed.epoch == epoch:

@@ -150,6 +150,10 @@ class GradientAccumulator:
         self._new_broadcast = partial(Broadcast, server, model, self._prefix, request_bytes, ttl_seconds)
         self._broadcast: Broadcast | None = None
 
+    def __repr__(self) -> str:
+        worker = "" if self._worker is None else f"{self._worker!r}, "
+        return f"{type(self).__name__}({worker}prefix={self._prefix!r}, epoch={self.epoch}, server={self._server!r})"
+
     @property
     def prefix(self) -> str:
         """What the names of all buffers begin with: the prefix, and the run."""
