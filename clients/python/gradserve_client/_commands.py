@@ -21,7 +21,6 @@ from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferName, OperatorInfo, Receipt
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
