@@ -14,6 +14,7 @@ from gradserve_client._arguments import (
     as_contributor,
     as_contributors,
     as_dtype,
+    as_finite,
     as_float,
     as_key,
     as_name,
@@ -29,13 +30,13 @@ Reduce: TypeAlias = Literal["sum", "mean"]
 
 _RULES: dict[str, Callable[[str, Any], Any]] = {
     "quorum": as_whole,
-    "ttl_seconds": as_float,
-    "deadline_seconds": as_float,
+    "ttl_seconds": as_finite,
+    "deadline_seconds": as_finite,
     "min_count": as_whole,
-    "quorum_weight": as_float,
+    "quorum_weight": as_finite,
     "contributors": as_contributors,
     "per_contributor": as_whole,
-    "max_norm": as_float,
+    "max_norm": as_finite,
 }
 """The checks of the rules, by their names."""
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gradserve_client import _answers
 from gradserve_client._answers import JSON
-from gradserve_client._arguments import as_dtype, as_key, as_name, as_query
+from gradserve_client._arguments import as_dtype, as_key, as_name, as_query, check_some
 from gradserve_client._buffer_calls import Reduce, add_query, rules_json, spec_json
 from gradserve_client._policy import Call
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, as_array, encode
@@ -31,6 +31,7 @@ def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
 
 def create(specs: Mapping[str, BufferSpec], *, idempotency_key: str | None) -> Call[dict[str, BufferInfo]]:
     """Create several buffers."""
+    check_some("specs", specs)
     described = {as_name(name): _described(name, spec) for name, spec in specs.items()}
 
     def body(names: Collection[str]) -> list[bytes | memoryview]:
@@ -67,6 +68,7 @@ def accumulate(
     idempotency_key: str | None,
 ) -> Call[dict[str, Receipt]]:
     """Add a gradient to each of several buffers."""
+    check_some("gradients", gradients)
     arrays = {name: as_array(gradient, name, "float64") for name, gradient in gradients.items()}
 
     def body(names: Collection[str]) -> list[bytes | memoryview]:
@@ -198,6 +200,7 @@ def _naming(names: Collection[str] | None, prefix: str | None, *, accept: str) -
     if isinstance(names, str):
         raise InvalidInput(f"names is {names!r}, but must be a list of names", code="invalid_parameter")
     headers = {"Content-Type": JSON, "Accept": accept}
+    check_some("names", names)
     names = [as_name(name) for name in names]
     return {"headers": headers, "body": _named(names), "buffers": names, "body_for": _named}
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
+from typer.main import get_command
 
-from gradserve_client import _buffer_commands, _buffer_options, _calls, _files, _watch
+from gradserve_client import _buffer_commands, _buffer_options, _calls, _files, _info, _watch
 from gradserve_client._output import console, print_json, print_tensor, receipt_json, receipt_line, table, tensor_json
 from gradserve_client._sender import DEFAULT_URL
 from gradserve_client._session import Session
@@ -31,6 +32,23 @@ app = typer.Typer(
     ),
 )
 app.add_typer(_buffer_commands.app, name="buffers")
+app.command()(_info.info)
+
+
+def command() -> Any:
+    """Return the command. Its help names no type for flags, which take no value."""
+    root = get_command(app)
+    _hide_types_of_flags(root, None)
+    return root
+
+
+def _hide_types_of_flags(command: Any, parent: Any) -> None:
+    context = typer.Context(command, parent=parent, **command.context_settings)
+    for parameter in command.get_params(context):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for one in getattr(command, "commands", {}).values():
+        _hide_types_of_flags(one, context)
 
 
 def _show_version(wanted: bool) -> None:
