@@ -254,11 +254,6 @@ class GradientAccumulator:
         None takes a rule away. If the running epoch fulfils a new rule already, it closes at once. One worker calls
         this for all. Workers that join or restart later give the new rules, because their buffers must be equal. Raises
         `InvalidInput` for rules that say whether epochs close by themselves: every worker relies on that.
-
-        >>> gradients = GradientAccumulator(model, server, prefix="four.", quorum=4)
-        >>> gradients.set_rules(quorum=3)
-        >>> server.buffers["four.weight"].info().quorum
-        3
         """
         self._pushes.settle()
         self._sums.set_rules(rules)
