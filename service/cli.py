@@ -6,11 +6,10 @@ import argparse
 import difflib
 import os
 import sys
-import time
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import shtab
 from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises it for a bad setting
 
 from service import preflight
@@ -22,14 +21,15 @@ from service.buffers.readonly import WRONG
 from service.buffers.url import check_url, without_password
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
-from service.keys import MAX_TIME_SECONDS, SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
+from service.key_commands import add_key_commands, run_key_command
+from service.keys import KeyFileInvalid
 from service.limits import Limits
 from service.preflight import UsageError
 from service.settings import VARIABLES, Settings
 from service.system import keep_freed_memory
 
-DAY_SECONDS = 24 * 3600
-"""Keys expire in days of this length, whatever a local clock does meanwhile."""
+SHELLS = ("bash", "zsh", "fish")
+"""The shells with completion."""
 
 SIMILARITY = 0.92
 """The least likeness, from 0 to 1, to call a variable a misspelt setting. KEY passes for KEYS; API_KEY does not."""
@@ -74,10 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("ops", help="list the operators")
     examining = commands.add_parser("doctor", help="check the buffer store for damage and summarise its content")
     exporting = commands.add_parser("export", help="write a snapshot of buffers to a safetensors file")
-    exporting.add_argument("path", metavar="PATH", help="file to write; an existing one is replaced; - is stdout")
+    written = exporting.add_argument(
+        "path", metavar="PATH", help="file to write; an existing one is replaced; - is stdout"
+    )
     exporting.add_argument("--prefix", default="", help="write only buffers whose names start with PREFIX")
     importing = commands.add_parser("import", help="create buffers from a file that export wrote")
-    importing.add_argument("path", metavar="PATH", help="file to read; - is stdin")
+    read = importing.add_argument("path", metavar="PATH", help="file to read; - is stdin")
+    for path in (written, read):
+        path.complete = shtab.FILE  # type: ignore[attr-defined]
     forgetting = commands.add_parser(
         "keys-forget", help="forget Idempotency-Keys: a full store has room again, but a retry may count twice"
     )
@@ -87,31 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     forgetting.add_argument("--namespace", help='forget the keys of this namespace only; "" is the default namespace')
     for command in (examining, exporting, importing, forgetting):
         command.add_argument("--store", help="buffer store, such as lmdb:PATH; overrides GRADSERVE_STORE")
-    _add_key_commands(commands.add_parser("keys", help="manage the API keys in the file GRADSERVE_KEYS"))
+    add_key_commands(commands.add_parser("keys", help="manage the API keys in the file GRADSERVE_KEYS"))
     commands.add_parser("settings", help="list the settings with their values and meanings")
+    completing = commands.add_parser("completion", help="print a script that completes commands in a shell")
+    completing.add_argument("shell", choices=SHELLS, help="eval the script, or write it where the shell looks for it")
     return parser
-
-
-def _add_key_commands(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="change", required=True, metavar="add|ls|rm")
-    adding = commands.add_parser("add", help="create a key and print its secret, which cannot be shown again")
-    adding.add_argument("name", metavar="NAME", help="name of the key, unique in the file")
-    adding.add_argument(
-        "--scopes",
-        default="ops,buffers:read,buffers:write",
-        help=f"comma-separated scopes out of {','.join(SCOPES)}; by default all but admin",
-    )
-    adding.add_argument(
-        "--namespace", default="", help="namespace of its buffers; keys of other namespaces cannot see them"
-    )
-    adding.add_argument(
-        "--expires", metavar="WHEN", help="date such as 2027-01-31 or 2027-01-31T12:00+01:00, or days such as 90d"
-    )
-    commands.add_parser("ls", help="list the keys")
-    removing = commands.add_parser("rm", help="remove a key; the server rejects it at once")
-    removing.add_argument("name", metavar="NAME", help="name of the key")
-    for command in commands.choices.values():
-        command.add_argument("--keys", metavar="FILE", help="file of API keys; overrides GRADSERVE_KEYS")
 
 
 def _settings_from(options: argparse.Namespace) -> Settings:
@@ -160,10 +144,12 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
             return _export(settings, _path(options.path), options.prefix)
         case "import":
             return _import(settings, _path(options.path))
+        case "completion":
+            return _completion(options.shell)
         case "keys-forget":
             return _forget(settings, options.older_than, options.namespace)
         case "keys":
-            return _keys(settings, options)
+            return run_key_command(settings.keys, options)
         case _:
             return _serve(settings)
 
@@ -184,6 +170,11 @@ def _settings(settings: Settings) -> int:
         value = getattr(settings, name)
         print(f"GRADSERVE_{name.upper()}={without_password(value) if name == 'store' else value}")
         print(f"    {field.description}")
+    return 0
+
+
+def _completion(shell: str) -> int:
+    print(shtab.complete(_parser(), shell))
     return 0
 
 
@@ -232,62 +223,6 @@ def _store(settings: Settings) -> str:
     if settings.store == "memory:":
         raise UsageError("GRADSERVE_STORE is memory:, which no other process can read; set it to lmdb:PATH")
     return settings.store
-
-
-def _keys(settings: Settings, options: argparse.Namespace) -> int:
-    path = settings.keys
-    if path is None or not path.name:
-        raise UsageError("No file of API keys is named: set GRADSERVE_KEYS, or pass --keys FILE")
-    match options.change:
-        case "add":
-            _add_key(path, options)
-        case "rm":
-            remove(path, options.name)
-        case _:
-            _list_keys(path)
-    return 0
-
-
-def _add_key(path: Path, options: argparse.Namespace) -> None:
-    scopes = [scope.strip() for scope in options.scopes.split(",")]
-    expires = None if options.expires is None else _expiry(options.expires)
-    try:
-        secret = add(path, options.name, scopes, options.namespace, expires)
-    except KeyInvalid as error:
-        raise UsageError(str(error)) from None
-    try:
-        print(secret, flush=True)
-    except OSError:  # nobody has seen the secret, so that nobody could use the key
-        remove(path, options.name)
-        raise
-    print("This is the key's secret. Save it now: it is stored nowhere else.", file=sys.stderr)
-
-
-def _list_keys(path: Path) -> None:
-    if not path.exists():
-        raise KeyFileInvalid(f"{path} does not exist")
-    keys = load(path)
-    print(f"{'name':<20} {'namespace':<12} {'created':<17} {'expires':<17} scopes")
-    for key in keys:
-        expires = "never" if key.expires is None else _date(key.expires)
-        print(f"{key.name:<20} {key.namespace:<12} {_date(key.created):<17} {expires:<17} {','.join(key.scopes)}")
-
-
-def _expiry(text: str) -> float:
-    """Return the seconds since 1970 of a date, or of a number of days from now. Raises `UsageError`."""
-    try:
-        days = float(text[:-1]) if text.endswith("d") else None
-        moment = datetime.fromisoformat(text).timestamp() if days is None else time.time() + days * DAY_SECONDS
-    except ValueError:
-        raise UsageError(f"--expires is {text!r}, but must be a date like 2027-01-31, or days like 90d") from None
-    if not time.time() < moment < MAX_TIME_SECONDS:
-        raise UsageError(f"--expires is {text!r}, but must be in the future, before the year 9999")
-    return moment
-
-
-def _date(moment: float) -> str:
-    """Return the local date and time of a moment in seconds since 1970."""
-    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
 
 
 def _serve(settings: Settings) -> int:

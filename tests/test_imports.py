@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
         *("buffers", "engine", "codecs", "kernels", "settings", "keys", "system"),
         *BOTTOM,
     },
-    "cli": {"keys", "api", "buffers", "kernels", "preflight", "settings", "system", *BOTTOM},
+    "key_commands": {"keys", "preflight"},
+    "cli": {"key_commands", "keys", "api", "buffers", "kernels", "preflight", "settings", "system", *BOTTOM},
     "__main__": {"cli"},
 }
 """The rooms that the modules of a room may import."""

@@ -236,7 +236,7 @@ ASYNC_CLIENT = '''class AsyncClient:
     """'''
 
 AWAITED = [
-    (r"( *)(?<!@property\n    )def (?!__)(\w+)\(", r"\1async def \2("),
+    (r"( *)(?<!@property\n    )def (?!__|place_of\b)(\w+)\(", r"\1async def \2("),
     (r"def __(enter|exit)__", r"async def __a\1__"),
     (
         r"\b(self\.(_runner\.(run|close)|_channel\.(send|close)|_send|close)"

@@ -18,7 +18,7 @@ from service.buffers.closing import close_if_due
 from service.buffers.gradients import Gradient, add_whole
 from service.buffers.memory_state import State, room_of
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Request, perform
+from service.buffers.perform import Outcome, Request, perform, resolved
 from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many, unknown
 from service.buffers.room import UNLIMITED, check_keys, room_for, store_full
 from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted, without_traceback
@@ -59,6 +59,7 @@ class MemoryStore(Store):
                 now = self._clock()
                 self._expire(now)
                 txn = self._transaction()
+                request = resolved(txn, request, self.namespace)
                 outcome = perform(txn, request, self.namespace, now)
                 if txn.used() > room_for(request, outcome, self._max_bytes):
                     raise store_full(self._max_bytes)
@@ -196,6 +197,10 @@ class _Transaction:
 
     def get(self, name: BufferName) -> Record | None:
         return self._records[name] if name in self._records else self._state.records.get(name)
+
+    def names(self, namespace: str, prefix: str) -> list[str]:
+        own = (name for name in self._state.records if name.namespace == namespace)
+        return sorted(name.name for name in own if name.name.startswith(prefix))
 
     def count_new(self, name: BufferName, now: float) -> None:
         count = self._state.counts[name.namespace] + self._counted[name.namespace]

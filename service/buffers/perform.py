@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from service.buffers.changes import Add, Change, Delete
 from service.buffers.closing import close_if_due
 from service.buffers.names import BufferName
-from service.buffers.record import Key, Known, Receipt, Record, name_buffer
+from service.buffers.record import Key, Known, Receipt, Record, name_buffer, none_with
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
 from service.errors import BufferCorrupt, BufferExists, EpochGone, GradserveError, Invalid, KeyReused, shown
+
+
+class Wide(NamedTuple):
+    """A request for all buffers with a prefix: `change` returns the change of a buffer by its name."""
+
+    prefix: str
+    change: Callable[[str], Change]
+    may_fit_none: bool = False
+    """Whether a prefix that fits no buffer changes nothing; else it raises `UnknownBuffer`."""
 
 
 @dataclass(frozen=True)
 class Request:
     """Changes of different buffers, all made together or none. A request with a key is made once.
 
-    `sources` are the states of the buffers that the changes were computed from. They are stored with the key.
+    `sources` are the states of the buffers that the changes were computed from. They are stored with the key. If the
+    request is `wide`, `changes` only say how much work it is: `resolved` finds the buffers in the transaction.
     """
 
     changes: Sequence[Change]
     key: Key | None = None
     sources: Sequence[str] = ()
+    wide: Wide | None = None
 
 
 @dataclass(frozen=True)
@@ -39,8 +51,20 @@ class Outcome:
     sources: Sequence[str] = ()
 
 
+def resolved(txn: Transaction, request: Request, namespace: str) -> Request:
+    """Return the request with its changes. A prefix fits the buffers of this moment, or those of the original request.
+
+    A buffer that is created while a request waits for its transaction is changed with the others.
+    """
+    if request.wide is None:
+        return request
+    known = None if request.key is None else txn.recall(request.key)
+    names = txn.names(namespace, request.wide.prefix) if known is None else [*known.receipts]
+    return replace(request, changes=[request.wide.change(name) for name in names])
+
+
 def perform(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
-    """Make the request's changes in the namespace, or return the original outcome if its key is known.
+    """Make the changes of a `resolved` request in the namespace, or return the original outcome of its key.
 
     Raises what `Change.admit` raises, `KeyReused`, `KeysFull`, and `EpochGone` if a value of the original outcome is
     gone. A `BufferExists` names all buffers that exist but should not. After `NonfiniteGradient`, `BufferCorrupt`,
@@ -70,10 +94,12 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     if len(set(names)) < len(names):
         raise Invalid("A request may change each buffer once")
     many = len(names) > 1
-    records, existing = [], list[BufferExists]()
+    admitted, existing = [], list[BufferExists]()
     for name, change in zip(names, request.changes, strict=True):
         try:
             record = _alive(txn, name, now)
+            if record is None and request.wide is not None:
+                continue  # it has expired
             change.admit(record)
         except BufferCorrupt:
             if existing:
@@ -92,11 +118,13 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
                 break
             name_buffer(error, change.name, one_of_many=many)
             raise
-        records.append(record)
+        admitted.append((name, change, record))
     if existing:
         raise _all_of(existing)
+    if request.wide is not None and not (admitted or request.wide.may_fit_none):
+        raise none_with(request.wide.prefix)
     outcome, ids = Outcome({}), {}
-    for name, change, record in zip(names, request.changes, records, strict=True):
+    for name, change, record in admitted:
         try:
             outcome.receipts[change.name], value = change.apply(txn, name, record, now)
         except GradserveError as error:

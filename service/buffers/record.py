@@ -193,7 +193,7 @@ class Record:
                 buffer=self.name,
                 epoch=self.epoch,
                 count=self.count,
-                **({} if missing is None else {"missing": missing}),
+                **{name: value for name, value in (("quorum", spec.quorum), ("missing", missing)) if value is not None},
             )
         for closed in self.closed:
             if closed.epoch == epoch:
@@ -263,6 +263,11 @@ class Known(NamedTuple):
 def unknown(name: str) -> UnknownBuffer:
     """Return the error of a buffer that does not exist."""
     return UnknownBuffer(f"There is no buffer {shown(name)}; PUT /v1/buffers/{{name}} creates one", buffer=name)
+
+
+def none_with(prefix: str) -> UnknownBuffer:
+    """Return the error of a prefix that fits no buffer."""
+    return UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
 
 
 def name_buffer(error: GradserveError, name: str, *, one_of_many: bool) -> None:

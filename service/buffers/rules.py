@@ -36,6 +36,8 @@ class SetRules(Change):
 
     rules: Mapping[str, Any] = field(default_factory=dict)
     """Members of `Spec` that no value depends on."""
+    want_metadata: bool = True
+    """Whether the client wants the metadata in place of a receipt."""
 
     def admit(self, record: Record | None) -> None:
         super().admit(record)
@@ -43,8 +45,9 @@ class SetRules(Change):
         check_rules(replace(record.spec, **self.rules))
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
-        spec = replace(record.spec, **self.rules)
-        if spec != record.spec:
+        spec, closed = replace(record.spec, **self.rules), None
+        is_new = spec != record.spec
+        if is_new:
             has_deadline = spec.deadline_seconds is not None and record.count > 0
             began = (record.began or now) if has_deadline else None
             record = record.changed(spec=spec, began=began, updated=now, version=record.version + 1)
@@ -52,8 +55,8 @@ class SetRules(Change):
             if reason is None:
                 txn.put(record)
             else:
-                record, _ = close(txn, record, reason)
-        return record.as_json(), None
+                record, closed = close(txn, record, reason)
+        return record.as_json() if self.want_metadata else record.receipt(updated=is_new, of=closed), None
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,9 @@ class Transaction(Protocol):
     def get(self, name: BufferName) -> Record | None:
         """Return the buffer, even if it has expired."""
 
+    def names(self, namespace: str, prefix: str) -> list[str]:
+        """Return the names of the namespace's buffers with the prefix, in their order, even of those that expired."""
+
     def count_new(self, name: BufferName, now: float) -> None:
         """Count a new buffer before it is `put`. Raises `TooManyBuffers`."""
 

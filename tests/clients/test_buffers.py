@@ -209,7 +209,7 @@ def test_many_are_created_at_once(server: Any, key: str) -> None:
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        ({}, "buffers is missing"),
+        ({}, "specs is empty"),
         ({"a": {}}, "'a': missing .* 'shape'"),
         ({"a": {"shape": 1, "qourum": 2}}, "'a': .*'qourum'"),
         ({"a": {"shape": 1, "exist_ok": False}}, "'a': .*'exist_ok'"),

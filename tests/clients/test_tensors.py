@@ -16,6 +16,7 @@ import torch
 from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
 from gradserve_client._buffer_calls import take
 from gradserve_client._calls import operators, run
+from gradserve_client._journal import Journal
 from gradserve_client._outcomes import Answer
 from gradserve_client._policy import Echo, Patience, exchange
 from gradserve_client._tensors import DTYPES, as_array, decode, encode
@@ -296,7 +297,7 @@ CALLS: list[Any] = [
 @settings(max_examples=500, deadline=None)
 def test_a_damaged_answer_raises_server_failed(body: bytes) -> None:
     for call in CALLS:
-        steps = exchange(call, Patience(10, 10, 0), Echo(), "asked")
+        steps = exchange(call, Patience(10, 10, 0), Echo(), Journal("here"), "asked")
         next(steps)
         with pytest.raises((StopIteration, ServerFailed)) as ended:
             steps.send(Answer(200, httpx.Headers(), bytearray(body)))

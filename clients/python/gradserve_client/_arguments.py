@@ -7,7 +7,7 @@ import numbers
 import operator
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -60,6 +60,19 @@ def as_float(name: str, number: float) -> float:
         return float(number)
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidInput(f"{name} cannot be a float: {error}", code="invalid_parameter") from None
+
+
+def as_finite(name: str, number: float) -> float:
+    """Return an argument that is a finite number: JSON has no others."""
+    if not math.isfinite(value := as_float(name, number)):
+        raise InvalidInput(f"{name} is {number!r}, but must be a finite number", code="invalid_parameter")
+    return value
+
+
+def check_some(name: str, items: Collection[object]) -> None:
+    """Raise if an argument is empty."""
+    if not items:
+        raise InvalidInput(f"{name} is empty, but must have at least one", code="invalid_parameter")
 
 
 def as_whole(name: str, number: SupportsIndex) -> int:

@@ -23,6 +23,9 @@ class AsyncBuffer(BufferName):
         super().__init__(name)
         self._runner = runner
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r} at {self._runner.place_of(self.name)})"
+
     async def create(
         self,
         shape: Sequence[int] | int,

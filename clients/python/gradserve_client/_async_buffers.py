@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Unpack
 
 import numpy.typing as npt
 
@@ -13,7 +14,7 @@ from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._buffer_calls import Reduce
 from gradserve_client._rows import Rows
 from gradserve_client._tensors import Array, TensorLike
-from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Statistics, Taken
+from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Statistics, Taken
 
 
 class AsyncBuffers:
@@ -133,3 +134,31 @@ class AsyncBuffers:
     ) -> dict[str, Receipt]:
         """Discard the sums, and begin the next epochs; see `Buffer.zero`."""
         return await self._runner.run(_bulk_calls.zero(names, prefix, idempotency_key=idempotency_key))
+
+    async def set_rules(
+        self,
+        names: Collection[str] | None = None,
+        *,
+        prefix: str | None = None,
+        all: bool = False,
+        idempotency_key: str | None = None,
+        **rules: Unpack[BufferRules],
+    ) -> dict[str, Receipt]:
+        """Change rules of buffers, of all of a server's or of none; see `Buffer.set_rules`.
+
+        An empty `prefix` is refused, because a variable may be unset: `all` means all buffers of the namespace. Raises
+        `NotFound` if no buffer has the prefix.
+        """
+        return await self._runner.run(
+            _bulk_calls.set_rules(names, prefix, rules, all=all, idempotency_key=idempotency_key)
+        )
+
+    async def delete(
+        self, *, prefix: str | None = None, all: bool = False, idempotency_key: str | None = None
+    ) -> dict[str, Receipt]:
+        """Delete the buffers whose names begin with `prefix`, all of a server's or none; return their last receipts.
+
+        End a prefix with its separator: "run7" fits "run70.weight", too. An empty prefix is refused, because a variable
+        may be unset: `all` means all buffers of the namespace. If no buffer has the prefix, nothing happens.
+        """
+        return await self._runner.run(_bulk_calls.delete(prefix, all=all, idempotency_key=idempotency_key))

@@ -9,6 +9,7 @@ from typing import Never, Protocol, TypeVar
 import anyio
 import httpx
 
+from gradserve_client._journal import Journal
 from gradserve_client._outcomes import Answer, Closed, Outcome
 from gradserve_client._policy import Call, Echo, Patience, Send, Wait, exchange
 from gradserve_client._sender import Sender
@@ -31,18 +32,22 @@ class AsyncRunner:
 
     def __init__(self, sender: Sender, patience: Patience, channel: AsyncChannel) -> None:
         self._sender, self._patience, self._channel = sender, patience, channel
-        self._echo = Echo()
+        self._echo, self._journal = Echo(), Journal(sender.place)
 
     @property
     def shards(self) -> tuple[AsyncRunner, ...]:
         """The runners of the servers, one each."""
         return (self,)
 
+    def place_of(self, buffer: str) -> str:
+        """Return the URL of the buffer's server."""
+        return self._sender.place
+
     async def run(self, call: Call[T]) -> T:
         """Return the result of the call. Raises `GradserveError`."""
         self._sender.check_open()
         request_id = uuid.uuid4().hex
-        steps = exchange(call, self._patience, self._echo, request_id)
+        steps = exchange(call, self._patience, self._echo, self._journal, request_id)
         outcome: Outcome | None = None
         while True:
             try:

@@ -41,6 +41,10 @@ class AsyncShards(AsyncRunner):
         """The runners of the servers."""
         return self._shards
 
+    def place_of(self, buffer: str) -> str:
+        """Return the URL of the buffer's server."""
+        return self._shards[self._placement.server_of(buffer)].place_of(buffer)
+
     async def run(self, call: Call[T]) -> T:
         """Return the merged results of the call's parts. Raises `GradserveError` after all parts have ended."""
         routes = self._placement.routes(call)

@@ -24,17 +24,26 @@ class Broadcast:
     The last buffer of a broadcast is the list: the epoch of the training, and the epoch of each buffer.
     """
 
-    def __init__(self, server: Client, model: Any, prefix: str, request_bytes: int) -> None:
+    def __init__(self, server: Client, model: Any, prefix: str, request_bytes: int, ttl: float | None) -> None:
         self._state, self._server = State(model, f"{prefix}::state.", request_bytes), server
         self._parts = self._state.parts
         self._rounds = [list(one.parts(self._parts)) for one in rounds(self._parts, {}, request_bytes)]
-        self._list = server.buffers[f"{prefix}::state"]
-        self._list.create(1 + len(self._parts), dtype="float64", quorum=1, keep=_KEEP)
-        for name, part in self._parts.items():
-            server.buffers[name].create(part.shape, dtype=part.dtype, quorum=1, keep=_KEEP)
+        self._list, self._ttl = server.buffers[f"{prefix}::state"], ttl
+
+    def _create(self) -> None:
+        """Create the buffers that do not exist: they may have expired since the last broadcast."""
+        rules: Any = {"quorum": 1, "keep": _KEEP, "ttl_seconds": self._ttl}
+        for names in self._rounds:
+            parts = {name: self._parts[name] for name in names}
+            specs: dict[str, Any] = {
+                name: {**rules, "shape": part.shape, "dtype": part.dtype} for name, part in parts.items()
+            }
+            self._server.buffers.create_many(specs)
+        self._list.create(1 + len(self._parts), dtype="float64", **rules)
 
     def send(self, epoch: int) -> None:
         """Send the tensors of a worker in this epoch."""
+        self._create()
         numbers, epochs = self._state.numbers(), []
         for names in self._rounds:
             receipts = self._server.buffers.accumulate({name: numbers[name] for name in names}, overwrite=True)
@@ -46,6 +55,7 @@ class Broadcast:
 
         Raises `EpochOpen` if nobody sends them within `timeout` seconds.
         """
+        self._create()
         end = time.monotonic() + timeout
         number = max(self._list.info().epoch - 1, 0)
         while True:

@@ -14,6 +14,7 @@ from gradserve_client._arguments import (
     as_contributor,
     as_contributors,
     as_dtype,
+    as_finite,
     as_float,
     as_key,
     as_name,
@@ -30,13 +31,13 @@ Reduce: TypeAlias = Literal["sum", "mean"]
 
 _RULES: dict[str, Callable[[str, Any], Any]] = {
     "quorum": as_whole,
-    "ttl_seconds": as_float,
-    "deadline_seconds": as_float,
+    "ttl_seconds": as_finite,
+    "deadline_seconds": as_finite,
     "min_count": as_whole,
-    "quorum_weight": as_float,
+    "quorum_weight": as_finite,
     "contributors": as_contributors,
     "per_contributor": as_whole,
-    "max_norm": as_float,
+    "max_norm": as_finite,
 }
 """The checks of the rules, by their names."""
 
@@ -57,11 +58,11 @@ def spec_json(
         "dtype": as_dtype(dtype),
         "keep": as_whole("keep", keep),
         "nonfinite": nonfinite,
-        **_rules_json(rules),
+        **rules_json(rules),
     }
 
 
-def _rules_json(rules: Mapping[str, Any]) -> dict[str, Any]:
+def rules_json(rules: Mapping[str, Any]) -> dict[str, Any]:
     """Return rules as the server reads them. Raises `TypeError` for one that does not exist."""
     for name in rules:
         if name not in _RULES:
@@ -103,7 +104,7 @@ def set_rules(name: str, rules: BufferRules, *, if_match: str | None, idempotenc
         _answers.info,
         buffers=[name],
         headers={"Content-Type": JSON, "Accept": JSON, **_if_match(if_match)},
-        body=[json.dumps(_rules_json(rules)).encode()],
+        body=[json.dumps(rules_json(rules)).encode()],
         key=as_key(idempotency_key),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import Enum
 from typing import Annotated
@@ -12,9 +12,24 @@ import typer
 
 from gradserve_client import _files
 from gradserve_client._buffer_calls import Reduce
-from gradserve_client._buffer_options import Contributor, Epoch, File, Key, Name, Output, Tensor, Wait, Weight
+from gradserve_client._buffer_options import (
+    All,
+    Contributor,
+    Epoch,
+    File,
+    Key,
+    Name,
+    Output,
+    Prefix,
+    SomeName,
+    Tensor,
+    Wait,
+    Weight,
+    check_chosen,
+)
 from gradserve_client._output import (
     LATE_COLUMNS,
+    buffers_text,
     console,
     contributors,
     count,
@@ -33,7 +48,7 @@ from gradserve_client._rule_commands import create, set_rules
 from gradserve_client._session import Session
 from gradserve_client.buffer import Buffer
 from gradserve_client.errors import NotFound
-from gradserve_client.models import Receipt
+from gradserve_client.models import BufferInfo, Receipt
 
 app = typer.Typer(no_args_is_help=True, help="List, create, read, change and remove buffers.")
 
@@ -203,21 +218,37 @@ def take(
 @app.command()
 def rm(
     ctx: typer.Context,
-    name: Name,
+    name: SomeName = None,
+    prefix: Prefix = None,
+    everything: All = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     key: Key = None,
 ) -> None:
-    """Remove a buffer, its value and its closed epochs. On a terminal, ask first."""
+    """Remove a buffer, or all with a prefix: their values and their closed epochs. On a terminal, ask first."""
     session: Session = ctx.obj
+    check_chosen(name, prefix, everything)
+    asks = not yes and sys.stdin.isatty()
     with session.server() as server:
-        buffer = server.buffers[name]
-        if not yes and sys.stdin.isatty():
-            info = buffer.info()
-            question = f"Remove {name}, {info.dtype} {shape(info.shape)}, epoch {info.epoch}, count {info.count}?"
-            typer.confirm(question, abort=True, err=True)
-        buffer.delete(idempotency_key=key)
+        if name is None:
+            if asks:
+                typer.confirm(_question(server.buffers.list(prefix or "")), abort=True, err=True)
+            removed = server.buffers.delete(prefix=prefix, all=everything, idempotency_key=key)
+        else:
+            if asks:
+                typer.confirm(_question([server.buffers[name].info()]), abort=True, err=True)
+            server.buffers[name].delete(idempotency_key=key)
     if session.as_json:
-        print_json({"name": name, "removed": True})
+        print_json({"name": name, "removed": True} if name is not None else {"removed": [*removed]})
+    elif name is None:
+        typer.echo(f"removed {buffers_text(len(removed))}")
+
+
+def _question(infos: Sequence[BufferInfo]) -> str:
+    if len(infos) == 1:
+        (info,) = infos
+        return f"Remove {info.name}, {info.dtype} {shape(info.shape)}, epoch {info.epoch}, count {info.count}?"
+    named = f", from {infos[0].name} to {infos[-1].name}" if infos else ""
+    return f"Remove {buffers_text(len(infos))}{named}?"
 
 
 def _change(ctx: typer.Context, name: str, change: Callable[[Buffer], Receipt]) -> None:

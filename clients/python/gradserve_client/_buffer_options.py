@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
+
+def check_chosen(name: str | None, prefix: str | None, everything: bool) -> None:
+    """Raise `BadParameter` unless one of NAME, --prefix and --all is given. A shell's variable may be unset."""
+    if prefix == "":
+        raise typer.BadParameter("--prefix is empty, so that it would fit every buffer; if it must, give --all")
+    if (name is not None) + (prefix is not None) + everything != 1:
+        raise typer.BadParameter("give one of NAME, --prefix PREFIX and --all")
+
+
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The buffer.")]
+SomeName = Annotated[str | None, typer.Argument(metavar="NAME", help="The buffer, if not --prefix or --all.")]
+Prefix = Annotated[
+    str | None, typer.Option(metavar="PREFIX", help="All buffers whose names begin with this, or none of them.")
+]
+All = Annotated[bool, typer.Option("--all", help="All buffers of the namespace, or none of them.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors or .npy file.")]
 Tensor = Annotated[str | None, typer.Option(metavar="NAME", help="The tensor of the file, if it has several.")]
 Output = Annotated[

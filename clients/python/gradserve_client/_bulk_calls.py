@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from gradserve_client import _answers
 from gradserve_client._answers import JSON
-from gradserve_client._arguments import as_dtype, as_key, as_name, as_query
-from gradserve_client._buffer_calls import Reduce, add_query, spec_json
+from gradserve_client._arguments import as_dtype, as_key, as_name, as_query, check_some
+from gradserve_client._buffer_calls import Reduce, add_query, rules_json, spec_json
 from gradserve_client._policy import Call
 from gradserve_client._rows import Rows, tensors_of
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.errors import InvalidInput
-from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Statistics, Taken
+from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Statistics, Taken
 
 PAGE_BUFFERS = 1000
 """Buffers that one request lists: the most that the server allows."""
@@ -32,6 +32,7 @@ def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
 
 def create(specs: Mapping[str, BufferSpec], *, idempotency_key: str | None) -> Call[dict[str, BufferInfo]]:
     """Create several buffers."""
+    check_some("specs", specs)
     described = {as_name(name): _described(name, spec) for name, spec in specs.items()}
 
     def body(names: Collection[str]) -> list[bytes | memoryview]:
@@ -68,6 +69,7 @@ def accumulate(
     idempotency_key: str | None,
 ) -> Call[dict[str, Receipt]]:
     """Add a gradient to each of several buffers."""
+    check_some("gradients", gradients)
     tensors = {name: tensors_of(gradient, name) for name, gradient in gradients.items()}
 
     def body(names: Collection[str]) -> list[bytes | memoryview]:
@@ -153,6 +155,54 @@ def zero(names: Collection[str] | None, prefix: str | None, *, idempotency_key: 
     )
 
 
+def set_rules(
+    names: Collection[str] | None,
+    prefix: str | None,
+    rules: BufferRules,
+    *,
+    all: bool,
+    idempotency_key: str | None,
+) -> Call[dict[str, Receipt]]:
+    """Change some rules of several buffers."""
+    described = rules_json(rules)
+
+    def body(names: Collection[str]) -> list[bytes | memoryview]:
+        return [json.dumps({"names": [*names], **described}).encode()]
+
+    if names is not None and prefix is None and not all:
+        naming = _naming(names, None, accept=JSON)
+        sent = {**naming, "body": body(naming["buffers"]), "body_for": body}
+    else:
+        sent = {"body": [json.dumps(described).encode()], "query": _wide(names, prefix, all), "buffers": None}
+        sent["headers"] = {"Content-Type": JSON, "Accept": JSON}
+    return Call("PATCH", "/v1/buffers", _answers.receipts, key=as_key(idempotency_key), **sent)
+
+
+def delete(prefix: str | None, *, all: bool, idempotency_key: str | None) -> Call[dict[str, Receipt]]:
+    """Delete all buffers with a prefix."""
+    return Call(
+        "DELETE",
+        "/v1/buffers",
+        _answers.receipts,
+        query=_wide(None, prefix, all),
+        headers={"Accept": JSON},
+        key=as_key(idempotency_key),
+        buffers=None,
+    )
+
+
+def _wide(names: Collection[str] | None, prefix: str | None, all: bool) -> dict[str, Any]:
+    """Return the query of a request for all buffers with a prefix, or for all buffers."""
+    if not isinstance(prefix, str | None):
+        raise InvalidInput(f"prefix is {prefix!r}, but must be a string", code="invalid_parameter")
+    if (names is not None) + bool(prefix) + bool(all) != 1:
+        raise InvalidInput(
+            "Give either a prefix that is not empty, or all=True for all buffers" + ", or names" * (names is not None),
+            code="invalid_parameter",
+        )
+    return as_query({"all": True} if all else {"prefix": prefix})
+
+
 def _naming(names: Collection[str] | None, prefix: str | None, *, accept: str) -> dict[str, Any]:
     """Return the fields of a request for several buffers that depend on their names."""
     if (names is None) is (prefix is None):
@@ -162,6 +212,7 @@ def _naming(names: Collection[str] | None, prefix: str | None, *, accept: str) -
     if isinstance(names, str):
         raise InvalidInput(f"names is {names!r}, but must be a list of names", code="invalid_parameter")
     headers = {"Content-Type": JSON, "Accept": accept}
+    check_some("names", names)
     names = [as_name(name) for name in names]
     return {"headers": headers, "body": _named(names), "buffers": names, "body_for": _named}
 

@@ -39,6 +39,25 @@ def limits() -> Call[dict[str, Any]]:
     return Call("GET", "/v1/limits", read, headers={"Accept": JSON})
 
 
+def version() -> Call[str]:
+    """Read the name and the version of the server."""
+
+    def read(answer: Answer) -> str:
+        about = json.loads(answer.body)
+        return f"{about['name']} {about.get('version') or ''}".strip()
+
+    return Call("GET", "/v2", read, headers={"Accept": JSON})
+
+
+def caller() -> Call[dict[str, Any]]:
+    """Read whom the server takes the client for: `name`, `namespace`, `scopes`, and whether it has `keys`."""
+
+    def read(answer: Answer) -> dict[str, Any]:
+        return {**json.loads(answer.body)}
+
+    return Call("GET", "/v1/caller", read, headers={"Accept": JSON})
+
+
 def operators() -> Call[list[OperatorInfo]]:
     """List the operators."""
 

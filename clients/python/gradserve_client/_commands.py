@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
+from typer.main import get_command
 
-from gradserve_client import _buffer_commands, _buffer_options, _calls, _files, _watch
+from gradserve_client import _buffer_commands, _buffer_options, _calls, _files, _info, _watch
 from gradserve_client._output import console, print_json, print_tensor, receipt_json, receipt_line, table, tensor_json
 from gradserve_client._sender import DEFAULT_URL
 from gradserve_client._session import Session
@@ -21,7 +22,6 @@ from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferName, OperatorInfo, Receipt
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -32,6 +32,23 @@ app = typer.Typer(
     ),
 )
 app.add_typer(_buffer_commands.app, name="buffers")
+app.command()(_info.info)
+
+
+def command() -> Any:
+    """Return the command. Its help names no type for flags, which take no value."""
+    root = get_command(app)
+    _hide_types_of_flags(root, None)
+    return root
+
+
+def _hide_types_of_flags(command: Any, parent: Any) -> None:
+    context = typer.Context(command, parent=parent, **command.context_settings)
+    for parameter in command.get_params(context):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for one in getattr(command, "commands", {}).values():
+        _hide_types_of_flags(one, context)
 
 
 def _show_version(wanted: bool) -> None:
@@ -154,17 +171,21 @@ def watch(
     interval: Annotated[float, typer.Option(min=0.05, metavar="SECONDS", help="The time between updates.")] = 1.0,
     count: Annotated[int | None, typer.Option(min=1, help="End after this number of updates.")] = None,
     norm: Annotated[bool, typer.Option(help="Show the norms of the sums, which downloads each changed sum.")] = True,
+    group: Annotated[
+        bool,
+        typer.Option("--group", help="A line for all buffers with the same name up to the next dot behind PREFIX."),
+    ] = False,
 ) -> None:
     """Watch buffers fill, in a live table, or in lines if the output is not a terminal. Ctrl-C ends it."""
     session: Session = ctx.obj
     with session.server(progress=False) as server:
-        snapshots = _watch.snapshots(server.buffers, prefix, interval=interval, count=count, norms=norm)
+        watched = _watch.Watch(server.buffers, prefix, interval, count, norms=norm, in_groups=group)
         if session.as_json:
-            _watch.print_documents(snapshots)
+            _watch.print_documents(watched)
         elif console().is_terminal:
-            _watch.show_live(snapshots)
+            _watch.show_live(watched)
         else:
-            _watch.print_lines(snapshots)
+            _watch.print_lines(watched)
 
 
 def _find(name: str, operators: Sequence[OperatorInfo]) -> OperatorInfo:

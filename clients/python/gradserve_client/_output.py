@@ -80,15 +80,24 @@ def count(info: BufferInfo) -> str:
 
 def late(info: BufferInfo) -> list[str]:
     """Return when the deadline of the epoch ends, and who is missing, as text that may be empty."""
-    missing = info.missing or ()
+    return late_text(info.deadline_at, info.missing or ())
+
+
+def late_text(deadline_at: float | None, missing: Sequence[str]) -> list[str]:
+    """Return a deadline, and who is missing, as text that may be empty."""
     more = [f"{len(missing) - _MOST_NAMED} more"] if len(missing) > _MOST_NAMED else []
-    ends = "" if info.deadline_at is None else _time(info.deadline_at)
+    ends = "" if deadline_at is None else _time(deadline_at)
     return [ends, ", ".join([*missing[:_MOST_NAMED], *more])]
 
 
 def contributors(counts: Mapping[str, int] | None) -> str:
     """Return the contributors as text, with the number of their gradients if that is not 1."""
     return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in (counts or {}).items()) or "none"
+
+
+def buffers_text(number: int) -> str:
+    """Return a number of buffers as text: 1 buffer."""
+    return f"{number} buffer{'' if number == 1 else 's'}"
 
 
 def size(number: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from gradserve_client._arguments import as_seconds
+from gradserve_client._journal import WAITING_SECONDS, Journal
 from gradserve_client._outcomes import REQUEST_ID, Answer, Outcome, error_for, is_retryable, leaves_doubt, result
 from gradserve_client.errors import EpochOpen, GradserveError, InvalidInput, ServerFailed
 
@@ -29,9 +30,9 @@ so that clients that failed together do not retry together."""
 LONGEST_DELAY = 5.0
 """Seconds between two attempts at most, so that a client soon notices a server that is back."""
 
-LONGEST_POLL = 20.0
+LONGEST_POLL = WAITING_SECONDS / 2
 """Seconds that one request asks the server to wait. Longer waits take several requests, because proxies cut silent
-connections, many after 60 seconds."""
+connections, many after 60 seconds, and because the log says in between what the call waits for."""
 
 _SHORTEST_TIMEOUT = 0.001
 """Seconds of an attempt's timeout at least: 0 would make the socket non-blocking."""
@@ -128,10 +129,10 @@ class Wait:
 
 
 def exchange(
-    call: Call[T], patience: Patience, echo: Echo, request_id: str
+    call: Call[T], patience: Patience, echo: Echo, journal: Journal, request_id: str
 ) -> Generator[Send | Wait, Outcome | None, T]:
     """Return the result of the call. Raises `GradserveError`."""
-    start = time.monotonic()
+    start = said = time.monotonic()
     poll_end, end = start + call.wait, start + call.wait + patience.timeout
     attempts = failures = 0
     in_doubt = False
@@ -143,7 +144,9 @@ def exchange(
             outcome = httpx.RemoteProtocolError("the answer belongs to another request")
         try:
             if isinstance(outcome, Answer) and outcome.status < 300:
-                return result(call.read, outcome)
+                found = result(call.read, outcome)
+                journal.answered()
+                return found
             error = error_for(outcome)
         except ServerFailed as unreadable:
             error = unreadable
@@ -151,19 +154,26 @@ def exchange(
         error.attempts, error.idempotency_key = attempts, call.key
         error.maybe_done = in_doubt and call.key is not None
         error.request_id = error.request_id or request_id
-        if isinstance(error, EpochOpen) and time.monotonic() < poll_end:
+        again = is_retryable(outcome, error)
+        if not again:
+            journal.answered()
+        if isinstance(error, EpochOpen) and (now := time.monotonic()) < poll_end:
             failures = 0
+            if now - said >= WAITING_SECONDS:
+                said = now
+                journal.waits(error, now - start)
             yield Wait(FIRST_DELAY)  # a server that answers without waiting must not be polled in a tight loop
             continue
         failures += 1
         delay = _delay(failures, error)
         is_last = failures > _most_retries(call, patience) or time.monotonic() + delay >= end
-        if is_last or not is_retryable(outcome, error):
+        if is_last or not again:
             cause = outcome if isinstance(outcome, httpx.TransportError) else None
             try:
                 raise error from cause
             finally:  # the error's traceback holds this frame: a cycle that would keep the call's arrays in memory
                 del error, outcome, cause
+        journal.retries(f"{call.method} {call.path}", error, end - time.monotonic())
         yield Wait(delay)
 
 

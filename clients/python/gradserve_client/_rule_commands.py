@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gradserve_client._buffer_options import (
+    All,
     Contributors,
     Deadline,
     Key,
@@ -16,11 +17,14 @@ from gradserve_client._buffer_options import (
     MinCount,
     Name,
     PerContributor,
+    Prefix,
     Quorum,
     QuorumWeight,
+    SomeName,
     Ttl,
+    check_chosen,
 )
-from gradserve_client._output import count, print_info, print_json, shape
+from gradserve_client._output import buffers_text, count, print_info, print_json, receipt_json, shape
 from gradserve_client._session import Session
 
 
@@ -76,7 +80,9 @@ def create(
 
 def set_rules(
     ctx: typer.Context,
-    name: Name,
+    name: SomeName = None,
+    prefix: Prefix = None,
+    everything: All = False,
     quorum: Quorum = None,
     quorum_weight: QuorumWeight = None,
     deadline: Deadline = None,
@@ -88,8 +94,9 @@ def set_rules(
     unset: Annotated[list[Rule] | None, typer.Option(help="Take this rule away. Repeat it for more.")] = None,
     key: Key = None,
 ) -> None:
-    """Change rules of a buffer. If the running epoch fulfils a new rule already, the epoch closes at once."""
+    """Change rules of a buffer, or of all with a prefix. An epoch that fulfils a new rule already closes at once."""
     session: Session = ctx.obj
+    check_chosen(name, prefix, everything)
     rules = _rules(quorum, quorum_weight, deadline, min_count, contributors, per_contributor, ttl, max_norm)
     for rule in unset or ():
         if rule.name in rules:
@@ -98,11 +105,20 @@ def set_rules(
     if not rules:
         raise typer.BadParameter("give at least one rule")
     with session.server() as server:
-        info = server.buffers[name].set_rules(idempotency_key=key, **rules)
-    if session.as_json:
-        print_json(asdict(info))
+        if name is not None:
+            info = server.buffers[name].set_rules(idempotency_key=key, **rules)
+        else:
+            receipts = server.buffers.set_rules(prefix=prefix, all=everything, idempotency_key=key, **rules)
+    if name is not None:
+        if session.as_json:
+            print_json(asdict(info))
+        else:
+            print_info(info)
+    elif session.as_json:
+        print_json([receipt_json(receipt) for receipt in receipts.values()])
     else:
-        print_info(info)
+        changed, closed = ([one for one in receipts.values() if getattr(one, what)] for what in ("updated", "closed"))
+        typer.echo(f"changed {len(changed)} of {buffers_text(len(receipts))}; epochs closed: {len(closed)}")
 
 
 def _rules(

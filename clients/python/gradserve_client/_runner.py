@@ -8,6 +8,7 @@ from typing import Never, Protocol, TypeVar
 
 import httpx
 
+from gradserve_client._journal import Journal
 from gradserve_client._outcomes import Answer, Closed, Outcome
 from gradserve_client._policy import Call, Echo, Patience, Send, Wait, exchange
 from gradserve_client._sender import Sender
@@ -30,18 +31,22 @@ class Runner:
 
     def __init__(self, sender: Sender, patience: Patience, channel: Channel) -> None:
         self._sender, self._patience, self._channel = sender, patience, channel
-        self._echo = Echo()
+        self._echo, self._journal = Echo(), Journal(sender.place)
 
     @property
     def shards(self) -> tuple[Runner, ...]:
         """The runners of the servers, one each."""
         return (self,)
 
+    def place_of(self, buffer: str) -> str:
+        """Return the URL of the buffer's server."""
+        return self._sender.place
+
     def run(self, call: Call[T]) -> T:
         """Return the result of the call. Raises `GradserveError`."""
         self._sender.check_open()
         request_id = uuid.uuid4().hex
-        steps = exchange(call, self._patience, self._echo, request_id)
+        steps = exchange(call, self._patience, self._echo, self._journal, request_id)
         outcome: Outcome | None = None
         while True:
             try:

@@ -37,6 +37,11 @@ class Sender:
             **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         }
 
+    @property
+    def place(self) -> str:
+        """The server's URL for people: without a query, which may hold secrets."""
+        return str(self.url).partition("?")[0].partition("#")[0]
+
     def check_open(self) -> None:
         """Raise `InvalidInput` if the client is closed."""
         if self.is_closed:

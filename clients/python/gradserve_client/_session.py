@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gradserve_client._channels import channel
@@ -23,7 +23,7 @@ class Session:
     """The options of every command."""
 
     url: str | None
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     timeout: float
     as_json: bool
 

@@ -7,22 +7,28 @@ from contextlib import suppress
 
 import numpy as np
 
+from gradserve_client._arguments import as_whole
+from gradserve_client._calls import limits
+from gradserve_client._groups import BUFFER_BYTES
 from gradserve_client._model import Model
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, StaleEpoch
+from gradserve_client.errors import Conflict, InvalidInput, StaleEpoch, TooLarge
 
 _WORDS = 8
 """Numbers of 32 bits in a SHA-256 hash. Each is exact in a buffer of float64."""
+
+REQUEST_BYTES = 64 << 20
+"""Bytes of a request at most, by default: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
 
 
 class Start:
     """The hashes of the worker that was first in a run: of its model's form, and of its weights."""
 
-    def __init__(self, server: Client, register: str, model: Model, request_bytes: int) -> None:
+    def __init__(self, server: Client, register: str, model: Model, request_bytes: int, ttl: float | None) -> None:
         form = hashlib.sha256(f"{request_bytes} {model.form()}".encode()).hexdigest()
         self._ours = np.concatenate([_words(form), _words(model.weights())])
-        self._first = _first(server, register, self._ours)
+        self._first = _first(server, register, self._ours, ttl)
 
     def check_form(self) -> None:
         """Raise `Conflict` if the first worker has other parameters."""
@@ -42,10 +48,10 @@ class Start:
             )
 
 
-def _first(server: Client, name: str, numbers: Array) -> Array:
+def _first(server: Client, name: str, numbers: Array, ttl: float | None) -> Array:
     """Write the numbers unless another worker has, and return what was written first: epoch 0 closes once."""
     register = server.buffers[name]
-    register.create(numbers.size, dtype="float64", quorum=1)
+    register.create(numbers.size, dtype="float64", quorum=1, ttl_seconds=ttl)
     with suppress(StaleEpoch):
         register.accumulate(numbers, epoch=0)
     return register.value(epoch=0)
@@ -53,3 +59,18 @@ def _first(server: Client, name: str, numbers: Array) -> Array:
 
 def _words(digest: str) -> Array:
     return np.frombuffer(bytes.fromhex(digest), "<u4").astype(np.float64)
+
+
+def fitting(server: Client, request_bytes: int | None) -> int:
+    """Return the bytes of a request. Raises `TooLarge` if a server does not take them."""
+    most: int = min(shard.run(limits())["max_body_bytes"] for shard in server.buffers._runner.shards)
+    if request_bytes is None:
+        return min(REQUEST_BYTES, most // 2)
+    if as_whole("request_bytes", request_bytes) < 1:
+        raise InvalidInput(f"request_bytes is {request_bytes}, but must be at least 1", code="invalid_parameter")
+    if request_bytes + 4 * BUFFER_BYTES > most:
+        raise TooLarge(
+            f"request_bytes is {request_bytes}, but the server takes {most} bytes (GRADSERVE_MAX_BODY_BYTES), with"
+            f" {4 * BUFFER_BYTES} for names"
+        )
+    return request_bytes

@@ -18,8 +18,8 @@ from gradserve_client._policy import Call
 from gradserve_client._rows import Gradient
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, GradserveError, KeyReused, NothingToAverage, StaleEpoch
-from gradserve_client.models import BufferInfo, Receipt
+from gradserve_client.errors import Conflict, GradserveError, InvalidInput, KeyReused, NothingToAverage, StaleEpoch
+from gradserve_client.models import BufferInfo, BufferRules, Receipt
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Sums:
     @property
     def closes_itself(self) -> bool:
         """Whether epochs close by themselves: by their quorum or a deadline."""
-        return not self._rules.keys().isdisjoint({"quorum", "quorum_weight", "deadline_seconds"})
+        return _closes_itself(self._rules)
 
     def found_places(self, prefix: str, register: str) -> dict[str, str]:
         """Return the servers of the buffers, and of the register: where they exist, else balanced by bytes."""
@@ -102,6 +102,23 @@ class Sums:
                 specs[group.tally] = {"shape": len(group.names) + _TALLIED, "dtype": "float64", **tally}
             infos += self._server.buffers.create_many(specs).values()
         return infos
+
+    def set_rules(self, rules: BufferRules) -> None:
+        """Change rules of all buffers. Raises `InvalidInput` if epochs would begin or cease to close by themselves."""
+        new = {name: rule for name, rule in {**self._rules, **rules}.items() if rule is not None}
+        if _closes_itself(new) != self.closes_itself:
+            raise InvalidInput(
+                "The new rules would change whether epochs close by themselves: take another run for that",
+                code="invalid_parameter",
+            )
+        of_all: Any = {name: rule for name, rule in rules.items() if name != "max_norm"}
+        for one in self._rounds:
+            if of_all:
+                self._server.buffers.set_rules(one.names, **of_all)
+            if "max_norm" in rules:  # not of the tallies, whose numbers are no gradients
+                names = [name for group in one.groups for name in group.names]
+                self._server.buffers.set_rules(names, max_norm=rules["max_norm"])
+        self._rules = new
 
     def identity(self, worker: str) -> str:
         """Return what the keys of a worker's changes begin with.
@@ -236,6 +253,10 @@ class Sums:
 
     def _run(self, call: Call[T]) -> T:
         return self._server.buffers._runner.run(call)
+
+
+def _closes_itself(rules: Mapping[str, Any]) -> bool:
+    return not rules.keys().isdisjoint({"quorum", "quorum_weight", "deadline_seconds"})
 
 
 def explained(error: GradserveError, sentence: str) -> GradserveError:

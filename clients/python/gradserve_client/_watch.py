@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Any
 
 import numpy as np
 import typer
-from rich.live import Live
-from rich.table import Table
 
-from gradserve_client._output import LATE_COLUMNS, console, count, late, print_json, shape, table
+from gradserve_client._output import LATE_COLUMNS, count, late, print_json, shape
+from gradserve_client._scrolling import Scrolling
+from gradserve_client._watch_groups import GROUP_COLUMNS, Group, group_of
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferInfo
 
 _NUMBERS = ["epoch", "count", "weight", "norm", "adds/s"]
-_COLUMNS = ["name", "shape", "dtype", *_NUMBERS, *LATE_COLUMNS]
+_ROW_COLUMNS = ["name", "shape", "dtype", *_NUMBERS]
 
 
 @dataclass(frozen=True)
@@ -41,28 +43,54 @@ class Row:
             *(norm, rate, *late(info)),
         ]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the buffer for programs."""
+        return {**asdict(self.info), "norm": self.norm, "adds_per_second": self.rate}
+
 
 @dataclass(frozen=True)
 class Snapshot:
     """The buffers at a time."""
 
     at: datetime
-    rows: list[Row]
+    rows: Sequence[Row | Group]
 
 
-def snapshots(buffers: Buffers, prefix: str, *, interval: float, count: int | None, norms: bool) -> Iterator[Snapshot]:
-    """Yield a snapshot every `interval` seconds, `count` times or without end."""
-    before: dict[str, tuple[float, Row]] = {}
-    number = 0
-    while True:
-        now, infos = time.monotonic(), buffers.list(prefix)
-        rows = [_row(buffers, info, before.get(info.name), now, norms) for info in infos]
-        before = {row.info.name: (now, row) for row in rows}
-        yield Snapshot(datetime.now().astimezone(), rows)
-        number += 1
-        if number == count:
-            return
-        time.sleep(interval)
+@dataclass(frozen=True)
+class Watch:
+    """What to watch: the buffers with a prefix, or groups of them."""
+
+    buffers: Buffers
+    prefix: str
+    interval: float
+    """Seconds between two snapshots."""
+    count: int | None
+    """The number of snapshots; None: without end."""
+    norms: bool
+    in_groups: bool
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the cells of each row."""
+        return [*(GROUP_COLUMNS if self.in_groups else _ROW_COLUMNS), *LATE_COLUMNS]
+
+    def snapshots(self, pause: Callable[[float], None] = time.sleep) -> Iterator[Snapshot]:
+        """Yield the snapshots. `pause` waits between them."""
+        before: dict[str, tuple[float, Row]] = {}
+        for number in itertools.count(1):
+            now, infos = time.monotonic(), self.buffers.list(self.prefix)
+            rows = [_row(self.buffers, info, before.get(info.name), now, self.norms) for info in infos]
+            before = {row.info.name: (now, row) for row in rows}
+            yield Snapshot(datetime.now().astimezone(), self._grouped(rows) if self.in_groups else rows)
+            if number == self.count:
+                return
+            pause(self.interval)
+
+    def _grouped(self, rows: Sequence[Row]) -> list[Group]:
+        members: dict[str, list[Row]] = {}
+        for row in rows:
+            members.setdefault(group_of(row.info.name, self.prefix), []).append(row)
+        return [Group.of(prefix, some) for prefix, some in members.items()]
 
 
 def _row(buffers: Buffers, info: BufferInfo, before: tuple[float, Row] | None, now: float, norms: bool) -> Row:
@@ -84,28 +112,24 @@ def _norm(buffers: Buffers, name: str) -> float | None:
     return float(np.linalg.norm(value.astype(np.float64)))
 
 
-def show_live(snapshots: Iterator[Snapshot]) -> None:
+def show_live(watch: Watch) -> None:
     """Show a table that changes in place."""
-    with Live(console=console(), auto_refresh=False) as live:
-        for snapshot in snapshots:
-            live.update(_table(snapshot), refresh=True)
+    numbers = [*_NUMBERS, "buffers", "size"]
+    with Scrolling(watch.columns, wraps=watch.columns[0], numbers=numbers, optional=LATE_COLUMNS) as shown:
+        for snapshot in watch.snapshots(shown.pause):
+            shown.show([row.cells() for row in snapshot.rows])
 
 
-def print_lines(snapshots: Iterator[Snapshot]) -> None:
-    """Print a line for each buffer of each snapshot."""
-    typer.echo("\t".join(["time", *_COLUMNS]))
-    for snapshot in snapshots:
+def print_lines(watch: Watch) -> None:
+    """Print a line for each row of each snapshot."""
+    typer.echo("\t".join(["time", *watch.columns]))
+    for snapshot in watch.snapshots():
         for row in snapshot.rows:
             typer.echo("\t".join([snapshot.at.isoformat(timespec="seconds"), *row.cells()]))
 
 
-def print_documents(snapshots: Iterator[Snapshot]) -> None:
+def print_documents(watch: Watch) -> None:
     """Print a line of JSON for each snapshot."""
-    for snapshot in snapshots:
-        buffers = [{**asdict(row.info), "norm": row.norm, "adds_per_second": row.rate} for row in snapshot.rows]
-        print_json({"time": snapshot.at.timestamp(), "buffers": buffers})
-
-
-def _table(snapshot: Snapshot) -> Table:
-    rows = (row.cells() for row in snapshot.rows)
-    return table(_COLUMNS, rows, wraps="name", numbers=_NUMBERS, optional=LATE_COLUMNS)
+    for snapshot in watch.snapshots():
+        rows = [row.as_json() for row in snapshot.rows]
+        print_json({"time": snapshot.at.timestamp(), "groups" if watch.in_groups else "buffers": rows})

@@ -22,6 +22,9 @@ class Buffer(BufferName):
         super().__init__(name)
         self._runner = runner
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r} at {self._runner.place_of(self.name)})"
+
     def create(
         self,
         shape: Sequence[int] | int,

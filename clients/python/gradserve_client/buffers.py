@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Unpack
 
 import numpy.typing as npt
 
@@ -12,7 +13,7 @@ from gradserve_client._rows import Rows
 from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array, TensorLike
 from gradserve_client.buffer import Buffer
-from gradserve_client.models import BufferInfo, BufferSpec, Receipt, Statistics, Taken
+from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Statistics, Taken
 
 
 class Buffers:
@@ -160,3 +161,38 @@ class Buffers:
         1
         """
         return self._runner.run(_bulk_calls.zero(names, prefix, idempotency_key=idempotency_key))
+
+    def set_rules(
+        self,
+        names: Collection[str] | None = None,
+        *,
+        prefix: str | None = None,
+        all: bool = False,
+        idempotency_key: str | None = None,
+        **rules: Unpack[BufferRules],
+    ) -> dict[str, Receipt]:
+        """Change rules of buffers, of all of a server's or of none; see `Buffer.set_rules`.
+
+        An empty `prefix` is refused, because a variable may be unset: `all` means all buffers of the namespace. Raises
+        `NotFound` if no buffer has the prefix.
+
+        >>> changed = server.buffers.set_rules(prefix="layer1.", quorum=3)
+        >>> [changed[name].updated for name in sorted(changed)]
+        [True, True]
+        """
+        return self._runner.run(_bulk_calls.set_rules(names, prefix, rules, all=all, idempotency_key=idempotency_key))
+
+    def delete(
+        self, *, prefix: str | None = None, all: bool = False, idempotency_key: str | None = None
+    ) -> dict[str, Receipt]:
+        """Delete the buffers whose names begin with `prefix`, all of a server's or none; return their last receipts.
+
+        End a prefix with its separator: "run7" fits "run70.weight", too. An empty prefix is refused, because a variable
+        may be unset: `all` means all buffers of the namespace. If no buffer has the prefix, nothing happens.
+
+        >>> sorted(server.buffers.delete(prefix="layer1."))
+        ['layer1.bias', 'layer1.weight']
+        >>> server.buffers.delete(prefix="layer1.")
+        {}
+        """
+        return self._runner.run(_bulk_calls.delete(prefix, all=all, idempotency_key=idempotency_key))

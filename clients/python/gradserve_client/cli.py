@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from gradserve_client._words import in_options
 from gradserve_client.errors import (
     INTERRUPTED,
     Busy,
@@ -42,7 +43,7 @@ _INTERRUPTED_EXIT_CODE = 130
 def main() -> None:
     """Run the command, and exit."""
     try:
-        from gradserve_client._commands import app
+        from gradserve_client._commands import command
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
@@ -52,7 +53,7 @@ def main() -> None:
     anywhere, arguments = _sorted(sys.argv[1:])
     as_json = "--json" in anywhere
     try:
-        app([*anywhere, *arguments], prog_name="gradserve-client")
+        command()([*anywhere, *arguments], prog_name="gradserve-client")
     except GradserveError as error:
         sys.exit(_report(error, as_json))
     except OSError as error:
@@ -82,6 +83,7 @@ def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _report(error: GradserveError, as_json: bool) -> int:
     """Print the error, and return the exit code."""
+    error.detail = in_options(error.detail, error.context)
     code = error.code or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
     sys.stderr.write((_as_json if as_json else _as_line)(error, code) + "\n")
     if code == INTERRUPTED:

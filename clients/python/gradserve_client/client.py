@@ -66,6 +66,10 @@ class Client:
         self.buffers = Buffers(self._runner)
         """The buffers, by name."""
 
+    def __repr__(self) -> str:
+        places = [shard.place_of("") for shard in self._runner.shards]
+        return f"{type(self).__name__}({places[0] if len(places) == 1 else places!r})"
+
     @property
     def url(self) -> str:
         """The server's URL, or the first of several."""

@@ -5,31 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
-from gradserve_client._arguments import as_contributor, as_whole, check_choice
+from gradserve_client._arguments import as_contributor, check_choice
 from gradserve_client._broadcast import Broadcast
 from gradserve_client._buffer_calls import Reduce
-from gradserve_client._calls import limits
-from gradserve_client._groups import BUFFER_BYTES
 from gradserve_client._model import Model
 from gradserve_client._names import checked_prefix, quoted
 from gradserve_client._parameters import HALF_DTYPES
 from gradserve_client._pushes import Pushes
-from gradserve_client._start import Start
+from gradserve_client._start import Start, fitting
 from gradserve_client._sums import Sums, explained
 from gradserve_client._torch import torch
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, TooLarge
-from gradserve_client.models import Pulled, Pushed
+from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused
+from gradserve_client.models import BufferRules, Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 
 MOST_PUSHES = 10**9
 """Pushes of a worker in an epoch, by default: the most that the server allows, so micro-batches need no limit."""
-
-REQUEST_BYTES = 64 << 20
-"""Bytes of a request at most, by default: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
 
 
 class GradientAccumulator:
@@ -64,7 +59,9 @@ class GradientAccumulator:
     closes once, and a repeated push counts once in each.
 
     `nonfinite`, `max_norm`, `deadline_seconds`, `min_count`, `quorum_weight`, `contributors` and `per_contributor` are
-    rules of the buffers: docs/buffers.md says what they do. A rule that is None is the server's default.
+    rules of the buffers: docs/buffers.md says what they do. A rule that is None is the server's default. With
+    `ttl_seconds`, the server deletes all buffers of the run this long after their last change: take it longer than any
+    pause between two pushes. Without, `server.buffers.delete(prefix=gradients.prefix)` deletes them after the run.
 
     Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated, and `Conflict` for buffers
     that differ or have changed.
@@ -108,6 +105,7 @@ class GradientAccumulator:
         quorum_weight: float | None = None,
         contributors: Sequence[str] | None = None,
         per_contributor: int = MOST_PUSHES,
+        ttl_seconds: float | None = None,
     ) -> None:
         check_choice("start", start, ("same", "any"))
         check_choice("reduce", reduce, ("mean", "sum"))
@@ -118,7 +116,7 @@ class GradientAccumulator:
         self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
-        request_bytes = _fitting(server, request_bytes)
+        request_bytes = fitting(server, request_bytes)
         self._model = Model(model, self._prefix, wire_dtype, request_bytes)
         rules = {
             "quorum": quorum,
@@ -130,12 +128,13 @@ class GradientAccumulator:
             "quorum_weight": quorum_weight,
             "contributors": contributors,
             "per_contributor": per_contributor,
+            "ttl_seconds": ttl_seconds,
         }
         self._sums = Sums(server, self._model.parts, rules, request_bytes)
         register = f"{self._prefix}::start"
         places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
         server.place(places)
-        began = Start(server, register, self._model, request_bytes)
+        began = Start(server, register, self._model, request_bytes, ttl_seconds)
         began.check_form()
         self._sums.open(places)
         state = self._sums.state()
@@ -148,8 +147,12 @@ class GradientAccumulator:
         if start == "same" and state.epoch == 0:
             began.check_weights()
         self._pushes = Pushes(self._sums, worker, state.epoch)
-        self._new_broadcast = partial(Broadcast, server, model, self._prefix, request_bytes)
+        self._new_broadcast = partial(Broadcast, server, model, self._prefix, request_bytes, ttl_seconds)
         self._broadcast: Broadcast | None = None
+
+    def __repr__(self) -> str:
+        worker = "" if self._worker is None else f"{self._worker!r}, "
+        return f"{type(self).__name__}({worker}prefix={self._prefix!r}, epoch={self.epoch}, server={self._server!r})"
 
     @property
     def prefix(self) -> str:
@@ -245,6 +248,16 @@ class GradientAccumulator:
             )
         return pulled
 
+    def set_rules(self, **rules: Unpack[BufferRules]) -> None:
+        """Change these of the buffers' rules, in a request for as many buffers as one push sends in a request.
+
+        None takes a rule away. If the running epoch fulfils a new rule already, it closes at once. One worker calls
+        this for all. Workers that join or restart later give the new rules, because their buffers must be equal. Raises
+        `InvalidInput` for rules that say whether epochs close by themselves: every worker relies on that.
+        """
+        self._pushes.settle()
+        self._sums.set_rules(rules)
+
     def broadcast_parameters(self, *, send: bool) -> None:
         """Send this worker's parameters and buffers to all others, or set them to those of the worker that sends.
 
@@ -280,18 +293,3 @@ class GradientAccumulator:
         if (places := state.get("shards", self._sums.places)) != self._sums.places:
             self._sums.open(places)
         self._pushes.begin(state["epoch"], state["pushes"])
-
-
-def _fitting(server: Client, request_bytes: int | None) -> int:
-    """Return the bytes of a request. Raises `TooLarge` if a server does not take them."""
-    most: int = min(shard.run(limits())["max_body_bytes"] for shard in server.buffers._runner.shards)
-    if request_bytes is None:
-        return min(REQUEST_BYTES, most // 2)
-    if as_whole("request_bytes", request_bytes) < 1:
-        raise InvalidInput(f"request_bytes is {request_bytes}, but must be at least 1", code="invalid_parameter")
-    if request_bytes + 4 * BUFFER_BYTES > most:
-        raise TooLarge(
-            f"request_bytes is {request_bytes}, but the server takes {most} bytes (GRADSERVE_MAX_BODY_BYTES), with"
-            f" {4 * BUFFER_BYTES} for names"
-        )
-    return request_bytes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, TypeVar
+from functools import partial
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
+from service.api.buffers.chosen import INLINE_NAMES_BYTES, change_all, check_some, different, for_buffers, listed
 from service.api.buffers.gradients import gradients, sort_rows
 from service.api.buffers.models import (
     MAX_NAMES_BYTES,
@@ -19,12 +19,15 @@ from service.api.buffers.models import (
     ManyValueQuery,
     ManyZeroQuery,
     Names,
+    NewRulesOfMany,
     Receipts,
+    WideQuery,
 )
-from service.api.buffers.preconditions import recalled, refuse_headers
+from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.receipts import answer_outcome, read_values
 from service.api.buffers.request import (
     Received,
+    check_no_body,
     form_of,
     parse_model,
     parse_models,
@@ -33,7 +36,7 @@ from service.api.buffers.request import (
     values_reserved,
 )
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_create, new_take
-from service.api.buffers.rules import closed_due
+from service.api.buffers.rules import closed_due, rules_of
 from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers
 from service.api.http.answer import Answer
 from service.api.http.call import Call, CurrentCall
@@ -42,19 +45,12 @@ from service.api.http.negotiation import check_no_query, wanted_coding
 from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.openapi import MANY
 from service.api.http.routing import access
-from service.buffers.changes import Add, Create, Zero
+from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome
 from service.buffers.record import name_buffer
-from service.errors import EpochOpen, GradserveError, Invalid, MissingTensor, UnknownBuffer, shown
-
-R = TypeVar("R")
-
-INLINE_NAMES_BYTES = 1 << 12
-"""Bytes of names that the event loop reads itself: at most a thousand names, which take a millisecond."""
-
-MAX_LISTINGS = 10
-"""Listings of the buffers of a prefix before a request fails because a listed buffer was deleted meanwhile."""
+from service.buffers.rules import SetRules
+from service.errors import EpochOpen, GradserveError, Invalid, InvalidParameter, MissingTensor
 
 METADATA_BYTES = 1 << 12
 """Bytes of memory for a new buffer, its record and its metadata, as objects and as text."""
@@ -133,9 +129,11 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
     refuse_headers(call, "If-Match")
     received = await receive(call)
 
+    def change(name: str) -> Zero:
+        return Zero(name=name)
+
     async def zero(names: list[str]) -> Outcome:
-        changes = await call.offload(len(names) <= INLINE_LOOKUPS, lambda: [Zero(name=name) for name in names])
-        return await submit(call, received, changes)
+        return await change_all(call, received, names, change, query.prefix, may_fit_none=True)
 
     outcome = await for_buffers(call, received, query.prefix, 0, call.store.record, zero)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
@@ -158,8 +156,8 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 
     async def take(names: list[str]) -> Outcome:
         check_some(names, query.prefix)
-        changes = await call.offload(len(names) <= INLINE_LOOKUPS, lambda: [new_take(query, name) for name in names])
-        return await submit(call, received, changes, form_of(call, received, query, "list"))
+        wanted = form_of(call, received, query, "list")
+        return await change_all(call, received, names, partial(new_take, query), query.prefix, wanted)
 
     outcome = await for_buffers(call, received, query.prefix, query.timeout, look, take)
     form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
@@ -198,83 +196,64 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     return await for_buffers(call, received, query.prefix, query.timeout, look, read)
 
 
-def check_some(names: Sequence[object], prefix: str | None) -> None:
-    """Raise `UnknownBuffer` if the prefix fits no buffer."""
-    if not names:
-        raise UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix or '')}")
+@router.delete(
+    "",
+    summary="Delete all buffers with a prefix",
+    operation_id="delete_many",
+    openapi_extra=openapi.buffer_operation(None, Receipts, MANY),
+)
+@access(WRITE, label="buffers")
+async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
+    prefix = _wide_prefix(query)
+    refuse_headers(call, "If-Match")
+    received = await receive(call)
+    check_no_body(received)
+
+    def change(name: str) -> Delete:
+        return Delete(name=name)
+
+    names = await listed(call, received, prefix)
+    outcome = await change_all(call, received, names, change, prefix, may_fit_none=True)
+    return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
 
-async def for_buffers(
-    call: Call,
-    received: Received,
-    prefix: str | None,
-    timeout: float,
-    look: Callable[[str], object],
-    work: Callable[[list[str]], Awaitable[R]],
-) -> R:
-    """Return the result of `work` for the buffers in the body, or for the buffers with the prefix; wait if it must.
+@router.patch(
+    "",
+    summary="Change the rules of many buffers, all or nothing",
+    operation_id="set_rules_many",
+    openapi_extra=openapi.buffer_operation(NewRulesOfMany, Receipts, MANY),
+)
+@access(WRITE, label="buffers")
+async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
+    refuse_headers(call, "If-Match")
+    received = await receive(call)
+    inline = len(received.body) <= INLINE_NAMES_BYTES
+    new = await call.offload(inline, parse_model, received, NewRulesOfMany, MAX_NAMES_BYTES)
+    rules = rules_of(new)
 
-    `look` raises for one buffer what `work` would raise for it, at less cost.
-    """
-    names = await names_of(call, received, prefix)
-    unready = deque[str]()  # of the last attempt; while the first is not ready, `look` skips the others
-    tried = False
+    def change(name: str) -> SetRules:
+        return SetRules(name=name, rules=rules, want_metadata=False)
 
-    def look_at_unready() -> None:
-        while unready:
-            try:
-                look(unready[0])
-            except UnknownBuffer:
-                if prefix is None:
-                    raise
-            unready.popleft()
-
-    async def attempt() -> R:
-        nonlocal tried
-        if tried and await call.look_up(1, recalled, call.store, received.key) is None:
-            await call.look_up(len(unready), look_at_unready)
-        tried = True
-        attempts = 1 if prefix is None else MAX_LISTINGS
-        while True:
-            unready.clear()
-            unready.extend(names if prefix is None else await _listed(call, received, prefix))
-            try:
-                return await work([*unready])
-            except UnknownBuffer:  # a buffer of the prefix was deleted after the listing
-                attempts -= 1
-                if not (attempts and unready):
-                    raise
-
-    return await call.wait_for(timeout, attempt)
+    if new.names is None:
+        prefix = _wide_prefix(query)
+        outcome = await change_all(call, received, await listed(call, received, prefix), change, prefix)
+    elif query.prefix or query.all:
+        raise Invalid("The request has both names in its body and prefix or all in its query; send only one")
+    else:
+        names = await call.offload(inline, different, new.names)
+        outcome = await change_all(call, received, names, change, None)
+    return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
 
-async def names_of(call: Call, received: Received, prefix: str | None) -> list[str]:
-    """Return the names in the body. Raises `Invalid` unless the request has either names or a prefix."""
-    if prefix is None and received.is_empty:
-        raise Invalid('No buffers are named: send {"names": [...]} in the body, or ?prefix= in the query')
-    if prefix is None:
-        inline = len(received.body) <= INLINE_NAMES_BYTES
-        return await call.offload(inline, lambda: _different(parse_model(received, Names, MAX_NAMES_BYTES).names))
-    if not received.is_empty:
-        raise Invalid("The request has both names in its body and prefix in its query; send only one")
-    return []
-
-
-def _different(names: list[str]) -> list[str]:
-    """Return the names. Raises `InvalidParameter`, and `Invalid` for a repeated name."""
-    for name, count in Counter(names).items():
-        check_name(name)
-        if count > 1:
-            raise Invalid(f"{shown(name)} is named {count} times, but a request may name each buffer once")
-    return names
-
-
-async def _listed(call: Call, received: Received, prefix: str) -> list[str]:
-    """Return the buffers with the prefix; for a repeated request, the buffers of the original."""
-    known = await call.look_up(1, recalled, call.store, received.key)
-    if known is not None:
-        return [*known.receipts]
-    records = await call.look_up(1, lambda: call.store.records(prefix, limit=INLINE_LOOKUPS + 1, strict=True))
-    if len(records) > INLINE_LOOKUPS:
-        records = await call.offload(False, lambda: call.store.records(prefix, strict=True))
-    return [record.name for record in records]
+def _wide_prefix(query: WideQuery) -> str:
+    """Return the prefix. Raises `InvalidParameter` if it is empty, as an unset variable of a script leaves it."""
+    if query.prefix and query.all:
+        raise InvalidParameter(
+            f"The request has both prefix={query.prefix} and all=true; send only one", parameter="all"
+        )
+    if not (query.prefix or query.all):
+        raise InvalidParameter(
+            "prefix is missing or empty, so the request would change all buffers; if it must, send all=true instead",
+            parameter="prefix",
+        )
+    return query.prefix

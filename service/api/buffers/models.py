@@ -13,7 +13,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
-from service.api.buffers.specs import FloatName
+from service.api.buffers.specs import FloatName, NewRules
 from service.api.http.tensor_forms import absent, input_type, output_type
 from service.buffers.epochs import (
     MAX_CONTRIBUTOR_CHARACTERS,
@@ -164,6 +164,13 @@ class ManyZeroQuery(_Prefix):
     """Which buffers are zeroed."""
 
 
+class WideQuery(_Query):
+    """Which buffers are deleted, or get other rules."""
+
+    prefix: str = Field("", description="Prefix of the buffers' names.")
+    all: bool = Field(False, description="In place of a prefix: all buffers of the namespace.")
+
+
 class ListQuery(_Query):
     """Which buffers are listed."""
 
@@ -209,6 +216,14 @@ class GradientBodies(RootModel[dict[str, Gradient]]):  # type: ignore[valid-type
             "example": {"layer.weight": [[1.0, 2.0], [3.0, 4.0]], "layer.bias": [1.0, 2.0]},
         }
     )
+
+
+class NewRulesOfMany(NewRules):
+    """The rules to replace, and the buffers by name unless the query has their prefix."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"names": ["layer.weight"], "quorum": 3}})
+
+    names: list[StrictStr] | None = Field(None, min_length=1, max_length=MAX_NAMED_BUFFERS, fail_fast=True)
 
 
 EXAMPLE_RECEIPT: dict[str, Any] = {

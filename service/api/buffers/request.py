@@ -16,7 +16,7 @@ from service.api.http.costs import Form
 from service.api.http.negotiation import invalid_parameter, media_types, parameters_of, wanted_coding
 from service.api.http.offload import INLINE_BYTES
 from service.buffers.changes import Change
-from service.buffers.perform import Outcome
+from service.buffers.perform import Outcome, Wide
 from service.buffers.record import Key
 from service.buffers.store import Store
 from service.codecs import json as json_codec
@@ -163,13 +163,15 @@ def form_of(
     return Form(encoding, is_coded, query.dtype, query.reduce == "mean")
 
 
-async def submit(call: Call, received: Received, changes: Sequence[Change], form: Form | None = None) -> Outcome:
+async def submit(
+    call: Call, received: Received, changes: Sequence[Change], form: Form | None = None, wide: Wide | None = None
+) -> Outcome:
     """Make the changes, once for the idempotency key. With a `form`, reserve memory for values in the answer."""
     if form is None:
         call.reserve(RECEIPT_BYTES * len(changes))
-        return await call.submit(changes, received.key)
+        return await call.submit(changes, received.key, wide=wide)
     async with values_reserved(call, [change.name for change in changes], form):
-        return await call.submit(changes, received.key)
+        return await call.submit(changes, received.key, wide=wide)
 
 
 @asynccontextmanager

@@ -26,7 +26,8 @@ def spec_of(new: NewBuffer) -> Spec:
 
 def rules_of(new: NewRules) -> dict[str, Any]:
     """Return the rules that the request has, as members of `Spec`. Raises `InvalidParameter`."""
-    return {**{name: getattr(new, name) for name in new.model_fields_set}, **_expected(new)}
+    given = new.model_fields_set & NewRules.model_fields.keys()
+    return {**{name: getattr(new, name) for name in given}, **_expected(new)}
 
 
 def _expected(new: NewBuffer | NewRules) -> dict[str, tuple[str, ...]]:

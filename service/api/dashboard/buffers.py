@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Query
 
-from service.api.buffers.many import check_some, names_of
+from service.api.buffers.chosen import check_some, names_of
 from service.api.buffers.models import Names
 from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import RECEIPT_BYTES, receive

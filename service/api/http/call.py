@@ -21,7 +21,7 @@ from service.api.http.exchange import EXCHANGE, Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool
 from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
-from service.buffers.perform import Outcome
+from service.buffers.perform import Outcome, Wide
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.record import Key
 from service.buffers.store import Store
@@ -248,11 +248,13 @@ class Call:
             self.spent["queue"] = self.spent.get("queue", 0) + began - submitted
         return result
 
-    async def submit(self, changes: Sequence[Change], key: Key | None, sources: Sequence[str] = ()) -> Outcome:
+    async def submit(
+        self, changes: Sequence[Change], key: Key | None, sources: Sequence[str] = (), wide: Wide | None = None
+    ) -> Outcome:
         """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does."""
         began = time.perf_counter_ns()
         try:
-            outcome = await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources)))
+            outcome = await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources, wide)))
         finally:
             self.spent["store"] = time.perf_counter_ns() - began
         self._services.submitted(self.caller.namespace, changes, outcome)

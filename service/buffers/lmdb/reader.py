@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -63,6 +64,13 @@ class Reader:
                         raise
                     continue  # a client that asks for this buffer gets the error
                 yield record
+
+    def stored_names(self, start: bytes, stop: bytes) -> Iterator[BufferName]:
+        """Yield the names of the buffers whose keys lie from `start` up to, but without, `stop`."""
+        with self._txn.cursor(db=self._env.buffers) as cursor:
+            if cursor.set_range(start):
+                keys = map(bytes, cursor.iternext(values=False))
+                yield from map(name_of, itertools.takewhile(lambda key: key < stop, keys))
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
         """Yield the buffers whose joined names begin with the prefix: name and record, None if that is damaged."""

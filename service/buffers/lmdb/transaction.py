@@ -17,6 +17,7 @@ from service.buffers.lmdb.format import (
     TIME,
     digest_of,
     due_entry,
+    key_range,
     microseconds,
     name_of,
     pack_record,
@@ -67,6 +68,13 @@ class LmdbTransaction(Reader):
         record = super().get(name)
         self._state.records.remember({name: record})
         return record
+
+    def names(self, namespace: str, prefix: str) -> list[str]:
+        names = {name.name for name in self.stored_names(*key_range(namespace, prefix, ""))}
+        for full_name, record in self.changed.items():  # by requests before this one
+            if full_name.namespace == namespace and full_name.name.startswith(prefix):
+                (names.discard if record is None else names.add)(full_name.name)
+        return sorted(names)
 
     def put(self, record: Record) -> None:
         self.writes += 1

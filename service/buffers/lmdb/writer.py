@@ -27,7 +27,7 @@ from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
 from service.buffers.lmdb.transaction import MOST_CLOSED, MOST_EXPIRED, LmdbTransaction
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Request, perform
+from service.buffers.perform import Outcome, Request, perform, resolved
 from service.buffers.room import UNLIMITED, room_for
 from service.buffers.store import Committed, without_traceback
 from service.errors import GradserveError, StoreFailed, StoreFull
@@ -174,9 +174,10 @@ class Writer:
             for job in jobs:
                 before = changes.writes - changes.expired
                 try:
-                    outcome = perform(changes, job.request, job.namespace, now)
+                    request = resolved(changes, job.request, job.namespace)
+                    outcome = perform(changes, request, job.namespace, now)
                     answers.append(outcome)
-                    room = min(room, room_for(job.request, outcome, self._env.max_bytes))
+                    room = min(room, room_for(request, outcome, self._env.max_bytes))
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
                         raise UndoneError(job, error) from None

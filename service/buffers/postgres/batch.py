@@ -82,6 +82,25 @@ _RECORDS = Statement(
     texts,
 )
 
+_WIDE_RECORDS = Statement(
+    """
+    select namespace, name, record, seq from buffers
+    where (namespace, name) in (
+        select namespace collate "C", name collate "C" from unnest($1::text[], $2::text[]) as wanted(namespace, name)
+        union
+        select buffers.namespace, buffers.name from unnest($3::text[], $4::text[]) as wanted(namespace, prefix)
+        join buffers on buffers.namespace = wanted.namespace collate "C"
+            and buffers.name >= wanted.prefix collate "C" and starts_with(buffers.name, wanted.prefix)
+    )
+    order by namespace, name for update of buffers
+    """,
+    texts,
+    texts,
+    texts,
+    texts,
+)
+"""The same with all buffers of some prefixes: in one statement, which locks them in the order of their names."""
+
 _CLAIM = Statement(
     "with claimed as (delete from loose where blob = any($1::bigint[]) returning 1) select count(*) from claimed",
     bigints,
@@ -178,7 +197,10 @@ class Batch:
         """
         digests = [self._mark, *{digest_of(job.request.key) for job in self.jobs if job.request.key is not None}]
         names = sorted({name for job in self.jobs for name in job.names})
-        growing = sorted({job.namespace for job in self.jobs if any(map(_may_create, job.request.changes))})
+        wide = [(job.namespace, job.request.wide.prefix) for job in self.jobs if job.request.wide is not None]
+        # While a prefix is searched, no other server may create buffers in the namespace.
+        creating = {job.namespace for job in self.jobs if any(map(_may_create, job.request.changes))}
+        growing = sorted(creating | {namespace for namespace, _ in wide})
         blobs = [blob for job in self.jobs for blob in job.staged.values()]
         locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
         *_, keys, counts, rows, claimed, ((now, self.server, standbys),) = connection.exchange(
@@ -189,7 +211,7 @@ class Batch:
                 _LOCK(NAMESPACE_LOCK, locks) if locks else None,
                 _KEYS(digests),
                 _COUNTS(growing, clock) if growing else None,
-                _RECORDS(*_columns(names, 2)),
+                _WIDE_RECORDS(*_columns(names, 2), *_columns(wide, 2)) if wide else _RECORDS(*_columns(names, 2)),
                 _CLAIM(blobs) if blobs else None,
                 _TIME(),
             ],

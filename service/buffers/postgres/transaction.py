@@ -130,11 +130,16 @@ class PostgresTransaction:
         for records in (self.changes.records, self._done.records):
             if name in records:
                 return records[name]
-        return self._found.records[name]
+        return self._found.records.get(name)
 
     def get(self, name: BufferName) -> Record | None:
         stored = self._stored(name)
         return None if stored is None else stored.record
+
+    def names(self, namespace: str, prefix: str) -> list[str]:
+        known = {name: stored for name, stored in self._found.records.items() if name.namespace == namespace}
+        known |= {name: stored for name, stored in self._done.records.items() if name.namespace == namespace}
+        return sorted(name.name for name, stored in known.items() if stored and name.name.startswith(prefix))
 
     def count_new(self, name: BufferName, now: float) -> None:
         own = name.namespace

@@ -17,7 +17,7 @@ from service.buffers import failpoints
 from service.buffers.batches import BUFFER_BYTES, Batches
 from service.buffers.changes import Add, Restore
 from service.buffers.gradients import Rows, is_nothing
-from service.buffers.perform import Outcome, Request, perform
+from service.buffers.perform import Outcome, Request, perform, resolved
 from service.buffers.postgres.batch import Batch, Job, StagedLostError
 from service.buffers.postgres.connections import Database, MovedError, retried
 from service.buffers.postgres.deltas import Payload, payload_of, write_blobs
@@ -254,8 +254,9 @@ class Writer:
             self._keeper.check_keys,
         )
         try:
-            outcome = perform(txn, job.request, job.namespace, batch.now)
-            self._keeper.check_room(job.request, outcome)
+            request = resolved(txn, job.request, job.namespace)
+            outcome = perform(txn, request, job.namespace, batch.now)
+            self._keeper.check_room(request, outcome)
         except GradserveError as error:
             return without_traceback(error)
         done.merge(txn.changes)

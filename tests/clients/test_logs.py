@@ -1,0 +1,201 @@
+"""What the client says in its log, and how its objects print: enough to find a fault, and never a secret."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen
+from gradserve_client.torch import GradientAccumulator
+
+from tests.clients.both import connected
+from tests.clients.scripted import Answering, Clock, Scripted, Step, never_sent, says, sent_on, stopped, through
+from tests.clients.test_torch import net
+
+SECRET = "key-that-nobody-may-see"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return stopped(monkeypatch)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return the lines that a program gets that logs everything, each with its level."""
+    caplog.set_level(logging.DEBUG, "gradserve_client")
+
+    def lines() -> list[str]:
+        records = [record for record in caplog.records if record.name.startswith("gradserve_client")]
+        return [f"{record.levelname} {record.getMessage()}" for record in records]
+
+    return lines
+
+
+# ----- retries -----
+
+
+def test_a_streak_of_retries_is_one_warning(kind: str, url: str, clock: Clock, said: Callable[[], list[str]]) -> None:
+    streak = [never_sent, says(502), says(429, code="busy")]
+    transport = Scripted(*streak, sent_on, sent_on, *streak, sent_on)
+    with through(kind, url, transport, api_key=SECRET) as server:
+        for _ in range(3):
+            server.buffers["scripted"].accumulate([1, 2])
+    first, second = said()
+    assert first == second
+    assert first == (
+        f"WARNING POST /v1/buffers/scripted/accumulate at {url}: The connection failed: refused; trying again for up to"
+        " 60 s"
+    )
+
+
+def test_a_server_that_is_away_for_several_calls_is_one_warning(
+    kind: str, url: str, clock: Clock, said: Callable[[], list[str]]
+) -> None:
+    with through(kind, url, Scripted(forever=never_sent), timeout=3) as server:
+        for _ in range(5):
+            with pytest.raises(ConnectionFailed):
+                server.buffers["scripted"].info()
+    assert len(said()) == 1
+
+
+@pytest.mark.parametrize("between", [says(404, code="unknown_buffer"), sent_on, says(409, code="epoch_open")])
+def test_any_answer_ends_a_streak(
+    kind: str, url: str, clock: Clock, said: Callable[[], list[str]], between: Step
+) -> None:
+    with through(kind, url, Scripted(never_sent, between, never_sent, sent_on, sent_on)) as server:
+        for _ in range(2):
+            try:
+                server.buffers["scripted"].info()
+            except (LookupError, EpochOpen):
+                pass
+    assert len(said()) == 2
+
+
+def test_calls_that_succeed_or_are_refused_say_nothing(kind: str, url: str, said: Callable[[], list[str]]) -> None:
+    with through(kind, url, Scripted(), max_retries=0) as server:
+        server.buffers["scripted"].accumulate([1, 2])
+        with pytest.raises(LookupError):
+            server.buffers["nowhere"].info()
+        with pytest.raises(EpochOpen):
+            server.buffers["scripted"].value(epoch=7)
+        assert server.is_ready()
+    assert said() == []
+
+
+# ----- waiting -----
+
+
+def waiting(clock: Clock, **context: Any) -> Step:
+    """Return a poll that ends after its time without an epoch."""
+
+    def step(send: Answering) -> httpx.Response:
+        clock.now += 15
+        problem = {"code": "epoch_open", "detail": "it is open", "status": 409, **context}
+        return httpx.Response(409, json=problem)
+
+    return step
+
+
+def test_a_wait_says_every_half_minute_what_it_waits_for(
+    kind: str, url: str, clock: Clock, said: Callable[[], list[str]]
+) -> None:
+    known = {"buffer": "scripted", "epoch": 7, "count": 3, "quorum": 4, "missing": ["rank3"]}
+    with through(kind, url, Scripted(forever=waiting(clock, **known))) as server, pytest.raises(EpochOpen):
+        server.buffers["scripted"].value(epoch=7, timeout=100)
+    lines = [line.partition(", for ") for line in said()]
+    assert {line for line, _, _ in lines} == {f"WARNING epoch 7: 3 of 4 in, rank3 is missing (scripted at {url}"}
+    times = [int(time.split()[0]) for _, _, time in lines]
+    assert len(times) == 3
+    assert all(30 * number <= one < 30 * number + 3 for number, one in enumerate(times, 1)), times
+
+
+@pytest.mark.parametrize(
+    ("known", "line"),
+    [
+        ({"epoch": 0, "count": 0}, "epoch 0: 0 in ("),
+        ({"epoch": 0, "count": 1, "min_count": 3}, "epoch 0: 1 of 3 in ("),
+        ({"epoch": 0, "count": 1, "missing": []}, "epoch 0: 1 in ("),
+        ({"epoch": 0, "count": 1, "missing": ["a", "b"]}, "epoch 0: 1 in, a and b are missing ("),
+        ({"epoch": 0, "count": 1, "missing": list("abcde")}, "epoch 0: 1 in, a, b, c and 2 more are missing ("),
+        ({}, "it is open ("),
+    ],
+)
+def test_the_state_of_an_epoch(
+    url: str, clock: Clock, said: Callable[[], list[str]], known: dict[str, Any], line: str
+) -> None:
+    with through("sync", url, Scripted(forever=waiting(clock, **known))) as server:
+        with pytest.raises(EpochOpen):
+            server.buffers["scripted"].value(epoch=0, timeout=31)
+    assert said()[0].startswith(f"WARNING {line}")
+
+
+def test_a_server_says_the_quorum_and_who_is_missing(url: str) -> None:
+    with Client(url) as server:
+        buffer = server.buffers["quorate"]
+        try:
+            buffer.create(2, quorum=4, contributors=["rank0", "rank1"])
+            buffer.accumulate([1, 2], contributor="rank1")
+            with pytest.raises(EpochOpen) as caught:
+                buffer.value(epoch=0)
+        finally:
+            buffer.delete()
+    context = caught.value.context
+    assert (context["epoch"], context["count"], context["quorum"], context["missing"]) == (0, 1, 4, ["rank0"])
+
+
+def test_a_program_without_logging_prints_nothing() -> None:
+    """Python prints warnings to stderr where a library has no handler at all."""
+    code = """
+import logging, gradserve_client
+from gradserve_client import Client, ConnectionFailed
+client = Client("http://127.0.0.1:9", timeout=0.2)
+try:
+    client.operators()
+except ConnectionFailed:
+    pass
+assert [type(one) for one in logging.getLogger("gradserve_client").handlers] == [logging.NullHandler]
+assert not logging.getLogger().handlers
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ----- how objects print -----
+
+
+def test_clients_and_buffers_say_where_they_are(kind: str, url: str) -> None:
+    name = {"sync": "Client", "async": "AsyncClient"}[kind]
+    other = url.replace("127.0.0.1", "localhost")
+    for urls in (url, [url, other]):
+        with connected(kind, urls, api_key=SECRET) as server:
+            one = getattr(server, "_inner", server)
+            assert repr(one) == f"{name}({urls!r})"
+            buffer = one.buffers["w1"]
+            prefix = "Async" if kind == "async" else ""
+            assert repr(buffer) in {f"{prefix}Buffer('w1' at {place})" for place in (url, other)}
+
+
+@pytest.mark.parametrize("kind_of_client", [Client, AsyncClient])
+def test_no_secret_is_shown(kind_of_client: Any) -> None:
+    client = kind_of_client(f"http://127.0.0.1:9/?token={SECRET}", api_key=SECRET)
+    shown = [repr(one) for one in (client, client.buffers["w"], client.buffers, client.ops, client._runner)]
+    assert all(SECRET not in text for text in shown), shown
+
+
+def test_an_accumulator_says_where_it_is(url: str) -> None:
+    with Client(url, api_key=SECRET) as server:
+        accumulator = GradientAccumulator(net(), server, prefix="shown.", run="1", worker="rank0")
+        try:
+            assert repr(accumulator) == (
+                f"GradientAccumulator('rank0', prefix='shown.1::', epoch=0, server=Client({url!r}))"
+            )
+            plain = GradientAccumulator(net(), server, prefix="shown.", run="1")
+            assert repr(plain).startswith("GradientAccumulator(prefix='shown.1::'")
+        finally:
+            server.buffers.delete(prefix="shown.")
