@@ -14,8 +14,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     mkdir /data
 
 FROM python:3.11-slim-bookworm
+ARG VERSION=0.2.0
+ARG REVISION=unknown
 LABEL org.opencontainers.image.title="gradserve" \
       org.opencontainers.image.description="Gradient kernels and gradient accumulation as an HTTP service" \
+      org.opencontainers.image.source="https://github.com/gradserve/gradserve" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /venv /venv
 COPY --from=build --chown=10001:10001 /data /data

@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 BENCH := $(VENV)-bench
+PACKAGES := $(VENV)-packages
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 EDITABLE := --editable
@@ -14,7 +15,7 @@ QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-ou
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site lock up up-cluster down test-compose clean
+.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site packages lock up up-cluster down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -94,14 +95,29 @@ docs: $(VENV)/.dev  ## generate the tables of the documents and the modules of t
 site: $(VENV)/.site  ## build the documentation into site/, which works offline; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
+packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists into dist/, check them, and install them where nothing else is
+	rm -rf dist build/server build/sbom
+	$(PACKAGES)/bin/validate-pyproject pyproject.toml clients/python/pyproject.toml
+	$(PACKAGES)/bin/python -m build --quiet --outdir dist .
+	$(PACKAGES)/bin/python -m build --quiet --outdir dist clients/python
+	$(PACKAGES)/bin/pyroma --min 9 .
+	$(PACKAGES)/bin/pyroma --min 9 clients/python
+	$(PACKAGES)/bin/check-wheel-contents dist/*.whl
+	$(PACKAGES)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv build/server
+	build/server/bin/python -m pip install --quiet dist/gradserve-*.whl
+	mkdir -p build/sbom
+	$(PACKAGES)/bin/cyclonedx-py environment build/server/bin/python --pyproject pyproject.toml --output-file build/sbom/gradserve.cdx.json
+	GRADSERVE_PACKAGES=1 $(BIN)/python -m pytest tests/packages $(WHAT)
+
 lock:  ## update constraints.txt to the newest versions that fit
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench,site]' './clients/python[cli]'
+	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench,site,packages]' './clients/python[cli]'
 	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(BENCH) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(PACKAGES) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
@@ -115,6 +131,12 @@ $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 
 $(VENV)/.site: $(VENV)/.run
 	$(BIN)/python $(PIP) '.[site]'
+	@touch $@
+
+$(PACKAGES)/.packages: pyproject.toml constraints.txt
+	@$(MAKE) --no-print-directory venv-check
+	test -x $(PACKAGES)/bin/pip || $(PYTHON) -m venv --clear $(PACKAGES)
+	$(PACKAGES)/bin/python $(PIP) '.[packages]'
 	@touch $@
 
 $(BENCH)/.bench: pyproject.toml constraints.txt clients/python/pyproject.toml
