@@ -2,7 +2,7 @@
 # With OpenTelemetry: docker build -t gradserve --build-arg EXTRAS=[otel,postgres] .
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE gradserve.py ./
 COPY service service
 ARG EXTRAS=[postgres]
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore

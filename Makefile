@@ -102,7 +102,8 @@ packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists int
 	$(PACKAGES)/bin/python -m build --quiet --outdir dist clients/python
 	$(PACKAGES)/bin/pyroma --min 9 .
 	$(PACKAGES)/bin/pyroma --min 9 clients/python
-	$(PACKAGES)/bin/check-wheel-contents dist/*.whl
+	$(PACKAGES)/bin/check-wheel-contents --toplevel gradserve.py,service dist/gradserve-*.whl
+	$(PACKAGES)/bin/check-wheel-contents dist/gradserve_client-*.whl
 	$(PACKAGES)/bin/twine check --strict dist/*
 	$(PYTHON) -m venv build/server
 	build/server/bin/python -m pip install --quiet dist/gradserve-*.whl

@@ -21,6 +21,7 @@ VERSION = SERVER["version"]
     ("file", "pattern"),
     [
         ("clients/python/pyproject.toml", r'^version = "(.+)"$'),
+        ("service/__init__.py", r'^__version__ = "(.+)"$'),
         ("Dockerfile", r"^ARG VERSION=(.+)$"),
         ("deploy/kubernetes/kustomization.yaml", r"^ +newTag: (.+)$"),
     ],

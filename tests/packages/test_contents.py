@@ -20,6 +20,7 @@ def files_of(package: str) -> dict[str, bytes]:
     """Return the files of the source, by their names in a wheel."""
     source = SOURCES[package]
     paths = [path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    paths += [ROOT / "gradserve.py"] if package == "gradserve" else []
     return {path.relative_to(source.parent).as_posix(): path.read_bytes() for path in paths}
 
 
