@@ -123,7 +123,7 @@ clean:  ## remove everything that the other targets made
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python $(PIP) '.[postgres]'
+	$(BIN)/python $(PIP) '.[postgres,simdjson]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
