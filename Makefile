@@ -15,7 +15,7 @@ QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-ou
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run check test test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site packages lock up up-cluster down test-compose clean
+.PHONY: help run check test peers test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site packages lock up up-cluster down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -28,6 +28,8 @@ check: lint  ## lint and the tests that start no server, for every edit
 
 test: $(VENV)/.dev  ## run every test in two processes, or WHAT="tests/codecs/test_json.py -k name" in one
 	$(BIN)/python -m pytest $(or $(WHAT),$(IN_TWO))
+
+peers: $(VENV)/.peers  ## install KServe's client, which brings a hundred packages, so that make test tries it, too
 
 test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
@@ -113,7 +115,7 @@ packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists int
 
 lock:  ## update constraints.txt to the newest versions that fit
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench,site,packages]' './clients/python[cli]'
+	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,peers,bench,site,packages]' './clients/python[cli]'
 	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock
 
@@ -128,6 +130,10 @@ $(VENV)/.run: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 	$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.dev
+	$(BIN)/python $(PIP) '.[peers]'
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.run
