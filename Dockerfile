@@ -1,10 +1,10 @@
 # gradserve in a container: docker build -t gradserve . (compose.yaml puts nginx in front of it)
-# With OpenTelemetry: docker build -t gradserve --build-arg EXTRAS=[otel,postgres] .
+# With OpenTelemetry: docker build -t gradserve --build-arg EXTRAS=[otel,postgres,simdjson] .
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE gradserve.py ./
 COPY service service
-ARG EXTRAS=[postgres]
+ARG EXTRAS=[postgres,simdjson]
 ENV PIP_CONSTRAINT=/src/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # The environment gets neither pip nor setuptools, nor the packages' own tests.
 RUN --mount=type=cache,target=/root/.cache/pip \
@@ -14,8 +14,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     mkdir /data
 
 FROM python:3.11-slim-bookworm
+ARG VERSION=0.2.0
+ARG REVISION=unknown
 LABEL org.opencontainers.image.title="gradserve" \
       org.opencontainers.image.description="Gradient kernels and gradient accumulation as an HTTP service" \
+      org.opencontainers.image.source="https://github.com/gradserve/gradserve" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /venv /venv
 COPY --from=build --chown=10001:10001 /data /data

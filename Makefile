@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 BENCH := $(VENV)-bench
 CLIENTS := $(VENV)-clients
 NODE := build/node
+PACKAGES := $(VENV)-packages
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 EDITABLE := --editable
@@ -16,7 +17,7 @@ QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-ou
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run check test openapi clients test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site lock up up-cluster down test-compose clean
+.PHONY: help run check test peers openapi clients test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site packages lock up up-cluster down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -29,6 +30,8 @@ check: lint  ## lint and the tests that start no server, for every edit
 
 test: $(VENV)/.dev  ## run every test in two processes, or WHAT="tests/codecs/test_json.py -k name" in one
 	$(BIN)/python -m pytest $(or $(WHAT),$(IN_TWO))
+
+peers: $(VENV)/.peers  ## install KServe's client, which brings a hundred packages, so that make test tries it, too
 
 test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
 	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
@@ -105,27 +108,54 @@ docs: $(VENV)/.dev  ## generate the tables of the documents and the modules of t
 site: $(VENV)/.site  ## build the documentation into site/, which works offline; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
+# W002: the licence of Swagger UI is beside its files and, as every licence, in the metadata.
+packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists into dist/, check them, and install them where nothing else is
+	rm -rf dist build/server build/sbom
+	$(PACKAGES)/bin/validate-pyproject pyproject.toml clients/python/pyproject.toml
+	$(PACKAGES)/bin/python -m build --quiet --outdir dist .
+	$(PACKAGES)/bin/python -m build --quiet --outdir dist clients/python
+	$(PACKAGES)/bin/pyroma --min 9 .
+	$(PACKAGES)/bin/pyroma --min 9 clients/python
+	$(PACKAGES)/bin/check-wheel-contents --ignore W002 --toplevel gradserve.py,service dist/gradserve-*.whl
+	$(PACKAGES)/bin/check-wheel-contents dist/gradserve_client-*.whl
+	$(PACKAGES)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv build/server
+	build/server/bin/python -m pip install --quiet dist/gradserve-*.whl
+	mkdir -p build/sbom
+	$(PACKAGES)/bin/cyclonedx-py environment build/server/bin/python --pyproject pyproject.toml --output-file build/sbom/gradserve.cdx.json
+	GRADSERVE_PACKAGES=1 $(BIN)/python -m pytest tests/packages $(WHAT)
+
 lock:  ## update constraints.txt to the newest versions that fit
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,bench,site]' './clients/python[cli]'
+	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,peers,bench,site,packages]' './clients/python[cli]'
 	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
 	rm -rf $(VENV)-lock
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(BENCH) $(CLIENTS) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(CLIENTS) $(PACKAGES) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python $(PIP) '.[postgres]'
+	$(BIN)/python $(PIP) '.[postgres,simdjson]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 	$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
 	@touch $@
 
+$(VENV)/.peers: $(VENV)/.dev
+	$(BIN)/python $(PIP) '.[peers]'
+	@touch $@
+
 $(VENV)/.site: $(VENV)/.run
 	$(BIN)/python $(PIP) '.[site]'
+	@touch $@
+
+$(PACKAGES)/.packages: pyproject.toml constraints.txt
+	@$(MAKE) --no-print-directory venv-check
+	test -x $(PACKAGES)/bin/pip || $(PYTHON) -m venv --clear $(PACKAGES)
+	$(PACKAGES)/bin/python $(PIP) '.[packages]'
 	@touch $@
 
 $(BENCH)/.bench: pyproject.toml constraints.txt clients/python/pyproject.toml

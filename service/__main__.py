@@ -7,6 +7,12 @@ import signal
 import sys
 from types import FrameType
 
+NOT_ON_WINDOWS = (
+    "gradserve: the server does not run on Windows. Start it in WSL or in its container;"
+    " gradserve-client runs here, too\n"
+)
+"""What the command says on a system without fcntl."""
+
 SIGNALLED = 128
 """The exit status of a process that a signal ended is this plus the signal's number, as shells report it."""
 
@@ -17,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     SIGTERM ends the command as Ctrl-C does, so that it removes unfinished files. The server installs handlers of its
     own. In a container the command is the first process, for which the kernel ignores a signal without a handler.
     """
+    if sys.platform == "win32":  # it lacks fcntl and much else
+        sys.stderr.write(NOT_ON_WINDOWS)
+        return 1
     terminated = signal.signal(signal.SIGTERM, _stop_at_once)
     interrupted = signal.getsignal(signal.SIGINT)
     if interrupted is signal.default_int_handler:

@@ -25,8 +25,8 @@ BLOCKS = {name: blocks(text) for name, text in TEXTS.items()}
 RUN = {"bash": ("json", "text"), "python": ("text",)}
 """The languages of examples, and the languages of the output after each."""
 
-OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "clients/python/README.md", "examples/README.md")
-LINKED = [*DOCUMENTS, *(ROOT / name for name in OTHERS)]
+OTHERS = ("benchmarks/README.md", "clients/python/README.md", "examples/README.md")
+LINKED = sorted({*DOCUMENTS, *ROOT.glob("*.md"), *(ROOT / name for name in OTHERS)})
 """The documents whose links are checked."""
 
 

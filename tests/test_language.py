@@ -92,8 +92,8 @@ def metrics() -> Texts:
 
 
 def documentation() -> Texts:
-    files = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-    files += [*ROOT.glob("docs/*.md"), ROOT / "clients/python/README.md", ROOT / "examples/README.md"]
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    files += [ROOT / "clients/python/README.md", ROOT / "examples/README.md"]
     yield from ((str(file.relative_to(ROOT)), file.read_text()) for file in sorted(files))
 
 

@@ -22,6 +22,8 @@ ADDED = {
     "benchmarks/README.md": "benchmarks.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
+    "SECURITY.md": "security.md",
     "LICENSE": "LICENSE.txt",
     "deploy/alerts.yml": "alerts.yml",
     "deploy/grafana.json": "grafana.json",

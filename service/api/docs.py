@@ -52,7 +52,7 @@ def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
         content, etag = _file(file)
         if known_tag(call, etag):
             return Answer(status=304, fields={"ETag": etag})
-        return Answer([content], guess_type(file)[0], {"ETag": etag})
+        return Answer([content], guess_type(file)[0] or "text/plain", {"ETag": etag})
 
     @router.get("/openapi.json")
     @access(open=True)
@@ -63,7 +63,7 @@ def routes(schema: Callable[[], dict[str, Any]]) -> APIRouter:
 
 
 def _resources() -> Iterator[Traversable]:
-    return files("fastapi_swagger").joinpath("resources").iterdir()
+    return files("service.api").joinpath("swagger_ui").iterdir()
 
 
 @cache

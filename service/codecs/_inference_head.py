@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import simdjson
-
+from service.codecs._bytes import count
 from service.codecs._headers import MAX_HEADER_VALUES, as_object, check_shape, load
-from service.codecs._lists import LISTS, count
-from service.codecs.json import Pairs, members_of, parse
+from service.codecs._parser import LISTS, OBJECTS
+from service.codecs.json import members_of, parse
 from service.dtypes import OPEN_INFERENCE, DType
 from service.errors import InvalidParameter, InvalidTensor, MalformedBody, shown
 
@@ -133,7 +132,7 @@ def _unpack(value: Any, budget: Iterator[int], key: str = "") -> Any:
     """Make Python objects of the parser's, except of the lists of tensors' numbers: as many as `budget` has numbers."""
     if next(budget, None) is None:
         raise MalformedBody(f"The request has more than {MAX_HEADER_VALUES} values besides its tensors")
-    if isinstance(value, (simdjson.Object, Pairs)):
+    if isinstance(value, OBJECTS):
         members = members_of(value, shown(key) if key else "The request")
         return {name: _unpack(member, budget, name) for name, member in members}
     if type(value) not in LISTS or key == "data":

@@ -1,6 +1,6 @@
 """Nested JSON lists -> arrays: the lists' shape, their numbers read in bulk, and the place of a mistake in them.
 
-A list is a `simdjson.Array`, whose numbers are still in the parser, or a Python list.
+The numbers of a list are still in the parser, or the list is a Python list.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import simdjson
 
+from service.codecs._bytes import count
+from service.codecs._parser import IN_PARSER, LISTS
 from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, Array, DType, cast
 from service.errors import InvalidTensor, shown
 from service.limits import Limits
 
 Shape = tuple[int, ...]
 
-LISTS = (simdjson.Array, list)
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 _MAX_LENGTH = 0xFFFFFF
 """simdjson's length of every list with at least this many elements."""
 _BATCH_ITEMS = 1 << 16
 """Items to handle between two chances for other threads to run."""
-_COUNTED_BYTES = 1 << 18
-"""Bytes to compare at once when counting: the result of the comparison fits into the cache."""
 
 
 class ListReader:
@@ -39,7 +37,7 @@ class ListReader:
     def __init__(self) -> None:
         self._lists = 0
         """How many lists the tensors read so far have, if their lists are proper."""
-        self._unchecked: list[tuple[str, simdjson.Array, Shape, DType]] = []
+        self._unchecked: list[tuple[str, Any, Shape, DType]] = []
 
     def read(self, name: str, data: Any, shape: Shape, dtype: DType) -> Array:
         """Return the numbers of `data`, flat; `shape` is its `shape_of`. Raises `InvalidTensor`.
@@ -47,7 +45,7 @@ class ListReader:
         The caller must call `finish` before it uses the numbers.
         """
         self._lists += _count_lists(shape)
-        numbers = _read_in_bulk(data, dtype) if isinstance(data, simdjson.Array) else None
+        numbers = _read_in_bulk(data, dtype) if isinstance(data, IN_PARSER) else None
         if numbers is not None and numbers.size == math.prod(shape):
             self._unchecked.append((name, data, shape, dtype))
         else:
@@ -62,12 +60,6 @@ class ListReader:
         if self._unchecked and count(text, b"[") != self._lists + count_other_lists():
             for tensor in self._unchecked:
                 _read_items(*tensor)
-
-
-def count(body: bytes | bytearray | memoryview, byte: bytes) -> int:
-    """Return `body.count(byte)`, four times as fast."""
-    array, step = np.frombuffer(body, np.uint8), _COUNTED_BYTES
-    return sum(int(np.count_nonzero(array[k : k + step] == ord(byte))) for k in range(0, array.size, step))
 
 
 def shape_of(name: str, data: Any, limits: Limits) -> Shape:
@@ -99,7 +91,7 @@ def _count_lists(shape: Shape) -> int:
     return sum(math.prod(shape[:depth]) for depth in range(len(shape)))
 
 
-def _read_in_bulk(data: simdjson.Array, dtype: DType) -> Array | None:
+def _read_in_bulk(data: Any, dtype: DType) -> Array | None:
     """Return all numbers of nested lists, flat, in the widest dtype of `dtype`'s kind.
 
     Return None if the lists contain anything but numbers. The function does not see a list beside a number.
@@ -156,18 +148,25 @@ _EXPECTED = {
 def _convert(batch: list[Any], dtype: DType) -> Array | None:
     """Return `batch` as an array of bool, int64 or float64, or None if `dtype` cannot hold some item."""
     types = set(map(type, batch))
-    if types - _TYPES[dtype] or math.inf in batch or -math.inf in batch:  # Python reads 1e400 as infinity
+    if types - _TYPES[dtype]:
         return None
-    if dtype == INT64 and float in types and batch != (batch := list(map(int, batch))):
-        return None
-    if str in types:
-        batch = list(map(NONFINITE.get, batch, batch))
-        if str in set(map(type, batch)):
-            return None
     try:
-        return np.array(batch, dtype)
+        if str in types:
+            return _convert_names(batch, dtype)
+        if dtype == INT64 and float in types and batch != (batch := list(map(int, batch))):
+            return None
+        numbers = np.array(batch, dtype)
     except OverflowError:
         return None
+    return numbers if dtype != FLOAT64 or np.isfinite(numbers).all() else None  # Python reads 1e400 as infinity
+
+
+def _convert_names(batch: list[Any], dtype: DType) -> Array | None:
+    """Do the same for a batch with the names of NaN and infinities."""
+    if math.inf in batch or -math.inf in batch:
+        return None
+    batch = list(map(NONFINITE.get, batch, batch))
+    return None if str in set(map(type, batch)) else np.array(batch, dtype)
 
 
 def _narrow(name: str, numbers: Array, shape: Shape, dtype: DType) -> Array:

@@ -1,8 +1,8 @@
 """Tensors as JSON: nested lists or base64, read and written in bulk.
 
-simdjson parses numbers straight into a buffer, and orjson writes them straight from a buffer. Numbers become Python
-objects only in a list that also holds something else (booleans, "NaN", a mistake). NaN and infinities are the strings
-"NaN", "Infinity" and "-Infinity". base64 encodes little-endian, row-major bytes.
+orjson writes numbers straight from a buffer, and simdjson, if it is installed, parses them straight into a buffer. Else
+they become Python objects first, as they do in a list that also holds something else (booleans, "NaN", a mistake). NaN
+and infinities are the strings "NaN", "Infinity" and "-Infinity". base64 encodes little-endian, row-major bytes.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ import binascii
 import itertools
 import json
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import orjson
 import pybase64
-import simdjson
 
-from service.codecs._bytes import bytes_of, view, wrong_size
-from service.codecs._lists import LISTS, NONFINITE, ListReader, count, is_empty, shape_of
+from service.codecs._bytes import bytes_of, count, view, wrong_size
+from service.codecs._lists import NONFINITE, ListReader, is_empty, shape_of
+from service.codecs._parser import LISTS, OBJECTS, TEXT_COPIES, VALUE_BYTES, Body, parsed
+from service.codecs._parser import Pairs as Pairs
 from service.dtypes import NAMES, Array, DType
 from service.errors import BodyTooLarge, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
 
 Encoding: TypeAlias = Literal["list", "base64"]
-Body: TypeAlias = bytes | bytearray | memoryview
 
 DIAGNOSED_BYTES = 2 << 20
 """The largest body, in bytes, whose errors name the place of a mistake.
@@ -41,23 +40,14 @@ MAX_INTEGER_CHARACTERS = 4000
 WRITTEN_ELEMENTS = 1 << 16
 """Elements to write in one call of orjson, which holds the interpreter's lock meanwhile."""
 
-TEXT_COPIES = 3
-"""Times that a text is in memory while it is parsed: the parser's copy, its strings, and ours of one of them."""
-
-VALUE_BYTES = 32
-"""Bytes of a number while it is parsed: 24 in the parser, and 8 in the array. As a Python object it takes as much."""
-
 MAX_ELEMENTS = 1 << 25
-"""The most elements of all lists in a body: simdjson holds the interpreter's lock for up to a second to read them."""
+"""The most elements of all lists in a body: to read them, the interpreter's lock is held for a second or two."""
 
 MAX_LISTS = 1 << 22
 """The most lists in a body: to look at each takes up to a microsecond, most of it with the interpreter's lock."""
 
 MAX_MEMBERS = 4096
 """The most members of an object: to find a member, simdjson goes through all members before it."""
-
-REUSED_PARSER_BYTES = 48 << 20
-"""The largest body, in bytes, after which a thread keeps its parser's memory: that is several times the body."""
 
 
 class Document:
@@ -195,23 +185,6 @@ def _list_text(tensor: Array) -> bytes:
 _NUMBER_BYTES = {("b", 1): 6, ("i", 4): 12, ("i", 8): 21, ("f", 2): 18, ("V", 2): 18, ("f", 4): 18, ("f", 8): 26}
 """The most bytes of a number in a list, with a comma, by the dtype's kind and size."""
 
-_thread = threading.local()
-
-
-def _parser(body: Body) -> simdjson.Parser:
-    """Return a parser for `body`: this thread's own, which has memory already, or a new parser.
-
-    The thread's own parser refuses to parse while the last value that it parsed is alive.
-    """
-    if len(body) > REUSED_PARSER_BYTES:
-        return simdjson.Parser()
-    parser: simdjson.Parser = _thread.__dict__.setdefault("parser", simdjson.Parser())
-    try:
-        parser.parse(b"0")
-    except RuntimeError:
-        return simdjson.Parser()
-    return parser
-
 
 def parse(body: Body) -> Any:
     """Parse JSON; numbers stay in the parser. Raises `MalformedBody` and `BodyTooLarge`."""
@@ -220,13 +193,13 @@ def parse(body: Body) -> Any:
     _check_count(body, b",", MAX_ELEMENTS, "The lists in the body have more than {} elements")
     _check_count(body, b"[", MAX_LISTS, "The body has more than {} lists")
     try:
-        return _parser(body).parse(body)
+        return parsed(body)
     except (ValueError, RuntimeError) as error:
         if len(body) > DIAGNOSED_BYTES:
             raise MalformedBody(
                 f'The body is not JSON (NaN is the string "NaN"), or has a number beyond 64 bits: {error}'
             ) from None
-        # simdjson tells neither the place of a mistake nor the tensor of a number beyond 64 bits. Parse again, slowly.
+        # The parser tells neither the place of a mistake nor the tensor of a number that is too large. Parse it again.
         return parse_pairs(body)
 
 
@@ -248,10 +221,6 @@ def _check_count(body: Body, byte: bytes, limit: int, fault: str) -> None:
         raise BodyTooLarge(f"{fault.format(limit)}; send large tensors as base64 or in a safetensors file", limit=limit)
 
 
-class Pairs(list[tuple[str, Any]]):
-    """The members of an object in their order, with duplicates."""
-
-
 def _parse_integer(text: str) -> float:
     return int(text) if len(text) <= MAX_INTEGER_CHARACTERS else float(text)
 
@@ -262,9 +231,9 @@ def _refuse_constant(text: str) -> None:
 
 def members_of(value: Any, title: str) -> Iterator[tuple[str, Any]]:
     """Yield the members of an object. Raises `MalformedBody`, also for two members of one name; `title` names it."""
-    if not isinstance(value, (simdjson.Object, Pairs)):
+    if not isinstance(value, OBJECTS):
         raise MalformedBody(f"{title} is JSON, but not an object")
-    if isinstance(value, simdjson.Object) and len(value) > MAX_MEMBERS:
+    if not isinstance(value, Pairs) and len(value) > MAX_MEMBERS:
         raise MalformedBody(f"{title} has {len(value)} members; the limit is {MAX_MEMBERS}", limit=MAX_MEMBERS)
     seen = set()
     for name, member in value if isinstance(value, Pairs) else ((name, None) for name in value):
@@ -277,13 +246,13 @@ def members_of(value: Any, title: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_member(name: str, value: Any, limits: Limits) -> Any:
-    if not isinstance(value, (simdjson.Object, Pairs)):
+    if not isinstance(value, OBJECTS):
         return value
     members = dict(members_of(value, shown(name)))
     shape: Any = members.get("shape")
     if type(shape) in LISTS:
         limits.check_rank(name, len(shape), label=f"{name}.shape")
         members["shape"] = [[] if type(item) in LISTS else item for item in shape]
-    elif isinstance(shape, (simdjson.Object, Pairs)):
+    elif isinstance(shape, OBJECTS):
         members["shape"] = {}  # no shape, whatever it has
     return members

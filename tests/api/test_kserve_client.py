@@ -9,17 +9,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from kserve import (  # type: ignore[import-untyped]
-    InferenceRESTClient,
-    InferInput,
-    InferRequest,
-    RESTConfig,
-)
-from kserve.protocol.infer_type import RequestedOutput  # type: ignore[import-untyped]
 
 from service.dtypes import OPEN_INFERENCE, Array
 from service.kernels import OPERATORS, Operator
 from tests.test_contract import EVERY, assert_same, example
+
+pytest.importorskip("kserve", reason="kserve is not installed: make peers installs it")
+
+from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
+from kserve.protocol.infer_type import RequestedOutput
 
 
 def call(method: str, *args: Any, **kwargs: Any) -> Any:

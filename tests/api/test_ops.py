@@ -171,5 +171,9 @@ def test_the_documentation_loads_nothing_from_other_hosts(client: httpx.Client) 
         assert ":" not in path
         answer = client.get(page.url.join(path))
         assert (answer.status_code, len(answer.content) > 100) == (200, True), path
+    assert client.get("/docs/LICENSE").headers["content-type"] == "text/plain"
+    version = re.search(r"swagger-ui-dist` ([\d.]+\d)", client.get("/docs/README.md").text)
+    assert version is not None
+    assert f'PACKAGE_VERSION:"{version[1]}"' in client.get("/docs/swagger-ui-bundle.js").text
     assert_problem(client.get("/docs/other.js"), 404, "not_found")
     assert_problem(client.post("/docs/swagger-ui.css"), 405, "method_not_allowed", "it allows GET, HEAD")

@@ -172,11 +172,14 @@ def test_a_mistake_far_inside_is_found() -> None:
 
 
 def test_a_bracket_in_another_tensor_does_not_hide_a_mistake() -> None:
-    document = Document(b'{"a": [1, [2]], "b": [[1], [2]]}', LIMITS)
-    for name in "ab":
-        document.tensor(name, document.members[name], FLOAT32)
-    with pytest.raises(InvalidTensor, match=r"a\[1\] is a list"):
+    def read_all() -> None:
+        document = Document(b'{"a": [1, [2]], "b": [[1], [2]]}', LIMITS)
+        for name in "ab":
+            document.tensor(name, document.members[name], FLOAT32)
         document.finish()
+
+    with pytest.raises(InvalidTensor, match=r"a\[1\] is a list"):
+        read_all()
 
 
 def test_a_list_among_integers_is_reported() -> None:
@@ -309,6 +312,36 @@ def test_lists_are_compared_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         inner[place[-1]] = wrong
         with pytest.raises(InvalidTensor, match=re.escape("a" + "".join(f"[{k}]" for k in place))):
             read(json.dumps({"a": lists}).encode())
+
+
+@pytest.mark.parametrize("size", [1, DIAGNOSED_BYTES])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": [%b], "a": [2]}',
+        b'{"a": [2], "\\u0061": [%b]}',
+        b'{"a": [%b], ":": [3], "a": [2]}',
+        b'{"a": {"dtype": "int64", "shape": [1], "data": [%b], "dtype": "bool"}}',
+    ],
+)
+def test_two_members_of_one_name_are_refused(body: bytes, size: int) -> None:
+    with pytest.raises(MalformedBody, match="two members"):
+        read(body % b",".join([b"1"] * (size // 2 + 1)))
+
+
+@pytest.mark.parametrize("size", [1, DIAGNOSED_BYTES])
+@pytest.mark.parametrize("name", [b"a:b", rb"\"", rb"\\", rb"\\\":\\", rb"\u003a", b"::::"])
+def test_a_colon_in_a_string_is_no_member(name: bytes, size: int) -> None:
+    ones = b",".join([b"1"] * (size // 2 + 1))
+    document = Document(b'{"%b": {"x": ":", "y": "\\":"}, "a": [%b]}' % (name, ones), LIMITS)
+    assert document.members.keys() == {json.loads(b'"%b"' % name), "a"}
+
+
+@pytest.mark.parametrize("size", [1, DIAGNOSED_BYTES])
+def test_an_object_among_numbers_is_found(size: int) -> None:
+    ones = b",".join([b"1"] * (size // 2 + 1))
+    with pytest.raises(InvalidTensor, match=r"a\[\d+\] is an object"):
+        read(b'{"a": [%b, {"x": 1}]}' % ones)
 
 
 def test_a_byte_order_mark_is_nothing_whatever_follows() -> None:

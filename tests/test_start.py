@@ -1,0 +1,70 @@
+"""The start of the command where it cannot run: beside another package `service`, and on Windows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import service
+
+ROOT = Path(__file__).parent.parent
+
+HIDES = "gradserve: another package named service, at {}, hides that of gradserve. Install gradserve by itself"
+
+
+def run(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Make a folder with a package `service` that is not ours."""
+    (tmp_path / "service").mkdir()
+    (tmp_path / "service" / "__init__.py").write_text("raise SystemExit('it ran')\n")
+    return tmp_path
+
+
+def test_another_service_is_named(project: Path) -> None:
+    for variables, command in (
+        ({}, (sys.executable, "-m", "gradserve", "ops")),
+        ({"PYTHONPATH": str(project)}, (Path(sys.executable).with_name("gradserve"), "ops")),
+    ):
+        done = run(*command, cwd=project, **variables)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(HIDES.format(project / "service" / "__init__.py"))
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_command_is_immune_to_a_service_in_its_folder(project: Path) -> None:
+    done = run(Path(sys.executable).with_name("gradserve"), "--version", cwd=project)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"gradserve {service.__version__}\n", "")
+
+
+def test_another_service_put_over_ours_is_named(project: Path) -> None:
+    (project / "gradserve.py").write_bytes((ROOT / "gradserve.py").read_bytes())
+    done = run(sys.executable, "-m", "gradserve", "ops", cwd=project)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(HIDES.format(project / "service" / "__init__.py"))
+
+
+@pytest.mark.parametrize("module", ["gradserve", "service"])
+def test_on_windows_it_says_where_it_runs(module: str, tmp_path: Path) -> None:
+    program = f"""
+import runpy, sys
+
+sys.modules.update(dict.fromkeys(["fcntl", "resource", "termios"]))
+sys.platform = "win32"
+sys.argv = ["gradserve", "serve"]
+runpy.run_module({module!r}, run_name="__main__")
+"""
+    done = run(sys.executable, "-c", program, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "gradserve: the server does not run on Windows. Start it in WSL or in its container;"
+        " gradserve-client runs here, too\n"
+    )
