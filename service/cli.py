@@ -294,7 +294,11 @@ def _serve(settings: Settings) -> int:
     if unused := preflight.unused_variables():
         _complain(f"variables without effect: {', '.join(unused)}")
     preflight.check(settings)
-    store_at(settings).close()  # a fault of the store is reported here, rather than by every worker
+    store = store_at(settings)  # a fault of the store is reported here, rather than by every worker
+    try:
+        buffers, _ = store.size()
+    finally:
+        store.close()
     keep_freed_memory(settings.reuse_bytes)
-    run(settings)
+    run(settings, buffers)
     return 0

@@ -91,7 +91,7 @@ def test_every_example_is_run() -> None:
         "python": 5,
         "json": 11,
         "text": 8,
-        "console": 4,
+        "console": 5,
         "drawing": 2,
     }
 
