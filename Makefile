@@ -106,12 +106,14 @@ clean:  ## remove everything that the other targets made
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
-	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python $(PIP) '.[postgres]'
+	@echo "installing the server and its packages into $(VENV), once: about a minute"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python $(PIP) '.[postgres]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
-	$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
+	@echo "installing what the tests need into $(VENV), once: some minutes"
+	@$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.run
