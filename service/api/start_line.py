@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from service.buffers.url import is_postgres, path_of, without_password
+from service.buffers.url import path_of, without_password
 from service.settings import Settings
 
 
@@ -23,10 +23,10 @@ def start_line(settings: Settings, port: int, buffers: int) -> str:
 
 def _place(url: str) -> str:
     """Return where the store is: an absolute path, a URL without password, or memory."""
-    if is_postgres(url):
-        return without_password(url)
     path = path_of(url)
-    return "in memory" if path is None else str(path.absolute())
+    if path is not None:
+        return str(path.absolute())
+    return "in memory" if url == "memory:" else without_password(url)
 
 
 def _counted(count: int, noun: str) -> str:
