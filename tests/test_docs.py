@@ -87,11 +87,11 @@ def test_every_example_is_run() -> None:
     fences = {name: text.count("```") for name, text in TEXTS.items()}
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
     assert Counter(block.language for found in BLOCKS.values() for block in found) == {
-        "bash": 14,
-        "python": 5,
-        "json": 11,
-        "text": 8,
-        "console": 5,
+        "bash": 17,
+        "python": 6,
+        "json": 12,
+        "text": 11,
+        "console": 11,
         "drawing": 2,
     }
 
