@@ -31,7 +31,7 @@ ENV PATH=/venv/bin:$PATH \
     GRADSERVE_STORE=lmdb:/data \
     GRADSERVE_KEYS=/run/secrets/gradserve_keys
 USER 10001:10001
-WORKDIR /data
+WORKDIR /
 VOLUME /data
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \

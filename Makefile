@@ -48,12 +48,13 @@ fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
 	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py tests/buffers/test_state_machine.py tests/faults/test_state_machine.py
 
-examples: $(VENV)/.dev  ## train through the service: processes that share, join and die, a GRU, a bad network, local steps
+examples: $(VENV)/.dev  ## train through the service: processes that share, join and die, a GRU, a bad network, local steps, a notebook
 	$(BIN)/python examples/digits_data_parallel.py
 	$(BIN)/python examples/gru_rows.py
 	$(BIN)/python examples/torch_micro_batches.py
 	$(BIN)/python examples/elastic_workers.py
 	$(BIN)/python examples/local_sgd.py
+	$(BIN)/jupyter execute examples/quickstart.ipynb
 
 up:  ## build and start the containers: gradserve behind nginx on 127.0.0.1:8080 (GRADSERVE_LISTEN)
 	@deploy/up
@@ -136,12 +137,14 @@ clean:  ## remove everything that the other targets made
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check
-	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python $(PIP) '.[postgres,simdjson]'
+	@echo "installing the server and its packages into $(VENV), once: about a minute"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python $(PIP) '.[postgres,simdjson]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
-	$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
+	@echo "installing what the tests need into $(VENV), once: some minutes"
+	@$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.dev

@@ -6,6 +6,9 @@ import argparse
 import difflib
 import os
 import sys
+import time
+from contextlib import closing
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from service.api.server import run
 from service.buffers import doctor, transfer
 from service.buffers.forget import age, forget
 from service.buffers.readonly import WRONG
-from service.buffers.url import check_url, without_password
+from service.buffers.url import check_url, path_of, without_password
 from service.errors import GradserveError, StoreFailed, shown
 from service.kernels import OPERATORS
 from service.key_commands import add_key_commands, run_key_command
@@ -192,6 +195,7 @@ def _export(settings: Settings, path: Path | None, prefix: str) -> int:
         raise UsageError(f"--prefix is {shown(prefix)}, but buffer names are ASCII")
     if path is None and sys.stdout is not None and sys.stdout.isatty():
         raise UsageError("stdout is a terminal, but a safetensors file is binary: redirect stdout, or name a file")
+    preflight.check_backup(path, path_of(settings.store))
     count, size = transfer.export(_store(settings), settings.store_bytes, path, prefix, settings.postgres_schema)
     is_stream = path is None or not path.is_file()  # another program may read it, and must not read this line
     print(f"{count} buffers, {size} bytes", file=sys.stderr if is_stream else sys.stdout)
@@ -229,7 +233,8 @@ def _serve(settings: Settings) -> int:
     if unused := preflight.unused_variables():
         _complain(f"variables without effect: {', '.join(unused)}")
     preflight.check(settings)
-    store_at(settings).close()  # a fault of the store is reported here, rather than by every worker
+    with closing(store_at(settings)) as store:  # a fault of the store is reported here, rather than by every worker
+        buffers, _ = store.size()
     keep_freed_memory(settings.reuse_bytes)
-    run(settings)
+    run(settings, buffers)
     return 0

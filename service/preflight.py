@@ -7,6 +7,7 @@ import os
 import socket
 import ssl
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from service.errors import shown
@@ -29,6 +30,15 @@ def check(settings: Settings) -> None:
     _check_certificate(settings)
     _check_tracing(settings)
     _check_free(addresses)
+
+
+def check_backup(path: Path | None, store: Path | None) -> None:
+    """Raise `UsageError` if a backup at `path` would be lost with the store: it would lie in the store's directory."""
+    if path and store and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store)):
+        raise UsageError(
+            f"{path} would be in {store}, the directory of the store, and be lost with it: name a file elsewhere, or"
+            " write to stdout (-)"
+        )
 
 
 def unused_variables() -> list[str]:

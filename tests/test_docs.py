@@ -95,11 +95,11 @@ def test_every_example_is_run() -> None:
     fences = {name: text.count("```") for name, text in TEXTS.items()}
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
     assert Counter(block.language for found in BLOCKS.values() for block in found) == {
-        "bash": 16,
-        "python": 5,
-        "json": 12,
-        "text": 9,
-        "console": 4,
+        "bash": 19,
+        "python": 6,
+        "json": 13,
+        "text": 12,
+        "console": 11,
         "drawing": 2,
     }
 

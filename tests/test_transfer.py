@@ -230,6 +230,27 @@ def test_a_closed_stream_or_a_terminal_is_refused(tmp_path: Path) -> None:
         os.close(terminal)
 
 
+@pytest.mark.parametrize("place", ["store", "store/in", "link", "store/out.link"])
+def test_an_export_into_the_directory_of_the_store_is_refused(place: str, tmp_path: Path) -> None:
+    """In the image the store is the data volume, with which such a backup would be lost."""
+    store = _empty(tmp_path).rename(tmp_path / "store")
+    (store / "in").mkdir()
+    (tmp_path / "link").symlink_to(store)
+    (store / "out.link").symlink_to(tmp_path)
+    file = tmp_path / place / "backup"
+    before = sorted(store.rglob("*"))
+    status, out, complaint = called("export", str(file), "--store", f"lmdb:{store}")
+    if place.endswith("out.link"):
+        assert (status, (tmp_path / "backup").exists()) == (0, True)
+        return
+    assert (status, out) == (2, "")
+    assert complaint == (
+        f"gradserve: {file} would be in {store}, the directory of the store, and be lost with it: name a file"
+        " elsewhere, or write to stdout (-)\n"
+    )
+    assert sorted(store.rglob("*")) == before
+
+
 def test_an_interrupted_export_leaves_no_file(tmp_path: Path) -> None:
     store = f"lmdb:{tmp_path}/a"
     with serving(store=store) as url, httpx.Client(base_url=url) as client:

@@ -27,6 +27,7 @@ ADDED = {
     "LICENSE": "LICENSE.txt",
     "deploy/alerts.yml": "alerts.yml",
     "deploy/grafana.json": "grafana.json",
+    "examples/quickstart.ipynb": "quickstart.ipynb",
 }
 """Files from outside docs/, and their places on the site. Every document that is linked to is here or in docs/."""
 

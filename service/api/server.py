@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from socket import socket
@@ -30,10 +31,12 @@ from service.api.http.connection import Connection
 from service.api.http.descriptors import raise_limit
 from service.api.operators import catalogue, open_inference, rest
 from service.api.operators.statistics import Statistics
+from service.api.start_line import start_line
 from service.api.telemetry import logs
 from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics
 from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import STARTED_AT, Workers, stop_without_parent
+from service.errors import NotReady
 from service.settings import Settings
 from service.system import keep_freed_memory
 
@@ -117,19 +120,21 @@ _ADVICE = (
     " If it finds damage, move the store away and restore the buffers from an export (gradserve import)"
 )
 
+_STOPPING = "gradserve stops; requests in flight have %d seconds to finish"
+
 SAME_SECONDS = 0.25
 """Seconds until a repeated signal counts as a second one: `timeout`, say, signals a process and then its group."""
 
 
-def run(settings: Settings) -> None:
-    """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT."""
+def run(settings: Settings, buffers: int) -> None:
+    """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT. The store has this number of buffers at the start."""
     raise_limit()
     config = server_config(settings)
     for number in ALSO_STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
     if settings.workers == 1:
-        server = _Server(config)
+        server = _Server(config, partial(start_line, settings, buffers=buffers))
         server.run()
         if not server.started:  # up to uvicorn 0.49; later releases exit so themselves
             sys.exit(3)
@@ -137,7 +142,8 @@ def run(settings: Settings) -> None:
         sockets = [config.bind_socket()]
         with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
             os.environ[METRICS_DIRECTORY], os.environ[STARTED_AT] = directory, str(time.time())
-            _Workers(config, sockets).run()
+            line = start_line(settings, sockets[0].getsockname()[1], buffers)
+            _Workers(config, sockets, line, Workers(settings.workers, Path(directory))).run()
     for number in STOPPING:  # the same signal may come again, as SAME_SECONDS says
         signal.signal(number, signal.SIG_IGN)
 
@@ -156,6 +162,20 @@ def _locked(directory: str) -> Iterator[None]:
 class _Server(uvicorn.Server):
     _signalled_at = 0.0
 
+    def __init__(self, config: uvicorn.Config, line: Callable[[int], str]) -> None:
+        super().__init__(config)
+        self._line = line
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Log the start line, made of the port, once the server listens."""
+        await super().startup(sockets)
+        if self.started:  # up to uvicorn 0.49 a failed start returns, too
+            logger.info(self._line(self.servers[0].sockets[0].getsockname()[1]))
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        logger.info(_STOPPING, self.config.timeout_graceful_shutdown)
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
             self.should_exit = True  # not uvicorn's own handler, which would raise the signal again at the end
@@ -165,12 +185,14 @@ class _Server(uvicorn.Server):
 
 
 class _Workers(Multiprocess):
-    """The parent of the worker processes. It replaces a worker that dies."""
+    """The parent of the worker processes. It logs the start line once all serve, and replaces a worker that dies."""
 
     _signalled_at = 0.0
     _crash: int | None = None  # how a worker died last
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: list[socket], line: str, workers: Workers) -> None:
+        self._line: str | None = line
+        self._workers = workers
         ignored = [number for number in ALSO_STOPPING if signal.getsignal(number) is signal.SIG_IGN]
         parameters = signature(Multiprocess).parameters
         target = {"target": uvicorn.Server(config).run} if "target" in parameters else {}  # up to uvicorn 0.50
@@ -186,13 +208,18 @@ class _Workers(Multiprocess):
                 signal.signal(stopping, self._stop_at_once)
 
     def keep_subprocess_alive(self) -> None:
-        """Replace workers that died. Say what to do if the second one dies of a crash."""
-        crashes = [process.process.exitcode for process in self.processes if process.process.exitcode in _CRASHES]
-        for exitcode in crashes:
-            if exitcode == self._crash:
-                logger.error(_ADVICE, _CRASHES[exitcode])
-            self._crash = exitcode
+        """Replace workers that died or hang. Say what to do if the second one dies of a crash."""
+        if self._line is not None and self._all_serve():
+            logger.info(self._line)
+            self._line = None
+        before = [*self.processes]
         super().keep_subprocess_alive()
+        for gone in [process.process for process in before if process not in self.processes]:
+            logger.warning("Worker process %s ended with status %s, and is replaced", gone.pid, gone.exitcode)
+            if gone.exitcode in _CRASHES:
+                if gone.exitcode == self._crash:
+                    logger.error(_ADVICE, _CRASHES[gone.exitcode])
+                self._crash = gone.exitcode
 
     def handle_ttin(self) -> None:
         """Ignore SIGTTIN: the number of workers is fixed, or the server would never be ready."""
@@ -200,7 +227,15 @@ class _Workers(Multiprocess):
     def handle_ttou(self) -> None:
         """Ignore SIGTTOU, for the same reason."""
 
+    def _all_serve(self) -> bool:
+        try:
+            self._workers.check()
+        except NotReady:
+            return False
+        return True
+
     def _stop(self) -> None:
+        logger.info(_STOPPING, self.config.timeout_graceful_shutdown)
         self.should_exit.set()
         for listener in self.sockets:
             listener.close()  # else connections would queue up that no worker accepts

@@ -37,8 +37,7 @@ def is_postgres(url: str) -> bool:
 
 def check_url(url: str) -> None:
     """Raise `StoreFailed` unless this is the URL of a store."""
-    if not is_postgres(url):
-        path_of(url)
+    path_of(url)
 
 
 def without_password(url: str) -> str:
@@ -51,11 +50,11 @@ def without_password(url: str) -> str:
 
 
 def path_of(url: str) -> Path | None:
-    """Return the directory of an LMDB store; None for a store in memory. Raises `StoreFailed` for another URL."""
+    """Return the directory of an LMDB store; None for one in memory or a database. Raises `StoreFailed` else."""
     kind, _, place = url.partition(":")
     if kind == "lmdb" and place:
         return Path(place)
-    if url == "memory:":
+    if url == "memory:" or is_postgres(url):
         return None
     found = shown(without_password(url))
     raise StoreFailed(f"GRADSERVE_STORE is {found}, but must be lmdb:PATH, postgresql://HOST/DATABASE or memory:")

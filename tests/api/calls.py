@@ -122,11 +122,11 @@ def serving_workers(workers: int, store: Path, **settings: Any) -> Iterator[str]
     assert server.stderr is not None
     try:
         said = ""
-        while "running on" not in said or said.count("startup complete") < workers:
+        while " at http" not in said:
             line = server.stderr.readline()
             assert line, said
             said += line
-        yield said.split("running on ")[1].split()[0]
+        yield said.split(" at ")[1].split(",")[0]
     finally:
         server.send_signal(signal.SIGTERM)
         try:

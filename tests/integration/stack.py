@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ class Stack:
     def engine(self, *arguments: str, status: int = 0, seconds: float = 120) -> str:
         """Run docker or podman, check the exit status, and return the output."""
         return self._run(str(ENGINE), *arguments, status=status, seconds=seconds)
+
+    def shell(self, line: str, folder: Path, **variables: str) -> str:
+        """Run a line of docs/operations.md with this engine, and `folder` for its files. Return its output."""
+        line = line.replace("docker ", f"{ENGINE} ").replace("deploy/secrets/", f"{folder}/")
+        line = line.replace("backup.safetensors", f"{folder}/backup.safetensors")
+        return self._run("bash", "-euc", line, seconds=600, variables=variables)
 
     def keys(self, *arguments: str) -> str:
         """Run deploy/keys and return its output."""
@@ -110,11 +117,11 @@ class Stack:
         """Return a field of the engine's description of the service's container, such as State.ExitCode."""
         return json.loads(self.engine("inspect", "--format", f"{{{{json .{what}}}}}", self.container(service)))
 
-    def health(self) -> int:
+    def health(self, service: str = "gradserve") -> int:
         """Run the health check in the service's container and return its exit status."""
-        kind, *command = self.inspect("gradserve", "Config.Healthcheck.Test")
+        kind, *command = self.inspect(service, "Config.Healthcheck.Test")
         assert kind == "CMD"
-        run = [str(ENGINE), "exec", self.container("gradserve"), *command]
+        run = [str(ENGINE), "exec", self.container(service), *command]
         return subprocess.run(run, env=self._environment, capture_output=True, timeout=30).returncode
 
     def logs(self, service: str) -> str:
@@ -125,11 +132,13 @@ class Stack:
         """Remove the containers and their data."""
         self.engine("compose", "down", "--volumes")
 
-    def _run(self, *command: str, status: int = 0, seconds: float = 120) -> str:
+    def _run(
+        self, *command: str, status: int = 0, seconds: float = 120, variables: Mapping[str, str] | None = None
+    ) -> str:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=self._environment,
+            env={**self._environment, **(variables or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import yaml
+
 from service.api.buffers.models import MAX_WAIT_SECONDS
 from service.api.http.call import ALONE_TENSORS
 from service.errors import tree
@@ -61,8 +63,14 @@ def test_docker_finds_the_service_by_name() -> None:
     service = (ROOT / "deploy/service.conf").read_text()
     assert re.search(r"^resolver 127\.0\.0\.11 valid=5s", service, re.MULTILINE)
     assert re.search(r"^server gradserve:8000 resolve ", service, re.MULTILINE)
-    assert not re.search(r"\d+\.\d+\.\d+\.\d+", NGINX + COMPOSE.replace("127.0.0.1:", ""))
+    assert not re.search(r"\d+\.\d+\.\d+\.\d+", NGINX + COMPOSE.replace("127.0.0.1", ""))
     assert not re.search(r"mac_address|ipv4_address|extra_hosts|ipam", COMPOSE)
+
+
+def test_nginx_waits_for_the_service() -> None:
+    nginx = yaml.safe_load(COMPOSE)["services"]["nginx"]
+    assert nginx["depends_on"] == {"gradserve": {"condition": "service_healthy"}}
+    assert "HEALTHCHECK" in (ROOT / "Dockerfile").read_text()
 
 
 def test_no_image_gets_the_settings_of_pip() -> None:

@@ -24,6 +24,9 @@ logger = logging.getLogger("gradserve.access")
 def config(settings: Settings) -> dict[str, Any]:
     """Return the configuration of Python's logging: everything goes to stderr."""
     formatter = {"()": _Json if settings.log_format == "json" else _Text}
+    level = settings.log_level.upper()
+    # uvicorn's lines of its start and its end say less than the two of `server`
+    uvicorn = "WARNING" if level == "INFO" else level
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -31,8 +34,8 @@ def config(settings: Settings) -> dict[str, Any]:
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}},
         "root": {"handlers": ["stderr"], "level": "WARNING"},
         "loggers": {
-            name: {"handlers": ["stderr"], "level": settings.log_level.upper(), "propagate": False}
-            for name in ("uvicorn", "gradserve", "service")
+            name: {"handlers": ["stderr"], "level": lowest, "propagate": False}
+            for name, lowest in {"uvicorn": uvicorn, "gradserve": level, "service": level}.items()
         },
     }
 

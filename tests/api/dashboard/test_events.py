@@ -230,7 +230,7 @@ def test_a_client_that_does_not_read_does_not_delay_the_stop(
     endless: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with ExitStack() as stack:
-        with serving(drain_timeout=10) as url:
+        with serving(drain_timeout=10, log_level="debug") as url:
             connection = stack.enter_context(connected(url))
             assert connection.recv(12) == b"HTTP/1.1 200"
             wait_until_full(endless)

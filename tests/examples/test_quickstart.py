@@ -1,0 +1,62 @@
+"""The notebook, run as a user runs it: its outputs are those that are committed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradserve_client import Client
+
+from tests.examples.notebook import NOTEBOOK, executed, read
+from tests.serving import serving
+
+MAX_BYTES = 30_000
+"""The limit of the notebook's size, with a plot of 10 KB: each change of an output stays in the history."""
+
+
+def code(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs(notebook: Any) -> list[Any]:
+    """Return the outputs of each cell. Pictures count by their type, since another matplotlib draws another one."""
+    return [[_shown(output) for output in cell.outputs] for cell in code(notebook)]
+
+
+def _shown(output: Any) -> Any:
+    if output.output_type == "stream":
+        return output.name, output.text
+    data = {**output.data}
+    return {**data, "image/png": "..."} if "image/png" in data else data
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["a server of its own", "a named server"])
+def test_it_prints_what_is_committed(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("GRADSERVE_")]:
+        monkeypatch.delenv(name)
+    if not given:
+        assert outputs(executed()) == outputs(read())
+        return
+    with serving() as url, Client(url) as server:
+        server.buffers["weight"].create(3)
+        assert outputs(executed(GRADSERVE_URL=url)) == outputs(read())
+        assert [(one.name, one.version) for one in server.buffers.list()] == [("weight", 0)]
+
+
+def test_it_shows_a_kernel_a_buffer_an_all_reduce_and_a_plot() -> None:
+    shown = outputs(read())
+    assert shown[4] == [("stdout", "different results among the threads: 1\ncorrect: 100%\n")]
+    assert [["image/png" in output for output in cell] for cell in shown].count([True]) == 1
+
+
+def test_it_is_small_and_has_no_trace_of_a_machine() -> None:
+    notebook = read()
+    assert NOTEBOOK.stat().st_size < MAX_BYTES
+    assert notebook.metadata.keys() == {"kernelspec", "language_info"}
+    assert [cell.execution_count for cell in code(notebook)] == list(range(1, 8))
+    assert not any(cell.metadata for cell in notebook.cells)
+    text = NOTEBOOK.read_text()
+    assert not [word for word in ("127.0.0.1", "/home", "/tmp", "stderr", "Traceback") if word in text]

@@ -1,0 +1,148 @@
+"""The table of commands in docs/operations.md: each line is run as it stands there, with this engine for `docker`."""
+
+from __future__ import annotations
+
+import re
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import pytest
+from gradserve_client import Client
+
+from tests.integration.conftest import free_port
+from tests.integration.stack import ROOT, Stack
+
+DOCUMENT = (ROOT / "docs/operations.md").read_text()
+_, _, _AFTER = DOCUMENT.partition("Run in the project's folder, with `deploy/containers/engine`")
+ROWS = dict(re.findall(r"^\| ([^|]+) \| (`.*) \|$", _AFTER.partition("\n\n-")[0], re.MULTILINE))
+LINES = {to.split()[0]: re.findall(r"`([^`]+)`", cell) for to, cell in ROWS.items()}
+"""The commands, by the first word of what they are for."""
+
+
+@pytest.fixture(autouse=True)
+def _runs(stack: Stack) -> Iterator[None]:
+    stack.wait()
+    yield
+    stack.wait()
+
+
+@pytest.fixture
+def server(stack: Stack) -> Iterator[Client]:
+    with Client(stack.url, api_key=stack.secret, timeout=90) as server:
+        yield server
+
+
+def run(stack: Stack, to: str, folder: Path, **variables: str) -> str:
+    """Run the commands of a row; return the output of all."""
+    return "".join(stack.shell(line, folder, **variables) for line in LINES[to])
+
+
+def test_the_table_has_what_an_operator_does() -> None:
+    assert list(LINES) == ["back", "restore,", "look", "upgrade,", "rotate", "serve", "collect", "see"]
+    assert all(LINES.values())
+
+
+def test_a_backup_restores_what_was_deleted(stack: Stack, server: Client, tmp_path: Path) -> None:
+    name = uuid4().hex
+    server.buffers[name].create((3,))
+    server.buffers[name].accumulate([1, 2, 3])
+    run(stack, "back", tmp_path)
+    for buffer in server.buffers.list():
+        server.buffers[buffer.name].delete()
+    run(stack, "restore,", tmp_path)
+    assert server.buffers[name].value().tolist() == [1, 2, 3]
+    assert "no problems found" in run(stack, "look", tmp_path)
+
+
+def test_no_backup_lands_in_the_volume_of_the_data(stack: Stack) -> None:
+    for path, status in {"backup": 1, "/data/backup": 2, "/tmp/backup": 0}.items():
+        stack.exec("gradserve", "gradserve", "export", path, status=status)
+    assert "backup" not in stack.exec("gradserve", "ls", "/data")
+
+
+def test_an_upgrade_keeps_buffers_and_keys(stack: Stack, server: Client, tmp_path: Path) -> None:
+    name = uuid4().hex
+    server.buffers[name].create((1,))
+    server.buffers[name].accumulate([7])
+    before = stack.container("gradserve")
+    printed = run(stack, "upgrade,", tmp_path)
+    assert f"gradserve is ready at {stack.url}" in printed
+    assert "gs_" not in printed.replace("gs_...", "")
+    assert stack.container("gradserve") != before
+    assert server.buffers[name].value().tolist() == [7]
+
+
+def test_a_key_is_rotated(stack: Stack, tmp_path: Path) -> None:
+    old = stack.keys("add", "trainer", "--namespace", "trainers")
+    with Client(stack.url, api_key=old) as server:
+        server.buffers["w"].create((1,))
+    adding, removing = LINES["rotate"]
+    new = stack.shell(adding, tmp_path).strip()
+    for secret in (old, new):
+        assert status(stack, secret) == 200
+    stack.shell(removing, tmp_path)
+    assert (status(stack, old), status(stack, new)) == (401, 200)
+    with Client(stack.url, api_key=new) as server:
+        server.buffers["w"].delete()  # which is in the same namespace
+    stack.keys("rm", "trainer-2")
+
+
+def status(stack: Stack, secret: str) -> int:
+    head = {"Authorization": f"Bearer {secret}"}
+    return httpx.get(f"{stack.url}/v1/buffers", headers=head, trust_env=False).status_code
+
+
+def test_https_is_served(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder, port = tmp_path_factory.mktemp("tls"), free_port()
+    files = {"-out": folder / "tls_certificate", "-keyout": folder / "tls_key"}
+    subject = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    places = [str(part) for item in files.items() for part in item]
+    subprocess.run(["openssl", "req", *subject.split(), *places], check=True, capture_output=True)
+    files["-keyout"].chmod(0o644)
+    variables = {
+        "GRADSERVE_LISTEN_TLS": f"127.0.0.1:{port}",
+        "GRADSERVE_TLS_CERTIFICATE_FILE": str(files["-out"]),
+        "GRADSERVE_TLS_KEY_FILE": str(files["-keyout"]),
+    }
+    try:
+        run(stack, "serve", folder, **variables)
+        stack.wait()
+        trust = ssl.create_default_context(cafile=files["-out"])
+        with httpx.Client(verify=trust, trust_env=False) as server:
+            assert server.get(f"https://127.0.0.1:{port}/v2/health/ready").status_code == 200
+    finally:
+        stack.engine("compose", "down")
+        stack.up()
+
+
+def test_metrics_are_collected(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder, port = tmp_path_factory.mktemp("metrics"), free_port()
+    variables = {
+        "GRADSERVE_LISTEN_PROMETHEUS": f"127.0.0.1:{port}",
+        "GRADSERVE_METRICS_KEY_FILE": f"{folder}/gradserve_metrics_key",
+    }
+    try:
+        run(stack, "collect", folder, **variables)
+        assert re.search(r"prometheus.*Up|Up.*prometheus", run(stack, "see", folder, **variables))
+        wait_for_workers(f"http://127.0.0.1:{port}/api/v1/query?query=gradserve_workers")
+    finally:
+        stack.engine("rm", "--force", "--volumes", stack.container("prometheus"))
+        stack.keys("rm", "prometheus")
+
+
+def wait_for_workers(url: str) -> None:
+    """Wait until Prometheus has scraped the metric, at one of its rounds of 15 seconds."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            if httpx.get(url, trust_env=False).json()["data"]["result"]:
+                return
+        except httpx.HTTPError:
+            pass  # Prometheus is starting
+        time.sleep(0.2)
+    raise AssertionError("Prometheus does not know the workers")

@@ -1,0 +1,49 @@
+"""What `make` says while it installs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PYTHON = f"""#!/bin/sh
+case "$1" in
+-c) exec {sys.executable} "$@" ;;
+-m) mkdir -p "$4/bin" && for tool in python pip gradserve; do
+  printf '#!/bin/sh\\necho "$(basename "$0") $1 $2"\\n' >"$4/bin/$tool" && chmod +x "$4/bin/$tool"
+done ;;
+esac
+"""
+"""A Python whose environments have commands that print what they are called with."""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    path = tmp_path / "python"
+    path.write_text(PYTHON)
+    path.chmod(0o755)
+    return path
+
+
+def make(target: str, python: Path) -> list[str]:
+    command = ["make", "--no-print-directory", target, f"PYTHON={python}", f"VENV={python.parent}/venv"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.splitlines()
+
+
+def test_make_run_says_what_it_installs_before_it_does_and_only_once(python: Path) -> None:
+    said = f"installing the server and its packages into {python.parent}/venv, once: about a minute"
+    assert make("run", python) == [said, "python -m pip", "gradserve serve "]
+    assert make("run", python) == ["gradserve serve "]
+
+
+def test_what_tests_need_is_announced_too(python: Path) -> None:
+    make("run", python)
+    said = f"installing what the tests need into {python.parent}/venv, once: some minutes"
+    assert make(f"{python.parent}/venv/.dev", python) == [said, "python -m pip"]
