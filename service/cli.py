@@ -6,9 +6,7 @@ import argparse
 import difflib
 import os
 import sys
-import time
 from contextlib import closing
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
