@@ -39,10 +39,10 @@ def test_every_dependency_has_a_wheel(package: str, system: str, tmp_path: Path)
         "--dry-run",
         "--ignore-installed",
         "--target",
-        tmp_path,
+        str(tmp_path),
     ]
     done = subprocess.run(
-        [*command, "--only-binary=:all:", f"--python-version={NEWEST}", *platforms, built(f"{package}-*.whl")],
+        [*command, "--only-binary=:all:", f"--python-version={NEWEST}", *platforms, str(built(f"{package}-*.whl"))],
         env={**os.environ, "PIP_CONSTRAINT": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         capture_output=True,
         text=True,
