@@ -111,12 +111,11 @@ site: $(VENV)/.site  ## build the documentation into site/, which works offline;
 
 # W002: the licence of Swagger UI is beside its files and, as every licence, in the metadata.
 packages: $(VENV)/.dev $(PACKAGES)/.packages  ## build the wheels and sdists into dist/, check them, and install them where nothing else is
-	rm -rf dist build/server build/sbom
+	rm -rf dist build
 	$(PACKAGES)/bin/validate-pyproject pyproject.toml clients/python/pyproject.toml
 	$(PACKAGES)/bin/python -m build --quiet --outdir dist .
 	$(PACKAGES)/bin/python -m build --quiet --outdir dist clients/python
-	$(PACKAGES)/bin/pyroma --min 9 .
-	$(PACKAGES)/bin/pyroma --min 9 clients/python
+	for sdist in dist/*.tar.gz; do $(PACKAGES)/bin/pyroma --min 9 $$sdist || exit; done
 	$(PACKAGES)/bin/check-wheel-contents --ignore W002 --toplevel gradserve.py,service dist/gradserve-*.whl
 	$(PACKAGES)/bin/check-wheel-contents dist/gradserve_client-*.whl
 	$(PACKAGES)/bin/twine check --strict dist/*
@@ -130,10 +129,10 @@ lock:  ## update constraints.txt to the newest versions that fit
 	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
 	PIP_CONSTRAINT= $(VENV)-lock/bin/python -m pip install --quiet 'setuptools>=77' '.[dev,peers,bench,site,packages]' './clients/python[cli]'
 	$(VENV)-lock/bin/python -m pip freeze --all | grep -E '^[A-Za-z0-9._-]+==' | grep -vE '^(pip|gradserve|gradserve-client)==' | sed 's/+.*//' > constraints.txt
-	rm -rf $(VENV)-lock
+	rm -rf $(VENV)-lock build clients/python/build
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(BENCH) $(CLIENTS) $(PACKAGES) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(CLIENTS) $(PACKAGES) build clients/python/build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(MAKE) --no-print-directory venv-check

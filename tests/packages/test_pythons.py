@@ -30,19 +30,9 @@ NEWEST = "3.14"
 )
 def test_every_dependency_has_a_wheel(package: str, system: str, tmp_path: Path) -> None:
     platforms = [f"--platform={name}" for name in SYSTEMS[system]]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--quiet",
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "--target",
-        tmp_path,
-    ]
+    pip = [sys.executable, "-m", "pip", "--quiet", "install", "--dry-run", "--ignore-installed", f"--target={tmp_path}"]
     done = subprocess.run(
-        [*command, "--only-binary=:all:", f"--python-version={NEWEST}", *platforms, built(f"{package}-*.whl")],
+        [*pip, "--only-binary=:all:", f"--python-version={NEWEST}", *platforms, str(built(f"{package}-*.whl"))],
         env={**os.environ, "PIP_CONSTRAINT": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         capture_output=True,
         text=True,
