@@ -628,6 +628,8 @@ class Machine(RuleBasedStateMachine):
             assert caught.value.code == ("epoch_gone" if buffer and epoch < buffer.epoch else early)
             if buffer is not None and epoch >= buffer.epoch:
                 at = {"buffer": name, "epoch": buffer.epoch, "count": buffer.count}
+                if buffer.spec.quorum is not None:
+                    at["quorum"] = buffer.spec.quorum
                 assert caught.value.context == {**at, **buffer.missing()}
             return
         (snapshot,) = self.store.read([name], epoch)
