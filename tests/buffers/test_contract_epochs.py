@@ -130,13 +130,13 @@ def test_zero_keeps_the_closed_epochs(store: Store) -> None:
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_reading_an_open_epoch_is_refused(store: Store, epoch: int) -> None:
-    """The error names the buffer's epoch and count, also for a later epoch."""
+    """The error names the buffer's epoch, count and quorum, also for a later epoch."""
     create(store, "a", quorum=5)
     do(store, Take(name="a"))
     add(store, "a", [1, 2])
     with pytest.raises(EpochOpen, match=r"^Epoch \d of 'a' .* in epoch 1\b.* of 5$") as caught:
         store.read(["a"], epoch)
-    assert caught.value.context == {"buffer": "a", "epoch": 1, "count": 1}
+    assert caught.value.context == {"buffer": "a", "epoch": 1, "count": 1, "quorum": 5}
 
 
 @pytest.mark.parametrize(("epoch", "message"), [(0, "has passed"), (2, "has not begun")])
