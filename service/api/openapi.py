@@ -10,7 +10,15 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service.api.buffers.models import CreatedBuffers, GradientBodies, GradientBody, Metadata, Names, Receipts
+from service.api.buffers.models import (
+    CreatedBuffers,
+    GradientBodies,
+    GradientBody,
+    Metadata,
+    Names,
+    NewRulesOfMany,
+    Receipts,
+)
 from service.api.buffers.specs import NewBuffer, NewBuffers, NewRules
 from service.api.http import problems
 from service.api.http.openapi import REF, answer_header
@@ -90,8 +98,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
         license_info={"name": "Apache License 2.0", "identifier": "Apache-2.0"},
         servers=[{"url": "."}],  # beside the schema: behind a proxy, the paths may have a prefix
     )
-    models: list[type[BaseModel]] = [problems.Problem, GradientBody, GradientBodies, NewBuffer, NewBuffers, NewRules]
-    models += [CreatedBuffers, Metadata, Names, Receipts]
+    models: list[type[BaseModel]] = [problems.Problem, GradientBody, GradientBodies, NewBuffer, NewBuffers]
+    models += [NewRules, NewRulesOfMany, CreatedBuffers, Metadata, Names, Receipts]
     for operator in OPERATORS.values():
         models += [request_model(operator), answer_model(operator)]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)

@@ -74,6 +74,12 @@ BODIES = {
         Worst(b"{", b" ", b"}"),
         Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
     ],
+    "PATCH /v1/buffers": [
+        Worst(b'{"names":[', b'"",', b'""]}', 10 << 20),
+        Worst(b'{"contributors":[', b'"",', b'""]}', 10 << 20),
+        Worst(b"{", b" ", b"}"),
+        Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
+    ],
     "POST /v1/buffers/create": [
         Worst(b'{"buffers":{', b'"":{},', b'"":{}}}', 6 << 20),
         Worst(b'{"buffers":{"a":{"shape":[', b'"",', b'""]}}}', 3 << 20),

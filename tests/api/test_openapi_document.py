@@ -17,7 +17,7 @@ list_operators get_operator
 server_metadata repository_index model_metadata model_configuration model_ready all_model_statistics model_statistics
 infer
 create_buffer get_buffer set_rules delete_buffer list_buffers value accumulate zero take statistics
-create_many accumulate_many zero_many take_many value_many statistics_many
+create_many accumulate_many zero_many take_many value_many statistics_many delete_many set_rules_many
 server_live server_ready get_limits get_metrics
 get_caller get_service service_history service_events
 """

@@ -204,6 +204,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
 )
 @access(WRITE, label="buffers")
 async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
+    """All or none go, with their closed epochs; without a buffer this succeeds. Raises `invalid_parameter`."""
     prefix = _wide_prefix(query)
     refuse_headers(call, "If-Match")
     received = await receive(call)
@@ -225,6 +226,7 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
 )
 @access(WRITE, label="buffers")
 async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
+    """Rules that are absent stay as they are; null ends a rule. Raises `unknown_buffer` and `invalid_parameter`."""
     refuse_headers(call, "If-Match")
     received = await receive(call)
     inline = len(received.body) <= INLINE_NAMES_BYTES
