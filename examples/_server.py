@@ -28,9 +28,10 @@ def server(url: str | None) -> Iterator[str]:
 
     Without any of them, yield that of a new server on loopback, which keeps nothing after the end.
     """
-    url = url or os.environ.get("GRADSERVE_URL") or _running()
-    if url is not None:
+    url = url or os.environ.get("GRADSERVE_URL")
+    if url is None and (url := _running()):
         print(f"using the server at {url}", file=sys.stderr)
+    if url is not None:
         yield url
         return
     port = _free_port()
