@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 
 from service.pool import BUSY_SWITCH_SECONDS, IDLE_SWITCH_SECONDS, Pool
+from tests.serving import wait_until
 
 PATIENCE = 20
 """Seconds after which a task that does not run makes a test fail instead of hang."""
@@ -160,5 +161,4 @@ def test_threads_ask_for_the_interpreter_soon_while_a_task_runs(make: Callable[[
     assert sys.getswitchinterval() == pytest.approx(BUSY_SWITCH_SECONDS)
     tasks.let_go("b0")
     running[1].result(PATIENCE)
-    while sys.getswitchinterval() != pytest.approx(IDLE_SWITCH_SECONDS):  # soon after the result
-        threading.Event().wait(0.001)
+    wait_until(lambda: sys.getswitchinterval() == pytest.approx(IDLE_SWITCH_SECONDS))  # soon after the result

@@ -18,7 +18,7 @@ MANY = 300
 
 
 def wide(prefix: str, kind: type[Change] = Delete, *, may_fit_none: bool = True, **more: Any) -> Request:
-    """Return a request for all buffers with the prefix, of which the client has seen none."""
+    """Return a request for all buffers with the prefix, as a client that has seen no buffer sends it."""
     keyed = more.pop("key", None)
     return Request([], keyed, (), Wide(prefix, lambda name: kind(name=name, **more), may_fit_none))
 

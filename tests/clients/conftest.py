@@ -15,6 +15,7 @@ from gradserve_client.cli import main
 from tests.clients.both import KINDS, connected
 from tests.clients.terminal import COMMAND, Call, Done, environment
 from tests.faults.servers import Server
+from tests.serving import serving
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -76,3 +77,18 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 def delete_all(server: Any) -> None:
     for one in server.buffers.list():
         server.buffers[one.name].delete()
+
+
+@pytest.fixture(scope="module")
+def three_urls() -> Iterator[list[str]]:
+    with ExitStack() as servers:
+        yield [servers.enter_context(serving()) for _ in range(3)]
+
+
+@pytest.fixture(params=[1, 3], ids=["one server", "three servers"])
+def one_or_three(request: pytest.FixtureRequest, kind: str, three_urls: list[str]) -> Iterator[Any]:
+    """A client of one server or of several, without buffers before and after the test."""
+    with connected(kind, three_urls[: request.param] if request.param > 1 else three_urls[0], timeout=20) as server:
+        delete_all(server)
+        yield server
+        delete_all(server)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from gradserve_client import (
 
 from tests.clients.both import connected
 from tests.clients.conftest import delete_all
-from tests.serving import serving
 
 RULES: dict[str, Any] = {
     "quorum": 4,
@@ -39,19 +37,9 @@ def rules(info: Any) -> dict[str, Any]:
     return {name: getattr(info, name) for name in RULES}
 
 
-@pytest.fixture(scope="module")
-def urls() -> Iterator[list[str]]:
-    with ExitStack() as servers:
-        yield [servers.enter_context(serving()) for _ in range(3)]
-
-
-@pytest.fixture(params=[1, 3], ids=["one server", "three servers"])
-def server(request: pytest.FixtureRequest, kind: str, urls: list[str]) -> Iterator[Any]:
-    """A client of one server or of several, without buffers before and after the test."""
-    with connected(kind, urls[: request.param] if request.param > 1 else urls[0], timeout=20) as server:
-        delete_all(server)
-        yield server
-        delete_all(server)
+@pytest.fixture
+def server(one_or_three: Any) -> Any:
+    return one_or_three
 
 
 # ----- creation -----
@@ -151,9 +139,9 @@ def test_an_open_epoch_says_who_is_missing(server: Any) -> None:
     assert caught.value.missing == ()
 
 
-def test_the_missing_of_several_servers_are_joined(kind: str, urls: list[str]) -> None:
-    with connected(kind, urls) as server:
-        server.place({"miss.a": urls[0], "miss.b": urls[1]})
+def test_the_missing_of_several_servers_are_joined(kind: str, three_urls: list[str]) -> None:
+    with connected(kind, three_urls) as server:
+        server.place({"miss.a": three_urls[0], "miss.b": three_urls[1]})
         expected = {"shape": 1, "quorum": 3, "contributors": ["rank0", "rank1", "rank2"]}
         server.buffers.create_many(dict.fromkeys(["miss.a", "miss.b"], expected))
         server.buffers["miss.a"].accumulate(1.0, contributor="rank0")
@@ -253,9 +241,9 @@ def test_a_rule_that_is_fulfilled_closes_the_epoch(server: Any, key: str) -> Non
     assert w.info(epoch=0).closed_by == "quorum"
 
 
-def test_rules_of_buffers_on_several_servers(kind: str, urls: list[str]) -> None:
+def test_rules_of_buffers_on_several_servers(kind: str, three_urls: list[str]) -> None:
     names = [f"spread.{number}" for number in range(6)]
-    with connected(kind, urls) as server:
+    with connected(kind, three_urls) as server:
         server.buffers.create_many({name: {"shape": 1, "quorum": 9} for name in names})
         assert len(set(server.places("spread.").values())) > 1
         for name in names:

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from gradserve_client import Client, Conflict, InvalidInput, KeyReused, NotFound
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.both import connected
 from tests.clients.conftest import delete_all
 from tests.clients.test_torch import backward, grads, net
-from tests.serving import serving
 
 RUN = [f"run7.{number}" for number in range(8)]
 """Names that three servers share out."""
 
 
-@pytest.fixture(scope="module")
-def urls() -> Iterator[list[str]]:
-    with ExitStack() as servers:
-        yield [servers.enter_context(serving()) for _ in range(3)]
-
-
-@pytest.fixture(params=[1, 3], ids=["one server", "three servers"])
-def server(request: pytest.FixtureRequest, kind: str, urls: list[str]) -> Iterator[Any]:
-    """A client of one server or of several, without buffers before and after the test."""
-    with connected(kind, urls[: request.param] if request.param > 1 else urls[0], timeout=20) as server:
-        delete_all(server)
-        yield server
-        delete_all(server)
+@pytest.fixture
+def server(one_or_three: Any) -> Any:
+    return one_or_three
 
 
 @pytest.fixture
@@ -122,8 +109,8 @@ def test_mistaken_rules_are_refused(server: Any, run: list[str]) -> None:
 
 
 @pytest.fixture(params=[1, 3], ids=["one server", "three servers"])
-def plain(request: pytest.FixtureRequest, urls: list[str]) -> Iterator[Client]:
-    with Client(urls[: request.param], timeout=20) as server:
+def plain(request: pytest.FixtureRequest, three_urls: list[str]) -> Iterator[Client]:
+    with Client(three_urls[: request.param], timeout=20) as server:
         yield server
         delete_all(server)
 

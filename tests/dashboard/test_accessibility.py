@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from service.keys import add
-from tests.dashboard.conftest import AXE, DESK, PHONE, Faults, Open
+from tests.dashboard.conftest import DESK, PHONE, Faults, Open, findings
 from tests.serving import serving
 
 
@@ -25,14 +24,6 @@ def full(server: str, http: httpx.Client) -> str:
         path, body = f"/v1/buffers/net.{name}/accumulate", {"gradient": [[1, "Infinity"], [2, 0]]}
         http.post(path, params={"contributor": f"rank{rank}"}, json=body).raise_for_status()
     return server
-
-
-def findings(page: Page) -> list[str]:
-    """Return the serious and critical findings of axe."""
-    page.evaluate(AXE.read_text())  # by the debugger, past the page's policy
-    result: dict[str, Any] = page.evaluate("axe.run({ resultTypes: ['violations'] })")
-    serious = [each for each in result["violations"] if each["impact"] in ("serious", "critical")]
-    return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in serious]
 
 
 LOOKS = pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)], ids=["light", "dark"])

@@ -17,7 +17,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from service.kernels import OPERATORS
 from service.keys import add
-from tests.dashboard.conftest import AXE, DESK, PHONE, Faults, Open
+from tests.dashboard.conftest import DESK, PHONE, Faults, Open, findings
 from tests.serving import serving
 
 EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
@@ -349,14 +349,6 @@ def test_a_key_without_the_scope_learns_so(
     page.get_by_label("API key").fill(keys[1]["reader"])
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("needs ops")
-
-
-def findings(page: Page) -> list[str]:
-    """Return the serious and critical findings of axe."""
-    page.evaluate(AXE.read_text())  # by the debugger, past the page's policy
-    result: dict[str, Any] = page.evaluate("axe.run({ resultTypes: ['violations'] })")
-    serious = [each for each in result["violations"] if each["impact"] in ("serious", "critical")]
-    return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in serious]
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)])

@@ -13,7 +13,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from service.api.dashboard import history
 from service.keys import add
-from tests.dashboard.conftest import AXE, DESK, PHONE, Faults, Open
+from tests.dashboard.conftest import DESK, PHONE, Faults, Open, findings
 from tests.serving import serving, wait_until
 
 EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
@@ -373,14 +373,6 @@ def test_only_an_admin_sees_the_service(
         expect(page.get_by_role("main")).to_contain_text("Your API key has buffers:read, ops.")
     assert any("/v1/service" in url for url in asked) == (who == "admin")
     assert not [url for url in [*asked, page.url] if "gs_" in url]
-
-
-def findings(page: Page) -> list[str]:
-    """Return the serious and critical findings of axe."""
-    page.evaluate(AXE.read_text())  # by the debugger, past the page's policy
-    result: dict[str, Any] = page.evaluate("axe.run({ resultTypes: ['violations'] })")
-    serious = [each for each in result["violations"] if each["impact"] in ("serious", "critical")]
-    return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}" for each in serious]
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)])

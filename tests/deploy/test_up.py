@@ -1,4 +1,4 @@
-"""`deploy/up`, run with stand-ins for the engine of containers and for curl: what it prints, and in which order."""
+"""`deploy/up`, run with stand-ins for the engine of containers and for curl: what it prints, and when."""
 
 from __future__ import annotations
 

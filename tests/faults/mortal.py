@@ -78,7 +78,7 @@ class Mortal:
         self.revive()
 
     def loses(self, client: Client, point: str, method: str, path: str, **request: Any) -> None:
-        """Send a request of which a process dies."""
+        """Send a request that kills a process."""
         with self.dying(point), pytest.raises(httpx.TransportError):
             client.once(method, path, **request)
 

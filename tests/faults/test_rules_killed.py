@@ -49,7 +49,7 @@ def client(service: Mortal) -> Iterator[Client]:
 
 
 def answers(client: Client, point: str, method: str, path: str, **request: Any) -> Any:
-    """Send the request of which a process died twice again. Check that it was made once, and return the answer."""
+    """Send the request that killed a process twice again. Check that it was made once, and return the answer."""
     found = [client.send(method, path, **request) for _ in range(2)]
     assert [one.status_code for one in found] == [found[0].status_code] * 2
     assert found[0].is_success, found[0].text

@@ -26,7 +26,7 @@ ELEMENTS = 1 << 14
 """Elements of a parameter: PostgreSQL stages its gradient, and LMDB keeps it outside its pages."""
 
 DEATHS = [(point, place) for point in ("made", "committed") for place in range(1, REQUESTS + 1)]
-"""Where the server dies: within which request, before its commit or after it."""
+"""Where the server dies: the request, and whether before or after its commit."""
 
 CRASHES = 10 if LONG else 1
 

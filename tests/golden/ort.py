@@ -20,7 +20,7 @@ OPTIONAL = {
     "GRUTraining": ["X", "W", "R", "B", "SL", "H0"],
     "GRUGrad": ["X", "W", "R", "B", "SL", "H0", "HAll", "ZRH", "grad_HAll", "grad_Ht"],
 }
-"""The inputs of operators of which any may be left out, in order."""
+"""The inputs, in order, of operators that take some inputs only if they are there."""
 
 
 def run(
