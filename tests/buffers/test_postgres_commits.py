@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -186,6 +187,33 @@ def test_a_busy_row_is_waited_for_and_then_refused(schema: Schema, monkeypatch: 
             add(store, "w", 1.0)
         assert add(store, "free", 1.0)["count"] == 1
     assert add(store, "w", 1.0)["count"] == 1
+
+
+def test_the_wait_for_the_database_includes_the_queue(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request behind one that waits for the database does not wait as long again."""
+    monkeypatch.setattr(connections, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(connections.retried, "__defaults__", (lambda: False, 1.5))
+    store = schema.open()
+    create(store, "w")
+    attempts: list[int] = []
+    behind: list[Future[Outcome]] = []
+    usual = writer.Writer._attempt
+
+    def attempt(self: writer.Writer, batch: batch.Batch) -> None:
+        if not behind:
+            behind.append(added(store, 2, "behind"))
+        attempts.append(id(batch.jobs[0].request))
+        usual(self, batch)
+
+    monkeypatch.setattr(writer.Writer, "_attempt", attempt)
+    with schema.connected() as other, other.transaction():
+        other.execute("select 1 from buffers where name = 'w' for update")
+        with pytest.raises(StoreFailed, match="lock"):
+            added(store, 2, "first").result(PATIENCE)
+        with pytest.raises(StoreFailed, match="lock"):
+            behind[0].result(PATIENCE)
+    of_first, of_behind = Counter(attempts).values()
+    assert 1 <= of_behind < of_first / 2
 
 
 def test_a_staged_blob_that_nobody_takes_is_swept(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:

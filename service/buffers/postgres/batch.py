@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -171,6 +172,8 @@ class Job:
     done: Future[Outcome] = field(default_factory=Future)
     staged: dict[int, int] = field(default_factory=dict)
     unstaged_bytes: int = 0
+    since: float = field(default_factory=time.monotonic)
+    """When the request came."""
 
     @property
     def names(self) -> list[BufferName]:

@@ -263,9 +263,18 @@ def as_client_error(error: Exception) -> Exception:
     return StoreFailed(f"The database does not serve: {text}")
 
 
-def retried(work: Callable[[], R], closed: Callable[[], bool] = lambda: False, seconds: float = RETRY_SECONDS) -> R:
-    """Return the result of `work`, tried again after transient errors. Raises the error that a client gets."""
-    end, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
+def retried(
+    work: Callable[[], R],
+    closed: Callable[[], bool] = lambda: False,
+    seconds: float = RETRY_SECONDS,
+    *,
+    since: float | None = None,
+) -> R:
+    """Return the result of `work`, tried again after transient errors. Raises the error that a client gets.
+
+    The last try begins before `seconds` are over. They run from `since` on, a time of `time.monotonic`, or from now.
+    """
+    end, pause = (time.monotonic() if since is None else since) + seconds, FIRST_PAUSE_SECONDS
     while True:
         try:
             return work()

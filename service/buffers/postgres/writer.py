@@ -128,7 +128,7 @@ class Writer:
 
     def _stage_and_queue(self, job: Job, payloads: dict[int, Payload]) -> None:
         try:
-            retried(lambda: self._stage(job, payloads), self._is_closed)
+            retried(lambda: self._stage(job, payloads), self._is_closed, since=job.since)
         except Exception as error:
             job.done.set_exception(without_traceback(error))
         else:
@@ -164,7 +164,7 @@ class Writer:
         """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""
         start, batch = time.perf_counter(), Batch(jobs)
         try:
-            retried(lambda: self._attempt(batch))
+            retried(lambda: self._attempt(batch), since=min(job.since for job in jobs))
         except StagedLostError:
             if staged := [job for job in jobs if self._is_staged_again(job)]:
                 self._make(staged)
@@ -189,7 +189,7 @@ class Writer:
         payloads = _large(job)
         try:
             if payloads:
-                retried(lambda: self._stage(job, payloads), self._is_closed)
+                retried(lambda: self._stage(job, payloads), self._is_closed, since=job.since)
         except Exception as error:
             job.done.set_exception(without_traceback(error))
             return False
