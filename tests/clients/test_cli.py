@@ -157,6 +157,23 @@ def test_an_add_with_a_key_counts_once(call: Call, server: Client, tmp_path: Pat
     assert last.out == "b: epoch 0, count 1, weight 1, done before\n"
 
 
+def test_rows_in_a_file_are_a_sparse_gradient(call: Call, server: Client, tmp_path: Path) -> None:
+    server.buffers["b"].create((3, 2))
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    rows: dict[str, Any] = {"emb/indices": np.array([2, -1]), "emb/rows": np.array([[1.0, 2.0], [3.0, 4.0]])}
+    save_file(rows, one)
+    save_file({**rows, "w": np.ones((3, 2)), "odd/rows": np.ones((3, 2))}, two)
+    assert call(server, "buffers", "add", "b", one).code == 0
+    assert server.buffers["b"].value().tolist() == [[0, 0], [0, 0], [4, 6]]
+    assert call(server, "buffers", "add", "b", two, "--tensor", "emb", "--weight", "2").code == 0
+    assert call(server, "buffers", "add", "b", two, "--tensor", "w").code == 0
+    assert call(server, "buffers", "add", "b", two, "--tensor", "odd/rows").code == 0
+    assert server.buffers["b"].value().tolist() == [[2, 2], [2, 2], [14, 20]]
+    assert "odd/rows" in call(server, "buffers", "add", "b", two).err
+    assert call(server, "buffers", "add", "b", two, "--tensor", "odd").code == 5
+    assert call(server, "buffers", "put", "b", one).code == 5
+
+
 def test_bfloat16_in_files(call: Call, server: Client, tmp_path: Path) -> None:
     values = np.array([1.5, -np.inf, 3e38], BF16)
     given, got, array = (tmp_path / name for name in ("in.safetensors", "out.safetensors", "out.npy"))

@@ -171,10 +171,10 @@ def add(
     contributor: Contributor = None,
     key: Key = None,
 ) -> None:
-    """Add a tensor of a file to the sum."""
+    """Add a tensor of a file to the sum, or the rows NAME/rows at NAME/indices of a sparse gradient."""
 
     def change(buffer: Buffer) -> Receipt:
-        gradient = _files.read_one(file, tensor)
+        gradient = _files.read_gradient(file, tensor)
         return buffer.accumulate(gradient, weight=weight, epoch=epoch, contributor=contributor, idempotency_key=key)
 
     _change(ctx, name, change)

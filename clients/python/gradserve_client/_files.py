@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from gradserve_client._rows import Gradient, Rows
 from gradserve_client._tensors import DTYPES, Array, as_array, decode, encode
 from gradserve_client.errors import InvalidInput
 
@@ -32,11 +33,32 @@ def read_all(path: Path) -> dict[str, Array]:
 
 def read_one(path: Path, tensor: str | None) -> Array:
     """Return the only tensor of the file, or the tensor of this name. Raises `InvalidInput` and `OSError`."""
+    return _chosen(path, tensor, _tensors(path))
+
+
+def read_gradient(path: Path, tensor: str | None) -> Gradient:
+    """Return the only gradient of the file, or the gradient of this name. Raises `InvalidInput` and `OSError`.
+
+    The tensors `NAME/indices` and `NAME/rows` are the sparse gradient `NAME`.
+    """
+    tensors = _tensors(path)
+    name = min(tensors).removesuffix("/indices") if tensor is None and len(tensors) == 2 else tensor
+    indices, rows = f"{name}/indices", f"{name}/rows"
+    if indices in tensors and rows in tensors:
+        return Rows(tensors[indices], tensors[rows])
+    return _chosen(path, tensor, tensors)
+
+
+def _tensors(path: Path) -> dict[str, Array]:
+    """Return the tensors that have names."""
+    return {} if is_npy(path) else read_all(path)
+
+
+def _chosen(path: Path, tensor: str | None, tensors: dict[str, Array]) -> Array:
     if is_npy(path):
         if tensor is not None:
             raise InvalidInput(f"{path} has a single tensor without a name: omit --tensor", code="unknown_tensor")
         return _read_npy(path)
-    tensors = read_all(path)
     if tensor is None and len(tensors) == 1:
         return next(iter(tensors.values()))
     if tensor in tensors:
