@@ -95,6 +95,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         port=settings.port,
         timeout_graceful_shutdown=settings.drain_timeout,
         timeout_keep_alive=settings.keep_alive,
+        timeout_worker_healthcheck=SILENT_SECONDS,
         http=Connection,
         ws="none",
         access_log=False,  # `logs` writes the access log
@@ -105,6 +106,9 @@ def server_config(settings: Settings) -> uvicorn.Config:
         ssl_keyfile=settings.tls_key,
     )
 
+
+SILENT_SECONDS = 30
+"""Seconds after which a silent worker is replaced. A busy machine may take ten to import what a worker needs."""
 
 ALSO_STOPPING = (signal.SIGHUP, signal.SIGQUIT)
 """Signals that stop the server besides SIGTERM and SIGINT, unless the process ignores them, as under nohup."""
