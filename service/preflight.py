@@ -14,6 +14,7 @@ from service.errors import shown
 from service.files import open_regular
 from service.keys import KeyFileInvalid, load
 from service.settings import VARIABLES, Settings
+from service.shared_memory import OBJECTS
 
 OF_CLIENTS = frozenset({"GRADSERVE_URL", "GRADSERVE_API_KEY"})
 """Variables that the clients read."""
@@ -29,6 +30,7 @@ def check(settings: Settings) -> None:
     _check_access(settings)
     _check_certificate(settings)
     _check_tracing(settings)
+    _check_shared_memory(settings)
     _check_free(addresses)
 
 
@@ -108,6 +110,11 @@ def _check_tracing(settings: Settings) -> None:
             import_module("service.api.telemetry.tracing")
         except ModuleNotFoundError as missing:
             raise UsageError(f"GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'") from None
+
+
+def _check_shared_memory(settings: Settings) -> None:
+    if settings.shared_memory and not OBJECTS.is_dir():
+        raise UsageError(f"GRADSERVE_SHARED_MEMORY needs {OBJECTS}, which this system does not have")
 
 
 def _check_free(addresses: list[Any]) -> None:

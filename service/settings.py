@@ -64,6 +64,10 @@ class Settings(BaseSettings):
         le=1e9,
         description="Seconds for which an Idempotency-Key is remembered; at least one day.",
     )
+    shared_memory: bool = Field(
+        False,
+        description="Offer Triton's extension system_shared_memory: clients on this machine keep tensors in /dev/shm.",
+    )
     max_body_bytes: PositiveInt = Field(256 << 20, description="Bytes of the largest request body.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Bytes of the largest input or output tensor.")
     max_inflated_bytes: PositiveInt = Field(

@@ -29,7 +29,7 @@ from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
 from service.api.http.connection import Connection
 from service.api.http.descriptors import raise_limit
-from service.api.operators import catalogue, open_inference, rest
+from service.api.operators import catalogue, open_inference, rest, shared_memory
 from service.api.operators.statistics import Statistics
 from service.api.start_line import start_line
 from service.api.telemetry import logs
@@ -38,6 +38,7 @@ from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import STARTED_AT, Workers, stop_without_parent
 from service.errors import NotReady
 from service.settings import Settings
+from service.shared_memory import Regions
 from service.system import keep_freed_memory
 
 logger = logging.getLogger("gradserve")
@@ -62,6 +63,7 @@ def create_app(settings: Settings) -> Application:
         rest.router,
         open_inference.router,
         catalogue.routes(statistics),
+        shared_memory.router,
         routes.router,
         many.router,
         buffer_statistics.routes(known),
@@ -70,7 +72,8 @@ def create_app(settings: Settings) -> Application:
         docs.routes(lambda: app.openapi()),
         page.router,
     ]
-    app = Application(settings, routers, observers, metrics, workers, history)
+    regions = Regions(shared) if settings.shared_memory else None
+    app = Application(settings, routers, observers, metrics, workers, history, regions)
     app.services.submitted = known.arrivals.count
     return app
 
