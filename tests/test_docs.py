@@ -99,7 +99,7 @@ def test_every_example_is_run() -> None:
         "python": 7,
         "json": 13,
         "text": 13,
-        "console": 11,
+        "console": 12,
         "drawing": 2,
     }
 
