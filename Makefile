@@ -93,7 +93,7 @@ bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against sta
 bench-client: $(BENCH)/.bench  ## speed and memory of the Python client's calls, against http.client
 	$(BENCH)/bin/python -m benchmarks.client
 
-bench-local: $(BENCH)/.bench  ## speed of requests over a UNIX socket, against TCP
+bench-local: $(BENCH)/.bench  ## speed of requests over a UNIX socket and by shared memory, against TCP and Triton
 	$(BENCH)/bin/python -m benchmarks.local
 
 bench-cluster: $(BENCH)/.bench  ## speed of three replicas over PostgreSQL, against pgbench and COPY

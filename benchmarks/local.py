@@ -1,8 +1,9 @@
 """Ways to a server on the same machine against loopback TCP: `python -m benchmarks.local`.
 
-One server listens on a port and on a UNIX socket. The same bytes go by turns over one connection to each, from one
-process. The store is in LMDB, in a temporary directory (TMPDIR chooses the disk), and every add has an Idempotency-Key
-of its own. Every answer is compared with the numbers sent; the exit status is 1 if one is wrong.
+One server listens on a port and on a UNIX socket, and offers shared memory. The same bytes go by turns over one
+connection to each, from one process. The store is in LMDB, in a temporary directory (TMPDIR chooses the disk), and
+every add has an Idempotency-Key of its own. Every answer is compared with the numbers sent; the exit status is 1 if one
+is wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from benchmarks.buffers import SAFETENSORS, Client, Table, check, file, numbers
 from benchmarks.servers import Server, gradserve, serving
+from benchmarks.shared_memory import shared
 from benchmarks.timing import alternate, table, watched
 
 SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "4 MB": 1 << 20}
@@ -90,10 +92,11 @@ def main() -> None:
     with watched(), ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         path = work / "http.sock"
-        start = gradserve(store=f"lmdb:{work}/data", socket=path)
+        start = gradserve(store=f"lmdb:{work}/data", socket=path, shared_memory=True)
         server = stack.enter_context(serving(start, "/v2/health/ready"))
         for measure in (relu, add):
             measure(rows, server, path)
+        shared(rows, server)
         print("\n" + table(["case", "against", "ours", "theirs", "ratio", "target", "met"], rows.rows))
 
 
