@@ -68,8 +68,11 @@ class Regions:
     """
 
     def __init__(self, shared: Path | None) -> None:
-        self._own = TemporaryDirectory(prefix="gradserve-regions-") if shared is None else None
-        self._directory = Path(self._own.name) if shared is None and self._own else (shared or Path()) / "regions"
+        self._own: TemporaryDirectory[str] | None = None
+        if shared is None:
+            self._own = TemporaryDirectory(prefix="gradserve-regions-")
+            shared = Path(self._own.name)
+        self._directory = shared / "regions"
 
     def close(self) -> None:
         """Forget the regions, unless other processes share them."""

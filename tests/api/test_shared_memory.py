@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -27,17 +26,13 @@ from service.keys import add as add_key
 from service.settings import Settings
 from service.shared_memory import OBJECTS
 from tests.api.test_triton_client import Call, _aio, _sync, arrays, inputs, outputs
-from tests.faults.servers import LONG, Server, kill
 from tests.serving import in_flight, serving, wait_until
+from tests.shared_objects import RELU, SHARED, Object, expected, new_key, numbers, region, register, relu, shared
 from tests.test_contract import EVERY, assert_same, example
 
 pytestmark = pytest.mark.skipif(not OBJECTS.is_dir(), reason="needs /dev/shm")
 
-SHARED = "/v2/systemsharedmemory"
-RELU = "/v2/models/ReluGrad/infer"
 LIMITS: dict[str, Any] = {"threads": 2, "max_tensor_bytes": 32 << 20, "max_bytes_in_flight": 1 << 20}
-ROUNDS = 10_000 if LONG else 300
-_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +48,6 @@ def http(url: str) -> Iterator[httpx.Client]:
         client.post(f"{SHARED}/unregister").raise_for_status()
 
 
-class Object:
-    """An object of shared memory with some bytes."""
-
-    def __init__(self, data: bytes = b"") -> None:
-        self.key = f"/gradserve-test-{os.getpid()}-{next(_numbers)}"
-        self.path = OBJECTS / self.key[1:]
-        self.path.write_bytes(data)
-
-    def array(self, offset: int = 0, dtype: Any = np.float32) -> Array:
-        return np.frombuffer(self.path.read_bytes()[offset:], dtype)
-
-
 @pytest.fixture
 def objects() -> Iterator[Callable[..., Object]]:
     """Yield a function that makes objects. They are removed at the end."""
@@ -77,37 +60,6 @@ def objects() -> Iterator[Callable[..., Object]]:
     yield make
     for one in made:
         one.path.unlink(missing_ok=True)
-
-
-def register(http: httpx.Client, name: str, key: str, byte_size: int, offset: int = 0) -> httpx.Response:
-    return http.post(f"{SHARED}/region/{name}/register", json={"key": key, "byte_size": byte_size, "offset": offset})
-
-
-def region(name: str, size: int, offset: int = 0) -> dict[str, Any]:
-    """Return the parameters of a tensor in this region."""
-    return {"shared_memory_region": name, "shared_memory_byte_size": size, "shared_memory_offset": offset}
-
-
-def shared(name: str, elements: int, offset: int = 0, *, into: str = "r", datatype: str = "FP32") -> dict[str, Any]:
-    size = elements * 4
-    return {"name": name, "shape": [elements], "datatype": datatype, "parameters": region(into, size, offset)}
-
-
-def relu(elements: int, **more: Any) -> dict[str, Any]:
-    """Return a request whose tensors lie one behind the other in the region r."""
-    size = 4 * elements
-    output = {"name": "dX", "parameters": region("r", size, 2 * size)}
-    return {"inputs": [shared("dY", elements), shared("X", elements, size)], "outputs": [output], **more}
-
-
-def numbers(elements: int) -> Array:
-    """Return dY and X for this number of elements, one behind the other."""
-    return np.random.default_rng(0).standard_normal(2 * elements, np.float32)
-
-
-def expected(both: Array) -> Array:
-    dY, X = both.reshape(2, -1)
-    return np.where(X > 0, dY, np.float32(0))
 
 
 @pytest.fixture
@@ -144,7 +96,7 @@ def regions(call: Call) -> Iterator[Regions]:
     made: list[Any] = []
 
     def make(name: str, size: int) -> Any:
-        key = f"/gradserve-test-{os.getpid()}-{next(_numbers)}"
+        key = new_key()
         made.append(shm.create_shared_memory_region(name, key, size))
         call("register_system_shared_memory", name, key, size)
         return made[-1]
@@ -443,36 +395,6 @@ def test_removed_renamed_and_replaced_objects_give_an_error(
         aside.unlink(missing_ok=True)
 
 
-def test_the_server_lives_while_clients_truncate_what_it_reads_and_writes(tmp_path: Path) -> None:
-    """Mapped memory would end the process by SIGBUS."""
-    elements = 1 << 20
-    made, ended = Object(numbers(elements).tobytes() + bytes(4 * elements)), threading.Event()
-
-    def truncate() -> None:
-        while not ended.is_set():
-            os.truncate(made.path, 1 << 20)
-            os.truncate(made.path, 12 * elements)
-
-    try:
-        with Server(tmp_path / "store", shared_memory="true") as server, ThreadPoolExecutor(1) as pool:
-            with httpx.Client(base_url=server.url, timeout=30) as http:
-                register(http, "r", made.key, 12 * elements).raise_for_status()
-                truncating = pool.submit(truncate)
-                statuses = set()
-                for _ in range(100):
-                    answer = http.post(RELU, json=relu(elements))
-                    statuses.add(answer.status_code)
-                    assert answer.status_code == 200 or "region 'r'" in answer.json()["error"], answer.text
-                ended.set()
-                truncating.result()
-                assert 400 in statuses
-                assert http.post(RELU, json=relu(elements)).status_code == 200
-                assert server.process.poll() is None
-    finally:
-        ended.set()
-        made.path.unlink()
-
-
 DYING = """
 import os, socket, sys
 host, port, request = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode()
@@ -575,59 +497,3 @@ def test_an_output_goes_to_shared_memory_beside_one_that_is_added(
     refused(http.post(path, json=request), 400, "updated takes 1 bytes, but its shared_memory_byte_size is 0")
     assert http.get("/v1/buffers/b").json()["count"] == 1
     http.delete("/v1/buffers/b").raise_for_status()
-
-
-# ----- processes -----
-
-
-def test_every_worker_serves_every_region(tmp_path: Path) -> None:
-    both = numbers(1000)
-    made = Object(both.tobytes() + bytes(4000))
-
-    def answers(server: Server) -> set[int]:
-        """Return the statuses of requests on new connections, which either worker may take."""
-        return {httpx.post(f"{server.url}{RELU}", json=relu(1000), timeout=30).status_code for _ in range(20)}
-
-    try:
-        with Server(tmp_path / "store", workers=2, shared_memory="true") as server:
-            with httpx.Client(base_url=server.url) as http:
-                register(http, "r", made.key, 12_000).raise_for_status()
-            assert answers(server) == {200}
-            assert np.array_equal(made.array(8000), expected(both))
-            before = server.workers()
-            for worker in before:
-                kill(worker)
-            wait_until(lambda: server.is_ready() and not {*server.workers()} & {*before})
-            assert answers(server) == {200}  # these workers have not seen the registration
-            httpx.post(f"{server.url}{SHARED}/region/r/unregister").raise_for_status()
-            assert answers(server) == {404}
-    finally:
-        made.path.unlink()
-
-
-def test_no_descriptor_and_no_memory_stays_behind(tmp_path: Path) -> None:
-    both = numbers(1000)
-    made = Object(both.tobytes() + bytes(4000))
-    try:
-        with Server(tmp_path / "store", shared_memory="true") as server, httpx.Client(base_url=server.url) as http:
-
-            def round() -> None:
-                register(http, "r", made.key, 12_000).raise_for_status()
-                assert http.post(RELU, json=relu(1000)).status_code == 200
-                assert http.post(RELU, json={"inputs": [shared("dY", 1, 12_000)]}).status_code == 400
-                assert register(http, "r", made.key, 12_000).status_code == 409
-                http.post(f"{SHARED}/region/r/unregister").raise_for_status()
-
-            def open_files() -> list[str]:
-                return sorted(os.readlink(path) for path in Path(f"/proc/{server.process.pid}/fd").iterdir())
-
-            round()
-            before = open_files()
-            for _ in range(ROUNDS):
-                round()
-            assert open_files() == before
-            assert in_flight(server.url, "_bytes") == 0
-            notes = [path for path in tmp_path.glob("gradserve-regions-*/*/*")]
-            assert notes == []
-    finally:
-        made.path.unlink()

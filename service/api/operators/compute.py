@@ -38,7 +38,8 @@ def compute(
         outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, alone=True)
     else:
         outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, reserve=beyond_body(call, job))
-    write(call, job.parts, outputs)
+    if job.parts:
+        write(call, job.parts, outputs)
     return outputs
 
 
