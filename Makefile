@@ -17,7 +17,7 @@ QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-ou
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run check test peers openapi clients test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-cluster soak golden docs site packages lock up up-cluster down test-compose clean
+.PHONY: help run check test peers openapi clients test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-local bench-cluster soak golden docs site packages lock up up-cluster down test-compose clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
@@ -92,6 +92,9 @@ bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against sta
 
 bench-client: $(BENCH)/.bench  ## speed and memory of the Python client's calls, against http.client
 	$(BENCH)/bin/python -m benchmarks.client
+
+bench-local: $(BENCH)/.bench  ## speed of requests over a UNIX socket and by shared memory, against TCP and Triton
+	$(BENCH)/bin/python -m benchmarks.local
 
 bench-cluster: $(BENCH)/.bench  ## speed of three replicas over PostgreSQL, against pgbench and COPY
 	$(BENCH)/bin/python -m benchmarks.cluster

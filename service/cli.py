@@ -28,6 +28,7 @@ from service.limits import Limits
 from service.preflight import UsageError
 from service.settings import VARIABLES, Settings
 from service.system import keep_freed_memory
+from service.unix_socket import SocketPathInvalid
 
 SHELLS = ("bash", "zsh", "fish")
 """The shells with completion."""
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         for line in error.args:
             _complain(line)
         return 2
-    except (GradserveError, KeyFileInvalid, OSError) as error:
+    except (GradserveError, KeyFileInvalid, SocketPathInvalid, OSError) as error:
         _complain(str(error))
         return 1
 
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run the server")
     serve.add_argument("--host", help="address to listen on; overrides GRADSERVE_HOST")
     serve.add_argument("--port", help="port to listen on; overrides GRADSERVE_PORT")
+    serve.add_argument("--socket", help="UNIX socket to listen on; overrides GRADSERVE_SOCKET").complete = shtab.FILE  # type: ignore[attr-defined]
     commands.add_parser("ops", help="list the operators")
     examining = commands.add_parser("doctor", help="check the buffer store for damage and summarise its content")
     exporting = commands.add_parser("export", help="write a snapshot of buffers to a safetensors file")
@@ -101,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings_from(options: argparse.Namespace) -> Settings:
     """Return the settings; an option overrides its variable. Raises `UsageError`."""
-    values = {name: getattr(options, name, None) for name in ("host", "port", "store", "keys")}
+    values = {name: getattr(options, name, None) for name in ("host", "port", "socket", "store", "keys")}
     try:
         settings = Settings(**{name: value for name, value in values.items() if value is not None})
         check_url(settings.store)

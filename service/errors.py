@@ -8,6 +8,7 @@
   x NotFound                    404 not_found
     - UnknownOperator           404 unknown_operator
     - UnknownBuffer             404 unknown_buffer
+    - UnknownRegion             404 unknown_region
   x MethodNotAllowed            405 method_not_allowed
   x NotAcceptable               406 not_acceptable
   x RequestTimeout              408 request_timeout
@@ -19,6 +20,8 @@
     - NothingToAverage          409 nothing_to_average
     - DuplicateContributor      409 duplicate_contributor
   x TooManyBuffers              409 too_many_buffers
+  x RegionExists                409 region_exists
+  x TooManyRegions              409 too_many_regions
   x EpochGone                   410 epoch_gone
   x PreconditionFailed          412 precondition_failed
   x BodyTooLarge                413 body_too_large
@@ -29,6 +32,7 @@
     - InvalidParameter          422 invalid_parameter
     - UnknownParameter          422 unknown_parameter
     - InvalidTensor             422 invalid_tensor
+    - RegionUnusable            422 region_unusable
     - MissingTensor             422 missing_tensor
     - UnknownTensor             422 unknown_tensor
     - DtypeMismatch             422 dtype_mismatch
@@ -128,6 +132,12 @@ class UnknownBuffer(NotFound):
     code = "unknown_buffer"
 
 
+class UnknownRegion(NotFound):
+    """Shared memory region not found."""
+
+    code = "unknown_region"
+
+
 class MethodNotAllowed(GradserveError):
     """Method not allowed on this path."""
 
@@ -197,6 +207,20 @@ class TooManyBuffers(GradserveError):
 
     status = 409
     code = "too_many_buffers"
+
+
+class RegionExists(GradserveError):
+    """Shared memory region already exists."""
+
+    status = 409
+    code = "region_exists"
+
+
+class TooManyRegions(GradserveError):
+    """Too many regions in the namespace."""
+
+    status = 409
+    code = "too_many_regions"
 
 
 class EpochGone(GradserveError):
@@ -269,6 +293,12 @@ class InvalidTensor(Invalid):
     """Invalid tensor form or data."""
 
     code = "invalid_tensor"
+
+
+class RegionUnusable(Invalid):
+    """Shared memory region cannot be used."""
+
+    code = "region_unusable"
 
 
 class MissingTensor(Invalid):

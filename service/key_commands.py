@@ -23,7 +23,7 @@ def add_key_commands(parser: argparse.ArgumentParser) -> None:
     adding.add_argument(
         "--scopes",
         default="ops,buffers:read,buffers:write",
-        help=f"comma-separated scopes out of {','.join(SCOPES)}; by default all but admin",
+        help=f"comma-separated scopes out of {','.join(SCOPES)}; by default %(default)s",
     )
     adding.add_argument(
         "--namespace", default="", help="namespace of its buffers; keys of other namespaces cannot see them"

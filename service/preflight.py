@@ -10,10 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from service import unix_socket
 from service.errors import shown
 from service.files import open_regular
 from service.keys import KeyFileInvalid, load
 from service.settings import VARIABLES, Settings
+from service.shared_memory import OBJECTS
 
 OF_CLIENTS = frozenset({"GRADSERVE_URL", "GRADSERVE_API_KEY"})
 """Variables that the clients read."""
@@ -24,12 +26,14 @@ class UsageError(Exception):
 
 
 def check(settings: Settings) -> None:
-    """Raise `UsageError` if no server can or may start with these settings, OSError if the port is not free."""
-    addresses = _addresses(settings)
+    """Raise `UsageError` if no server can or may start with these settings, OSError if port or socket is not free."""
+    addresses = _addresses(settings) if settings.uses_tcp else []
     _check_access(settings)
     _check_certificate(settings)
     _check_tracing(settings)
+    _check_shared_memory(settings)
     _check_free(addresses)
+    _check_socket(settings.socket)
 
 
 def check_backup(path: Path | None, store: Path | None) -> None:
@@ -62,11 +66,19 @@ def _addresses(settings: Settings) -> list[Any]:
 def _check_access(settings: Settings) -> None:
     """Raise `UsageError` if anyone on the network could use the service, or if the keys cannot be read."""
     if settings.keys is None:
-        if not settings.allow_anonymous and not _is_loopback(settings.host):
+        if settings.allow_anonymous:
+            return
+        if settings.uses_tcp and not _is_loopback(settings.host):
             raise UsageError(
                 f"GRADSERVE_HOST is {shown(settings.host)}, which other machines can reach, and without API keys anyone"
                 " there could use the service. Set GRADSERVE_KEYS (see gradserve keys add --help), or listen on"
                 " 127.0.0.1, or set GRADSERVE_ALLOW_ANONYMOUS=true to allow it"
+            )
+        if settings.socket is not None and not unix_socket.is_private(settings.socket_mode):
+            raise UsageError(
+                f"GRADSERVE_SOCKET_MODE is {settings.socket_mode}, which lets other users open the socket, and without"
+                " API keys they could use the service. Set GRADSERVE_KEYS (see gradserve keys add --help), or use 0600,"
+                " or set GRADSERVE_ALLOW_ANONYMOUS=true to allow it"
             )
     elif not settings.keys.exists():
         raise UsageError(f"GRADSERVE_KEYS is {settings.keys}, which does not exist; gradserve keys add NAME creates it")
@@ -110,6 +122,11 @@ def _check_tracing(settings: Settings) -> None:
             raise UsageError(f"GRADSERVE_TRACING needs {missing.name}: pip install 'gradserve[otel]'") from None
 
 
+def _check_shared_memory(settings: Settings) -> None:
+    if settings.shared_memory and not OBJECTS.is_dir():
+        raise UsageError(f"GRADSERVE_SHARED_MEMORY needs {OBJECTS}, which this system does not have")
+
+
 def _check_free(addresses: list[Any]) -> None:
     """Raise OSError if the server cannot listen on one of the addresses."""
     for family, kind, protocol, _, address in addresses:
@@ -129,3 +146,11 @@ def _try_to_bind(probe: socket.socket, address: tuple[Any, ...]) -> None:
         raise OSError(
             f"Cannot listen on {address[0]}, port {address[1]} (GRADSERVE_HOST, GRADSERVE_PORT): {error.strerror}"
         ) from None
+
+
+def _check_socket(path: Path | None) -> None:
+    if path is not None:
+        try:
+            unix_socket.check(path)
+        except unix_socket.SocketPathInvalid as error:
+            raise UsageError(str(error)) from None

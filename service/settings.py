@@ -18,8 +18,20 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on. The default is reachable from this machine only.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free port.")
+    socket: Path | None = Field(
+        None,
+        description="Path of a UNIX socket to listen on, in place of the address and the port; if one of them is set,"
+        " beside them.",
+    )
+    socket_mode: str = Field(
+        "0600",
+        pattern="^0?[0-7]{3}$",
+        description="Octal permissions of the socket. The default lets only the server's own user connect.",
+    )
     allow_anonymous: bool = Field(
-        False, description="Allow listening beyond loopback without API keys: anyone who reaches the port has access."
+        False,
+        description="Allow listening beyond loopback, or on a socket that others may open, without API keys: anyone who"
+        " reaches it has access.",
     )
     keys: Path | None = Field(
         None,
@@ -64,6 +76,10 @@ class Settings(BaseSettings):
         le=1e9,
         description="Seconds for which an Idempotency-Key is remembered; at least one day.",
     )
+    shared_memory: bool = Field(
+        False,
+        description="Offer Triton's extension system_shared_memory: clients on this machine keep tensors in /dev/shm.",
+    )
     max_body_bytes: PositiveInt = Field(256 << 20, description="Bytes of the largest request body.")
     max_tensor_bytes: PositiveInt = Field(1 << 30, description="Bytes of the largest input or output tensor.")
     max_inflated_bytes: PositiveInt = Field(
@@ -106,6 +122,11 @@ class Settings(BaseSettings):
     drain_timeout: PositiveInt = Field(
         30, description="Seconds that running requests have to finish after the server is asked to stop."
     )
+
+    @property
+    def uses_tcp(self) -> bool:
+        """Whether the server listens on an address and a port."""
+        return self.socket is None or not self.model_fields_set.isdisjoint({"host", "port"})
 
 
 VARIABLES = frozenset(f"GRADSERVE_{name.upper()}" for name in Settings.model_fields)

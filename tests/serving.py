@@ -11,25 +11,31 @@ from typing import Any
 import httpx
 import uvicorn
 
-from service.api.server import server_config
+from service.api.server import listening, server_config
 from service.settings import Settings
 
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[str]:
-    """Yield the URL of a server with these settings, on a free port and in a thread of this process."""
-    server = uvicorn.Server(server_config(Settings(**{"port": 0, "store": "memory:", **settings})))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    """Yield the URL of a server with these settings, on a free port and in a thread of this process.
+
+    With `socket` it listens on this UNIX socket, too.
+    """
+    given = Settings(**{"port": 0, "store": "memory:", **settings})
+    config = server_config(given)
+    server = uvicorn.Server(config)
+    with listening(given, config) as sockets:
+        thread = threading.Thread(target=server.run, args=[sockets])
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive(), "the server did not start"
+                time.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def assert_problem(answer: httpx.Response, status: int, code: str, *words: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def examples() -> list[tuple[str, int, Block, str]]:
 )
 def test_examples_answer_as_printed(name: str, block: Block, output: str) -> None:
     assert "127.0.0.1:8000" in block.text
-    with serving() as url:
+    with serving(shared_memory=True) as url:
         code = block.text.replace("127.0.0.1:8000", url.removeprefix("http://"))
         if block.language == "bash":
             command = ["bash", "-euc", code]
@@ -96,10 +96,10 @@ def test_every_example_is_run() -> None:
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
     assert Counter(block.language for found in BLOCKS.values() for block in found) == {
         "bash": 19,
-        "python": 6,
+        "python": 7,
         "json": 13,
-        "text": 12,
-        "console": 11,
+        "text": 13,
+        "console": 12,
         "drawing": 2,
     }
 

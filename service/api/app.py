@@ -35,6 +35,7 @@ from service.errors import GradserveError, MalformedBody, MethodNotAllowed, NotF
 from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
+from service.shared_memory import Regions
 
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """The methods in the order of `Allow`."""
@@ -51,6 +52,7 @@ class Application(FastAPI):
         metrics: Metrics,
         workers: Workers,
         history: History,
+        regions: Regions | None = None,
     ) -> None:
         super().__init__(
             title="gradserve",
@@ -69,7 +71,7 @@ class Application(FastAPI):
             is_shared=lambda: keys is not None and keys.have_several_namespaces,
             changed=partial(metrics.set, "gradserve_in_flight_bytes"),
         )
-        self.services = Services(settings, admission)
+        self.services = Services(settings, admission, regions=regions)
         for router in routers:
             self.include_router(router)
         openapi.install(self)
@@ -212,6 +214,8 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
         services.engine = services.store = None
         engine.close()  # first: work in its pool may read the store
         store.close()
+        if services.regions is not None:
+            services.regions.close()
         for observer in app.observers:
             observer.close()
 

@@ -24,6 +24,7 @@ from service.api.http import problems
 from service.api.http.openapi import REF, answer_header
 from service.api.operators import openapi as operators
 from service.api.operators.models import answer_model, request_model
+from service.api.operators.shared_memory import NewRegion
 from service.buffers.names import NAME
 from service.kernels import OPERATORS
 
@@ -99,7 +100,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
         servers=[{"url": "."}],  # beside the schema: behind a proxy, the paths may have a prefix
     )
     models: list[type[BaseModel]] = [problems.Problem, GradientBody, GradientBodies, NewBuffer, NewBuffers]
-    models += [NewRules, NewRulesOfMany, CreatedBuffers, Metadata, Names, Receipts]
+    models += [NewRules, NewRulesOfMany, CreatedBuffers, Metadata, Names, Receipts, NewRegion]
     for operator in OPERATORS.values():
         models += [request_model(operator), answer_model(operator)]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
@@ -128,6 +129,8 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
         if parameter["in"] == "path" and path.startswith("/v1/buffers"):
             parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
             parameter["example"] = "layer.weight"
+        elif parameter["in"] == "path" and path.startswith("/v2/systemsharedmemory"):
+            parameter["example"] = "gradients"
         elif parameter["in"] == "path":
             parameter["example"] = "ReluGrad"
 

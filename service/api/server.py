@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from socket import socket
+from socket import AF_UNIX, socket
 from tempfile import TemporaryDirectory
 from types import FrameType
 
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
+from service import unix_socket
 from service.api import docs, health
 from service.api.app import Application
 from service.api.buffers import many, routes
@@ -29,7 +30,7 @@ from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
 from service.api.http.connection import Connection
 from service.api.http.descriptors import raise_limit
-from service.api.operators import catalogue, open_inference, rest
+from service.api.operators import catalogue, open_inference, rest, shared_memory
 from service.api.operators.statistics import Statistics
 from service.api.start_line import start_line
 from service.api.telemetry import logs
@@ -38,6 +39,7 @@ from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import STARTED_AT, Workers, stop_without_parent
 from service.errors import NotReady
 from service.settings import Settings
+from service.shared_memory import Regions
 from service.system import keep_freed_memory
 
 logger = logging.getLogger("gradserve")
@@ -62,6 +64,7 @@ def create_app(settings: Settings) -> Application:
         rest.router,
         open_inference.router,
         catalogue.routes(statistics),
+        shared_memory.router,
         routes.router,
         many.router,
         buffer_statistics.routes(known),
@@ -70,7 +73,8 @@ def create_app(settings: Settings) -> Application:
         docs.routes(lambda: app.openapi()),
         page.router,
     ]
-    app = Application(settings, routers, observers, metrics, workers, history)
+    regions = Regions(shared) if settings.shared_memory else None
+    app = Application(settings, routers, observers, metrics, workers, history, regions)
     app.services.submitted = known.arrivals.count
     return app
 
@@ -93,6 +97,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         workers=settings.workers,
         host=settings.host,
         port=settings.port,
+        loop="auto" if settings.socket is None or settings.tls_certificate is None else "service.api.http.loop:Loop",
         timeout_graceful_shutdown=settings.drain_timeout,
         timeout_keep_alive=settings.keep_alive,
         timeout_worker_healthcheck=SILENT_SECONDS,
@@ -105,6 +110,22 @@ def server_config(settings: Settings) -> uvicorn.Config:
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
     )
+
+
+@contextmanager
+def listening(settings: Settings, config: uvicorn.Config) -> Iterator[list[socket] | None]:
+    """Yield the sockets of the server; None if uvicorn opens the port by itself, on every address of the host.
+
+    Raises `SocketPathInvalid` and OSError.
+    """
+    sockets = []
+    if settings.uses_tcp and (settings.socket is not None or settings.workers > 1):
+        sockets.append(config.bind_socket())
+    if settings.socket is None:
+        yield sockets or None
+        return
+    with unix_socket.listening(settings.socket, settings.socket_mode) as listener:
+        yield [*sockets, listener]
 
 
 SILENT_SECONDS = 30
@@ -137,19 +158,24 @@ def run(settings: Settings, buffers: int) -> None:
     for number in ALSO_STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
-    if settings.workers == 1:
-        server = _Server(config, partial(start_line, settings, buffers=buffers))
-        server.run()
-        if not server.started:  # up to uvicorn 0.49; later releases exit so themselves
-            sys.exit(3)
-    else:
-        sockets = [config.bind_socket()]
-        with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
-            os.environ[METRICS_DIRECTORY], os.environ[STARTED_AT] = directory, str(time.time())
-            line = start_line(settings, sockets[0].getsockname()[1], buffers)
-            _Workers(config, sockets, line, Workers(settings.workers, Path(directory))).run()
+    with listening(settings, config) as sockets:
+        if sockets is None or settings.workers == 1:
+            server = _Server(config, partial(start_line, settings, buffers=buffers))
+            server.run(sockets)
+            if not server.started:  # up to uvicorn 0.49; later releases exit so themselves
+                sys.exit(3)
+        else:
+            with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
+                os.environ[METRICS_DIRECTORY], os.environ[STARTED_AT] = directory, str(time.time())
+                line = start_line(settings, _port(sockets[0]), buffers)
+                _Workers(config, sockets, line, Workers(settings.workers, Path(directory))).run()
     for number in STOPPING:  # the same signal may come again, as SAME_SECONDS says
         signal.signal(number, signal.SIG_IGN)
+
+
+def _port(listener: socket) -> int:
+    """Return the port that a socket listens on; 0 for a UNIX socket."""
+    return 0 if listener.family == AF_UNIX else int(listener.getsockname()[1])
 
 
 @contextmanager
@@ -174,7 +200,7 @@ class _Server(uvicorn.Server):
         """Log the start line, made of the port, once the server listens."""
         await super().startup(sockets)
         if self.started:  # up to uvicorn 0.49 a failed start returns, too
-            logger.info(self._line(self.servers[0].sockets[0].getsockname()[1]))
+            logger.info(self._line(_port(self.servers[0].sockets[0])))
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         logger.info(_STOPPING, self.config.timeout_graceful_shutdown)

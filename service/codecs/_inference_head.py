@@ -13,6 +13,7 @@ from service.codecs._bytes import count
 from service.codecs._headers import MAX_HEADER_VALUES, as_object, check_shape, load
 from service.codecs._parser import LISTS, OBJECTS
 from service.codecs.json import members_of, parse
+from service.codecs.parts import PARAMETERS, Part, part_of
 from service.dtypes import OPEN_INFERENCE, DType
 from service.errors import InvalidParameter, InvalidTensor, MalformedBody, shown
 
@@ -28,19 +29,24 @@ MAX_LIST_ITEMS = 1 << 12
 MAX_QUOTATION_MARKS = 1 << 18
 """The most quotation marks in JSON that may have bare NaN and infinities: it is cut at each, in up to 0.5 us."""
 
-_DTYPES: dict[Any, DType] = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
+_OF_OUTPUTS = PARAMETERS | {"binary_data", "content_type"}
+"""The parameters that an output may have. MLServer decodes by content_type, which is ignored."""
 
-_SHARED_MEMORY = "shared_memory_region"
+_DTYPES: dict[Any, DType] = {name: dtype for dtype, name in OPEN_INFERENCE.items()}
 
 
 class InputHead(NamedTuple):
-    """An input in the JSON: it has either `size`, how many bytes after the JSON it takes, or `data`, a list."""
+    """An input in the JSON.
+
+    It has either `size`, how many bytes after the JSON it takes, or `data`, a list, or its `part` of shared memory.
+    """
 
     name: str
     dtype: DType
     shape: list[int]
     size: int | None
     data: Any
+    part: Part | None
 
 
 class RequestHead(NamedTuple):
@@ -52,6 +58,7 @@ class RequestHead(NamedTuple):
     parameters: dict[str, Any]
     outputs: dict[str, bool] | None
     binary: bool
+    parts: dict[str, Part]
 
 
 def read_head(text: memoryview | bytes, has_length: bool) -> RequestHead:
@@ -72,10 +79,10 @@ def read_head(text: memoryview | bytes, has_length: bool) -> RequestHead:
         raise MalformedBody(f"id has {len(identity)} characters; the limit is {MAX_ID_CHARACTERS}")
     inputs = [_read_input(entry) for entry in _as_objects(document.get("inputs"), "inputs")]
     binary = _as_boolean(parameters.pop("binary_data_output", False), "binary_data_output")
-    outputs = None
+    outputs, parts = None, dict[str, Part]()
     if document.get("outputs") is not None:
-        outputs = _read_outputs(_as_objects(document["outputs"], "outputs"), binary)
-    return RequestHead(document, identity, inputs, parameters, outputs or None, binary)
+        outputs, parts = _read_outputs(_as_objects(document["outputs"], "outputs"), binary)
+    return RequestHead(document, identity, inputs, parameters, outputs or None, binary, parts)
 
 
 def count_lists(value: Any, key: str = "") -> int:
@@ -150,36 +157,42 @@ def _read_input(entry: Mapping[str, Any]) -> InputHead:
         raise InvalidTensor(f"{name}.datatype is {shown(text)}, but must be one of {', '.join(_DTYPES)}", tensor=name)
     shape = check_shape(name, entry.get("shape"))
     parameters = _parameters_of(entry, f"{name}.parameters")
-    size, data = parameters.get("binary_data_size"), entry.get("data")
-    if size is None and parameters.get(_SHARED_MEMORY) is not None:
-        raise InvalidTensor(f"{name} is in shared memory, which this server does not read; send its bytes", tensor=name)
-    if size is None and data is None and 0 in shape:
-        size = 0
-    if (size is None) is (data is None):
-        raise InvalidTensor(f"{name} must have either data or the parameter binary_data_size", tensor=name)
+    size, data, part = parameters.get("binary_data_size"), entry.get("data"), part_of(name, parameters)
+    absent = (size, data, part).count(None)
+    if absent == 3 and 0 in shape:
+        size, absent = 0, 2
+    if absent != 2:
+        raise InvalidTensor(
+            f"{name} must have either data or the parameter binary_data_size or the parameter shared_memory_region",
+            tensor=name,
+        )
     if size is not None and (type(size) is not int or size < 0):
         raise InvalidTensor(f"{name}.binary_data_size is {shown(size)}, but must be a number of bytes", tensor=name)
-    return InputHead(name, dtype, shape, size, data)
+    return InputHead(name, dtype, shape, size, data, part)
 
 
-def _read_outputs(entries: list[dict[str, Any]], binary: bool) -> dict[str, bool]:
-    """Return for each requested output whether the client wants it in bytes."""
-    pairs = [_read_output(entry, binary) for entry in entries]
-    outputs = dict(pairs)
-    if len(outputs) < len(pairs):
-        duplicate = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+def _read_outputs(entries: list[dict[str, Any]], binary: bool) -> tuple[dict[str, bool], dict[str, Part]]:
+    """Return for each requested output whether it leaves as bytes, and the parts of those that go to shared memory."""
+    read = [_read_output(entry, binary) for entry in entries]
+    outputs = {name: in_bytes for name, in_bytes, _ in read}
+    if len(outputs) < len(read):
+        duplicate = next(name for name, times in Counter(name for name, _, _ in read).items() if times > 1)
         raise MalformedBody(f"The request has two outputs named {shown(duplicate)}")
-    return outputs
+    return outputs, {name: part for name, _, part in read if part is not None}
 
 
-def _read_output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool]:
+def _read_output(entry: Mapping[str, Any], binary: bool) -> tuple[str, bool, Part | None]:
     name = _name_of(entry, "outputs")
     parameters = _parameters_of(entry, "an output's parameters")
-    for unknown in parameters.keys() - {"binary_data", "content_type"}:  # MLServer decodes by content_type
+    for unknown in parameters.keys() - _OF_OUTPUTS:
         raise InvalidParameter(
-            f"{name} has the parameter {shown(unknown)}, but outputs only have binary_data", parameter=unknown
+            f"{name} has the parameter {shown(unknown)}, but outputs only have binary_data and those of shared memory",
+            parameter=unknown,
         )
-    return name, _as_boolean(parameters.get("binary_data", binary), "binary_data")
+    part, in_bytes = part_of(name, parameters), _as_boolean(parameters.get("binary_data", binary), "binary_data")
+    if part is not None and parameters.get("binary_data"):
+        raise InvalidParameter(f"{name} has both shared_memory_region and binary_data", parameter="binary_data")
+    return name, in_bytes or part is not None, part
 
 
 def _parameters_of(entry: Mapping[str, Any], title: str) -> dict[str, Any]:

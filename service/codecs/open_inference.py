@@ -1,5 +1,7 @@
 """Tensors of the Open Inference Protocol, version 2: a JSON request, its tensors in it as lists or after it as bytes.
 
+A tensor may also be in shared memory, which this module neither reads nor writes: the JSON only says where.
+
 With the binary tensor data extension, the header Inference-Header-Content-Length says where the JSON ends. The bytes of
 the tensors that have a `binary_data_size` follow, in order, without gaps. Lists may be flat or nested. BF16 travels in
 bytes only. NaN and infinities in lists are the strings "NaN", "Infinity" and "-Infinity", or bare words.
@@ -19,6 +21,7 @@ from service.codecs._inference_head import RequestHead, count_lists, read_head
 from service.codecs._lists import ListReader, is_empty, shape_of
 from service.codecs._parser import LISTS
 from service.codecs.json import list_text
+from service.codecs.parts import Part, SharedInput
 from service.dtypes import BFLOAT16, BOOL, OPEN_INFERENCE, Array, DType
 from service.errors import GradserveError, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
@@ -30,8 +33,9 @@ CACHED_HEAD_BYTES = 1 << 12
 class InferenceRequest(NamedTuple):
     """A client's request.
 
-    `outputs` maps the names of the requested outputs to whether the client wants each in bytes. If `outputs` is None,
-    the client wants all outputs, and `binary` says whether in bytes.
+    `tensors` are the inputs in the body, `shared` those in shared memory. `outputs` maps the names of the requested
+    outputs to whether the client wants each in bytes. If `outputs` is None, the client wants all outputs, and `binary`
+    says whether in bytes. `parts` has the outputs that the client wants in shared memory; they count as bytes.
     """
 
     id: str | None
@@ -39,6 +43,8 @@ class InferenceRequest(NamedTuple):
     parameters: dict[str, Any]
     outputs: dict[str, bool] | None
     binary: bool
+    shared: dict[str, SharedInput]
+    parts: dict[str, Part]
 
 
 def decode(body: memoryview, header_length: int | None, limits: Limits) -> InferenceRequest:
@@ -59,11 +65,12 @@ def decode(body: memoryview, header_length: int | None, limits: Limits) -> Infer
             head, places, end = _cached_head(text.tobytes(), limits)
             if places is not None and end == len(data):
                 tensors = {name: view_at(body, header_length + start, *form) for name, start, form in places}
-                return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary)
+                return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary, {}, head.parts)
         else:
             head = read_head(text, has_length=True)
-    tensors = _Inputs(text, data, limits).read(head)
-    return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary)
+    inputs = _Inputs(text, data, limits)
+    tensors = inputs.read(head)
+    return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary, inputs.shared, head.parts)
 
 
 def decode_raw(name: str, dtype: DType, body: memoryview, limits: Limits) -> Array:
@@ -82,11 +89,11 @@ def _cached_head(text: bytes, limits: Limits) -> tuple[RequestHead, _Places | No
     """Return the head of a small JSON, the places of the inputs in the bytes after it, and where the last input ends.
 
     The requests of a client have other numbers, but mostly the same JSON. The places are None if each request needs
-    more checks: for lists, booleans and mistakes.
+    more checks: for lists, booleans, shared memory and mistakes.
     """
     head, end = read_head(text, has_length=True), 0
     places: _Places = []
-    for name, dtype, shape, size, _ in head.inputs:
+    for name, dtype, shape, size, _, _ in head.inputs:
         if size is None or size != math.prod(shape) * dtype.itemsize or dtype == BOOL:
             return head, None, 0
         places.append((name, end, (dtype, shape)))
@@ -108,15 +115,21 @@ class _Inputs:
     def __init__(self, text: memoryview, data: memoryview | None, limits: Limits) -> None:
         self._text, self._data, self._limits = text, data or memoryview(b""), limits
         self._has_length, self._end, self._lists = data is not None, 0, ListReader()
+        self.shared: dict[str, SharedInput] = {}
+        """The inputs in shared memory."""
 
     def read(self, head: RequestHead) -> dict[str, Array]:
         self._limits.check_count(len(head.inputs))
         tensors: dict[str, Array] = {}
-        for name, dtype, shape, size, data in head.inputs:
-            if name in tensors:
+        for name, dtype, shape, size, data, part in head.inputs:
+            if name in tensors or name in self.shared:
                 raise InvalidTensor(f"There are two inputs named {shown(name)}", tensor=name)
             self._limits.check(name, shape, dtype)
-            if size is None:
+            if part is not None:
+                if part.size != math.prod(shape) * dtype.itemsize:
+                    raise wrong_size(f"{name}.shared_memory_byte_size", name, part.size, dtype, shape)
+                self.shared[name] = SharedInput(part, dtype, shape)
+            elif size is None:
                 tensors[name] = self._from_list(name, data, dtype, shape)
             else:
                 tensors[name] = self._from_bytes(name, size, dtype, shape)
@@ -160,12 +173,14 @@ def encode(
     tensors: Mapping[str, Array],
     binary: Collection[str],
     parameters: Mapping[str, str] | None = None,
+    parts: Mapping[str, Part] | None = None,
 ) -> tuple[list[bytes | memoryview], int | None]:
     """Return the pieces of an answer, and the length of its JSON, or None if no bytes follow the JSON.
 
-    The outputs named in `binary` are bytes. Raises `InvalidTensor` for BF16 in a list.
+    The outputs named in `binary` are bytes, except those in `parts`, which are in shared memory. Raises
+    `InvalidTensor` for BF16 in a list.
     """
-    if identity is None and not parameters and 0 < len(tensors) == len(binary):
+    if identity is None and not parameters and not parts and 0 < len(tensors) == len(binary):
         layout = [(name, OPEN_INFERENCE[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in tensors.items()]
         header = _cached_header(model, tuple(layout))
         return [header, *map(bytes_of, tensors.values())], len(header)
@@ -179,7 +194,9 @@ def encode(
         entry: dict[str, Any] = {"name": name, "datatype": OPEN_INFERENCE[tensor.dtype], "shape": tensor.shape}
         if number:
             pieces.append(b",")
-        if name in binary:
+        if parts and name in parts:
+            pieces.append(orjson.dumps({**entry, "parameters": parts[name].as_parameters()}))
+        elif name in binary:
             blobs.append(bytes_of(tensor))
             pieces.append(orjson.dumps({**entry, "parameters": {"binary_data_size": len(blobs[-1])}}))
         elif tensor.dtype == BFLOAT16:

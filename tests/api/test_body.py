@@ -93,9 +93,15 @@ class Connection:
     """A socket that sends raw bytes and reads answers one by one."""
 
     def __init__(self, url: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=30)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """Connect to a URL, or to `unix:` and the path of a socket."""
+        if url.startswith("unix:"):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.settimeout(30)
+            self.socket.connect(url.removeprefix("unix:"))
+        else:
+            host, port = url.removeprefix("http://").split(":")
+            self.socket = socket.create_connection((host, int(port)), timeout=30)
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream = self.socket.makefile("rb")
 
     def __enter__(self) -> Connection:

@@ -15,7 +15,7 @@ from service.kernels import OPERATORS
 IDS = """
 list_operators get_operator
 server_metadata repository_index model_metadata model_configuration model_ready all_model_statistics model_statistics
-infer
+infer regions region register_region unregister_region unregister_regions
 create_buffer get_buffer set_rules delete_buffer list_buffers value accumulate zero take statistics
 create_many accumulate_many zero_many take_many value_many statistics_many delete_many set_rules_many
 server_live server_ready get_limits get_metrics

@@ -325,8 +325,8 @@ def test_an_unknown_model_is_not_ready(call: Call, version: str) -> None:
         assert "'ReluGard'" in message
 
 
-def test_shared_memory_is_refused(call: Call) -> None:
+def test_shared_memory_is_off_by_default(call: Call) -> None:
     dY = triton.InferInput("dY", [2], "FP32").set_shared_memory("region", 8)
     status, message = refused(call, "infer", "ReluGrad", [dY, *inputs({"X": F32})])
-    assert status == "400"
-    assert "dY is in shared memory" in message
+    assert status == "404"
+    assert "GRADSERVE_SHARED_MEMORY" in message

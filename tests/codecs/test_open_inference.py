@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from service.codecs import open_inference as codec
 from service.codecs._inference_head import MAX_QUOTATION_MARKS, SMALL_JSON_BYTES
 from service.codecs.open_inference import InferenceRequest
-from service.dtypes import BFLOAT16, DTYPES, OPEN_INFERENCE, Array
+from service.codecs.parts import Part, SharedInput
+from service.dtypes import BFLOAT16, DTYPES, FLOAT32, OPEN_INFERENCE, Array
 from service.errors import (
     GradserveError,
     InvalidParameter,
@@ -52,6 +53,13 @@ def one(name: Any = "a", datatype: Any = "FP32", shape: Any = (1,), **more: Any)
 
 def size(number: Any) -> dict[str, Any]:
     return {"parameters": {"binary_data_size": number}}
+
+
+SHARED: dict[str, Any] = {"shared_memory_region": "r", "shared_memory_offset": 2, "shared_memory_byte_size": 4}
+
+
+def shared(**changed: Any) -> dict[str, Any]:
+    return {"parameters": {**SHARED, **changed}}
 
 
 def read(data: Any, datatype: str = "FP32", shape: Any = (1,), padding: bytes = b"") -> Array:
@@ -342,6 +350,53 @@ def test_bare_words_beside_too_many_strings_are_refused() -> None:
         read(b"[" + b'"NaN",' * strings + b"NaN]", "FP32", [strings + 1])
 
 
+# ----- shared memory -----
+
+
+@EITHER_READER
+def test_parts_of_shared_memory(padding: bytes) -> None:
+    """The codec only says where the tensors are: it reads and writes no shared memory."""
+    part = Part("r", 2, 4)
+    whole = {"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 0, "shared_memory_offset": None}}
+    inputs = [one("a", **shared()), one("b", **size(4)), one("c", shape=[0], **whole)]
+    outputs = [
+        {"name": "x", **shared(binary_data=False)},
+        {"name": "y"},
+        {"name": "z", "parameters": {"binary_data": True}},
+    ]
+    request = decode(json.dumps({"inputs": inputs, "outputs": outputs}).encode() + padding, F)
+    assert request.shared == {
+        "a": SharedInput(part, FLOAT32, [1]),
+        "c": SharedInput(Part("r", 0, 0), FLOAT32, [0]),
+    }
+    assert {name: a.tolist() for name, a in request.tensors.items()} == {"b": [0]}
+    assert (request.outputs, request.parts) == ({"x": True, "y": False, "z": True}, {"x": part})
+    ones = np.ones(1, np.float32)
+    pieces, length = codec.encode("m", None, {"x": ones, "y": ones, "z": ones}, ["x", "z"], parts=request.parts)
+    body = b"".join(pieces)
+    assert body[length:] == ones.tobytes()
+    assert json.loads(body[:length])["outputs"] == [
+        one("x", shape=[1], **shared()),
+        one("y", shape=[1], data=[1.0]),
+        one("z", shape=[1], **size(4)),
+    ]
+
+
+def test_an_answer_whose_outputs_are_all_in_shared_memory_is_only_json() -> None:
+    part = {"x": Part("r", 0, 8)}
+    pieces, length = codec.encode("m", None, {"x": np.ones(2, np.float32)}, ["x"], parts=part)
+    assert length is None
+    parameters = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
+    assert json.loads(b"".join(pieces))["outputs"] == [one("x", shape=[2], parameters=parameters)]
+
+
+def test_two_inputs_of_one_name_in_shared_memory() -> None:
+    for other in (shared(), size(4)):
+        for entries in itertools.permutations([one(**shared()), one(**other)]):
+            with pytest.raises(InvalidTensor, match="two inputs named 'a'"):
+                decode({"inputs": list(entries)}, F if other == size(4) else None)
+
+
 # ----- what is absent -----
 
 
@@ -453,11 +508,30 @@ INVALID: dict[str, tuple[Any, tuple[str, ...]]] = {
     "neither": (one(), ("a must have either data or the parameter binary_data_size",)),
     "neither, with parameters": (one(parameters={}), ("a must have either",)),
     "both": (one(data=[1], **size(4)), ("a must have either",)),
-    "shared memory": (
-        one(parameters={"shared_memory_region": "r", "shared_memory_byte_size": 4}),
-        ("a is in shared memory", "send its bytes"),
+    "shared memory and data": (one(data=[1], **shared()), ("a must have either",)),
+    "shared memory and bytes": (
+        one(parameters={**shared()["parameters"], "binary_data_size": 4}),
+        ("a must have either", "shared_memory_region"),
     ),
-    "shared memory and data": (one(data=[1], parameters={"shared_memory_region": "r"}), ("a is in shared memory",)),
+    "shared memory of one element more": (
+        one(**shared(shared_memory_byte_size=8)),
+        ("a.shared_memory_byte_size holds 8 bytes", "takes 4"),
+    ),
+    "shared memory of no number": (
+        one(**shared(shared_memory_byte_size="4")),
+        ("a.shared_memory_byte_size is '4'", "number of bytes"),
+    ),
+    "shared memory without a size": (
+        one(parameters={"shared_memory_region": "r"}),
+        ("a.shared_memory_byte_size is null",),
+    ),
+    "shared memory before its begin": (one(**shared(shared_memory_offset=-1)), ("a.shared_memory_offset is -1",)),
+    "shared memory at a fraction": (one(**shared(shared_memory_offset=0.0)), ("a.shared_memory_offset is 0.0",)),
+    "shared memory beyond all": (
+        one(**shared(shared_memory_offset=1 << 63)),
+        ("a.shared_memory_offset is 9223372036854775808",),
+    ),
+    "shared memory without a name": (one(**shared(shared_memory_region=1)), ("a.shared_memory_region is 1",)),
     "BF16 in a list": (one(datatype="BF16", data=[1]), ("a is BF16", "send it as bytes", "binary_data_size")),
     "bytes of one element less": (one(shape=[2], **size(4)), ("a.binary_data_size holds 4 bytes", "[2] takes 8")),
     "bytes of one element more": (one(**size(8)), ("a.binary_data_size holds 8 bytes", "takes 4")),
@@ -529,11 +603,11 @@ def test_what_is_asked_for(padding: bytes) -> None:
     def asked(**more: Any) -> InferenceRequest:
         return decode(json.dumps({"inputs": [DATA], **more}).encode() + padding)
 
-    assert asked()[2:] == ({}, None, False)
+    assert asked()[2:] == ({}, None, False, {}, {})
     assert asked(outputs=None).outputs is asked(outputs=[]).outputs is None
-    assert asked(id="é", parameters={"alpha": 1.5})[0::2] == ("é", {"alpha": 1.5}, False)
+    assert asked(id="é", parameters={"alpha": 1.5})[0:5:2] == ("é", {"alpha": 1.5}, False)
     everything = asked(parameters={"binary_data_output": True, "axis": 1})
-    assert everything[2:] == ({"axis": 1}, None, True)
+    assert everything[2:5] == ({"axis": 1}, None, True)
     outputs: list[Any] = [{"name": "y"}, {"name": "x", "parameters": {"binary_data": True}}]
     assert list((asked(outputs=outputs).outputs or {}).items()) == [("y", False), ("x", True)]
     outputs[1]["parameters"] = {"binary_data": False}
@@ -548,7 +622,10 @@ def test_what_is_asked_for(padding: bytes) -> None:
         ({"parameters": {"binary_data_output": None}}, "binary_data_output is null"),
         ({"outputs": [{"name": "x", "parameters": {"binary_data": "yes"}}]}, "binary_data is 'yes'"),
         ({"outputs": [{"name": "x", "parameters": {"classification": 3}}]}, "x has the parameter 'classification'"),
-        ({"outputs": [{"name": "x", "parameters": {"shared_memory_region": "r"}}]}, "'shared_memory_region'"),
+        (
+            {"outputs": [{"name": "x", "parameters": {**SHARED, "binary_data": True}}]},
+            "both shared_memory_region and binary_data",
+        ),
         ({"outputs": [{"name": "x", "parameters": {"content-type": "np"}}]}, "'content-type'"),
     ],
 )

@@ -28,8 +28,8 @@ _FORM = re.compile(r'(-safetensors)?(-(x-)?gzip|-deflate)?"$')
 """What the tags of one state differ in: the form of the answer."""
 
 
-def key_of(call: Call, body: memoryview | bytes = b"") -> Key | None:
-    """Return the Idempotency-Key, with the fingerprint of the request. Raises `InvalidParameter`."""
+def key_of(call: Call, *bodies: memoryview | bytes) -> Key | None:
+    """Return the Idempotency-Key, with the fingerprint of the request and its bytes. Raises `InvalidParameter`."""
     if b"idempotency-key" not in call.headers:
         return None
     lines = call.lines(b"idempotency-key")
@@ -44,7 +44,8 @@ def key_of(call: Call, body: memoryview | bytes = b"") -> Key | None:
     content_type = b",".join(call.lines(b"content-type"))
     head = [call.method.encode(), call.path.encode(), call.query_string, content_type, b""]
     fingerprint = xxhash.xxh3_128(b"\0".join(head))
-    fingerprint.update(body)
+    for body in bodies:
+        fingerprint.update(body)
     return Key(call.caller.namespace, text, fingerprint.digest())
 
 

@@ -7,8 +7,10 @@ import ipaddress
 from service.api.http.call import Call
 from service.api.http.caller import ANYONE, Caller
 from service.api.http.routing import Access
+from service.api.http.sockets import unix_path
 from service.errors import Forbidden, Unauthorized, shown
 from service.keys import SCOPES, KeyFile
+from service.unix_socket import is_private
 
 _FORWARDING_HEADERS = (b"x-forwarded-for", b"x-real-ip", b"forwarded")
 
@@ -58,6 +60,12 @@ def _metrics_are_open(call: Call, metrics_open: str) -> bool:
 
 
 def _is_near(call: Call) -> bool:
-    """Return whether the request comes from this machine, and not through a proxy."""
-    forwarded = any(header in call.headers for header in _FORWARDING_HEADERS)
-    return call.address is not None and ipaddress.ip_address(call.address[0]).is_loopback and not forwarded
+    """Return whether the request comes from this machine, and not through a proxy.
+
+    A UNIX socket is as near as loopback if only its owner can open it.
+    """
+    if any(header in call.headers for header in _FORWARDING_HEADERS):
+        return False
+    if unix_path(call.connection) is not None:
+        return is_private(call.settings.socket_mode)
+    return call.address is not None and ipaddress.ip_address(call.address[0]).is_loopback

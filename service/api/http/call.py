@@ -26,8 +26,9 @@ from service.buffers.perform import Request as StoreRequest
 from service.buffers.record import Key
 from service.buffers.store import Store
 from service.engine import Engine
-from service.errors import InvalidParameter, NotReady, TensorTooLarge, shown
+from service.errors import InvalidParameter, NotFound, NotReady, TensorTooLarge, shown
 from service.settings import Settings
+from service.shared_memory import Regions
 
 R = TypeVar("R")
 
@@ -46,7 +47,8 @@ def ignored(namespace: str, changes: Sequence[Change], outcome: Outcome) -> None
 class Services:
     """The services of a process. The engine, the store and `waiting` exist from startup to shutdown.
 
-    The event loop calls `submitted` with each request to the store that is durable.
+    `regions` exists if the server offers shared memory. The event loop calls `submitted` with each request to the store
+    that is durable.
     """
 
     settings: Settings
@@ -54,6 +56,7 @@ class Services:
     engine: Engine | None = None
     store: Store | None = None
     waiting: Waiting | None = None
+    regions: Regions | None = None
     submitted: Callable[[str, Sequence[Change], Outcome], None] = ignored
 
 
@@ -181,6 +184,13 @@ class Call:
         return _there(self._services.waiting)
 
     @property
+    def regions(self) -> Regions:
+        """The regions of shared memory. Raises `NotFound` if the server does not offer shared memory."""
+        if self._services.regions is None:
+            raise NotFound("This server does not offer shared memory; GRADSERVE_SHARED_MEMORY=true lets it do so")
+        return self._services.regions
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other large request is in flight."""
         return self._services.admission.bytes == self.reservation.bytes
@@ -232,7 +242,7 @@ class Call:
         if inline:
             result = work(*arguments)
             if phase is not None:
-                self.spent[phase] = time.perf_counter_ns() - start
+                self.spent[phase] = self.spent.get(phase, 0) + time.perf_counter_ns() - start
             return result
         if not changed:
             self._services.admission.admit_to_pool(self.reservation, self.engine)
@@ -244,7 +254,7 @@ class Call:
         began = time.perf_counter_ns()
         result = work(*arguments)
         if phase is not None:
-            self.spent[phase] = time.perf_counter_ns() - began
+            self.spent[phase] = self.spent.get(phase, 0) + time.perf_counter_ns() - began
             self.spent["queue"] = self.spent.get("queue", 0) + began - submitted
         return result
 

@@ -21,6 +21,7 @@ from service.api.http.descriptors import close_longest_idle, max_connections
 from service.api.http.endings import ServerState, Wire
 from service.api.http.exchange import CLOSES, EXCHANGE, Exchange
 from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
+from service.api.http.sockets import widen
 from service.errors import MalformedBody
 
 MAX_WAITING_BYTES = 1 << 16
@@ -49,8 +50,11 @@ class Connection(Wire):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        name = transport.get_extra_info("sockname")
+        if isinstance(name, str):
+            widen(transport)
         self._addresses = {
-            "server": _address(transport.get_extra_info("sockname")),
+            "server": (name, None) if isinstance(name, str) else _address(name),
             "client": _address(transport.get_extra_info("peername")),
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
         }
@@ -209,5 +213,5 @@ async def _no_send(message: Message) -> None:
 
 
 def _address(name: Any) -> tuple[str, int] | None:
-    """Return the host and the port of a socket's name; None for a Unix socket."""
+    """Return the host and the port of a TCP socket's name; else None."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

@@ -78,7 +78,7 @@ def _answered(job: Job) -> list[str]:
 def _compute(call: Call, job: Job, inline: bool) -> Computed:
     """Compute the outputs from the buffers, unless the request only repeats an add."""
     store, sources, targets = call.store, job.buffers.sources, job.buffers.targets
-    key = key_of(call, job.body) if targets else None
+    key = key_of(call, job.body, job.shared) if targets else None
     answered = _answered(job)
     known = recalled(store, key)
     if known is not None and not answered:

@@ -52,7 +52,8 @@ def routes(statistics: Statistics) -> APIRouter:
     @access("ops")
     async def server(call: CurrentCall) -> Answer:
         """The name and the version of the server, and the extensions of the protocol that it has."""
-        return json_answer({"name": "gradserve", "version": metadata.version("gradserve"), "extensions": EXTENSIONS})
+        extensions = EXTENSIONS + ["system_shared_memory"] * call.settings.shared_memory
+        return json_answer({"name": "gradserve", "version": metadata.version("gradserve"), "extensions": extensions})
 
     @router.post(
         "/repository/index",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from service.buffers.epochs import check_contributor
 from service.buffers.names import check_name
+from service.codecs.parts import Part
 from service.dtypes import FLOATS, Array
 from service.errors import DtypeMismatch, InvalidParameter, UnknownOperator, shown
 from service.kernels import OPERATORS, Operator
@@ -37,6 +38,15 @@ class Job(NamedTuple):
     wanted: Sequence[str] | None
     """The outputs to compute; None means all."""
     buffers: BufferUse = NO_BUFFERS
+    shared: memoryview = memoryview(b"")
+    """The bytes of the inputs that were in shared memory."""
+    parts: Mapping[str, Part] = {}
+    """Where outputs go in shared memory."""
+
+    @property
+    def size(self) -> int:
+        """The bytes that the request has brought."""
+        return len(self.body) + len(self.shared)
 
 
 def find(name: str) -> Operator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -17,9 +17,13 @@ from service.api.http.negotiation import invalid_parameter, parameters_of
 from service.api.http.routing import access
 from service.api.operators import openapi
 from service.api.operators.catalogue import find_model
+from service.api.operators.compute import is_quick
 from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of
 from service.api.operators.run import Result, encode, read, run
+from service.api.operators.shared_tensors import SCOPE
+from service.api.operators.shared_tensors import read as read_shared
 from service.codecs import open_inference as codec
+from service.codecs.parts import Part, SharedInput
 from service.dtypes import DTYPES
 from service.errors import Invalid, InvalidParameter, MalformedBody, UnknownParameter, shown
 from service.kernels import Operator
@@ -43,6 +47,12 @@ class Reply(NamedTuple):
     binary: Sequence[str]
     is_text: bool
     """Whether any output travels as text."""
+    parts: Mapping[str, Part] = {}
+    """Where outputs went in shared memory."""
+
+
+Decoded: TypeAlias = tuple[Job, Reply, Mapping[str, SharedInput]]
+"""A job, the form of its answer, and the inputs that are in shared memory."""
 
 
 @router.post("/models/{op}/infer", operation_id="infer", openapi_extra=openapi.INFER, summary="Run a model")
@@ -60,7 +70,11 @@ async def infer(call: CurrentCall, op: str) -> Answer:
     length = _header_length(call)
     body = await read(call, operator, head=length or 0)
     given = operator, length, call.engine.limits, body
-    job, reply = await decode_json(call, body, body[:length], _decode, *given)
+    job, reply, shared = await decode_json(call, body, body[:length], _decode, *given)
+    if shared or job.parts:
+        call.caller.require(SCOPE)
+        inline = is_quick(call, sum(one.part.size for one in shared.values()))
+        job = await call.offload(inline, read_shared, call, job, shared, phase="decode")
     result = await run(call, job, "list" if reply.is_text else None, reply.binary)
     return await encode(call, result, reply.is_text, _encode, operator, reply)
 
@@ -76,9 +90,9 @@ def _header_length(call: Call) -> int | None:
     return int(value)
 
 
-def _decode(operator: Operator, length: int | None, limits: Limits, body: memoryview) -> tuple[Job, Reply]:
+def _decode(operator: Operator, length: int | None, limits: Limits, body: memoryview) -> Decoded:
     if length == 0:
-        return _decode_raw(operator, limits, body)
+        return *_decode_raw(operator, limits, body), {}
     request = codec.decode(body, length, limits)
     known = operator.output_names
     wanted = None if request.outputs is None else list(request.outputs)
@@ -87,8 +101,12 @@ def _decode(operator: Operator, length: int | None, limits: Limits, body: memory
             raise Invalid(f"{operator.name} has no output {shown(name)}; its outputs are {', '.join(known)}")
     binary = {name: request.binary for name in known} if request.outputs is None else request.outputs
     attributes, buffers = _attributes(operator, request.parameters)
-    reply = Reply(request.id, [name for name, in_bytes in binary.items() if in_bytes], not all(binary.values()))
-    return Job(operator, body, request.tensors, attributes, wanted, buffers), reply
+    for name in request.parts.keys() & buffers.targets.keys():
+        raise InvalidParameter(f"{name} goes to a buffer, so it cannot go to shared memory, too", parameter="into")
+    in_bytes = [name for name, is_binary in binary.items() if is_binary]
+    reply = Reply(request.id, in_bytes, not all(binary.values()), request.parts)
+    job = Job(operator, body, request.tensors, attributes, wanted, buffers, parts=request.parts)
+    return job, reply, request.shared
 
 
 def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[Job, Reply]:
@@ -106,7 +124,7 @@ def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[J
 
 def _encode(result: Result, operator: Operator, reply: Reply) -> Answer:
     parameters = receipts_text(result.receipts) if result.receipts else {}
-    pieces, length = codec.encode(operator.name, reply.id, result.outputs, reply.binary, parameters)
+    pieces, length = codec.encode(operator.name, reply.id, result.outputs, reply.binary, parameters, reply.parts)
     if length is None:
         return Answer(pieces, JSON)
     return Answer(pieces, "application/octet-stream", {"Inference-Header-Content-Length": str(length)})

@@ -50,6 +50,18 @@ def description(operator: Operator) -> str:
     return re.sub(r"`(\w+)`", lambda name: f"`{_CODES.get(name[1], name[1])}`", operator.description)
 
 
+_SHARED: dict[str, Any] = {
+    "shared_memory_region": {"type": "string", "description": "The registered region that holds the tensor."},
+    "shared_memory_offset": {"type": "integer", "minimum": 0, "description": "Where in the region the tensor begins."},
+    "shared_memory_byte_size": {
+        "type": "integer",
+        "minimum": 0,
+        "description": "The tensor's bytes in the region; of an output, the room for them.",
+    },
+}
+"""The parameters of a tensor in shared memory."""
+
+
 _TENSOR = {
     "type": "object",
     "required": ["name", "shape", "datatype"],
@@ -64,7 +76,8 @@ _TENSOR = {
                     "type": "integer",
                     "minimum": 0,
                     "description": "Bytes of the tensor after the JSON.",
-                }
+                },
+                **_SHARED,
             },
         },
         "data": {"type": "array", "items": {}, "description": "Its elements, flat or nested, unless it is bytes."},
@@ -102,6 +115,7 @@ _REQUESTED = {
             "type": ["object", "null"],
             "properties": {
                 "binary_data": {"type": "boolean", "description": "Whether the output travels as bytes."},
+                **_SHARED,
             },
         },
     },

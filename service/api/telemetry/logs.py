@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from service.api.http.call import Call
+from service.api.http.sockets import unix_path
 from service.api.telemetry.observer import Observer
 from service.settings import Settings
 
@@ -51,7 +52,7 @@ class AccessLog(Observer):
             "milliseconds": round(nanoseconds / 1e6, 3),
             "bytes": call.received or int(call.headers.get(b"content-length", 0)),
             "bytes_sent": call.sent,
-            "client": None if call.address is None else call.address[0],
+            "client": _client(call),
             "request_id": call.identify(),
         }
         if namespace := call.caller.namespace:
@@ -62,6 +63,13 @@ class AccessLog(Observer):
             fields["trace_id"], fields["span_id"] = parent[1].decode(), parent[2].decode()
         text = _LINE.format_map(fields)
         logger.info("%s", text.encode("unicode_escape").decode(), extra={"fields": fields})
+
+
+def _client(call: Call) -> str | None:
+    """Return the client's address, or the UNIX socket that it used."""
+    if (path := unix_path(call.connection)) is not None:
+        return f"unix:{path}"
+    return None if call.address is None else call.address[0]
 
 
 def _time(record: logging.LogRecord) -> str:

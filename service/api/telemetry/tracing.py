@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
 from service.api.http.call import Call
+from service.api.http.sockets import unix_path
 from service.api.telemetry.observer import Observer
 
 FLUSH_SECONDS = 5.0
@@ -82,7 +83,9 @@ def _attributes(call: Call, headers: dict[str, str]) -> dict[str, str | int]:
     if call.address is not None:
         attributes["client.address"] = attributes["network.peer.address"] = call.address[0]
         attributes["network.peer.port"] = call.address[1]
-    if (server := call.connection.get("server")) is not None:
+    if (path := unix_path(call.connection)) is not None:
+        attributes["network.transport"], attributes["server.address"] = "unix", path
+    elif (server := call.connection.get("server")) is not None:
         attributes["server.address"], attributes["server.port"] = server[0], server[1]
     if "user-agent" in headers:
         attributes["user_agent.original"] = headers["user-agent"]

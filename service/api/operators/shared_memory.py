@@ -1,0 +1,114 @@
+"""`/v2/systemsharedmemory`: Triton's extension with which clients on the same machine register shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from service.api.buffers.request import Received, parse_model
+from service.api.http.answer import JSON, Answer, json_answer
+from service.api.http.call import CurrentCall
+from service.api.http.negotiation import check_no_query
+from service.api.http.openapi import REF
+from service.api.http.routing import access
+from service.api.operators.shared_tensors import SCOPE
+from service.codecs.parts import MAX_BYTES
+from service.shared_memory import Region
+
+router = APIRouter(prefix="/v2/systemsharedmemory", tags=["open inference protocol"])
+
+MAX_REGION_BYTES = 1 << 16
+"""Bytes of the body that describes a region."""
+
+
+class NewRegion(BaseModel):
+    """A region to register."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"key": "/gradients", "byte_size": 4096}})
+
+    key: str = Field(description="The name of the object in /dev/shm, as clients give it to shm_open.")
+    offset: int = Field(0, ge=0, le=MAX_BYTES, strict=True, description="Where the region begins in the object.")
+    byte_size: int = Field(ge=1, le=MAX_BYTES, strict=True, description="The bytes of the region.")
+
+
+class RegionStatus(BaseModel):
+    """A registered region."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+_REGISTERING: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": REF.format(model=NewRegion.__name__)}}},
+    }
+}
+
+
+@router.get("/status", summary="List the regions", operation_id="regions", response_model=list[RegionStatus])
+@access(SCOPE)
+async def statuses(call: CurrentCall) -> Answer:
+    """The regions of the caller's namespace. 404 unless GRADSERVE_SHARED_MEMORY is true, as for all requests here."""
+    return json_answer(list(map(_described, call.regions.all(call.caller.namespace))))
+
+
+@router.get(
+    "/region/{name}/status", summary="Describe a region", operation_id="region", response_model=list[RegionStatus]
+)
+@access(SCOPE)
+async def status(call: CurrentCall, name: str) -> Answer:
+    """A list of one region. Raises `unknown_region`."""
+    return json_answer([_described(call.regions.find(call.caller.namespace, name))])
+
+
+@router.post(
+    "/region/{name}/register",
+    summary="Register a region",
+    operation_id="register_region",
+    openapi_extra=_REGISTERING,
+    response_class=Response,
+)
+@access(SCOPE)
+async def register(call: CurrentCall, name: str) -> Answer:
+    """The object must be a regular file in /dev/shm that the server may open. Raises `region_exists`,
+    `too_many_regions` and `region_unusable`.
+    """
+    regions = call.regions
+    check_no_query(call)
+    body = await call.body()
+    new = parse_model(Received(body, JSON, JSON, None), NewRegion, MAX_REGION_BYTES)
+    regions.register(call.caller.namespace, name, new.key, new.offset, new.byte_size)
+    return Answer()
+
+
+@router.post(
+    "/region/{name}/unregister",
+    summary="Unregister a region",
+    operation_id="unregister_region",
+    response_class=Response,
+)
+@access(SCOPE)
+async def unregister(call: CurrentCall, name: str) -> Answer:
+    """The object stays. An unknown name is no error."""
+    call.regions.unregister(call.caller.namespace, name)
+    return Answer()
+
+
+@router.post(
+    "/unregister", summary="Unregister all regions", operation_id="unregister_regions", response_class=Response
+)
+@access(SCOPE)
+async def unregister_all(call: CurrentCall) -> Answer:
+    """All regions of the caller's namespace."""
+    call.regions.unregister(call.caller.namespace)
+    return Answer()
+
+
+def _described(region: Region) -> dict[str, Any]:
+    return {"name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.byte_size}
