@@ -78,8 +78,8 @@ format: $(VENV)/.dev  ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels, PyTorch's GRU and a plain FastAPI endpoint
-	$(BENCH)/bin/python -m benchmarks.kernels
+bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels, PyTorch's GRU, a plain FastAPI endpoint, or another checkout: AGAINST=DIRECTORY
+	$(BENCH)/bin/python -m benchmarks.kernels $(if $(AGAINST),--against $(AGAINST))
 	$(BENCH)/bin/python -m benchmarks.gru
 	$(BENCH)/bin/python -m benchmarks.http
 

@@ -1,24 +1,30 @@
 """Speed and memory of our kernels against ONNX Runtime's: `python -m benchmarks.kernels`.
 
-Both sides run in this process by turns, with two threads each, on the same inputs, and write to allocated memory. The
-exit status is 1 if their answers disagree; the table shows missed targets.
+All sides run in this process by turns, with two threads each, on the same inputs, and write to allocated memory. The
+exit status is 1 if their answers disagree; the table shows missed targets. `--against DIRECTORY` adds the kernels of
+another checkout, such as the version before a change, in a table of its own.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import geometric_mean
+from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
 from scipy.special import expit, log_softmax, softmax
 
+import service.kernels
 from benchmarks.ort import Kernel
 from benchmarks.timing import alternate, table, verdict, watched
-from service.dtypes import Array
+from service.dtypes import DTYPES, Array
 from service.kernels import OPERATORS, Workspace, workspace
 
 R = TypeVar("R")
@@ -137,6 +143,64 @@ def speeds() -> str:
     return table(header, [*rows, *means, total])
 
 
+def kernels_of(checkout: Path) -> ModuleType:
+    """Import `service.kernels` of another checkout beside ours."""
+
+    def take_out() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name.partition(".")[0] == "service"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    ours = take_out()
+    sys.path.insert(0, str(checkout))
+    try:
+        kernels = importlib.import_module("service.kernels")
+    finally:
+        sys.path.remove(str(checkout))
+        take_out()
+        sys.modules.update(ours)
+    if not Path(kernels.__file__ or "").is_relative_to(checkout.resolve()):
+        sys.exit(f"{checkout} has no service/kernels")
+    return kernels
+
+
+def race_versions(op: str, inputs: Mapping[str, Array], before: ModuleType) -> tuple[float, float]:
+    """Return the median seconds of our kernel and of the kernel of the version `before`. Exit if answers differ."""
+    answers = {name: np.full_like(inputs["dY"], np.nan) for name in ("ours", "before")}
+
+    def contender(version: ModuleType, pool: ThreadPoolExecutor, out: Array) -> Callable[[], None]:
+        space = version.Workspace(pool, THREADS)
+
+        def run() -> None:
+            with version.workspace(space):
+                version.OPERATORS[op].kernel(*inputs.values(), out=out)
+
+        return run
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        versions = {"ours": service.kernels, "before": before}
+        contenders = {name: contender(version, pool, answers[name]) for name, version in versions.items()}
+        times = pool.submit(alternate, contenders, seconds=SECONDS).result()
+    ours, theirs = (answer.astype(np.float32) for answer in answers.values())
+    if not np.allclose(ours, theirs, rtol=1e-5, atol=1e-5):
+        sys.exit(f"{op} {inputs['dY'].dtype}: the versions' answers differ by up to {np.abs(ours - theirs).max()}")
+    return times["ours"], times["before"]
+
+
+def speeds_against(before: ModuleType) -> str:
+    """Return the table of speeds against the version `before`, for float32 and, at the smaller shape, 16-bit floats."""
+    rows, means = [], []
+    for shape, dtype in [*((shape, "float32") for shape in SHAPES), (SHAPES[0], "float16"), (SHAPES[0], "bfloat16")]:
+        ratios, elements = [], f"{shape[0] * shape[1]:,}"
+        for op in FORWARD:
+            inputs = {name: array.astype(DTYPES[dtype]) for name, array in sample(op, shape).items()}
+            ours, theirs = race_versions(op, inputs, before)
+            ratios.append(theirs / ours)
+            rows.append([op, dtype, elements, f"{ours * 1e3:.3f}", f"{theirs * 1e3:.3f}", f"{ratios[-1]:.2f}"])
+        means.append(["geometric mean", dtype, elements, "", "", f"{geometric_mean(ratios):.2f}"])
+    header = ["operator", "dtype", "elements", "ours ms", "before ms", "ours / before speed"]
+    return table(header, [*rows, *means])
+
+
 def peak_bytes(op: str, inputs: Mapping[str, Array]) -> int:
     """Return the peak bytes of our kernel beyond inputs and output, in new threads, which own the scratch memory."""
     out = np.empty_like(inputs["dY"])
@@ -167,10 +231,16 @@ def memory() -> str:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, metavar="DIRECTORY", help="another checkout")
+    against = parser.parse_args().against
     print(f"Kernels, float32, {THREADS} threads each, medians of runs by turns\n", flush=True)
     with watched():
         print(speeds(), flush=True)
+        if against is not None:
+            print(f"\nAgainst the version in {against}\n", flush=True)
+            print(speeds_against(kernels_of(against)), flush=True)
     print(f"\nMemory of our kernels, {THREADS} threads, 1 MB = 1,000,000 bytes\n")
     print(memory())
 

@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from tests.postgres import cluster
-from tests.serving import serving
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,6 +41,8 @@ def authorities() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """Yield the URL of a server whose limits are small enough to reach."""
+    from tests.serving import serving  # here: without the service, test_scipy_private.py can tell why it fails
+
     with serving(max_body_bytes=2 << 20, max_inflated_bytes=2 << 20, max_tensor_bytes=1 << 20, threads=2) as url:
         yield url
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.dtypes import BFLOAT16, BOOL, FLOAT64, Array, DType, cast, compute_dtype
+from service.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT64, Array, DType, cast, compute_dtype
 from service.errors import InvalidTensor, ShapeMismatch
-from service.kernels._blocks import block_length, new_output, share_out
+from service.kernels._blocks import block_length, new_output, scratch, share_out
+from service.kernels._narrow import narrow, widen
 from service.kernels._op import T_GRAD, AnyTensor, Flag, T, op
 
 _BUFFER = {"gradient_buffer": [[1.0, 2.0], [3.0, 4.0]], "gradient": [0.5, -0.5]}
@@ -74,9 +75,16 @@ def add(result: Array, total: Array | int, gradient: Array, weight: float = 1.0)
     """
     # NumPy converts in small pieces: the sum is rounded once, and a whole converted copy never exists.
     dtype = compute_dtype(result.dtype)
+    if gradient.dtype == FLOAT16:
+        gradient = widen(gradient, 0)
     if weight != 1:
         gradient = np.multiply(gradient, dtype.type(weight), dtype=dtype, casting="unsafe")
-    np.add(total, gradient, out=result, dtype=dtype, casting="unsafe")
+    if result.dtype == FLOAT16:
+        total = widen(total, 1) if isinstance(total, np.ndarray) else total
+        wide = scratch(2, result.size, dtype).reshape(result.shape)
+        narrow(np.add(total, gradient, out=wide, dtype=dtype, casting="unsafe"), result)
+    else:
+        np.add(total, gradient, out=result, dtype=dtype, casting="unsafe")
 
 
 def replace(result: Array, total: Array | int, gradient: Array, weight: float = 1.0) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from service.dtypes import BOOL, Array
-from service.kernels._blocks import elementwise, scratch
+from service.kernels._blocks import scratch
 from service.kernels._checks import same_shape
+from service.kernels._elementwise import elementwise
 from service.kernels._op import T, op
 
 _SAMPLE = {"dY": [[1.0, -2.0], [3.0, 0.5]], "X": [[0.5, -1.0], [2.0, 0.0]]}

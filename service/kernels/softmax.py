@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.dtypes import Array
-from service.kernels._blocks import block_length, prepare, scratch, share_out, widen
+from service.kernels._blocks import block_length, scratch, share_out
 from service.kernels._checks import normalize_axis, same_shape
+from service.kernels._elementwise import prepare
+from service.kernels._narrow import narrow, widen
 from service.kernels._op import Rank2, T, op
 
 MIN_TILE_COLUMNS = 4096
@@ -101,7 +103,7 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
     If such a tile is too long for the cache, cut the reduced axis as well, sum the pieces first, and apply afterwards.
     """
     outer, reduced, inner = Y.shape
-    length, narrow = block_length(Y.dtype), Y.itemsize == 2
+    length, is_narrow = block_length(Y.dtype), Y.itemsize == 2
     width = min(inner, max(length // reduced, MIN_TILE_COLUMNS))
     depth = min(reduced, length // width)
     height = max(1, length // (reduced * width)) if depth == reduced else 1
@@ -120,14 +122,14 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
 
     def load(place: tuple[slice, slice, slice]) -> tuple[Array, Array]:
         blocks = dY[place], Y[place]
-        return (widen(blocks[0], 0), widen(blocks[1], 1)) if narrow else blocks
+        return (widen(blocks[0], 0), widen(blocks[1], 1)) if is_narrow else blocks
 
     def apply(place: tuple[slice, slice, slice], wide_dY: Array, wide_Y: Array, total: Array) -> None:
         target = out[place]
-        if narrow:
+        if is_narrow:
             wide = scratch(2, target.size, wide_Y.dtype).reshape(target.shape)
             rule.apply(wide_dY, wide_Y, total, wide)
-            target[...] = wide
+            narrow(wide, target)
         else:
             rule.apply(wide_dY, wide_Y, total, target)
 

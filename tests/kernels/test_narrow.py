@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.dtypes import BFLOAT16, Array, cast
+from service.kernels.accumulate import in_place_accumulator
 from tests.kernels.calls import CALLS, ELEMENTWISE, NARROW_DTYPES, Call
 from tests.kernels.equality import assert_same_bits
 
@@ -49,6 +50,42 @@ def test_on_every_number(make: Callable[..., Call], dtype: Any) -> None:
     inputs = [every_number(dtype, k) if k in call.floats() else array for k, array in enumerate(call.inputs)]
     call = Call(call.operator, inputs, call.attributes)
     assert_same_bits(call.run(), rounded(call.on(widened).run(), dtype))
+
+
+def finite_numbers(dtype: Any) -> Array:
+    """All finite numbers of the dtype, both zeros among them."""
+    numbers = every_number(dtype, 0)
+    return numbers[np.isfinite(widened(numbers))]
+
+
+@every_dtype
+def test_every_finite_number_is_widened(dtype: Any) -> None:
+    numbers = finite_numbers(dtype)
+    added = in_place_accumulator(np.full(numbers.shape, -0.0, np.float32), numbers)  # -0 leaves both zeros as they are
+    assert_same_bits(added, widened(numbers))
+
+
+@every_dtype
+@pytest.mark.parametrize("beyond", [False, True], ids=["finite", "beyond the range"])
+def test_every_tie_and_its_neighbours_are_rounded(dtype: Any, beyond: bool) -> None:
+    """Each number, the middle between it and the next, and the float32 on either side of these."""
+    numbers = np.unique(widened(finite_numbers(dtype)))
+    with np.errstate(over="ignore"):
+        middles = ((numbers[1:].astype(np.float64) + numbers[:-1]) / 2).astype(np.float32)
+        edges = np.concatenate([numbers, middles])
+        near = np.concatenate(
+            [edges, np.nextafter(edges, np.float32(np.inf)), np.nextafter(edges, np.float32(-np.inf))]
+        )
+    if beyond:
+        largest = np.finfo(np.float32).max
+        near = np.concatenate(
+            [near, np.array([65504, 65519.996, 65520, 65536, 1e38, largest, np.inf, np.nan], np.float32)]
+        )
+        near = np.concatenate([near, -near])
+    else:
+        near = near[np.abs(near) < 65520]
+    added = in_place_accumulator(np.full(near.shape, -0.0, dtype), near)
+    assert_same_bits(added, rounded(near, dtype))
 
 
 @every_dtype
