@@ -23,16 +23,13 @@ PROMISE_SECONDS = 1.0
 class Reservation:
     """The bytes that a request of a namespace holds until it is released."""
 
-    __slots__ = ("admitted", "bytes", "namespace", "promised", "released", "reserved")
-
-    def __init__(self) -> None:
-        self.namespace = ""
-        self.bytes = 0
-        self.promised = 0
-        """Bytes of its body that have not come, while the namespace keeps room for them."""
-        self.reserved = 0.0
-        """When it reserved bytes last."""
-        self.admitted = self.released = False
+    namespace = ""
+    bytes = 0
+    promised = 0
+    """Bytes of its body that have not come, while the namespace keeps room for them."""
+    reserved = 0.0
+    """When it reserved bytes last."""
+    admitted = released = False
 
 
 class Admission:

@@ -13,10 +13,8 @@ def head_of(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
     Raises RuntimeError for a header with a line break: it would become two headers.
     """
-    parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-    for name, value in headers:
-        parts += name, b": ", value, b"\r\n"
-    head = b"".join(parts)
+    lines = [b"%b: %b\r\n" % header for header in headers]
+    head = b"".join([_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, *lines])
     if not head.count(b"\n") == head.count(b"\r") == len(headers) + 1:
         raise RuntimeError(f"A header of the answer has a line break: {head!r}")
     return head

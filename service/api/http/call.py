@@ -63,31 +63,26 @@ class Services:
 class Call:
     """A request: its head, its caller, the bytes that it holds, and its time by phase."""
 
-    __slots__ = (
-        "_scope",
-        "_services",
-        "caller",
-        "code",
-        "exchange",
-        "headers",
-        "label",
-        "method",
-        "operator",
-        "parameters",
-        "path",
-        "receive",
-        "received",
-        "request_id",
-        "reservation",
-        "route",
-        "send",
-        "sent",
-        "settings",
-        "spent",
-        "started",
-        "status",
-        "trace",
-    )
+    caller: Caller = ANYONE
+    route: str | None = None
+    """The path of the endpoint, with the names of its parameters."""
+    label = "other"
+    """The value of the label `route` in metrics, as the endpoint declares it."""
+    parameters: Mapping[str, str] = {}
+    """The values of the parameters in the path."""
+    operator: str | None = None
+    """The operator that the request runs, set before the body is read."""
+    request_id: str | None = None
+    trace: tuple[str, str] | None = None
+    """The ids of the trace and the span, if the request has a span."""
+    status = 0
+    """The status of the answer, once there is an answer."""
+    code: str | None = None
+    """The code of the error that the answer tells."""
+    received = 0
+    """Bytes of the body."""
+    sent = 0
+    """Bytes of the answer's body."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, services: Services) -> None:
         self._scope, self.receive, self.send = scope, receive, send
@@ -99,27 +94,7 @@ class Call:
         """Headers by name, in lower case. Of a header with several lines, the last line."""
         self.exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
         """The exchange on the connection; None under another server."""
-        self.caller: Caller = ANYONE
-        self.route: str | None = None
-        """The path of the endpoint, with the names of its parameters."""
-        self.label = "other"
-        """The value of the label `route` in metrics, as the endpoint declares it."""
-        self.parameters: Mapping[str, str] = {}
-        """The values of the parameters in the path."""
-        self.operator: str | None = None
-        """The operator that the request runs, set before the body is read."""
         self.reservation = Reservation()
-        self.request_id: str | None = None
-        self.trace: tuple[str, str] | None = None
-        """The ids of the trace and the span, if the request has a span."""
-        self.status = 0
-        """The status of the answer, once there is an answer."""
-        self.code: str | None = None
-        """The code of the error that the answer tells."""
-        self.received = 0
-        """Bytes of the body."""
-        self.sent = 0
-        """Bytes of the answer's body."""
         self.spent: dict[str, int] = {}
         """Nanoseconds by phase."""
 

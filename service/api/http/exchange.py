@@ -47,26 +47,26 @@ Pieces: TypeAlias = Sequence[bytes | memoryview]
 class Exchange:
     """A request and its answer. It calls `progressed` when a part of the body was taken, or the answer is complete."""
 
+    more_body = True
+    """Whether more of the body will come."""
+    is_refused = False
+    """Whether the connection has refused an unreadable body, so that the application cannot answer any more."""
     is_stream = _is_chunked = False
     """Whether the answer is a stream, and whether its pieces are chunks."""
+    written = 0
+    """Bytes of the answer's body that were written."""
+    is_started = is_complete = is_lost = False
+    _receiver: Receiver | None = None
 
     def __init__(self, wire: Wire, head: Head, progressed: Callable[[], None]) -> None:
         self._wire, self._progressed = wire, progressed
         self._is_head = head.method == "HEAD"
         self._expects = head.version != "1.0" and head.has(b"expect", b"100-continue")
         self._arrival = asyncio.Event()  # set by a part of the body, and by the end
-        self._receiver: Receiver | None = None
         self.body = bytearray()
         """The part of the body that has come and that the application has not taken."""
-        self.more_body = True
-        """Whether more of the body will come."""
         self.keeps_alive = head.keeps_alive
         """Whether the connection serves another request after this one."""
-        self.is_refused = False
-        """Whether the connection has refused an unreadable body, so that the application cannot answer any more."""
-        self.written = 0
-        """Bytes of the answer's body that were written."""
-        self.is_started = self.is_complete = self.is_lost = False
 
     def add_body(self, body: bytes | memoryview, *, more: bool) -> None:
         """Add a part of the body; without `more` it is the last one."""
