@@ -24,6 +24,7 @@ LABEL org.opencontainers.image.title="gradserve" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /venv /venv
 COPY --from=build --chown=10001:10001 /data /data
+COPY --from=build --chown=10001:10001 /data /run/gradserve
 COPY deploy/healthcheck.py /usr/local/share/gradserve/
 ENV PATH=/venv/bin:$PATH \
     GRADSERVE_HOST=0.0.0.0 \

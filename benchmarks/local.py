@@ -15,6 +15,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import gradserve_client
 import numpy as np
 
 from benchmarks.buffers import SAFETENSORS, Client, Table, check, file, numbers
@@ -85,6 +86,25 @@ def add(rows: Table, server: Server, path: Path) -> None:
         rows.add(case, "TCP", times["unix"] * 1e3, times["tcp"] * 1e3, "<=", ADD_TARGETS.get(title))
 
 
+def python_client(rows: Table, server: Server, path: Path) -> None:
+    """The same of 4 MB with the Python client, which also encodes and decodes."""
+    g = numbers(SIZES["4 MB"])
+    with gradserve_client.Client(server.url) as tcp, gradserve_client.Client(f"unix:{path}") as unix:
+        tcp.buffers["client"].create(g.shape)
+        relu = {"unix": lambda: unix.ops.relu_grad(g, g), "tcp": lambda: tcp.ops.relu_grad(g, g)}
+        add = {
+            "unix": lambda: unix.buffers["client"].accumulate(g).count,
+            "tcp": lambda: tcp.buffers["client"].accumulate(g).count,
+        }
+        for case, calls, target in (
+            ("ReluGrad", relu, RELU_TARGETS["4 MB"]),
+            ("durable add", add, ADD_TARGETS["4 MB"]),
+        ):
+            times = alternate(calls, seconds=SECONDS, calls=CALLS)
+            rows.add(f"{case}, Python client, 4 MB, ms", "TCP", times["unix"] * 1e3, times["tcp"] * 1e3, "<=", target)
+        check(Client(server), "client", g)
+
+
 def main() -> None:
     """Print the table."""
     print("Ways to a server on the same machine, float32, medians by turns\n", flush=True)
@@ -94,7 +114,7 @@ def main() -> None:
         path = work / "http.sock"
         start = gradserve(store=f"lmdb:{work}/data", socket=path, shared_memory=True)
         server = stack.enter_context(serving(start, "/v2/health/ready"))
-        for measure in (relu, add):
+        for measure in (relu, add, python_client):
             measure(rows, server, path)
         shared(rows, server)
         print("\n" + table(["case", "against", "ours", "theirs", "ratio", "target", "met"], rows.rows))

@@ -27,6 +27,7 @@ from gradserve_client import (
     TooLarge,
     _transport,
 )
+from gradserve_client._address import parsed
 from gradserve_client._transport import ASKED_BYTES, Transport
 from gradserve_client._wire import JOINED_BYTES
 from safetensors.numpy import save
@@ -243,7 +244,7 @@ def transports() -> Iterator[Callable[[str], Callable[[int], int]]]:
     opened: list[Transport] = []
 
     def connect(url: str) -> Callable[[int], int]:
-        transport = Transport(httpx.URL(url))
+        transport = Transport(parsed(url))
         opened.append(transport)
 
         def post(size: int) -> int:
@@ -436,7 +437,7 @@ def test_a_connection_is_used_again(
 
 
 def test_connections_are_closed_with_their_transport(url: str, connections: list[socket.socket]) -> None:
-    transport = Transport(httpx.URL(url))
+    transport = Transport(parsed(url))
     limits = {"connect": 10.0, "read": 10.0}
     request = httpx.Request("GET", f"{url}/v1/ops", extensions={"timeout": limits})
     assert transport.send(request, math.inf).status == 200

@@ -38,3 +38,13 @@ def test_a_port_without_a_server_is_not_healthy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
     assert not is_healthy(f"http://127.0.0.1:{port}")
+
+
+def test_a_server_is_asked_over_its_socket(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    """The socket has no TLS, and the port need not be set."""
+    made, key = certificate
+    path = tmp_path / "s"
+    given = {"GRADSERVE_SOCKET": str(path), "GRADSERVE_PORT": "", "GRADSERVE_TLS_CERTIFICATE": str(made)}
+    with serving(socket=path, tls_certificate=made, tls_key=key) as url:
+        assert is_healthy(url, **given)
+    assert not is_healthy(url, **given)

@@ -15,7 +15,7 @@ import pytest
 from gradserve_client import Client
 
 from tests.integration.conftest import free_port
-from tests.integration.stack import ROOT, Stack
+from tests.integration.stack import PROJECT, ROOT, Stack
 
 DOCUMENT = (ROOT / "docs/operations.md").read_text()
 _, _, _AFTER = DOCUMENT.partition("Run in the project's folder, with `deploy/containers/engine`")
@@ -43,7 +43,7 @@ def run(stack: Stack, to: str, folder: Path, **variables: str) -> str:
 
 
 def test_the_table_has_what_an_operator_does() -> None:
-    assert list(LINES) == ["back", "restore,", "look", "upgrade,", "rotate", "serve", "collect", "see"]
+    assert list(LINES) == ["back", "restore,", "look", "upgrade,", "rotate", "serve", "share", "collect", "see"]
     assert all(LINES.values())
 
 
@@ -115,6 +115,30 @@ def test_https_is_served(stack: Stack, tmp_path_factory: pytest.TempPathFactory)
         trust = ssl.create_default_context(cafile=files["-out"])
         with httpx.Client(verify=trust, trust_env=False) as server:
             assert server.get(f"https://127.0.0.1:{port}/v2/health/ready").status_code == 200
+    finally:
+        stack.engine("compose", "down")
+        stack.up()
+
+
+ASK = """
+import http.client, socket
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect("/run/gradserve/http.sock")
+connection.request("GET", "/v1/ops")
+print(connection.getresponse().status)
+"""
+"""A trainer without an API key."""
+
+
+def test_the_socket_is_shared_with_a_container(stack: Stack, tmp_path: Path) -> None:
+    try:
+        run(stack, "share", tmp_path)
+        stack.wait()
+        assert stack.health() == 0
+        volume = f"{PROJECT}_socket:/run/gradserve:ro"
+        trainer = ("run", "--rm", "--network", "none", "--user", "12345", "--volume", volume, "--entrypoint", "python")
+        assert stack.engine(*trainer, "gradserve", "-c", ASK).strip() == "401"
     finally:
         stack.engine("compose", "down")
         stack.up()

@@ -67,6 +67,17 @@ def test_docker_finds_the_service_by_name() -> None:
     assert not re.search(r"mac_address|ipv4_address|extra_hosts|ipam", COMPOSE)
 
 
+def test_the_socket_is_in_a_directory_that_the_image_has() -> None:
+    added = yaml.safe_load((ROOT / "deploy/compose.socket.yaml").read_text())
+    service, image = added["services"]["gradserve"], (ROOT / "Dockerfile").read_text()
+    ((volume, place),) = (one.split(":") for one in service["volumes"])
+    assert list(added["volumes"]) == [volume]
+    assert f"--chown=10001:10001 /data {place}\n" in image
+    path = service["environment"]["GRADSERVE_SOCKET"]
+    assert path.startswith(f"{place}/")
+    assert f"`unix:{path}`" in (ROOT / "docs/operations.md").read_text()
+
+
 def test_nginx_waits_for_the_service() -> None:
     nginx = yaml.safe_load(COMPOSE)["services"]["nginx"]
     assert nginx["depends_on"] == {"gradserve": {"condition": "service_healthy"}}

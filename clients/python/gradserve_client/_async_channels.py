@@ -13,12 +13,15 @@ from gradserve_client._async_runner import AsyncChannel
 from gradserve_client._channels import joined, through
 from gradserve_client._outcomes import Answer
 from gradserve_client._sender import Sender
-from gradserve_client._transport import MOST_IDLE
+from gradserve_client._transport import MOST_IDLE, WIDE
 
 
 def channel(sender: Sender, transport: httpx.AsyncBaseTransport | None) -> AsyncChannel:
     """Return the way to the sender's server. Raises `InvalidInput`; see `_channels.channel`."""
-    return through(AsyncPools, sender.proxy()) if transport is None else AsyncHttpxChannel(transport)
+    if transport is not None:
+        return AsyncHttpxChannel(transport)
+    path = sender.address.socket
+    return through(AsyncPools, sender.proxy(), uds=path, socket_options=[WIDE] if path else None)
 
 
 class AsyncHttpxChannel:

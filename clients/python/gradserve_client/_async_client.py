@@ -41,7 +41,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         senders = [Sender(one, api_key) for one in ([url] if url is None or isinstance(url, str) else url)]
-        self._placement = Placement([str(sender.url) for sender in senders])
+        self._placement = Placement([sender.address.text for sender in senders])
         self._sender = senders[0]
         patience = Patience(timeout, attempt_timeout, max_retries)
         if len(senders) == 1:

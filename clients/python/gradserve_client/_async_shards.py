@@ -25,7 +25,7 @@ class AsyncShard(AsyncRunner):
         try:
             return await super().run(call)
         except GradserveError as error:
-            error.detail = f"{self._sender.url}: {error.detail}"
+            error.detail = f"{self._sender.address.text}: {error.detail}"
             error.args = (error.detail,)
             raise
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -27,14 +27,14 @@ def channel(sender: Sender, transport: httpx.BaseTransport | None, progress: Pro
     Raises `InvalidInput` if the environment names a proxy or certificates that do not work.
     """
     if transport is None and (proxy := sender.proxy()) is None:
-        return Transport(sender.url, progress)
+        return Transport(sender.address, progress)
     return HttpxChannel(transport or through(httpx.HTTPTransport, proxy))
 
 
-def through(transport: Callable[..., T], proxy: str | None) -> T:
+def through(transport: Callable[..., T], proxy: str | None, **settings: Any) -> T:
     """Return a transport of httpx's through the proxy, directly for None. Raises `InvalidInput`; see `channel`."""
     try:
-        return transport(proxy=proxy, limits=_LIMITS)
+        return transport(proxy=proxy, limits=_LIMITS, **settings)
     except (ImportError, ValueError) as error:
         raise InvalidInput(f"The proxy of the environment is {proxy!r}: {error}") from error
     except OSError as error:

@@ -60,7 +60,9 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def everything(
     ctx: typer.Context,
-    url: Annotated[str, typer.Option(envvar="GRADSERVE_URL", metavar="URL", help="The server's URL.")] = DEFAULT_URL,
+    url: Annotated[
+        str, typer.Option(envvar="GRADSERVE_URL", metavar="URL", help="The server's URL, or unix:/path.")
+    ] = DEFAULT_URL,
     api_key: Annotated[
         str | None,
         typer.Option(

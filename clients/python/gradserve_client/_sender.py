@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 import httpx
 
+from gradserve_client._address import parsed
 from gradserve_client._policy import Call, Send
 from gradserve_client.errors import InvalidInput
 
@@ -19,28 +20,27 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _ASYNC_PIECE_BYTES = 1 << 20
 """Bytes that the asynchronous client sends at once, so that the event loop runs other tasks in between."""
 
-_HIGHEST_PORT = (1 << 16) - 1
-
 
 class Sender:
     """Builds the requests for a server. Raises `InvalidInput` for a URL or an API key that is malformed."""
 
     def __init__(self, url: str | None, api_key: str | None) -> None:
-        self.url = _parsed(url or os.environ.get("GRADSERVE_URL") or DEFAULT_URL)
+        self.address = parsed(url or os.environ.get("GRADSERVE_URL") or DEFAULT_URL)
         self.is_closed = False
         api_key = (api_key or os.environ.get("GRADSERVE_API_KEY") or "").strip()  # a file ends with a line break
         if not (api_key.isascii() and api_key.isprintable()):
             raise InvalidInput("The API key has characters that API keys never have")  # kept secret: logs keep errors
         self._headers = {
-            "Host": self.url.netloc.decode("ascii"),
+            "Host": self.address.url.netloc.decode("ascii"),
             "User-Agent": f"gradserve-client/{version('gradserve-client')}",
             **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         }
 
     @property
     def place(self) -> str:
-        """The server's URL for people: without a query, which may hold secrets."""
-        return str(self.url).partition("?")[0].partition("#")[0]
+        """The server's address for people: a URL without a query, which may hold secrets."""
+        text = self.address.text
+        return text if self.address.socket else text.partition("?")[0].partition("#")[0]
 
     def check_open(self) -> None:
         """Raise `InvalidInput` if the client is closed."""
@@ -59,7 +59,8 @@ class Sender:
         timeouts = {"connect": send.connect, "write": send.write, "pool": send.connect, "read": send.read}
         try:
             target = f"{call.path}?{urlencode(query, doseq=True)}".rstrip("?")
-            url = self.url.copy_with(raw_path=self.url.raw_path.partition(b"?")[0].rstrip(b"/") + target.encode())
+            base = self.address.url
+            url = base.copy_with(raw_path=base.raw_path.partition(b"?")[0].rstrip(b"/") + target.encode())
             extensions = {"timeout": timeouts}
             return httpx.Request(call.method, url, headers=headers, stream=_Pieces(call.body), extensions=extensions)
         except (UnicodeEncodeError, httpx.InvalidURL) as error:
@@ -67,24 +68,11 @@ class Sender:
 
     def proxy(self) -> str | None:
         """Return the URL of the proxy that the environment names for the server."""
-        if urllib.request.proxy_bypass(self.url.host):
+        url, socket, _ = self.address
+        if socket or urllib.request.proxy_bypass(url.host):
             return None
-        proxy = urllib.request.getproxies().get(self.url.scheme)
+        proxy = urllib.request.getproxies().get(url.scheme)
         return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
-
-
-def _parsed(text: str) -> httpx.URL:
-    try:
-        url = httpx.URL(text.rstrip("/"))
-    except httpx.InvalidURL as error:
-        raise InvalidInput(f"The URL is {text!r}: {error}") from error
-    if url.scheme not in ("http", "https") or not url.host:
-        raise InvalidInput(f"The URL is {text!r}, but must begin with http:// or https:// and a host")
-    if url.port is not None and not 0 < url.port <= _HIGHEST_PORT:
-        raise InvalidInput(f"The URL is {text!r}, but a port is from 1 to {_HIGHEST_PORT}")
-    if url.userinfo:
-        raise InvalidInput("The URL has a user or a password, but a gradserve server takes an API key: use api_key")
-    return url
 
 
 class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):

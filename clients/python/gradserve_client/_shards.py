@@ -24,7 +24,7 @@ class Shard(Runner):
         try:
             return super().run(call)
         except GradserveError as error:
-            error.detail = f"{self._sender.url}: {error.detail}"
+            error.detail = f"{self._sender.address.text}: {error.detail}"
             error.args = (error.detail,)
             raise
 

@@ -27,8 +27,9 @@ class Client:
     """A connection to a server. Threads may share it.
 
     `url` and `api_key` default to the environment's GRADSERVE_URL and GRADSERVE_API_KEY, and then to
-    http://127.0.0.1:8000 and no key. With a list of URLs, the buffers are spread over these servers by their names, and
-    operators run on any of them; docs/scaling.md says what does not hold across servers.
+    http://127.0.0.1:8000 and no key. `unix:/path` and `http+unix://%2Fpath` name the UNIX socket of a server on this
+    machine. With a list of URLs, the buffers are spread over these servers by their names, and operators run on any of
+    them; docs/scaling.md says what does not hold across servers.
 
     The client retries a call when the connection fails, when nothing comes for `attempt_timeout` seconds, and when the
     server is busy or away. It gives up after `timeout` seconds, or after `max_retries` retries. The time that a call
@@ -53,7 +54,7 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         senders = [Sender(one, api_key) for one in ([url] if url is None or isinstance(url, str) else url)]
-        self._placement = Placement([str(sender.url) for sender in senders])
+        self._placement = Placement([sender.address.text for sender in senders])
         self._sender = senders[0]
         patience = Patience(timeout, attempt_timeout, max_retries)
         if len(senders) == 1:
