@@ -133,11 +133,6 @@ class Regions:
         except FileNotFoundError:
             raise UnknownRegion(f"There is no region {shown(name)}; register it first") from None
 
-    def check(self, namespace: str, name: str, offset: int, size: int) -> None:
-        """Raise what `write` would raise for `size` bytes."""
-        with self._part(namespace, name, offset, size, os.O_WRONLY):
-            pass
-
     def read(self, namespace: str, name: str, offset: int, memory: memoryview) -> None:
         """Fill the memory with the region's bytes from `offset` on. Raises `UnknownRegion` and `RegionUnusable`."""
         with self._part(namespace, name, offset, len(memory), os.O_RDONLY) as (descriptor, start):

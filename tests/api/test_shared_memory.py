@@ -253,7 +253,7 @@ def test_a_key_needs_a_scope_and_sees_the_regions_of_its_namespace(
         ):
             refused(answer, 403, "the request needs shared_memory")
         refused(https["only"].post(RELU, json=relu(8)), 403, "needs ops")
-        refused(https["other"].post(RELU, json=relu(8)), 404, "dX: There is no region 'r'")
+        refused(https["other"].post(RELU, json=relu(8)), 404, "dY: There is no region 'r'")
         assert https["other"].get(f"{SHARED}/status").json() == []
         https["other"].post(f"{SHARED}/unregister").raise_for_status()
         register(https["other"], "r", made.key, 96).raise_for_status()
@@ -369,7 +369,9 @@ def test_a_truncated_region_gives_an_error(http: httpx.Client, relu_region: tupl
     made, dX = relu_region
     os.truncate(made.path, 7000)
     refused(http.post(RELU, json={"inputs": relu(1000)["inputs"]}), 400, "X: ", "has 7000 bytes", "needs 8000")
-    refused(http.post(RELU, json=relu(1000)), 400, "dX: ", "needs 12000")
+    refused(http.post(RELU, json=relu(1000)), 400, "X: ", "needs 8000")
+    os.truncate(made.path, 11_000)
+    refused(http.post(RELU, json=relu(1000)), 400, "dX: ", "has 11000 bytes", "needs 12000")
     os.truncate(made.path, 12_000)
     assert http.post(RELU, json=relu(1000)).status_code == 200
 
@@ -381,7 +383,7 @@ def test_removed_renamed_and_replaced_objects_give_an_error(
     aside, other = made.path.with_name(f"{made.path.name}-aside"), objects(bytes(12_000))
     made.path.rename(aside)
     try:
-        refused(http.post(RELU, json=relu(1000)), 400, "dX: ", "cannot open", "No such file")
+        refused(http.post(RELU, json=relu(1000)), 400, "dY: ", "cannot open", "No such file")
         made.path.symlink_to(aside)
         refused(http.post(RELU, json=relu(1000)), 400, "It is a link")
         made.path.unlink()

@@ -26,7 +26,7 @@ from service.buffers.perform import Request as StoreRequest
 from service.buffers.record import Key
 from service.buffers.store import Store
 from service.engine import Engine
-from service.errors import InvalidParameter, NotFound, NotReady, TensorTooLarge, shown
+from service.errors import InvalidParameter, NotReady, TensorTooLarge, shown
 from service.settings import Settings
 from service.shared_memory import Regions
 
@@ -47,8 +47,7 @@ def ignored(namespace: str, changes: Sequence[Change], outcome: Outcome) -> None
 class Services:
     """The services of a process. The engine, the store and `waiting` exist from startup to shutdown.
 
-    `regions` exists if the server offers shared memory. The event loop calls `submitted` with each request to the store
-    that is durable.
+    `regions` is None without shared memory. The event loop calls `submitted` with each durable request to the store.
     """
 
     settings: Settings
@@ -86,7 +85,7 @@ class Call:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, services: Services) -> None:
         self._scope, self.receive, self.send = scope, receive, send
-        self._services, self.settings = services, services.settings
+        self._services, self.settings, self.regions = services, services.settings, services.regions
         self.started = time.perf_counter_ns()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -157,13 +156,6 @@ class Call:
     def waiting(self) -> Waiting:
         """The object that wakes requests that wait for a buffer. Raises `NotReady` like `engine`."""
         return _there(self._services.waiting)
-
-    @property
-    def regions(self) -> Regions:
-        """The regions of shared memory. Raises `NotFound` if the server does not offer shared memory."""
-        if self._services.regions is None:
-            raise NotFound("This server does not offer shared memory; GRADSERVE_SHARED_MEMORY=true lets it do so")
-        return self._services.regions
 
     @property
     def is_alone(self) -> bool:

@@ -14,7 +14,7 @@ from service.api.http.call import CurrentCall
 from service.api.http.negotiation import check_no_query
 from service.api.http.openapi import REF
 from service.api.http.routing import access
-from service.api.operators.shared_tensors import SCOPE
+from service.api.operators.shared_tensors import SCOPE, regions_of
 from service.codecs.parts import MAX_BYTES
 from service.shared_memory import Region
 
@@ -55,7 +55,7 @@ _REGISTERING: dict[str, Any] = {
 @access(SCOPE)
 async def statuses(call: CurrentCall) -> Answer:
     """The regions of the caller's namespace. 404 unless GRADSERVE_SHARED_MEMORY is true, as for all requests here."""
-    return json_answer(list(map(_described, call.regions.all(call.caller.namespace))))
+    return json_answer(list(map(_described, regions_of(call).all(call.caller.namespace))))
 
 
 @router.get(
@@ -64,7 +64,7 @@ async def statuses(call: CurrentCall) -> Answer:
 @access(SCOPE)
 async def status(call: CurrentCall, name: str) -> Answer:
     """A list of one region. Raises `unknown_region`."""
-    return json_answer([_described(call.regions.find(call.caller.namespace, name))])
+    return json_answer([_described(regions_of(call).find(call.caller.namespace, name))])
 
 
 @router.post(
@@ -79,7 +79,7 @@ async def register(call: CurrentCall, name: str) -> Answer:
     """The object must be a regular file in /dev/shm that the server may open. Raises `region_exists`,
     `too_many_regions` and `region_unusable`.
     """
-    regions = call.regions
+    regions = regions_of(call)
     check_no_query(call)
     body = await call.body()
     new = parse_model(Received(body, JSON, JSON, None), NewRegion, MAX_REGION_BYTES)
@@ -96,7 +96,7 @@ async def register(call: CurrentCall, name: str) -> Answer:
 @access(SCOPE)
 async def unregister(call: CurrentCall, name: str) -> Answer:
     """The object stays. An unknown name is no error."""
-    call.regions.unregister(call.caller.namespace, name)
+    regions_of(call).unregister(call.caller.namespace, name)
     return Answer()
 
 
@@ -106,7 +106,7 @@ async def unregister(call: CurrentCall, name: str) -> Answer:
 @access(SCOPE)
 async def unregister_all(call: CurrentCall) -> Answer:
     """All regions of the caller's namespace."""
-    call.regions.unregister(call.caller.namespace)
+    regions_of(call).unregister(call.caller.namespace)
     return Answer()
 
 

@@ -10,21 +10,26 @@ from service.api.http.call import Call
 from service.api.operators.job import Job
 from service.codecs.parts import Part, SharedInput, bytes_for
 from service.dtypes import Array
-from service.errors import GradserveError
+from service.errors import GradserveError, NotFound
+from service.shared_memory import Regions
 
 SCOPE = "shared_memory"
 """The scope of an API key for tensors in shared memory."""
 
 
+def regions_of(call: Call) -> Regions:
+    """Return the regions of shared memory. Raises `NotFound` if the server does not offer shared memory."""
+    if call.regions is None:
+        raise NotFound("This server does not offer shared memory; GRADSERVE_SHARED_MEMORY=true lets it do so")
+    return call.regions
+
+
 def read(call: Call, job: Job, shared: Mapping[str, SharedInput]) -> Job:
     """Return the job with its inputs from shared memory, in memory that is reserved first.
 
-    Raises `NotFound`, `RegionUnusable`, `InvalidTensor` and `Busy`; the same for a part that cannot be written.
+    Raises `NotFound`, `RegionUnusable`, `InvalidTensor` and `Busy`.
     """
-    regions, namespace = call.regions, call.caller.namespace
-    for name, part in job.parts.items():
-        with _about(name):
-            regions.check(namespace, *part)
+    regions, namespace = regions_of(call), call.caller.namespace
     sizes = [one.part.size + -one.part.size % ALIGNMENT_BYTES for one in shared.values()]
     call.reserve(sum(sizes))
     memory, tensors, start = call.engine.buffer(sum(sizes)), dict(job.tensors), 0
@@ -43,7 +48,7 @@ def write(call: Call, parts: Mapping[str, Part], outputs: Mapping[str, Array]) -
     for name, part in parts.items():
         data = bytes_for(name, outputs[name], part)
         with _about(name):
-            call.regions.write(call.caller.namespace, part.region, part.offset, data)
+            regions_of(call).write(call.caller.namespace, part.region, part.offset, data)
 
 
 @contextmanager
