@@ -23,12 +23,18 @@ from service.errors import ShapeMismatch, TensorTooLarge
 
 T = TypeVar("T", bound=Array)
 
-BLOCK_BYTES = 768 * 1024
+BLOCK_BYTES = 1 << 20
 """Bytes of one tensor in a block.
 
-Smaller blocks fit into a faster cache, but threads hand the interpreter lock over more often, which costs more. Larger
-blocks need more than 2 MB of scratch in each thread.
+Smaller blocks fit into a faster cache, but threads hand the interpreter lock over more often, which costs more. A
+tensor of one block has no helper: to start a helper and to wait for it takes 0.15 ms, which is the time of the block.
 """
+
+TEMPORARIES_BYTES = 3 << 19
+"""Bytes of a block's temporaries together, in each thread. With more, two threads would have over 4 MB of scratch."""
+
+NARROW_BLOCK_LENGTH = 96 << 10
+"""Elements of one tensor of a 16-bit float in a block: two threads have up to five such blocks as float32 in 4 MB."""
 
 SCRATCH_BYTES = 1 << 22
 """The most bytes of scratch that a thread keeps in each slot."""
@@ -110,9 +116,11 @@ def _allocate(
         raise TensorTooLarge(f"{purpose} of shape {list(shape)} and dtype {dtype} does not fit in memory") from None
 
 
-def block_length(dtype: DType) -> int:
-    """Return how many elements of one tensor a block has: fewer for the 16-bit floats, which are widened in scratch."""
-    return BLOCK_BYTES // (16 if dtype.itemsize == 2 else dtype.itemsize)
+def block_length(dtype: DType, temporaries: int = 1) -> int:
+    """Return how many elements of one tensor a block has. A formula with more `temporaries` has smaller blocks."""
+    if dtype.itemsize == 2:
+        return NARROW_BLOCK_LENGTH
+    return min(BLOCK_BYTES, TEMPORARIES_BYTES // max(1, temporaries)) // dtype.itemsize
 
 
 def share_out(function: Callable[[int], None], count: int) -> None:

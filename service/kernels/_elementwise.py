@@ -21,7 +21,7 @@ def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None
     """
     result, tensors = prepare(inputs, out)
     flats, target = [tensor.reshape(-1) for tensor in tensors], result.reshape(-1)
-    dtype, length = compute_dtype(result.dtype), block_length(result.dtype)
+    dtype, length = compute_dtype(result.dtype), block_length(result.dtype, temporaries)
     is_narrow = dtype != result.dtype
     if target.size <= length and not is_narrow:
         with np.errstate(all="ignore"):
@@ -35,7 +35,7 @@ def elementwise(formula: Callable[..., None], inputs: Sequence[T], out: T | None
         if is_narrow:
             wide_out = scratch(temporaries, block_out.size, dtype)
             formula(*(widen(block, temporaries + 1 + k) for k, block in enumerate(blocks)), wide_out, *spare)
-            narrow(wide_out, block_out)
+            narrow(wide_out, block_out, (temporaries + 1, temporaries + 2))  # no longer the inputs'
         else:
             formula(*blocks, block_out, *spare)
 

@@ -82,7 +82,7 @@ def add(result: Array, total: Array | int, gradient: Array, weight: float = 1.0)
     if result.dtype == FLOAT16:
         total = widen(total, 1) if isinstance(total, np.ndarray) else total
         wide = scratch(2, result.size, dtype).reshape(result.shape)
-        narrow(np.add(total, gradient, out=wide, dtype=dtype, casting="unsafe"), result)
+        narrow(np.add(total, gradient, out=wide, dtype=dtype, casting="unsafe"), result, (0, 1))
     else:
         np.add(total, gradient, out=result, dtype=dtype, casting="unsafe")
 

@@ -129,7 +129,7 @@ def _reduce_and_apply(rule: _Rule, dY: Array, Y: Array, out: Array) -> None:
         if is_narrow:
             wide = scratch(2, target.size, wide_Y.dtype).reshape(target.shape)
             rule.apply(wide_dY, wide_Y, total, wide)
-            narrow(wide, target)
+            narrow(wide, target, (0, 1))  # no longer those of dY and Y
         else:
             rule.apply(wide_dY, wide_Y, total, target)
 
