@@ -13,7 +13,7 @@ MAX_HEADER_VALUES = 1 << 18
 """The most JSON values in a header: each takes up to 100 bytes of memory as a Python object."""
 
 
-def load(text: memoryview | bytes, title: str, max_values: int = MAX_HEADER_VALUES) -> Any:
+def load(text: memoryview | bytearray | bytes, title: str, max_values: int = MAX_HEADER_VALUES) -> Any:
     """Parse a header. `title` names it in errors.
 
     Raises `MalformedBody` for text that is not JSON, for too many values, and for two members of one name.

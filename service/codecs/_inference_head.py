@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from service.codecs._bytes import count
 from service.codecs._headers import MAX_HEADER_VALUES, as_object, check_shape, load
-from service.codecs._parser import LISTS, OBJECTS
+from service.codecs._parser import LISTS, OBJECTS, Body, Text
 from service.codecs.json import members_of, parse
 from service.codecs.parts import PARAMETERS, Part, part_of
 from service.dtypes import OPEN_INFERENCE, DType
@@ -61,7 +61,7 @@ class RequestHead(NamedTuple):
     parts: dict[str, Part]
 
 
-def read_head(text: memoryview | bytes, has_length: bool) -> RequestHead:
+def read_head(text: Text, has_length: bool) -> RequestHead:
     """Read the JSON of a request. `has_length` says whether a header has told where it ends.
 
     Raises `MalformedBody`, `InvalidTensor` and `InvalidParameter`.
@@ -69,7 +69,7 @@ def read_head(text: memoryview | bytes, has_length: bool) -> RequestHead:
     try:
         document = _read(text)
     except MalformedBody as error:
-        error.detail += _about_length(text, has_length)
+        error.detail += _about_length(text.body, has_length)
         raise
     parameters = dict(_parameters_of(document, "parameters"))
     identity = document.get("id")
@@ -92,17 +92,17 @@ def count_lists(value: Any, key: str = "") -> int:
     return 1 + sum(map(count_lists, value)) if isinstance(value, list) and key != "data" else 0
 
 
-def _read(text: memoryview | bytes) -> dict[str, Any]:
+def _read(text: Text) -> dict[str, Any]:
     try:
         return _parse(text)
     except MalformedBody:
-        quoted = _quote_nonfinite(bytes(text))
-        if quoted == text:
+        quoted = _quote_nonfinite(bytes(text.body))
+        if quoted == text.body:
             raise
-        return _parse(quoted)
+        return _parse(Text(quoted))
 
 
-def _about_length(text: memoryview | bytes, has_length: bool) -> str:
+def _about_length(text: Body, has_length: bool) -> str:
     """Return what an error about the JSON says of its end. A client may forget or miscount it."""
     if has_length:
         return f"; Inference-Header-Content-Length says that it has {len(text)} bytes"
@@ -114,9 +114,9 @@ def _about_length(text: memoryview | bytes, has_length: bool) -> str:
     )
 
 
-def _parse(text: memoryview | bytes) -> dict[str, Any]:
-    if len(text) <= SMALL_JSON_BYTES:
-        return as_object(load(text, "The request"), "The request")
+def _parse(text: Text) -> dict[str, Any]:
+    if len(text.body) <= SMALL_JSON_BYTES:
+        return as_object(load(text.body, "The request"), "The request")
     try:
         return as_object(_unpack(parse(text), iter(range(MAX_HEADER_VALUES))), "The request")
     except RecursionError:

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from service.codecs._bytes import count
-from service.codecs._parser import IN_PARSER, LISTS
+from service.codecs._parser import IN_PARSER, LISTS, Text
 from service.dtypes import BOOL, FLOAT64, FLOATS, INT64, Array, DType, cast
 from service.errors import InvalidTensor, shown
 from service.limits import Limits
@@ -52,12 +51,12 @@ class ListReader:
             numbers = _read_items(name, data, shape, dtype)
         return _narrow(name, numbers, shape, dtype)
 
-    def finish(self, text: bytes | bytearray | memoryview, count_other_lists: Callable[[], int]) -> None:
+    def finish(self, text: Text, count_other_lists: Callable[[], int]) -> None:
         """Raise `InvalidTensor` if a list stands where a number belongs, in any tensor read.
 
         In that case `text` has more opening brackets than the tensors and the other lists in it.
         """
-        if self._unchecked and count(text, b"[") != self._lists + count_other_lists():
+        if self._unchecked and text.lists != self._lists + count_other_lists():
             for tensor in self._unchecked:
                 _read_items(*tensor)
 

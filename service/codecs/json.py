@@ -22,6 +22,7 @@ from service.codecs._bytes import bytes_of, count, view, wrong_size
 from service.codecs._lists import NONFINITE, ListReader, is_empty, shape_of
 from service.codecs._parser import LISTS, OBJECTS, TEXT_COPIES, VALUE_BYTES, Body, parsed
 from service.codecs._parser import Pairs as Pairs
+from service.codecs._parser import Text as Text
 from service.dtypes import NAMES, Array, DType
 from service.errors import BodyTooLarge, InvalidTensor, MalformedBody, shown
 from service.limits import Limits
@@ -59,12 +60,13 @@ class Document:
     """
 
     def __init__(self, body: Body, limits: Limits) -> None:
-        self._body = body
+        self._text = Text(body)
         self._limits = limits
         self._lists = ListReader()
         self._shape_lists = 0
         """How many lists in the body are shapes."""
-        self.members = {name: _read_member(name, value, limits) for name, value in members_of(parse(body), "The body")}
+        members = members_of(parse(self._text), "The body")
+        self.members = {name: _read_member(name, value, limits) for name, value in members}
         limits.check_count(len(self.members))
 
     def member(self, name: str, value: Any) -> Any:
@@ -103,7 +105,7 @@ class Document:
 
     def finish(self) -> None:
         """Raise `InvalidTensor` if a list stands where a number belongs. The caller must have read all tensors."""
-        self._lists.finish(self._body, lambda: self._shape_lists)
+        self._lists.finish(self._text, lambda: self._shape_lists)
 
     def _check_shape(self, name: str, shape: Sequence[int], dtype: DType) -> None:
         self._shape_lists += 1
@@ -186,12 +188,16 @@ _NUMBER_BYTES = {("b", 1): 6, ("i", 4): 12, ("i", 8): 21, ("f", 2): 18, ("V", 2)
 """The most bytes of a number in a list, with a comma, by the dtype's kind and size."""
 
 
-def parse(body: Body) -> Any:
+def parse(text: Text) -> Any:
     """Parse JSON; numbers stay in the parser. Raises `MalformedBody` and `BodyTooLarge`."""
+    body = text.body
     if not body:
         raise MalformedBody("The body is empty, so it is not JSON; it must be an object")
-    _check_count(body, b",", MAX_ELEMENTS, "The lists in the body have more than {} elements")
-    _check_count(body, b"[", MAX_LISTS, "The body has more than {} lists")
+    # An element takes two bytes or more, with its comma, and so does a list.
+    if len(body) > 2 * MAX_ELEMENTS and count(body, b",") >= MAX_ELEMENTS:  # n commas part n + 1 elements
+        raise _too_large(f"The lists in the body have more than {MAX_ELEMENTS} elements", MAX_ELEMENTS)
+    if len(body) > 2 * MAX_LISTS and text.lists > MAX_LISTS:
+        raise _too_large(f"The body has more than {MAX_LISTS} lists", MAX_LISTS)
     try:
         return parsed(body)
     except (ValueError, RuntimeError) as error:
@@ -215,10 +221,8 @@ def parse_pairs(body: Body) -> Any:
         raise MalformedBody(f"The body is not JSON: {error}") from None
 
 
-def _check_count(body: Body, byte: bytes, limit: int, fault: str) -> None:
-    """Raise `BodyTooLarge` if the `byte` parts or begins more than `limit` values: n commas part n + 1 values."""
-    if len(body) > limit and count(body, byte) + (byte == b",") > limit:
-        raise BodyTooLarge(f"{fault.format(limit)}; send large tensors as base64 or in a safetensors file", limit=limit)
+def _too_large(fault: str, limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"{fault}; send large tensors as base64 or in a safetensors file", limit=limit)
 
 
 def _parse_integer(text: str) -> float:

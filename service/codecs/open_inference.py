@@ -19,7 +19,7 @@ import orjson
 from service.codecs._bytes import bytes_of, view, view_at, wrong_size
 from service.codecs._inference_head import RequestHead, count_lists, read_head
 from service.codecs._lists import ListReader, is_empty, shape_of
-from service.codecs._parser import LISTS
+from service.codecs._parser import LISTS, Text
 from service.codecs.json import list_text
 from service.codecs.parts import Part, SharedInput
 from service.dtypes import BFLOAT16, BOOL, OPEN_INFERENCE, Array, DType
@@ -54,19 +54,21 @@ def decode(body: memoryview, header_length: int | None, limits: Limits) -> Infer
     `InvalidParameter`, `TensorTooLarge` and `TooManyDimensions`.
     """
     if header_length is None:
-        text, data, head = body, None, read_head(body, has_length=False)
+        text, data = Text(body), None
+        head = read_head(text, has_length=False)
     else:
         if header_length > len(body):
             raise MalformedBody(
                 f"Inference-Header-Content-Length is {header_length}, but the whole body has {len(body)} bytes"
             )
-        text, data = body[:header_length], body[header_length:]
+        raw, data = body[:header_length], body[header_length:]
         if header_length <= CACHED_HEAD_BYTES:
-            head, places, end = _cached_head(text.tobytes(), limits)
+            head, places, end = _cached_head(raw.tobytes(), limits)
             if places is not None and end == len(data):
                 tensors = {name: view_at(body, header_length + start, *form) for name, start, form in places}
                 return InferenceRequest(head.id, tensors, head.parameters, head.outputs, head.binary, {}, head.parts)
-        else:
+        text = Text(raw)
+        if header_length > CACHED_HEAD_BYTES:
             head = read_head(text, has_length=True)
     inputs = _Inputs(text, data, limits)
     tensors = inputs.read(head)
@@ -91,7 +93,7 @@ def _cached_head(text: bytes, limits: Limits) -> tuple[RequestHead, _Places | No
     The requests of a client have other numbers, but mostly the same JSON. The places are None if each request needs
     more checks: for lists, booleans, shared memory and mistakes.
     """
-    head, end = read_head(text, has_length=True), 0
+    head, end = read_head(Text(text), has_length=True), 0
     places: _Places = []
     for name, dtype, shape, size, _, _ in head.inputs:
         if size is None or size != math.prod(shape) * dtype.itemsize or dtype == BOOL:
@@ -112,7 +114,7 @@ def _cached_head(text: bytes, limits: Limits) -> tuple[RequestHead, _Places | No
 class _Inputs:
     """Reads the inputs in their order. An input in bytes begins where the previous one ends."""
 
-    def __init__(self, text: memoryview, data: memoryview | None, limits: Limits) -> None:
+    def __init__(self, text: Text, data: memoryview | None, limits: Limits) -> None:
         self._text, self._data, self._limits = text, data or memoryview(b""), limits
         self._has_length, self._end, self._lists = data is not None, 0, ListReader()
         self.shared: dict[str, SharedInput] = {}

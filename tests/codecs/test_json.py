@@ -290,6 +290,8 @@ def test_of_too_many_elements_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BodyTooLarge, match="base64") as refused:
         read(b'{"a": [1,1,1,1,1,1,1,1,1,1],"b":1}')
     assert refused.value.context["limit"] == 10
+    with pytest.raises(BodyTooLarge, match="10 elements"):  # in as few bytes as they can take
+        read(b'{"a":[1,1,1,1,1,1,1,1,1,1,1]}')
 
 
 def test_of_too_many_lists_nothing_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def parse_model(received: Received, model: type[M], max_bytes: int) -> M:
     Raises `UnsupportedMediaType`, `BodyTooLarge`, `MalformedBody`, `UnknownParameter` and `InvalidParameter`.
     """
     text, members = _text(received, max_bytes, MAX_LIST_ELEMENTS, parameters_of(model)), parameters_of(model)
-    _known_members(json_codec.parse(text), members)
+    _known_members(json_codec.parse(json_codec.Text(text)), members)
     try:
         return model.model_validate_json(text)
     except ValidationError as invalid:
