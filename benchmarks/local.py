@@ -17,6 +17,7 @@ from pathlib import Path
 
 import gradserve_client
 import numpy as np
+from gradserve_client._transport import WIDE
 
 from benchmarks.buffers import SAFETENSORS, Client, Table, check, file, numbers
 from benchmarks.servers import Server, gradserve, serving
@@ -33,11 +34,12 @@ CALLS = 10
 
 
 class OverSocket(Client):
-    """A connection to the server's UNIX socket."""
+    """A connection to the server's UNIX socket, which holds as many bytes as that of the Python client."""
 
     def __init__(self, path: Path) -> None:
         self._connection = http.client.HTTPConnection("localhost", timeout=600)
         self._connection.sock = socket.socket(socket.AF_UNIX)
+        self._connection.sock.setsockopt(*WIDE)
         self._connection.sock.connect(str(path))
 
 
