@@ -219,7 +219,8 @@ def _add_rows(sums: Array, targets: Array, rows: Callable[[slice], Array]) -> No
     """
     size, width = sums.shape
     height = min(len(targets), max(1, block_length(sums.dtype) // width))
-    columns, ones = np.arange(height + 1), np.ones(height, sums.dtype)
+    if width > 1:
+        columns, ones = np.arange(height + 1), np.ones(height, sums.dtype)
     for start in range(0, len(targets), height or 1):
         part = slice(start, start + height)
         places = targets[part].astype(np.int64, copy=False)
