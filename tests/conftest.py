@@ -11,9 +11,15 @@ from typing import Any
 
 import certifi
 import httpx
+import hypothesis
 import pytest
 
 from tests.postgres import cluster
+
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

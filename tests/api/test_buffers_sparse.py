@@ -226,7 +226,7 @@ def test_the_schema_shows_a_sparse_gradient(http: httpx.Client) -> None:
 parts = st.fixed_dictionaries({}, optional={"indices": tensors, "rows": tensors, "data": tensors})
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(["gradient", "a", "a/rows", "é"]), parts | tensors, max_size=3), st.booleans())
 def test_strange_sparse_gradients_get_a_receipt_or_a_problem(client: httpx.Client, body: Any, many: bool) -> None:
     for name in ("gradient", "a"):

@@ -71,7 +71,7 @@ def gradients(draw: st.DrawFn) -> tuple[tuple[int, ...], Rows]:
     return shape, Rows(np.array(indices, kind), np.array(numbers, dtype).reshape(len(indices), *shape[1:]))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(gradients(), st.sampled_from(FLOAT_DTYPES), st.sampled_from([1.0, -0.5, 2.0]), st.booleans())
 def test_any_rows_add_exactly(
     gradient: tuple[tuple[int, ...], Rows], dtype: Any, weight: float, overwrite: bool

@@ -749,7 +749,6 @@ def database(postgres_url: str) -> None:
 SOME = settings(
     max_examples=20 * FUZZ,
     stateful_step_count=30,
-    deadline=None,
     phases=[phase for phase in Phase if phase is not Phase.explain],  # explaining takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -248,7 +248,7 @@ NAMES = st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata
 
 
 @given(tensors=st.dictionaries(NAMES, SOME, max_size=4), flip=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_format_is_that_of_safetensors(tensors: dict[str, Array], flip: bool) -> None:
     given = {name: as_array(one.T if flip else one, name) for name, one in tensors.items()}
     body = b"".join(encode(given))
@@ -294,7 +294,7 @@ CALLS: list[Any] = [
 
 
 @given(body=damaged() | st.binary(max_size=40) | JUNK.map(lambda one: json.dumps(one).encode()))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_damaged_answer_raises_server_failed(body: bytes) -> None:
     for call in CALLS:
         steps = exchange(call, Patience(10, 10, 0), Echo(), Journal("here"), "asked")

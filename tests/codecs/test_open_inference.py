@@ -27,7 +27,7 @@ from service.errors import (
 )
 from service.limits import Limits
 from tests.codecs.test_json import any_array
-from tests.codecs.test_safetensors import EVERY_DTYPE, HUGE, UNHURRIED
+from tests.codecs.test_safetensors import EVERY_DTYPE, HUGE
 from tests.test_contract import assert_same
 
 LIMITS = Limits(1 << 30)
@@ -79,7 +79,6 @@ def in_bytes(tensors: dict[str, Array]) -> tuple[bytes, bytes]:
 any_arrays = st.dictionaries(st.text(max_size=5), any_array().map(np.asarray), max_size=4)
 
 
-@UNHURRIED
 @given(any_arrays, st.data())
 def test_answers_are_read_as_requests(tensors: dict[str, Array], data: st.DataObject) -> None:
     """A mixture of JSON and bytes is bit-exact, except that JSON has only one NaN."""
@@ -646,7 +645,6 @@ def request_or_an_error(body: bytes, length: int | None) -> InferenceRequest | N
     return None
 
 
-@UNHURRIED
 @given(st.binary(max_size=100) | st.text('{}[]":,1a', max_size=40).map(str.encode), st.none() | st.integers(0, 120))
 def test_any_bytes_are_read_or_refused(body: bytes, length: int | None) -> None:
     request_or_an_error(body, length)
@@ -668,7 +666,6 @@ VALID = json.dumps(
 DAMAGE = [b"-1", b"9" * 20, b'"', b"[[", b"{", b"null", b"1e999", b"\\u0000", b"true", b"\xff"]
 
 
-@UNHURRIED
 @given(st.data(), st.sampled_from([b"", PADDING]))
 def test_a_damaged_request_is_read_or_refused(data: st.DataObject, padding: bytes) -> None:
     head = bytearray(VALID)
@@ -698,7 +695,6 @@ requests = st.fixed_dictionaries(
 )
 
 
-@UNHURRIED
 @given(requests, st.none() | st.binary(max_size=16))
 def test_a_large_and_a_small_request_are_read_alike(text: dict[str, Any], data: bytes | None) -> None:
     """By two readers, to the same tensors or to the same kind of error."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.codecs import safetensors as codec
@@ -21,7 +21,6 @@ from tests.test_contract import assert_same
 
 LIMITS = Limits(1 << 30)
 
-UNHURRIED = settings(deadline=None)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 names = st.text(max_size=5).filter(lambda name: name != codec.METADATA)
@@ -82,7 +81,6 @@ def test_a_file_of_ours_is_read_by_the_library(dtype: DType) -> None:
         assert_same({name: loaded[name] for name in tensors}, tensors)
 
 
-@UNHURRIED
 @given(any_arrays)
 def test_round_trip_is_bit_exact(tensors: dict[str, Array]) -> None:
     body = encode(tensors)
@@ -92,7 +90,6 @@ def test_round_trip_is_bit_exact(tensors: dict[str, Array]) -> None:
     assert_same({name: loaded[name] for name in tensors}, tensors)
 
 
-@UNHURRIED
 @given(any_arrays, st.none() | st.dictionaries(st.text(max_size=3), st.text('":,[{\\a', max_size=5), max_size=3))
 def test_any_file_of_the_library_is_read(tensors: dict[str, Array], metadata: dict[str, str] | None) -> None:
     read = decode(safetensors.numpy.save(tensors, metadata or None))  # two empty ones give a file that is not JSON
@@ -338,7 +335,6 @@ def tensors_or_an_error(body: bytes) -> dict[str, Array] | None:
     return None
 
 
-@UNHURRIED
 @given(st.binary(max_size=100) | st.binary(max_size=50).map(file))
 def test_any_bytes_are_read_or_refused(body: bytes) -> None:
     tensors_or_an_error(body)
@@ -354,7 +350,6 @@ VALID = encode(
 )
 
 
-@UNHURRIED
 @given(st.data())
 def test_a_damaged_file_is_read_or_refused(data: st.DataObject) -> None:
     body = bytearray(VALID)
@@ -380,7 +375,6 @@ entries = st.fixed_dictionaries(
 )
 
 
-@UNHURRIED
 @given(st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries | values | lists), st.binary(max_size=12))
 @example({"a": entry()}, FOUR)
 def test_a_file_is_read_exactly_if_the_library_reads_it(header: dict[str, Any], data: bytes) -> None:

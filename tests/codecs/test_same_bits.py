@@ -16,7 +16,7 @@ from service.codecs.json import Document
 from service.dtypes import BOOL, DTYPES, OPEN_INFERENCE, Array, DType
 from service.limits import Limits
 from tests.codecs.test_json import any_array
-from tests.codecs.test_safetensors import EVERY_DTYPE, UNHURRIED
+from tests.codecs.test_safetensors import EVERY_DTYPE
 from tests.kernels.equality import is_nan
 from tests.test_contract import assert_same
 
@@ -74,7 +74,6 @@ def test_every_special_value(there_and_back: Trip, dtype: DType) -> None:
     assert_same(there_and_back(tensors), tensors)
 
 
-@UNHURRIED
 @given(any_array().map(np.asarray), any_array().map(np.asarray))
 def test_all_codecs_agree(one: Array, other: Array) -> None:
     tensors = {"one": one, "other": other}

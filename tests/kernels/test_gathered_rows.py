@@ -53,7 +53,7 @@ def calls(draw: st.DrawFn) -> tuple[Array, Array, Array, int, list[int]]:
     return np.array(shape), indices, np.asarray(numbers, draw(st.sampled_from(FLOAT_DTYPES))), axis, cuts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(calls())
 def test_pieces_are_the_output(call: tuple[Array, Array, Array, int, list[int]]) -> None:
     shape, indices, grad, axis, cuts = call

@@ -26,7 +26,7 @@ from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_close, assert_like, assert_same_bits
 
 # The same examples in every run: a failure is never a matter of luck.
-examples = settings(max_examples=100, deadline=None, database=None, derandomize=True)
+examples = settings(max_examples=100, database=None, derandomize=True)
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 DTYPES = st.sampled_from(FLOAT_DTYPES)
