@@ -107,6 +107,12 @@ BODIES = {
         Worst(b'{"inputs":[],"parameters":{"from":"', b",", b'"}}', 30 << 20),
         Worst(b"NaN", b'"', b"", 1 << 20),
     ],
+    "POST /v2/systemsharedmemory/region/{name}/register": [
+        Worst(b'{"byte_size":1,"key":"/', b"a", b'"}', 1 << 16),
+        Worst(b'{"byte_size":1,"key":[', b'"",', b'""]}', 1 << 16),
+        Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
+        Worst(b"{", b" ", b"}"),
+    ],
 }
 """The worst bodies that we know, by endpoint."""
 
@@ -117,7 +123,7 @@ OPERATOR = "GRUTraining"
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the URL of a server in a process of its own, which does not wait for this one."""
-    with serving_workers(1, tmp_path_factory.mktemp("store"), threads=2) as url:
+    with serving_workers(1, tmp_path_factory.mktemp("store"), threads=2, shared_memory=True) as url:
         httpx.put(f"{url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()
         yield url
 

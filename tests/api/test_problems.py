@@ -314,6 +314,10 @@ def test_every_error_code_has_a_test() -> None:
         "idempotency_key_reused": "test_idempotency.py",
         "buffer_corrupt": "../faults/test_damage.py",
         "store_failed": "test_buffers.py",
+        "unknown_region": "test_shared_memory.py",
+        "region_exists": "test_shared_memory.py",
+        "region_unusable": "test_shared_memory.py",
+        "too_many_regions": "test_shared_memory.py",
     }
     abstract = {"conflict"}
     assert {error.code for error in tree()} == met | elsewhere.keys() | abstract

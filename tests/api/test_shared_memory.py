@@ -19,7 +19,7 @@ import pytest
 from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 from tritonclient.utils import shared_memory as shm
 
-from service import preflight
+from service import preflight, shared_memory
 from service.dtypes import OPEN_INFERENCE, Array
 from service.kernels import OPERATORS
 from service.keys import add as add_key
@@ -363,6 +363,30 @@ def test_a_region_under_a_name_that_is_taken_is_refused(http: httpx.Client, relu
     made, _ = relu_region
     refused(register(http, "r", made.key, 12_000), 409, "There is a region 'r' already")
     refused(http.post(RELU, json={"inputs": [shared("dY", 8, into="s")]}), 404, "dY: There is no region 's'")
+
+
+def test_errors_are_counted_by_code(
+    http: httpx.Client, relu_region: tuple[Object, Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = relu_region
+
+    def counted(code: str) -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if f'errors_total{{code="{code}"}}' in line)
+
+    def register_too_many() -> None:
+        monkeypatch.setattr(shared_memory, "MAX_REGIONS", 1)
+        register(http, "two", made.key, 1)
+
+    for code, fail in (
+        ("unknown_region", lambda: http.get(f"{SHARED}/region/none/status")),
+        ("region_exists", lambda: register(http, "r", made.key, 1)),
+        ("region_unusable", lambda: register(http, "two", made.key, 1 << 30)),
+        ("too_many_regions", register_too_many),
+    ):
+        before = counted(code)
+        fail()
+        assert counted(code) == before + 1, code
 
 
 def test_a_truncated_region_gives_an_error(http: httpx.Client, relu_region: tuple[Object, Array]) -> None:
