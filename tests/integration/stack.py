@@ -47,6 +47,11 @@ class Stack:
         line = line.replace("backup.safetensors", f"{folder}/backup.safetensors")
         return self._run("bash", "-euc", line, seconds=600, variables=variables)
 
+    def can_pull(self, image: str) -> bool:
+        """Return whether this machine has the image, or can pull it."""
+        command = (str(ENGINE), "pull", "--quiet", f"docker.io/{image}")
+        return subprocess.run(command, env=self._environment, capture_output=True, timeout=600).returncode == 0
+
     def keys(self, *arguments: str) -> str:
         """Run deploy/keys and return its output."""
         return self._run(str(ROOT / "deploy/keys"), *arguments).strip()
