@@ -137,12 +137,27 @@ def _assign(rule: Callable[[Array, Array, Array], None], buffer: T, gradient: Ar
     if all(tensor.flags.c_contiguous for tensor in tensors):
         tensors = [tensor.reshape(-1) for tensor in tensors]
     tensors = [np.atleast_1d(tensor) for tensor in tensors]
-    rows = len(tensors[0])
-    step = max(1, block_length(buffer.dtype) * rows // max(1, result.size))
+    rows, length = len(tensors[0]), block_length(buffer.dtype)
+    step = _rows_in_block(tensors[0], length)
 
     def compute(number: int) -> None:
-        part = slice(number * step, (number + 1) * step)
-        rule(*(tensor[part] for tensor in tensors))
+        _apply(rule, [tensor[number * step : (number + 1) * step] for tensor in tensors], length)
 
     share_out(compute, -(-rows // step))
     return result
+
+
+def _rows_in_block(tensor: Array, length: int) -> int:
+    return max(1, length * len(tensor) // max(1, tensor.size))
+
+
+def _apply(rule: Callable[..., None], tensors: list[Array], length: int) -> None:
+    """Apply the rule to blocks of at most `length` elements: it may convert them in scratch."""
+    if tensors[0].size <= length:
+        rule(*tensors)
+    elif len(tensors[0]) == 1:
+        _apply(rule, [tensor[0] for tensor in tensors], length)
+    else:
+        step = _rows_in_block(tensors[0], length)
+        for start in range(0, len(tensors[0]), step):
+            _apply(rule, [tensor[start : start + step] for tensor in tensors], length)

@@ -302,6 +302,21 @@ def test_kernels_take_little_memory(make: Callable[..., Call], shape: tuple[int,
     assert peak_bytes(call, np.empty(shape, dtype)) < 4 * MIB
 
 
+@pytest.mark.parametrize(
+    ("shape", "of_gradient"),
+    [((1, 1 << 21), ()), ((2, 1 << 20), (2, 1)), ((3, 1, 1 << 19), (1 << 19,)), ((1, 1 << 20, 2), (1 << 20, 1))],
+)
+def test_adding_a_gradient_that_broadcasts_takes_little_memory(
+    shape: tuple[int, ...], of_gradient: tuple[int, ...]
+) -> None:
+    """However long the rows are."""
+    chance = np.random.default_rng(0)
+    buffer, gradient = chance.random(shape).astype(np.float16), chance.random(of_gradient).astype(np.float16)
+    call, out = Call("InPlaceAccumulator", [buffer, np.asarray(gradient)], {}), np.empty_like(buffer)
+    assert peak_bytes(call, out) < 4 * MIB
+    assert_same_bits(out, (buffer.astype(np.float32) + gradient).astype(np.float16))
+
+
 def test_few_gathered_rows_take_little_memory() -> None:
     indices = np.arange(0, 20_000, 20)
     call = Call("GatherGrad", [np.array([20_000, 100]), indices, np.ones((1000, 100), np.float32)], {})
