@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings validates with pydantic's types
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt  # noqa: TID251 - pydantic-settings validates with pydantic's types
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from service.system import cores
+
+
+def _octal(mode: str) -> str:
+    if re.fullmatch("0?[0-7]{3}", mode) is None:
+        raise PydanticCustomError("octal", "Permissions are three octal digits, as in 0600")
+    return mode
 
 
 class Settings(BaseSettings):
@@ -23,9 +31,8 @@ class Settings(BaseSettings):
         description="Path of a UNIX socket to listen on, in place of the address and the port; if one of them is set,"
         " beside them.",
     )
-    socket_mode: str = Field(
+    socket_mode: Annotated[str, AfterValidator(_octal)] = Field(
         "0600",
-        pattern="^0?[0-7]{3}$",
         description="Octal permissions of the socket. The default lets only the server's own user connect.",
     )
     allow_anonymous: bool = Field(
