@@ -1,57 +1,7 @@
 """Every error that gradserve raises on purpose, with the status and code of its answer.
 
-* GradserveError                500 internal
-  x BufferCorrupt               500 buffer_corrupt
-  x MalformedBody               400 malformed_body
-  x Unauthorized                401 unauthorized
-  x Forbidden                   403 forbidden
-  x NotFound                    404 not_found
-    - UnknownOperator           404 unknown_operator
-    - UnknownBuffer             404 unknown_buffer
-    - UnknownRegion             404 unknown_region
-  x MethodNotAllowed            405 method_not_allowed
-  x NotAcceptable               406 not_acceptable
-  x RequestTimeout              408 request_timeout
-  x Conflict                    409 conflict
-    - BufferExists              409 buffer_exists
-    - StaleEpoch                409 stale_epoch
-    - EpochOpen                 409 epoch_open
-    - TooFewGradients           409 too_few_gradients
-    - NothingToAverage          409 nothing_to_average
-    - DuplicateContributor      409 duplicate_contributor
-  x TooManyBuffers              409 too_many_buffers
-  x RegionExists                409 region_exists
-  x TooManyRegions              409 too_many_regions
-  x EpochGone                   410 epoch_gone
-  x PreconditionFailed          412 precondition_failed
-  x BodyTooLarge                413 body_too_large
-  x TensorTooLarge              413 tensor_too_large
-  x TooManyTensors              413 too_many_tensors
-  x UnsupportedMediaType        415 unsupported_media_type
-  x Invalid                     422 invalid_request
-    - InvalidParameter          422 invalid_parameter
-    - UnknownParameter          422 unknown_parameter
-    - InvalidTensor             422 invalid_tensor
-    - RegionUnusable            422 region_unusable
-    - MissingTensor             422 missing_tensor
-    - UnknownTensor             422 unknown_tensor
-    - DtypeMismatch             422 dtype_mismatch
-    - ShapeMismatch             422 shape_mismatch
-    - TooManyDimensions         422 too_many_dimensions
-    - AxisOutOfRange            422 axis_out_of_range
-    - IndexOutOfRange           422 index_out_of_range
-    - NonfiniteGradient         422 nonfinite_gradient
-    - NormTooLarge              422 norm_too_large
-    - KeyReused                 422 idempotency_key_reused
-  x Busy                        429 busy
-  x NotReady                    503 not_ready
-  x Expired                     503 expired
-  x StoreFailed                 503 store_failed
-  x StoreFull                   507 store_full
-    - KeysFull                  507 keys_full
-
-`status` and `code` are plain class attributes, so that no layer below the API imports the web. The first line of each
-docstring is the answer's title and the documentation's text: at most six words that state the fault.
+A class says its status, unless it has its parent's, and its code: no layer below the API imports the web. The first
+line of each docstring is the answer's title and the documentation's text: at most six words that state the fault.
 """
 
 from __future__ import annotations
@@ -80,189 +30,121 @@ class GradserveError(Exception):
     def __str__(self) -> str:
         return self.detail  # not args[0]: a handler may have added to the detail
 
+    def __init_subclass__(cls, *, code: str, status: int | None = None) -> None:
+        cls.code, cls.status = code, status or cls.status
+
     @classmethod
     def title(cls) -> str:
         """Return the first line of the docstring, without its full stop."""
         return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
-class BufferCorrupt(GradserveError):
+class BufferCorrupt(GradserveError, code="buffer_corrupt"):
     """Stored buffer data is damaged."""
 
-    code = "buffer_corrupt"
 
-
-class MalformedBody(GradserveError):
+class MalformedBody(GradserveError, status=400, code="malformed_body"):
     """Request body cannot be read."""
 
-    status = 400
-    code = "malformed_body"
 
-
-class Unauthorized(GradserveError):
+class Unauthorized(GradserveError, status=401, code="unauthorized"):
     """Missing or invalid API key."""
 
-    status = 401
-    code = "unauthorized"
 
-
-class Forbidden(GradserveError):
+class Forbidden(GradserveError, status=403, code="forbidden"):
     """Missing scope or cross-site request."""
 
-    status = 403
-    code = "forbidden"
 
-
-class NotFound(GradserveError):
+class NotFound(GradserveError, status=404, code="not_found"):
     """Path not found."""
 
-    status = 404
-    code = "not_found"
 
-
-class UnknownOperator(NotFound):
+class UnknownOperator(NotFound, code="unknown_operator"):
     """Operator not found."""
 
-    code = "unknown_operator"
 
-
-class UnknownBuffer(NotFound):
+class UnknownBuffer(NotFound, code="unknown_buffer"):
     """Buffer not found."""
 
-    code = "unknown_buffer"
 
-
-class UnknownRegion(NotFound):
+class UnknownRegion(NotFound, code="unknown_region"):
     """Shared memory region not found."""
 
-    code = "unknown_region"
 
-
-class MethodNotAllowed(GradserveError):
+class MethodNotAllowed(GradserveError, status=405, code="method_not_allowed"):
     """Method not allowed on this path."""
 
-    status = 405
-    code = "method_not_allowed"
 
-
-class NotAcceptable(GradserveError):
+class NotAcceptable(GradserveError, status=406, code="not_acceptable"):
     """No acceptable media type."""
 
-    status = 406
-    code = "not_acceptable"
 
-
-class RequestTimeout(GradserveError):
+class RequestTimeout(GradserveError, status=408, code="request_timeout"):
     """Request did not arrive in time."""
 
-    status = 408
-    code = "request_timeout"
 
-
-class Conflict(GradserveError):
+class Conflict(GradserveError, status=409, code="conflict"):
     """Conflict with the buffer's state."""
 
-    status = 409
-    code = "conflict"
 
-
-class BufferExists(Conflict):
+class BufferExists(Conflict, code="buffer_exists"):
     """Buffer already exists."""
 
-    code = "buffer_exists"
 
-
-class StaleEpoch(Conflict):
+class StaleEpoch(Conflict, code="stale_epoch"):
     """Epoch does not match the buffer."""
 
-    code = "stale_epoch"
 
-
-class EpochOpen(Conflict):
+class EpochOpen(Conflict, code="epoch_open"):
     """Epoch is still open."""
 
-    code = "epoch_open"
 
-
-class TooFewGradients(Conflict):
+class TooFewGradients(Conflict, code="too_few_gradients"):
     """Too few gradients."""
 
-    code = "too_few_gradients"
 
-
-class NothingToAverage(Conflict):
+class NothingToAverage(Conflict, code="nothing_to_average"):
     """Gradient weights sum to zero."""
 
-    code = "nothing_to_average"
 
-
-class DuplicateContributor(Conflict):
+class DuplicateContributor(Conflict, code="duplicate_contributor"):
     """Contributor is in the epoch already."""
 
-    code = "duplicate_contributor"
 
-
-class TooManyBuffers(GradserveError):
+class TooManyBuffers(GradserveError, status=409, code="too_many_buffers"):
     """Too many buffers in the namespace."""
 
-    status = 409
-    code = "too_many_buffers"
 
-
-class RegionExists(GradserveError):
+class RegionExists(GradserveError, status=409, code="region_exists"):
     """Shared memory region already exists."""
 
-    status = 409
-    code = "region_exists"
 
-
-class TooManyRegions(GradserveError):
+class TooManyRegions(GradserveError, status=409, code="too_many_regions"):
     """Too many regions in the namespace."""
 
-    status = 409
-    code = "too_many_regions"
 
-
-class EpochGone(GradserveError):
+class EpochGone(GradserveError, status=410, code="epoch_gone"):
     """Requested data is no longer kept."""
 
-    status = 410
-    code = "epoch_gone"
 
-
-class PreconditionFailed(GradserveError):
+class PreconditionFailed(GradserveError, status=412, code="precondition_failed"):
     """If-Match or If-None-Match failed."""
 
-    status = 412
-    code = "precondition_failed"
 
-
-class BodyTooLarge(GradserveError):
+class BodyTooLarge(GradserveError, status=413, code="body_too_large"):
     """Request body too large."""
 
-    status = 413
-    code = "body_too_large"
 
-
-class TensorTooLarge(GradserveError):
+class TensorTooLarge(GradserveError, status=413, code="tensor_too_large"):
     """Tensor too large."""
 
-    status = 413
-    code = "tensor_too_large"
 
-
-class TooManyTensors(GradserveError):
+class TooManyTensors(GradserveError, status=413, code="too_many_tensors"):
     """Too many tensors in the request."""
 
-    status = 413
-    code = "too_many_tensors"
 
-
-class UnsupportedMediaType(GradserveError):
+class UnsupportedMediaType(GradserveError, status=415, code="unsupported_media_type"):
     """Unsupported media type or encoding."""
-
-    status = 415
-    code = "unsupported_media_type"
 
     def __init__(self, detail: str, accepted: Mapping[str, str]) -> None:
         """Make an error from `detail`. `accepted` is the answer's header that says what would be read."""
@@ -270,136 +152,88 @@ class UnsupportedMediaType(GradserveError):
         self.accepted = accepted
 
 
-class Invalid(GradserveError):
+class Invalid(GradserveError, status=422, code="invalid_request"):
     """Invalid request."""
 
-    status = 422
-    code = "invalid_request"
 
-
-class InvalidParameter(Invalid):
+class InvalidParameter(Invalid, code="invalid_parameter"):
     """Invalid attribute or parameter."""
 
-    code = "invalid_parameter"
 
-
-class UnknownParameter(Invalid):
+class UnknownParameter(Invalid, code="unknown_parameter"):
     """Unknown query parameter or body member."""
 
-    code = "unknown_parameter"
 
-
-class InvalidTensor(Invalid):
+class InvalidTensor(Invalid, code="invalid_tensor"):
     """Invalid tensor form or data."""
 
-    code = "invalid_tensor"
 
-
-class RegionUnusable(Invalid):
+class RegionUnusable(Invalid, code="region_unusable"):
     """Shared memory region cannot be used."""
 
-    code = "region_unusable"
 
-
-class MissingTensor(Invalid):
+class MissingTensor(Invalid, code="missing_tensor"):
     """Required tensor is missing."""
 
-    code = "missing_tensor"
 
-
-class UnknownTensor(Invalid):
+class UnknownTensor(Invalid, code="unknown_tensor"):
     """Unknown tensor name."""
 
-    code = "unknown_tensor"
 
-
-class DtypeMismatch(Invalid):
+class DtypeMismatch(Invalid, code="dtype_mismatch"):
     """Tensor has the wrong dtype."""
 
-    code = "dtype_mismatch"
 
-
-class ShapeMismatch(Invalid):
+class ShapeMismatch(Invalid, code="shape_mismatch"):
     """Tensor shapes do not fit together."""
 
-    code = "shape_mismatch"
 
-
-class TooManyDimensions(Invalid):
+class TooManyDimensions(Invalid, code="too_many_dimensions"):
     """Tensor has too many dimensions."""
 
-    code = "too_many_dimensions"
 
-
-class AxisOutOfRange(Invalid):
+class AxisOutOfRange(Invalid, code="axis_out_of_range"):
     """Axis out of range."""
 
-    code = "axis_out_of_range"
 
-
-class IndexOutOfRange(Invalid):
+class IndexOutOfRange(Invalid, code="index_out_of_range"):
     """Index out of range."""
 
-    code = "index_out_of_range"
 
-
-class NonfiniteGradient(Invalid):
+class NonfiniteGradient(Invalid, code="nonfinite_gradient"):
     """Buffer would become infinite or NaN."""
 
-    code = "nonfinite_gradient"
 
-
-class NormTooLarge(Invalid):
+class NormTooLarge(Invalid, code="norm_too_large"):
     """Norm of the gradient too large."""
 
-    code = "norm_too_large"
 
-
-class KeyReused(Invalid):
+class KeyReused(Invalid, code="idempotency_key_reused"):
     """Idempotency-Key reused for another request."""
 
-    code = "idempotency_key_reused"
 
-
-class Busy(GradserveError):
+class Busy(GradserveError, status=429, code="busy"):
     """Server is busy; try again soon."""
 
-    status = 429
-    code = "busy"
 
-
-class NotReady(GradserveError):
+class NotReady(GradserveError, status=503, code="not_ready"):
     """Server is starting or stopping."""
 
-    status = 503
-    code = "not_ready"
 
-
-class Expired(GradserveError):
+class Expired(GradserveError, status=503, code="expired"):
     """Request waited too long to start."""
 
-    status = 503
-    code = "expired"
 
-
-class StoreFailed(GradserveError):
+class StoreFailed(GradserveError, status=503, code="store_failed"):
     """Buffer store is unavailable."""
 
-    status = 503
-    code = "store_failed"
 
-
-class StoreFull(GradserveError):
+class StoreFull(GradserveError, status=507, code="store_full"):
     """Buffer store is full."""
 
-    status = 507
-    code = "store_full"
 
-
-class KeysFull(StoreFull):
+class KeysFull(StoreFull, code="keys_full"):
     """Namespace remembers too many Idempotency-Keys."""
-
-    code = "keys_full"
 
 
 MAX_SHOWN_CHARACTERS = 80

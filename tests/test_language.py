@@ -165,8 +165,8 @@ def test_the_checker_finds_banned_constructions(text: str, faults: list[tuple[in
 
 
 def test_the_checker_finds_long_titles() -> None:
-    long = type("Long", (GradserveError,), {"__doc__": "The client sent far too many of them."})
-    short = type("Short", (GradserveError,), {"__doc__": "The client sent too many tensors.\n\nMore text."})
+    long = type("Long", (GradserveError,), {"__doc__": "The client sent far too many of them."}, code="long")
+    short = type("Short", (GradserveError,), {"__doc__": "Too many tensors.\n\nMore text."}, code="short")
     assert [has_short_title(long), has_short_title(short)] == [False, True]
 
 
