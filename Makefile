@@ -12,8 +12,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 EDITABLE := --editable
 PIP := -m pip install --quiet $(EDITABLE)
 IN_TWO := -n 2 --dist loadfile
-SERVING := $(addprefix tests/test_,doctor.py doctor_postgres.py end_to_end.py keys.py main.py system.py transfer.py transfer_postgres.py)
-QUICK := service tests/kernels tests/codecs tests/buffers tests/fuzz $(filter-out $(SERVING),$(wildcard tests/test_*.py))
+SERVING := $(addprefix tests/test_,doctor.py doctor_postgres.py end_to_end.py keys.py main.py transfer.py transfer_postgres.py)
+QUICK := service tests/kernels tests/codecs tests/buffers tests/engine tests/fuzz $(filter-out $(SERVING),$(wildcard tests/test_*.py))
 WHAT ?=
 SECONDS ?= 60
 

@@ -21,10 +21,10 @@ from benchmarks import LEFT_OUT
 from benchmarks.ort import Kernel
 from benchmarks.timing import alternate, table, verdict, watched
 from service.dtypes import Array
-from service.engine import Engine
+from service.engine.engine import Engine
+from service.host.system import keep_freed_memory
 from service.kernels import OPERATORS
 from service.limits import Limits
-from service.system import keep_freed_memory
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # PyTorch's idle threads must not spin on a core that the next one needs
 

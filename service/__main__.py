@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop_at_once)
     try:
-        from service import cli  # the import that takes a second
+        from service.commands import cli  # the import that takes a second
 
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, interrupted)

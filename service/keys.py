@@ -24,10 +24,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from service.documents import DocumentInvalid, Members, check, is_number, parse
 from service.errors import shown
-from service.files import open_new, open_regular, put_in_place
-from service.system import sync
+from service.host.documents import DocumentInvalid, Members, check, is_number, parse
+from service.host.files import open_new, open_regular, put_in_place
+from service.host.system import sync
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, Posi
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from service.system import cores
+from service.host.system import cores
 
 
 def _octal(mode: str) -> str:

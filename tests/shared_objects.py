@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from service.dtypes import Array
-from service.shared_memory import OBJECTS
+from service.host.shared_memory import OBJECTS
 
 SHARED = "/v2/systemsharedmemory"
 RELU = "/v2/models/ReluGrad/infer"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli import main
+from service.commands.cli import main
 
 COMMANDS = {"serve", "ops", "doctor", "export", "import", "keys-forget", "keys", "settings", "completion"}
 CLIENT = Path(sys.executable).parent / "gradserve-client"

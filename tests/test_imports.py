@@ -11,53 +11,32 @@ ROOT = Path(__file__).parent.parent
 SERVICE = ROOT / "service"
 
 BOTTOM = {"errors", "dtypes", "limits"}
-DISK = {"system", "files", "documents"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "dtypes": set(),
     "limits": {"errors", "dtypes"},
-    "arena": {"dtypes"},
-    "fair_queue": set(),
-    "pool": {"fair_queue"},
-    "system": set(),
-    "files": {"system"},
-    "documents": {"errors"},
-    "settings": {"system"},
-    "unix_socket": set(),
-    "keys": {"errors", *DISK},
-    "shared_memory": {"errors", "system", "files"},
+    "host": {"errors"},
+    "settings": {"host"},
+    "keys": {"errors", "host"},
     "kernels": BOTTOM,
+    "engine": {"kernels", *BOTTOM},
     "codecs": BOTTOM,
-    "buffers": {"codecs", "kernels", "fair_queue", "pool", "keys", *DISK, *BOTTOM},
-    "engine": {"kernels", "arena", "pool", *BOTTOM},
-    "preflight": {"keys", "settings", "shared_memory", "files", "errors", "unix_socket"},
-    "api.http": {"buffers", "engine", "codecs", "settings", "keys", "shared_memory", "unix_socket", *BOTTOM},
-    "api.telemetry": {"api.http", "kernels", "settings", "system", "errors"},
+    "buffers": {"codecs", "kernels", "engine", "keys", "host", *BOTTOM},
+    "api.http": {"buffers", "engine", "codecs", "settings", "keys", "host", *BOTTOM},
+    "api.telemetry": {"api.http", "kernels", "settings", "host", "errors"},
     "api.buffers": {"api.http", "buffers", "codecs", "kernels", *BOTTOM},
     "api.operators": {
-        *("api.http", "api.buffers", "api.telemetry", "buffers", "engine", "codecs", "kernels", "shared_memory"),
+        *("api.http", "api.buffers", "api.telemetry", "buffers", "engine", "codecs", "kernels", "host"),
         *BOTTOM,
     },
     "api.dashboard": {"api.http", "api.telemetry", "api.buffers", "buffers", "engine", "kernels", "settings", *BOTTOM},
     "api": {
         *("api.http", "api.telemetry", "api.buffers", "api.operators", "api.dashboard"),
-        *("buffers", "engine", "codecs", "kernels", "settings", "keys", "shared_memory", "system", "unix_socket"),
+        *("buffers", "engine", "codecs", "kernels", "settings", "keys", "host"),
         *BOTTOM,
     },
-    "key_commands": {"keys", "preflight"},
-    "cli": {
-        "key_commands",
-        "keys",
-        "api",
-        "buffers",
-        "kernels",
-        "preflight",
-        "settings",
-        "system",
-        "unix_socket",
-        *BOTTOM,
-    },
-    "__main__": {"cli"},
+    "commands": {"keys", "api", "buffers", "kernels", "settings", "host", *BOTTOM},
+    "__main__": {"commands"},
 }
 """The rooms that the modules of a room may import."""
 
@@ -92,7 +71,7 @@ def forbidden(path: Path) -> set[str]:
     room, names = room_of(module_of(path)), imported(path)
     ours = {room_of(name.partition(".")[2]) for name in names if name.startswith("service.")}
     web = set() if room.startswith("api") else {"fastapi", "starlette"}
-    web |= set() if room.startswith("api") or room in {"settings", "cli"} else {"pydantic", "uvicorn", "httpx"}
+    web |= set() if room.startswith("api") or room in {"settings", "commands"} else {"pydantic", "uvicorn", "httpx"}
     return (ours - {room} - ALLOWED[room]) | (web & {name.split(".")[0] for name in names})
 
 

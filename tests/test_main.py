@@ -212,7 +212,7 @@ from service.__main__ import main
 
 class Finder:
     def find_spec(self, name, *_):
-        if name == "service.cli":
+        if name == "service.commands.cli":
             try:
                 signal.raise_signal(signal.Signals[sys.argv[1]])
             except BaseException:

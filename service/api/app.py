@@ -30,12 +30,12 @@ from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import Workers
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.errors import GradserveError, MalformedBody, MethodNotAllowed, NotFound, NotReady, StoreFailed, shown
+from service.host.shared_memory import Regions
 from service.keys import KeyFile
 from service.limits import Limits
 from service.settings import Settings
-from service.shared_memory import Regions
 
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """The methods in the order of `Allow`."""

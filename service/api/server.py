@@ -20,7 +20,6 @@ from types import FrameType
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
-from service import unix_socket
 from service.api import docs, health
 from service.api.app import Application
 from service.api.buffers import many, routes
@@ -38,9 +37,10 @@ from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics
 from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import STARTED_AT, Workers, stop_without_parent
 from service.errors import NotReady
+from service.host import unix_socket
+from service.host.shared_memory import Regions
+from service.host.system import keep_freed_memory
 from service.settings import Settings
-from service.shared_memory import Regions
-from service.system import keep_freed_memory
 
 logger = logging.getLogger("gradserve")
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Generic, Protocol, TypeVar
 
-from service.fair_queue import FairQueue
+from service.engine.fair_queue import FairQueue
 
 MOST_SHARED_BYTES = 1 << 22
 """The work of a transaction while several namespaces send requests: about 5 ms, as long as a slow sync."""

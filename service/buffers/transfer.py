@@ -30,13 +30,13 @@ from service.buffers.record import Record, name_buffer
 from service.buffers.store import Store
 from service.buffers.url import opened_readonly
 from service.codecs import safetensors
-from service.documents import DocumentInvalid, Members, check, is_number, parse
 from service.dtypes import FLOATS
 from service.errors import BufferCorrupt, BufferExists, MalformedBody, UnknownBuffer, shown
-from service.files import open_new, put_in_place
+from service.host.documents import DocumentInvalid, Members, check, is_number, parse
+from service.host.files import open_new, put_in_place
+from service.host.system import sync
 from service.keys import NAME, NAME_RULE
 from service.limits import Limits
-from service.system import sync
 
 
 def export(url: str, max_bytes: int, path: Path | None, prefix: str = "", schema: str = "gradserve") -> tuple[int, int]:

@@ -14,7 +14,7 @@ import pytest
 
 from service.api.server import create_app
 from service.buffers.memory import MemoryStore
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.settings import Settings
 from tests.serving import assert_problem, serving
 

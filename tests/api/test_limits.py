@@ -18,7 +18,7 @@ import pytest
 from service.api.health import SETTINGS
 from service.buffers.names import MAX_NAME_CHARACTERS
 from service.buffers.store import MAX_BUFFERS
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.keys import add as add_key
 from service.limits import MAX_RANK
 from service.settings import Settings

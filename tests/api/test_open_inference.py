@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.kernels import OPERATORS
 from service.kernels._op import T, _read
 from tests.serving import serving

@@ -19,12 +19,13 @@ import pytest
 from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 from tritonclient.utils import shared_memory as shm
 
-from service import preflight, shared_memory
+from service.commands import preflight
 from service.dtypes import OPEN_INFERENCE, Array
+from service.host import shared_memory
+from service.host.shared_memory import OBJECTS
 from service.kernels import OPERATORS
 from service.keys import add as add_key
 from service.settings import Settings
-from service.shared_memory import OBJECTS
 from tests.api.test_triton_client import Call, _aio, _sync, arrays, inputs, outputs
 from tests.serving import in_flight, serving, wait_until
 from tests.shared_objects import RELU, SHARED, Object, expected, new_key, numbers, region, register, relu, shared

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 from service.api.http import admission
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.keys import add as add_key
 from tests.api.calls import SAFE
 from tests.api.test_health import GATHER, Gate

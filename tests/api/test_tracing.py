@@ -19,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from service.api.telemetry import tracing
 from service.api.telemetry.metrics import PHASES
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.keys import add
 from tests.faults.servers import ROOT, Server
 from tests.serving import serving

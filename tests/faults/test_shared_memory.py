@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.shared_memory import OBJECTS
+from service.host.shared_memory import OBJECTS
 from tests.faults.servers import LONG, Server, kill
 from tests.serving import in_flight, wait_until
 from tests.shared_objects import RELU, SHARED, Object, expected, numbers, register, relu, shared

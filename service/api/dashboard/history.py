@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from service.api.dashboard.sample import StoreState, sample_of
 from service.api.telemetry.metrics import Metrics
 from service.buffers.store import Store
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.errors import Busy
 
 logger = logging.getLogger(__name__)

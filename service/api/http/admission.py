@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.errors import Busy
 
 SMALL_BYTES = 1 << 16

@@ -9,8 +9,8 @@ from service.api.http.caller import ANYONE, Caller
 from service.api.http.routing import Access
 from service.api.http.sockets import unix_path
 from service.errors import Forbidden, Unauthorized, shown
+from service.host.unix_socket import is_private
 from service.keys import SCOPES, KeyFile
-from service.unix_socket import is_private
 
 _FORWARDING_HEADERS = (b"x-forwarded-for", b"x-real-ip", b"forwarded")
 

@@ -25,10 +25,10 @@ from service.buffers.perform import Outcome, Wide
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.record import Key
 from service.buffers.store import Store
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.errors import InvalidParameter, NotReady, TensorTooLarge, shown
+from service.host.shared_memory import Regions
 from service.settings import Settings
-from service.shared_memory import Regions
 
 R = TypeVar("R")
 

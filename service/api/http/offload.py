@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.errors import Expired
 
 R = TypeVar("R")

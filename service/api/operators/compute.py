@@ -11,7 +11,7 @@ from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTE
 from service.api.operators.job import Job
 from service.api.operators.shared_tensors import write
 from service.dtypes import Array
-from service.engine import Reserve
+from service.engine.engine import Reserve
 
 
 def is_quick(call: Call, size: int) -> bool:

@@ -21,7 +21,7 @@ from service.api.operators.job import BufferUse, Job, buffers_of, find, unknown_
 from service.api.operators.run import Result, encode, read, run
 from service.codecs import json as json_codec
 from service.codecs import safetensors
-from service.engine import check_names
+from service.engine.engine import check_names
 from service.errors import InvalidParameter, shown
 from service.kernels import OPERATORS, Operator, Tensor
 from service.limits import Limits

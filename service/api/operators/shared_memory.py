@@ -16,7 +16,7 @@ from service.api.http.openapi import REF
 from service.api.http.routing import access
 from service.api.operators.shared_tensors import SCOPE, regions_of
 from service.codecs.parts import MAX_BYTES
-from service.shared_memory import Region
+from service.host.shared_memory import Region
 
 router = APIRouter(prefix="/v2/systemsharedmemory", tags=["open inference protocol"])
 

@@ -11,7 +11,7 @@ from service.api.operators.job import Job
 from service.codecs.parts import Part, SharedInput, bytes_for
 from service.dtypes import Array
 from service.errors import GradserveError, NotFound
-from service.shared_memory import Regions
+from service.host.shared_memory import Regions
 
 SCOPE = "shared_memory"
 """The scope of an API key for tensors in shared memory."""

@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from service.api.telemetry.workers import is_locked
-from service.system import reserve
+from service.host.system import reserve
 
 
 def new_table(directory: Path, size: int) -> Any:

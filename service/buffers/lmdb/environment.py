@@ -19,8 +19,8 @@ from service.buffers.lmdb.mapped import MappedFile
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
 from service.buffers.room import store_full
 from service.errors import StoreFailed
-from service.files import check_regular, open_new
-from service.system import sync_drive, sync_path
+from service.host.files import check_regular, open_new
+from service.host.system import sync_drive, sync_path
 
 MAP_MARGIN_BYTES = 64 << 20
 """LMDB's map beyond twice the limit of the store: LMDB needs room even to delete."""

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from service.buffers.lmdb.format import NUMBER
 from service.buffers.room import store_full
 from service.errors import StoreFull
-from service.files import open_regular
-from service.system import begin_to_store, free_range, read_into, sync
+from service.host.files import open_regular
+from service.host.system import begin_to_store, free_range, read_into, sync
 
 CHUNK_BYTES = 1 << 18
 """Length of a slot: a value above 64 KB takes at most four times its size, and a chunk fits into a cache."""

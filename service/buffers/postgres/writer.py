@@ -28,8 +28,8 @@ from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
 from service.buffers.postgres.turns import Turns
 from service.buffers.store import Allocate, Committed, without_traceback
+from service.engine.pool import Pool
 from service.errors import GradserveError, StoreFailed
-from service.pool import Pool
 
 MOST_IN_BATCH = 256
 """Requests in one transaction: more of them would hold their locks for too long."""

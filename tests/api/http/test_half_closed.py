@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.engine import Engine
+from service.engine.engine import Engine
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.http.test_endings import CHUNKED, count, counted, errors, logged
 from tests.api.http.test_pipelining import ADD

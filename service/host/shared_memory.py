@@ -30,8 +30,8 @@ from service.errors import (
     UnknownRegion,
     shown,
 )
-from service.files import open_regular
-from service.system import read_into
+from service.host.files import open_regular
+from service.host.system import read_into
 
 OBJECTS = Path("/dev/shm")
 """The directory where Linux keeps the objects of shm_open."""

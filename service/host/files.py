@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from service.system import sync_path
+from service.host.system import sync_path
 
 _PRIVATE = 0o600
 """The mode of a new file: only its user may read and write it."""

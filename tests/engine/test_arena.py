@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from service.arena import MIN_REUSED_BYTES, Arena
 from service.dtypes import FLOAT32
+from service.engine.arena import MIN_REUSED_BYTES, Arena
 
 ELEMENTS = MIN_REUSED_BYTES // 4
 

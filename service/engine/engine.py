@@ -12,12 +12,12 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from service.arena import Arena
 from service.dtypes import NAMES, Array, DType
+from service.engine.arena import Arena
+from service.engine.pool import Pool
 from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
 from service.kernels import Operator, Tensor, Workspace, workspace
 from service.limits import Limits
-from service.pool import Pool
 
 R = TypeVar("R")
 

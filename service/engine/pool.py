@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from service.fair_queue import FairQueue
+from service.engine.fair_queue import FairQueue
 
 R = TypeVar("R")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service import unix_socket
-from service.unix_socket import MAX_PATH_BYTES
+from service.host import unix_socket
+from service.host.unix_socket import MAX_PATH_BYTES
 from tests.commands import called
 from tests.faults.servers import PATIENCE, Server
 from tests.serving import serving, wait_until

@@ -10,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from service import unix_socket
 from service.errors import shown
-from service.files import open_regular
+from service.host import unix_socket
+from service.host.files import open_regular
+from service.host.shared_memory import OBJECTS
 from service.keys import KeyFileInvalid, load
 from service.settings import VARIABLES, Settings
-from service.shared_memory import OBJECTS
 
 OF_CLIENTS = frozenset({"GRADSERVE_URL", "GRADSERVE_API_KEY"})
 """Variables that the clients read."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from service import shared_memory
 from service.errors import (
     GradserveError,
     InvalidParameter,
@@ -20,8 +19,9 @@ from service.errors import (
     TooManyRegions,
     UnknownRegion,
 )
-from service.shared_memory import MAX_NAME_CHARACTERS, OBJECTS, Region, Regions
-from service.system import read_into
+from service.host import shared_memory
+from service.host.shared_memory import MAX_NAME_CHARACTERS, OBJECTS, Region, Regions
+from service.host.system import read_into
 
 pytestmark = pytest.mark.skipif(not OBJECTS.is_dir(), reason="needs /dev/shm")
 
@@ -149,7 +149,7 @@ def test_an_object_that_is_truncated_while_it_is_read_gives_an_error(
         os.truncate(OBJECT, 40)
         return step
 
-    monkeypatch.setattr("service.shared_memory.read_into", short)
+    monkeypatch.setattr("service.host.shared_memory.read_into", short)
     with pytest.raises(RegionUnusable, match="'r' was truncated while it was read"):
         read(regions, 100)
 
@@ -164,7 +164,7 @@ def test_a_region_that_is_unregistered_while_it_is_read_is_read_to_its_end(
         OBJECT.unlink(missing_ok=True)
         return read_into(descriptor, memory[:30], start)
 
-    monkeypatch.setattr("service.shared_memory.read_into", slow)
+    monkeypatch.setattr("service.host.shared_memory.read_into", slow)
     assert read(regions, 100) == DATA
     with pytest.raises(UnknownRegion, match="no region 'r'"):
         read(regions, 100)

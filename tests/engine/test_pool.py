@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from service.pool import BUSY_SWITCH_SECONDS, IDLE_SWITCH_SECONDS, Pool
+from service.engine.pool import BUSY_SWITCH_SECONDS, IDLE_SWITCH_SECONDS, Pool
 from tests.serving import wait_until
 
 PATIENCE = 20

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from service import system
 from service.buffers.changes import Create
 from service.buffers.lmdb import LmdbStore
 from service.buffers.perform import Request
 from service.buffers.record import Spec
 from service.dtypes import FLOAT32
+from service.host import system
 from tests.faults.servers import Server
 
 LIKE_MACOS = """

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.arena import MIN_REUSED_BYTES
-from service.engine import Engine
+from service.engine.arena import MIN_REUSED_BYTES
+from service.engine.engine import Engine
 from service.errors import Busy, DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor
 from service.kernels import OPERATORS
 from service.limits import Limits

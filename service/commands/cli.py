@@ -13,22 +13,22 @@ from pathlib import Path
 import shtab
 from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises it for a bad setting
 
-from service import preflight
 from service.api.app import store_at
 from service.api.server import run
 from service.buffers import doctor, transfer
 from service.buffers.forget import age, forget
 from service.buffers.readonly import WRONG
 from service.buffers.url import check_url, path_of, without_password
+from service.commands import preflight
+from service.commands.keys import add_key_commands, run_key_command
+from service.commands.preflight import UsageError
 from service.errors import GradserveError, StoreFailed, shown
+from service.host.system import keep_freed_memory
+from service.host.unix_socket import SocketPathInvalid
 from service.kernels import OPERATORS
-from service.key_commands import add_key_commands, run_key_command
 from service.keys import KeyFileInvalid
 from service.limits import Limits
-from service.preflight import UsageError
 from service.settings import VARIABLES, Settings
-from service.system import keep_freed_memory
-from service.unix_socket import SocketPathInvalid
 
 SHELLS = ("bash", "zsh", "fish")
 """The shells with completion."""

@@ -8,8 +8,8 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+from service.commands.preflight import UsageError
 from service.keys import MAX_TIME_SECONDS, SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
-from service.preflight import UsageError
 
 DAY_SECONDS = 24 * 3600
 """Keys expire in days of this length, whatever a local clock does meanwhile."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from service import fair_queue
-from service.fair_queue import PRESENT_SECONDS, FairQueue
+from service.engine import fair_queue
+from service.engine.fair_queue import PRESENT_SECONDS, FairQueue
 
 
 class Clock:

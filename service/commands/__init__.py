@@ -1,0 +1,1 @@
+"""The `gradserve` command and its checks before the start."""
