@@ -9,18 +9,17 @@ NODE := build/node
 PACKAGES := $(VENV)-packages
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-EDITABLE := --editable
-PIP := -m pip install --quiet $(EDITABLE)
+PIP := -m pip install --quiet --editable
 IN_TWO := -n 2 --dist loadfile
 SERVING := $(addprefix tests/test_,doctor.py doctor_postgres.py end_to_end.py keys.py main.py transfer.py transfer_postgres.py)
 QUICK := service tests/kernels tests/codecs tests/buffers tests/engine tests/fuzz $(filter-out $(SERVING),$(wildcard tests/test_*.py))
 WHAT ?=
 SECONDS ?= 60
 
-.PHONY: help run check test peers openapi clients test-faults fuzz examples lint format bench bench-service bench-buffers bench-client bench-local bench-cluster soak golden docs site packages lock up up-cluster down test-compose clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 15
 
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
@@ -83,21 +82,8 @@ bench: $(BENCH)/.bench  ## speed and memory against ONNX Runtime's kernels, PyTo
 	$(BENCH)/bin/python -m benchmarks.gru
 	$(BENCH)/bin/python -m benchmarks.http
 
-bench-service: $(BENCH)/.bench  ## speed and memory of requests against NVIDIA's Triton Inference Server
-	$(BENCH)/bin/python -m benchmarks.service
-
-bench-buffers: $(BENCH)/.bench  ## speed and memory of durable adds, against stateless requests and Redis
-	$(BENCH)/bin/python -m benchmarks.buffers
-	$(BENCH)/bin/python -m benchmarks.dashboard
-
-bench-client: $(BENCH)/.bench  ## speed and memory of the Python client's calls, against http.client
-	$(BENCH)/bin/python -m benchmarks.client
-
-bench-local: $(BENCH)/.bench  ## speed of requests over a UNIX socket and by shared memory, against TCP and Triton
-	$(BENCH)/bin/python -m benchmarks.local
-
-bench-cluster: $(BENCH)/.bench  ## speed of three replicas over PostgreSQL, against pgbench and COPY
-	$(BENCH)/bin/python -m benchmarks.cluster
+bench-%: benchmarks/%.py $(BENCH)/.bench  ## run one of the benchmarks that benchmarks/README.md lists
+	$(BENCH)/bin/python -m benchmarks.$*
 
 soak: $(BENCH)/.bench  ## overload the server for three minutes, then abandon requests and send slowly
 	$(BENCH)/bin/python -m benchmarks.soak --seconds 180
@@ -146,7 +132,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run clients/python/pyproject.toml
 	@echo "installing what the tests need into $(VENV), once: some minutes"
-	@$(BIN)/python $(PIP) '.[dev]' $(EDITABLE) './clients/python[cli]'
+	@$(BIN)/python $(PIP) '.[dev]' --editable './clients/python[cli]'
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.dev
@@ -166,7 +152,7 @@ $(PACKAGES)/.packages: pyproject.toml constraints.txt
 $(BENCH)/.bench: pyproject.toml constraints.txt clients/python/pyproject.toml
 	@$(MAKE) --no-print-directory venv-check
 	test -x $(BENCH)/bin/pip || $(PYTHON) -m venv --clear $(BENCH)
-	$(BENCH)/bin/python $(PIP) '.[bench]' $(EDITABLE) ./clients/python
+	$(BENCH)/bin/python $(PIP) '.[bench]' --editable ./clients/python
 	@touch $@
 
 $(CLIENTS)/.installed: tests/generated_clients/requirements.txt
@@ -180,7 +166,6 @@ $(NODE)/.installed: $(addprefix tests/generated_clients/,package.json package-lo
 	cd $(NODE) && npm ci --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-.PHONY: venv-check
 venv-check:
 	@command -v $(PYTHON) >/dev/null || { echo "gradserve needs Python 3.11 or newer; on Debian: apt-get install python3 python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gradserve needs Python 3.11 or newer, but $(PYTHON) is `$(PYTHON) -V`; try make PYTHON=python3.11" >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""What `make` says while it installs."""
+"""What `make` says while it installs, and which files it checks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mypy.main import process_options
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,3 +48,11 @@ def test_what_tests_need_is_announced_too(python: Path) -> None:
     make("run", python)
     said = f"installing what the tests need into {python.parent}/venv, once: some minutes"
     assert make(f"{python.parent}/venv/.dev", python) == [said, "python -m pip"]
+
+
+def test_mypy_leaves_build_folders_alone(tmp_path: Path) -> None:
+    for name in ("client.py", "build/lib/client.py", "package/build/lib/client.py", "rebuild/client.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    sources, _ = process_options(["--config-file", str(ROOT / "pyproject.toml"), str(tmp_path)])
+    assert sorted(source.path or "" for source in sources) == [f"{tmp_path}/client.py", f"{tmp_path}/rebuild/client.py"]

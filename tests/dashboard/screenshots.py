@@ -38,9 +38,6 @@ class Shot(NamedTuple):
 SHOTS = {
     "buffers": Shot("#/buffers"),
     "buffer": Shot("#/buffers/{name}", size=(1360, 1050)),
-    "buffer-dark": Shot("#/buffers/{name}", "dark", (1360, 1050)),
-    "phone": Shot("#/buffers", size=(360, 740)),
-    "operators": Shot("#/operators"),
     "operator": Shot("#/operators/ReluGrad", size=(1360, 900)),
     "service": Shot("#/service", "dark", (1360, 1050)),
 }
