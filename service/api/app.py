@@ -23,7 +23,6 @@ from service.api.http.auth import authorize
 from service.api.http.call import Call, Services
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
-from service.api.http.stream import Stream
 from service.api.http.waiting import Waiting
 from service.api.telemetry.metrics import Metrics
 from service.api.telemetry.observer import Observer
@@ -101,8 +100,6 @@ class Application(FastAPI):
         finally:
             self._end(call, bug)
             bug = None  # its traceback has this frame
-        if isinstance(answer, Stream):
-            await answer.follow(call)
 
     def _find(self, call: Call) -> Endpoint | None:
         match = self.table.find("GET" if call.method == "HEAD" else call.method, call.path)
@@ -186,8 +183,7 @@ class Application(FastAPI):
         return answer_error("", MalformedBody(message), fields)
 
     def stop_waiting(self) -> None:
-        """Answer the requests that wait for an epoch, and end the streams: the server stops."""
-        self.history.stop()
+        """Answer the requests that wait for an epoch: the server stops."""
         if self.services.waiting is not None:
             self.services.waiting.stop()
 

@@ -31,9 +31,8 @@ def run(url: str, schema: Any, work: Path, *options: str) -> subprocess.Complete
 
 
 def schema_of(url: str) -> Any:
-    """Return the server's schema without the parameter that makes a request wait, and without the endless stream."""
+    """Return the server's schema without the parameter that makes a request wait."""
     schema = httpx.get(f"{url}/openapi.json").json()
-    del schema["paths"]["/v1/service/events"]
     if not MANY:
         for path in [path for path in schema["paths"] if path.startswith("/v1/ops/")][1::2]:
             del schema["paths"][path]

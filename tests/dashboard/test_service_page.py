@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from service.api.dashboard import history
 from service.keys import add
@@ -20,6 +21,8 @@ EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='h
 
 STEP_SECONDS = 1
 """Shorter steps than a server's own, so that tests wait less."""
+
+HISTORY = "**/v1/service/history?since=*"
 
 CHARTS: dict[str, Callable[[dict[str, Any], str], float | None]] = {
     "requests": lambda sample, name: sample["requests"].get(name, 0),
@@ -164,16 +167,18 @@ def test_the_settings_and_limits_in_force_can_be_searched(open_page: Open, serve
     expect(table.filter(visible=True)).to_contain_text(["name", "GRADSERVE_KEEP_ALIVE"])
 
 
-def test_a_stream_that_breaks_leaves_no_gap(open_page: Open, server: str, http: httpx.Client) -> None:
-    page = open_page(f"{server}#/operators")
-    broken = {"body": ": the end\n\n", "content_type": "text/event-stream"}
-    page.route("**/v1/service/events", lambda route: route.fulfill(**broken))
-    page.goto(f"{server}#/service")
-    expect(page.locator(".state")).to_have_text("waiting for the server")
+def test_a_server_that_is_away_for_a_while_leaves_no_gap(
+    open_page: Open, server: str, http: httpx.Client, faults: Faults
+) -> None:
+    faults.statuses = {502}
+    page = show(open_page, server)
     as_numbers(page)
+    page.route(HISTORY, lambda route: route.fulfill(status=502))
+    expect(page.locator(".state")).to_have_text("waiting for the server")
     lost = max(rows(page, "commits"))
-    page.unroute("**/v1/service/events")
-    expect(page.locator(".state")).to_have_text("live", timeout=20_000)  # the page waits longer after each failure
+    wait_until(lambda: samples(http)[-1]["at"] > lost + STEP_SECONDS)
+    page.unroute(HISTORY)
+    expect(page.locator(".state")).to_have_text("live")
     wait_until(lambda: max(rows(page, "commits")) > lost)
     newest = max(rows(page, "commits"))
     assert {each["at"] for each in samples(http) if lost < each["at"] <= newest} <= set(rows(page, "commits"))
@@ -191,10 +196,9 @@ def test_a_hidden_tab_reads_nothing_and_catches_up(open_page: Open, server: str,
     page = show(open_page, server)
     as_numbers(page)
     asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url.removeprefix(f"{server}/")))
-    with page.expect_event("requestfailed", lambda request: request.url.endswith("/v1/service/events")):
-        hide(page, "hidden")
+    hide(page, "hidden")
     page.wait_for_timeout(500)  # the page may still draw a sample that came just before
+    page.on("request", lambda request: asked.append(request.url.removeprefix(f"{server}/")))
     last = max(rows(page, "commits"))
     wait_until(lambda: samples(http)[-1]["at"] > last + 2 * STEP_SECONDS)
     page.wait_for_timeout(100)
@@ -203,7 +207,7 @@ def test_a_hidden_tab_reads_nothing_and_catches_up(open_page: Open, server: str,
     wait_until(lambda: max(rows(page, "commits")) > last)
     newest = max(rows(page, "commits"))
     assert {each["at"] for each in samples(http) if last < each["at"] <= newest} <= set(rows(page, "commits"))
-    assert asked[0] == "v1/service/history"
+    assert asked[0].startswith("v1/service/history?since=")
 
 
 def made(at: float, **members: Any) -> dict[str, Any]:
@@ -214,12 +218,15 @@ def made(at: float, **members: Any) -> dict[str, Any]:
 
 
 def faked(open_page: Open, server: str, found: list[dict[str, Any]]) -> Page:
-    """Open the view with samples of our own, and a stream that says nothing."""
+    """Open the view with samples of our own."""
+
+    def answer(route: Route) -> None:
+        since = float(parse_qs(urlsplit(route.request.url).query)["since"][0])
+        later = [each for each in found if each["at"] > since]
+        route.fulfill(json={"step_seconds": 2, "samples": later})
+
     page = open_page(f"{server}#/operators")
-    page.route("**/v1/service/history", lambda route: route.fulfill(json={"step_seconds": 2, "samples": found}))
-    page.route(
-        "**/v1/service/events", lambda route: route.fulfill(body=": nothing\n\n", content_type="text/event-stream")
-    )
+    page.route(HISTORY, answer)
     page.goto(f"{server}#/service")
     expect(chart(page, "commits").locator("data")).to_have_attribute("value", str(found[-1]["commits"]))
     return page
@@ -333,16 +340,16 @@ def test_the_page_keeps_an_hour(open_page: Open, server: str) -> None:
     page = open_page(f"{server}#/operators")
     kept = page.evaluate(
         """async found => {
-             const { follow } = await import("./page/live.js"), ended = new AbortController(), kept = [];
-             const more = [4000, 4002].map(at => ({ event: "sample", data: JSON.stringify({ at }) }));
-             const get = async () => ({ step_seconds: 2, samples: found });
-             const api = { get, events: async function* () { yield* more; } };
-             await follow(kept, { api, signal: ended.signal, changed: word => word === "waiting" && ended.abort() });
-             return [kept.length, kept[0].at, kept.at(-1).at];
+             const { follow } = await import("./page/live.js"), ended = new AbortController(), kept = [], asked = [];
+             const answers = [found, [4000, 4002].map(at => ({ at }))];
+             const get = async path => { asked.push(path); return { step_seconds: 0, samples: answers.shift() }; };
+             await follow(kept, { api: { get }, signal: ended.signal, changed: () => answers.length || ended.abort() });
+             return [asked, kept.length, kept[0].at, kept.at(-1).at];
            }""",
         found,
     )
-    assert kept == [1800, 404, 4002]
+    paths = ["v1/service/history?since=0", "v1/service/history?since=3998"]
+    assert kept == [paths, 1800, 404, 4002]
 
 
 @pytest.fixture(scope="module")

@@ -5,26 +5,19 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
-from pydantic import BaseModel, Field
-from starlette.responses import StreamingResponse
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
 
-from service.api.dashboard.history import STEP_SECONDS, Events, History
+from service.api.dashboard.history import STEP_SECONDS, History
 from service.api.dashboard.sample import Sample
 from service.api.http.answer import JSON, Answer, json_answer
 from service.api.http.call import CurrentCall
 from service.api.http.routing import access
-from service.api.http.stream import Stream
 from service.buffers.store import Store
 from service.buffers.url import without_password
 from service.settings import Settings
-
-EVENTS = "text/event-stream"
-
-_UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-"""Headers that keep proxies from holding events back."""
 
 
 class CallerAnswer(BaseModel):
@@ -64,6 +57,14 @@ class Service(BaseModel):
     store: StoreAnswer
     settings: dict[str, Setting] = Field(description="The settings in force, by their variables.")
     limits: dict[str, float] = Field(description="The limits of requests, as at /v1/limits.")
+
+
+class HistoryQuery(BaseModel):
+    """The query of the history."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    since: float = Field(0.0, allow_inf_nan=False, description="The `at` of the last sample that the caller has.")
 
 
 class HistoryAnswer(BaseModel):
@@ -124,26 +125,11 @@ def routes(history: History, started_at: float, limits: Callable[[Settings], dic
         response_model=HistoryAnswer,
     )
     @access("admin")
-    async def samples(call: CurrentCall) -> Answer:
-        """A sample has the numbers of all worker processes. Each process keeps its own history."""
-        joined = b",".join(history.samples)
-        return Answer([b'{"step_seconds":%d,"samples":[%b]}' % (STEP_SECONDS, joined)], JSON)
-
-    content = {EVENTS: {"schema": {"type": "string", "description": "Events `sample`, each with a Sample as JSON."}}}
-
-    @router.get(
-        "/v1/service/events",
-        summary="Each new sample",
-        operation_id="service_events",
-        response_class=StreamingResponse,
-        responses={200: {"content": content}},
-    )
-    @access("admin")
-    async def events(call: CurrentCall) -> Answer:
-        """Server-sent events: an event `sample` every two seconds, until the client leaves or the server stops. A
-        stream ends after an hour, and the client asks again."""
-        call.store  # noqa: B018 - raises `NotReady` while nothing is sampled
-        return Stream(Events(history), EVENTS, _UNBUFFERED)
+    async def recent(call: CurrentCall, query: Annotated[HistoryQuery, Query()]) -> Answer:
+        """A sample has the numbers of all worker processes. Each process keeps its own history. With `since`, the
+        answer has the samples of later steps."""
+        samples = b",".join(history.since(query.since))
+        return Answer([b'{"step_seconds":%d,"samples":[%b]}' % (STEP_SECONDS, samples)], JSON)
 
     return router
 

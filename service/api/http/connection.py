@@ -93,8 +93,6 @@ class Connection(Wire):
             self.end(at_once=True)
         else:
             self._exchange.keeps_alive = False
-            if self._exchange.is_stream and self.transport.get_write_buffer_size():
-                self.transport.abort()  # the client reads nothing of its stream: the end would wait for it
 
     def _advance(self) -> None:
         """Parse the bytes at hand, up to the end of the running request."""

@@ -51,8 +51,6 @@ class Exchange:
     """Whether more of the body will come."""
     is_refused = False
     """Whether the connection has refused an unreadable body, so that the application cannot answer any more."""
-    is_stream = _is_chunked = False
-    """Whether the answer is a stream, and whether its pieces are chunks."""
     written = 0
     """Bytes of the answer's body that were written."""
     is_started = is_complete = is_lost = False
@@ -196,27 +194,6 @@ class Exchange:
             self.is_complete = True
             self._arrival.set()
             self._progressed()
-
-    async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]], *, chunked: bool) -> None:
-        """Send the head of a stream. Not `chunked`, it ends with the connection: HTTP/1.0 has no chunks."""
-        await self._wire.drain()
-        if self.is_lost:
-            return
-        self.is_stream, self._is_chunked = True, chunked and not self._is_head
-        framing = (b"transfer-encoding", b"chunked") if chunked else CLOSES
-        self._wire.transport.write(b"".join(self._begin(status, [*headers, framing])))
-
-    async def add(self, piece: bytes) -> None:
-        """Send a piece of a stream, which is not empty, once the client has read the pieces before it."""
-        await self._wire.drain()
-        if not self.is_lost:
-            self._wire.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._is_chunked else piece)
-
-    def finish(self) -> None:
-        """End a stream."""
-        if self._is_chunked and not self.is_lost:
-            self._wire.transport.write(b"0\r\n\r\n")
-        self._complete()
 
     async def _write_by_turns(self, pieces: Pieces) -> None:
         """Write the pieces in parts, as fast as the client reads; abort if that is too slow.

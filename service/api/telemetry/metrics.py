@@ -189,9 +189,6 @@ class Metrics(Collector, Observer):
     def set(self, name: str, value: float) -> None:
         self._numbers[_PLACES[name]] = value
 
-    def add(self, name: str, value: float) -> None:
-        self._numbers[_PLACES[name]] += value
-
     def began(self, call: Call) -> None:
         self._numbers[_IN_FLIGHT] += 1
 

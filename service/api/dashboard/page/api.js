@@ -141,34 +141,3 @@ async function read(answer) {
     throw new Unreachable();
   }
 }
-
-/** Yield the server-sent events of a path, {event, data} with data as text, until the stream ends. */
-export async function* events(path, { signal } = {}) {
-  const answer = await request(path, { signal, headers: { Accept: "text/event-stream" } });
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
-      rest = blocks.pop();
-      for (const block of blocks) {
-        const event = parsed(block);
-        if (event.data !== "") yield event;
-      }
-    }
-  } finally {
-    reader.cancel().catch(() => {}); // the caller may stop before the stream ends
-  }
-}
-
-function parsed(block) {
-  const fields = { event: "message", data: [] };
-  for (const line of block.split("\n")) {
-    const [, name, value] = /^([a-z]+): ?(.*)$/.exec(line) ?? [];
-    if (name === "data") fields.data.push(value);
-    else if (name === "event") fields.event = value;
-  }
-  return { event: fields.event, data: fields.data.join("\n") };
-}

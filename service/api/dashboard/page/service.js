@@ -1,7 +1,6 @@
 // The service: how much it does, how fast, and with which settings.
 
 import { h, mark, put, say } from "./dom.js";
-import { failure } from "./failure.js";
 import { follow, step, withGaps } from "./live.js";
 import { liveChart } from "./live_chart.js";
 import { CHARTS, duration, rate } from "./measures.js";
@@ -39,19 +38,15 @@ export async function show(main, { api, caller, signal }) {
     tiles.set(samples, api.now());
   }
   const draw = seldom(signal, drawAll);
-  try {
-    await follow(samples, {
-      api,
-      signal,
-      changed(word) {
-        mark(state, "class", word === "live" ? "state on" : "state late");
-        say(state, word === "live" ? "live" : "waiting for the server");
-        draw();
-      },
-    });
-  } catch (error) {
-    if (!signal.aborted && error.status !== 401) put(main, failure(error));
-  }
+  await follow(samples, {
+    api,
+    signal,
+    changed(error) {
+      mark(state, "class", error ? "state late" : "state on");
+      say(state, error ? "waiting for the server" : "live");
+      draw();
+    },
+  });
 }
 
 function refusal({ scopes }) {
