@@ -32,10 +32,10 @@ HEAD = '''"""The operators of the service, a method each."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 from gradserve_client import _calls
-from gradserve_client._calls import Input, Into
+from gradserve_client._calls import Adding, Input, Into
 from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array
 from gradserve_client.models import Receipt
@@ -91,9 +91,9 @@ def _result(op: Operator) -> str:
 def _methods(op: Operator) -> str:
     """Return an operator's method, with an overload for each kind of result."""
     if len(op.outputs) == 1:
-        adding = ["into: Into", *_ADDING]
+        adding = ["into: Into", _ADDING]
         overloads = [_def(op, ["into: None = None"], "Array"), _def(op, adding, "Receipt")]
-        whole = _def(op, ["into: Into | None = None", *_MAYBE_ADDING], "Array | Receipt")
+        whole = _def(op, ["into: Into | None = None", _ADDING], "Array | Receipt")
         (name,) = op.output_names
         call = _call(op, None, f'into=None if into is None else {{"{name}": into}}')
         body = f"{call}\n        return results[{name!r}]"
@@ -106,8 +106,8 @@ def _methods(op: Operator) -> str:
         results = f"{op.name}Outputs | dict[str, Array]"
         into = "into=None"
         if _addable(op):
-            overloads.append(_def(op, [*more, "into: Mapping[str, Into]", *_ADDING], "dict[str, Array | Receipt]"))
-            more += ["into: Mapping[str, Into] | None = None", *_MAYBE_ADDING]
+            overloads.append(_def(op, [*more, "into: Mapping[str, Into]", _ADDING], "dict[str, Array | Receipt]"))
+            more += ["into: Mapping[str, Into] | None = None", _ADDING]
             results += " | dict[str, Array | Receipt]"
             into = "into=into"
         whole = _def(op, more, results)
@@ -122,14 +122,8 @@ def _methods(op: Operator) -> str:
     return f"{stubs}\n    {whole}:\n{textwrap.indent(_doc(op), '        ')}\n        {body}\n"
 
 
-_ADDING = [
-    "weight: float = 1.0",
-    "epoch: int | None = None",
-    "contributor: str | None = None",
-    "idempotency_key: str | None = None",
-]
-_MAYBE_ADDING = ["weight: float | None = None", *_ADDING[1:]]
-"""The parameters of an add, with `into` and perhaps without it. The server refuses them without it."""
+_ADDING = "**add: Unpack[Adding]"
+"""The parameters of an add. The server refuses them without `into`."""
 
 
 def _addable(op: Operator) -> bool:
@@ -165,7 +159,7 @@ def _call(op: Operator, outputs: str | None, into: str) -> str:
     if outputs:
         parts.append(f"outputs={outputs}")
     if into != "into=None":
-        parts += [into, "weight=weight", "epoch=epoch", "contributor=contributor", "idempotency_key=idempotency_key"]
+        parts += [into, "**add"]
     return f"results = self._runner.run(_calls.run({', '.join(parts)}))"
 
 

@@ -225,6 +225,8 @@ def test_every_rule_changes_and_goes_away(server: Any) -> None:
     assert w.set_rules(min_count=1).per_contributor == 3
     with pytest.raises(TypeError, match="unexpected keyword argument 'shape'"):
         w.set_rules(shape=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'quorm'"):
+        w.create(2, quorm=3)
     with pytest.raises(NotFound):
         server.buffers["nothing"].set_rules(quorum=1)
 

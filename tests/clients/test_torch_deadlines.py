@@ -170,3 +170,10 @@ def test_workers_without_names_are_no_contributors(server: Client, prefix: str) 
 def test_names_that_a_contributor_cannot_have_are_refused_at_once(server: Client, prefix: str, worker: Any) -> None:
     with pytest.raises(InvalidInput, match="worker: .* must be 1 to 100 printable characters"):
         GradientAccumulator(net(), server, prefix=prefix, worker=worker)
+
+
+def test_a_mistaken_rule_fails_before_any_request(server: Client, prefix: str) -> None:
+    for mistaken, error in ({"quorm": 3}, TypeError), ({"deadline_seconds": "soon"}, InvalidInput):
+        with pytest.raises(error, match=next(iter(mistaken))):
+            workers(server, prefix, 1, **mistaken)
+    assert server.buffers.list(prefix) == []

@@ -31,18 +31,11 @@ class AsyncBuffer(BufferName):
         shape: Sequence[int] | int,
         *,
         dtype: npt.DTypeLike = "float32",
-        quorum: int | None = None,
         keep: int = 1,
         nonfinite: str = "allow",
-        ttl_seconds: float | None = None,
-        deadline_seconds: float | None = None,
-        min_count: int = 1,
-        quorum_weight: float | None = None,
-        contributors: Sequence[str] | None = None,
-        per_contributor: int = 1,
-        max_norm: float | None = None,
         exist_ok: bool = True,
         idempotency_key: str | None = None,
+        **rules: Unpack[BufferRules],
     ) -> BufferInfo:
         """Create the buffer with zeros. An equal buffer may exist already, unless `exist_ok` is False.
 
@@ -57,26 +50,9 @@ class AsyncBuffer(BufferName):
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
         is False, `TooManyBuffers`, and `InvalidInput`.
         """
+        spec = _buffer_calls.spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, **rules)
         return await self._runner.run(
-            _buffer_calls.create(
-                self.name,
-                _buffer_calls.spec_json(
-                    shape,
-                    dtype=dtype,
-                    keep=keep,
-                    nonfinite=nonfinite,
-                    quorum=quorum,
-                    ttl_seconds=ttl_seconds,
-                    deadline_seconds=deadline_seconds,
-                    min_count=min_count,
-                    quorum_weight=quorum_weight,
-                    contributors=contributors,
-                    per_contributor=per_contributor,
-                    max_norm=max_norm,
-                ),
-                exist_ok=exist_ok,
-                idempotency_key=idempotency_key,
-            )
+            _buffer_calls.create(self.name, spec, exist_ok=exist_ok, idempotency_key=idempotency_key)
         )
 
     async def set_rules(

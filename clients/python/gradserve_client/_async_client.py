@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import httpx
 
@@ -15,7 +15,7 @@ from gradserve_client._async_channels import channel
 from gradserve_client._async_ops import AsyncOps
 from gradserve_client._async_runner import AsyncRunner
 from gradserve_client._async_shards import AsyncShard, AsyncShards
-from gradserve_client._calls import Input, Into
+from gradserve_client._calls import Adding, Input, Into
 from gradserve_client._placement import Placement
 from gradserve_client._policy import Patience
 from gradserve_client._sender import Sender
@@ -76,10 +76,7 @@ class AsyncClient:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]:
         """Run an operator by its ONNX name, and return its outputs by name.
 
@@ -88,19 +85,7 @@ class AsyncClient:
         receipt takes the output's place. With `epoch`, it adds only while the buffer is in that epoch. The epoch lists
         the `contributor`.
         """
-        return await self._runner.run(
-            _calls.run(
-                op,
-                tensors,
-                attributes or {},
-                outputs=outputs,
-                into=into,
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
-            )
-        )
+        return await self._runner.run(_calls.run(op, tensors, attributes or {}, outputs=outputs, into=into, **add))
 
     async def operators(self) -> list[OperatorInfo]:
         """Return the operators of the server."""

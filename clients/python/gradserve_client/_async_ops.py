@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 from gradserve_client import _calls
 from gradserve_client._async_runner import AsyncRunner
-from gradserve_client._calls import Input, Into
+from gradserve_client._calls import Adding, Input, Into
 from gradserve_client._tensors import Array
 from gradserve_client.models import Receipt
 from gradserve_client.ops import (
@@ -44,10 +44,7 @@ class AsyncOps:
         do_update: Input | None = None,
         *,
         into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> Receipt: ...
 
     async def in_place_accumulator(
@@ -57,10 +54,7 @@ class AsyncOps:
         do_update: Input | None = None,
         *,
         into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> Array | Receipt:
         """accumulated_gradient = gradient_buffer + gradient; gradient_buffer where do_update is false.
 
@@ -80,10 +74,7 @@ class AsyncOps:
                 {},
                 gives=("accumulated_gradient",),
                 into=None if into is None else {"accumulated_gradient": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["accumulated_gradient"]
@@ -107,10 +98,7 @@ class AsyncOps:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into],
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]: ...
 
     async def in_place_accumulator_v2(
@@ -121,10 +109,7 @@ class AsyncOps:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> InPlaceAccumulatorV2Outputs | dict[str, Array] | dict[str, Array | Receipt]:
         """accumulated_gradient = gradient_buffer + gradient; gradient where overwrite is true. updated = [true].
 
@@ -148,10 +133,7 @@ class AsyncOps:
                 ),
                 outputs=outputs,
                 into=into,
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         if outputs is None and into is None:
@@ -163,27 +145,11 @@ class AsyncOps:
 
     @overload
     async def zero_gradient(
-        self,
-        old_gradient: Input,
-        reset_signal: Input,
-        *,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, old_gradient: Input, reset_signal: Input, *, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     async def zero_gradient(
-        self,
-        old_gradient: Input,
-        reset_signal: Input,
-        *,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, old_gradient: Input, reset_signal: Input, *, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """zero_gradient = zeros of old_gradient's shape and dtype.
 
@@ -200,10 +166,7 @@ class AsyncOps:
                 {},
                 gives=("zero_gradient",),
                 into=None if into is None else {"zero_gradient": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["zero_gradient"]
@@ -212,28 +175,10 @@ class AsyncOps:
     async def relu_grad(self, dY: Input, X: Input, *, into: None = None) -> Array: ...
 
     @overload
-    async def relu_grad(
-        self,
-        dY: Input,
-        X: Input,
-        *,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    async def relu_grad(self, dY: Input, X: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
     async def relu_grad(
-        self,
-        dY: Input,
-        X: Input,
-        *,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, X: Input, *, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY where X > 0, else 0.
 
@@ -244,15 +189,7 @@ class AsyncOps:
         """
         results = await self._runner.run(
             _calls.run(
-                "ReluGrad",
-                {"dY": dY, "X": X},
-                {},
-                gives=("dX",),
-                into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                "ReluGrad", {"dY": dY, "X": X}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
         return results["dX"]
@@ -262,29 +199,11 @@ class AsyncOps:
 
     @overload
     async def leaky_relu_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        alpha: float = 0.01,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, alpha: float = 0.01, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     async def leaky_relu_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        alpha: float = 0.01,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, alpha: float = 0.01, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY where Y > 0, else alpha * dY.
 
@@ -301,10 +220,7 @@ class AsyncOps:
                 {"alpha": alpha},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -313,28 +229,10 @@ class AsyncOps:
     async def sigmoid_grad(self, dY: Input, Y: Input, *, into: None = None) -> Array: ...
 
     @overload
-    async def sigmoid_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    async def sigmoid_grad(self, dY: Input, Y: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
     async def sigmoid_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY * Y * (1 - Y).
 
@@ -345,15 +243,7 @@ class AsyncOps:
         """
         results = await self._runner.run(
             _calls.run(
-                "SigmoidGrad",
-                {"dY": dY, "Y": Y},
-                {},
-                gives=("dX",),
-                into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                "SigmoidGrad", {"dY": dY, "Y": Y}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
         return results["dX"]
@@ -362,28 +252,10 @@ class AsyncOps:
     async def tanh_grad(self, dY: Input, Y: Input, *, into: None = None) -> Array: ...
 
     @overload
-    async def tanh_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    async def tanh_grad(self, dY: Input, Y: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
     async def tanh_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY * (1 - Y * Y).
 
@@ -394,15 +266,7 @@ class AsyncOps:
         """
         results = await self._runner.run(
             _calls.run(
-                "TanhGrad",
-                {"dY": dY, "Y": Y},
-                {},
-                gives=("dX",),
-                into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                "TanhGrad", {"dY": dY, "Y": Y}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
         return results["dX"]
@@ -412,29 +276,11 @@ class AsyncOps:
 
     @overload
     async def quick_gelu_grad(
-        self,
-        dY: Input,
-        X: Input,
-        *,
-        alpha: float = 1.702,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, X: Input, *, alpha: float = 1.702, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     async def quick_gelu_grad(
-        self,
-        dY: Input,
-        X: Input,
-        *,
-        alpha: float = 1.702,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, X: Input, *, alpha: float = 1.702, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
 
@@ -451,10 +297,7 @@ class AsyncOps:
                 {"alpha": alpha},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -504,17 +347,7 @@ class AsyncOps:
 
     @overload
     async def gather_grad(
-        self,
-        shape: Input,
-        indices: Input,
-        grad: Input,
-        *,
-        axis: int = 0,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, shape: Input, indices: Input, grad: Input, *, axis: int = 0, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     async def gather_grad(
@@ -525,10 +358,7 @@ class AsyncOps:
         *,
         axis: int = 0,
         into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> Array | Receipt:
         """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.
 
@@ -549,10 +379,7 @@ class AsyncOps:
                 {"axis": axis},
                 gives=("output",),
                 into=None if into is None else {"output": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["output"]
@@ -610,10 +437,7 @@ class AsyncOps:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into],
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]: ...
 
     async def gru_training(
@@ -632,10 +456,7 @@ class AsyncOps:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> GRUTrainingOutputs | dict[str, Array] | dict[str, Array | Receipt]:
         """H' = (1 - z) * h + z * H at every step, with the gates z and r and the candidate h kept in ZRH.
 
@@ -669,10 +490,7 @@ class AsyncOps:
                 ),
                 outputs=outputs,
                 into=into,
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         if outputs is None and into is None:
@@ -744,10 +562,7 @@ class AsyncOps:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into],
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]: ...
 
     async def gru_grad(
@@ -770,10 +585,7 @@ class AsyncOps:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> GRUGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
         """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
 
@@ -819,10 +631,7 @@ class AsyncOps:
                 ),
                 outputs=outputs,
                 into=into,
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         if outputs is None and into is None:
@@ -834,29 +643,11 @@ class AsyncOps:
 
     @overload
     async def softmax_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = 1,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = 1, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     async def softmax_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = 1,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = 1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum over all dimensions from `axis` on.
 
@@ -872,10 +663,7 @@ class AsyncOps:
                 {"axis": axis},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -885,29 +673,11 @@ class AsyncOps:
 
     @overload
     async def log_softmax_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = 1,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = 1, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     async def log_softmax_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = 1,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = 1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum over all dimensions from `axis` on.
 
@@ -923,10 +693,7 @@ class AsyncOps:
                 {"axis": axis},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -936,29 +703,11 @@ class AsyncOps:
 
     @overload
     async def softmax_grad_13(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = -1,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = -1, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     async def softmax_grad_13(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = -1,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = -1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum along `axis`.
 
@@ -972,10 +721,7 @@ class AsyncOps:
                 {"axis": axis},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -985,29 +731,11 @@ class AsyncOps:
 
     @overload
     async def log_softmax_grad_13(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = -1,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = -1, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     async def log_softmax_grad_13(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = -1,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = -1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum along `axis`.
 
@@ -1021,10 +749,7 @@ class AsyncOps:
                 {"axis": axis},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]

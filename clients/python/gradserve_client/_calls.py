@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 from gradserve_client._answers import JSON, as_receipt
 from gradserve_client._arguments import as_contributor, as_float, as_key, as_name, as_query
@@ -18,6 +18,15 @@ from gradserve_client.models import BufferName, OperatorInfo, Receipt, TensorInf
 
 Into: TypeAlias = "str | BufferName"
 Input: TypeAlias = TensorLike | BufferName
+
+
+class Adding(TypedDict, total=False):
+    """How an operator adds to the buffers of `into`."""
+
+    weight: float | None
+    epoch: int | None
+    contributor: str | None
+    idempotency_key: str | None
 
 
 def ready() -> Call[None]:

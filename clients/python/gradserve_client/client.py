@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import httpx
 
 from gradserve_client import _calls
-from gradserve_client._calls import Input, Into
+from gradserve_client._calls import Adding, Input, Into
 from gradserve_client._channels import channel
 from gradserve_client._placement import Placement
 from gradserve_client._policy import Patience
@@ -89,10 +89,7 @@ class Client:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]:
         """Run an operator by its ONNX name, and return its outputs by name.
 
@@ -104,19 +101,7 @@ class Client:
         >>> server.run("LeakyReluGrad", {"dY": [1, 2], "Y": [3, -4]}, {"alpha": 0.5})
         {'dX': array([1., 1.], dtype=float32)}
         """
-        return self._runner.run(
-            _calls.run(
-                op,
-                tensors,
-                attributes or {},
-                outputs=outputs,
-                into=into,
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
-            )
-        )
+        return self._runner.run(_calls.run(op, tensors, attributes or {}, outputs=outputs, into=into, **add))
 
     def operators(self) -> list[OperatorInfo]:
         """Return the operators of the server.

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, Unpack, overload
 
 from gradserve_client import _calls
-from gradserve_client._calls import Input, Into
+from gradserve_client._calls import Adding, Input, Into
 from gradserve_client._runner import Runner
 from gradserve_client._tensors import Array
 from gradserve_client.models import Receipt
@@ -70,10 +70,7 @@ class Ops:
         do_update: Input | None = None,
         *,
         into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> Receipt: ...
 
     def in_place_accumulator(
@@ -83,10 +80,7 @@ class Ops:
         do_update: Input | None = None,
         *,
         into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> Array | Receipt:
         """accumulated_gradient = gradient_buffer + gradient; gradient_buffer where do_update is false.
 
@@ -114,10 +108,7 @@ class Ops:
                 {},
                 gives=("accumulated_gradient",),
                 into=None if into is None else {"accumulated_gradient": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["accumulated_gradient"]
@@ -141,10 +132,7 @@ class Ops:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into],
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]: ...
 
     def in_place_accumulator_v2(
@@ -155,10 +143,7 @@ class Ops:
         *,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> InPlaceAccumulatorV2Outputs | dict[str, Array] | dict[str, Array | Receipt]:
         """accumulated_gradient = gradient_buffer + gradient; gradient where overwrite is true. updated = [true].
 
@@ -189,10 +174,7 @@ class Ops:
                 ),
                 outputs=outputs,
                 into=into,
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         if outputs is None and into is None:
@@ -204,27 +186,11 @@ class Ops:
 
     @overload
     def zero_gradient(
-        self,
-        old_gradient: Input,
-        reset_signal: Input,
-        *,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, old_gradient: Input, reset_signal: Input, *, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     def zero_gradient(
-        self,
-        old_gradient: Input,
-        reset_signal: Input,
-        *,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, old_gradient: Input, reset_signal: Input, *, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """zero_gradient = zeros of old_gradient's shape and dtype.
 
@@ -245,10 +211,7 @@ class Ops:
                 {},
                 gives=("zero_gradient",),
                 into=None if into is None else {"zero_gradient": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["zero_gradient"]
@@ -257,29 +220,9 @@ class Ops:
     def relu_grad(self, dY: Input, X: Input, *, into: None = None) -> Array: ...
 
     @overload
-    def relu_grad(
-        self,
-        dY: Input,
-        X: Input,
-        *,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    def relu_grad(self, dY: Input, X: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
-    def relu_grad(
-        self,
-        dY: Input,
-        X: Input,
-        *,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Array | Receipt:
+    def relu_grad(self, dY: Input, X: Input, *, into: Into | None = None, **add: Unpack[Adding]) -> Array | Receipt:
         """dX = dY where X > 0, else 0.
 
         X = 0 and X = NaN give exactly +0, for any dY. Where X > 0, dX has the bits of dY.
@@ -293,15 +236,7 @@ class Ops:
         """
         results = self._runner.run(
             _calls.run(
-                "ReluGrad",
-                {"dY": dY, "X": X},
-                {},
-                gives=("dX",),
-                into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                "ReluGrad", {"dY": dY, "X": X}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
         return results["dX"]
@@ -311,29 +246,11 @@ class Ops:
 
     @overload
     def leaky_relu_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        alpha: float = 0.01,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, alpha: float = 0.01, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     def leaky_relu_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        alpha: float = 0.01,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, alpha: float = 0.01, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY where Y > 0, else alpha * dY.
 
@@ -354,10 +271,7 @@ class Ops:
                 {"alpha": alpha},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -366,29 +280,9 @@ class Ops:
     def sigmoid_grad(self, dY: Input, Y: Input, *, into: None = None) -> Array: ...
 
     @overload
-    def sigmoid_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    def sigmoid_grad(self, dY: Input, Y: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
-    def sigmoid_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Array | Receipt:
+    def sigmoid_grad(self, dY: Input, Y: Input, *, into: Into | None = None, **add: Unpack[Adding]) -> Array | Receipt:
         """dX = dY * Y * (1 - Y).
 
         Y is the forward output, sigmoid(X). The kernel does not check that Y lies in [0, 1].
@@ -402,15 +296,7 @@ class Ops:
         """
         results = self._runner.run(
             _calls.run(
-                "SigmoidGrad",
-                {"dY": dY, "Y": Y},
-                {},
-                gives=("dX",),
-                into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                "SigmoidGrad", {"dY": dY, "Y": Y}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
         return results["dX"]
@@ -419,29 +305,9 @@ class Ops:
     def tanh_grad(self, dY: Input, Y: Input, *, into: None = None) -> Array: ...
 
     @overload
-    def tanh_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    def tanh_grad(self, dY: Input, Y: Input, *, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
-    def tanh_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Array | Receipt:
+    def tanh_grad(self, dY: Input, Y: Input, *, into: Into | None = None, **add: Unpack[Adding]) -> Array | Receipt:
         """dX = dY * (1 - Y * Y).
 
         Y is the forward output, tanh(X). The kernel does not check that Y lies in [-1, 1].
@@ -455,15 +321,7 @@ class Ops:
         """
         results = self._runner.run(
             _calls.run(
-                "TanhGrad",
-                {"dY": dY, "Y": Y},
-                {},
-                gives=("dX",),
-                into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                "TanhGrad", {"dY": dY, "Y": Y}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
         return results["dX"]
@@ -473,29 +331,11 @@ class Ops:
 
     @overload
     def quick_gelu_grad(
-        self,
-        dY: Input,
-        X: Input,
-        *,
-        alpha: float = 1.702,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, X: Input, *, alpha: float = 1.702, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     def quick_gelu_grad(
-        self,
-        dY: Input,
-        X: Input,
-        *,
-        alpha: float = 1.702,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, X: Input, *, alpha: float = 1.702, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY * s * (1 + alpha * X * (1 - s)), where s = sigmoid(alpha * X).
 
@@ -516,10 +356,7 @@ class Ops:
                 {"alpha": alpha},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -570,17 +407,7 @@ class Ops:
 
     @overload
     def gather_grad(
-        self,
-        shape: Input,
-        indices: Input,
-        grad: Input,
-        *,
-        axis: int = 0,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, shape: Input, indices: Input, grad: Input, *, axis: int = 0, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     def gather_grad(
@@ -591,10 +418,7 @@ class Ops:
         *,
         axis: int = 0,
         into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> Array | Receipt:
         """output = zeros(shape); output[.., indices, ..] += grad, along `axis`.
 
@@ -620,10 +444,7 @@ class Ops:
                 {"axis": axis},
                 gives=("output",),
                 into=None if into is None else {"output": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["output"]
@@ -681,10 +502,7 @@ class Ops:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into],
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]: ...
 
     def gru_training(
@@ -703,10 +521,7 @@ class Ops:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> GRUTrainingOutputs | dict[str, Array] | dict[str, Array | Receipt]:
         """H' = (1 - z) * h + z * H at every step, with the gates z and r and the candidate h kept in ZRH.
 
@@ -753,10 +568,7 @@ class Ops:
                 ),
                 outputs=outputs,
                 into=into,
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         if outputs is None and into is None:
@@ -828,10 +640,7 @@ class Ops:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into],
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> dict[str, Array | Receipt]: ...
 
     def gru_grad(
@@ -854,10 +663,7 @@ class Ops:
         clip: float | None = None,
         outputs: Sequence[str] | None = None,
         into: Mapping[str, Into] | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        **add: Unpack[Adding],
     ) -> GRUGradOutputs | dict[str, Array] | dict[str, Array | Receipt]:
         """The gradients of GRUTraining's inputs, from those of HAll and of HFinal, grad_HAll and grad_Ht.
 
@@ -919,10 +725,7 @@ class Ops:
                 ),
                 outputs=outputs,
                 into=into,
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         if outputs is None and into is None:
@@ -933,30 +736,10 @@ class Ops:
     def softmax_grad(self, dY: Input, Y: Input, *, axis: int = 1, into: None = None) -> Array: ...
 
     @overload
-    def softmax_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = 1,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    def softmax_grad(self, dY: Input, Y: Input, *, axis: int = 1, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
     def softmax_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = 1,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = 1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum over all dimensions from `axis` on.
 
@@ -975,10 +758,7 @@ class Ops:
                 {"axis": axis},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -987,30 +767,10 @@ class Ops:
     def log_softmax_grad(self, dY: Input, Y: Input, *, axis: int = 1, into: None = None) -> Array: ...
 
     @overload
-    def log_softmax_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = 1,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    def log_softmax_grad(self, dY: Input, Y: Input, *, axis: int = 1, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
     def log_softmax_grad(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = 1,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = 1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum over all dimensions from `axis` on.
 
@@ -1029,10 +789,7 @@ class Ops:
                 {"axis": axis},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -1041,30 +798,10 @@ class Ops:
     def softmax_grad_13(self, dY: Input, Y: Input, *, axis: int = -1, into: None = None) -> Array: ...
 
     @overload
-    def softmax_grad_13(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = -1,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
-    ) -> Receipt: ...
+    def softmax_grad_13(self, dY: Input, Y: Input, *, axis: int = -1, into: Into, **add: Unpack[Adding]) -> Receipt: ...
 
     def softmax_grad_13(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = -1,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = -1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = Y * (dY - sum(dY * Y)), the sum along `axis`.
 
@@ -1081,10 +818,7 @@ class Ops:
                 {"axis": axis},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]
@@ -1094,29 +828,11 @@ class Ops:
 
     @overload
     def log_softmax_grad_13(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = -1,
-        into: Into,
-        weight: float = 1.0,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = -1, into: Into, **add: Unpack[Adding]
     ) -> Receipt: ...
 
     def log_softmax_grad_13(
-        self,
-        dY: Input,
-        Y: Input,
-        *,
-        axis: int = -1,
-        into: Into | None = None,
-        weight: float | None = None,
-        epoch: int | None = None,
-        contributor: str | None = None,
-        idempotency_key: str | None = None,
+        self, dY: Input, Y: Input, *, axis: int = -1, into: Into | None = None, **add: Unpack[Adding]
     ) -> Array | Receipt:
         """dX = dY - exp(Y) * sum(dY), the sum along `axis`.
 
@@ -1133,10 +849,7 @@ class Ops:
                 {"axis": axis},
                 gives=("dX",),
                 into=None if into is None else {"dX": into},
-                weight=weight,
-                epoch=epoch,
-                contributor=contributor,
-                idempotency_key=idempotency_key,
+                **add,
             )
         )
         return results["dX"]

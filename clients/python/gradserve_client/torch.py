@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 from gradserve_client._arguments import as_contributor, check_choice
 from gradserve_client._broadcast import Broadcast
-from gradserve_client._buffer_calls import Reduce
+from gradserve_client._buffer_calls import Reduce, rules_json
 from gradserve_client._model import Model
 from gradserve_client._names import checked_prefix, quoted
 from gradserve_client._parameters import HALF_DTYPES
@@ -89,7 +89,6 @@ class GradientAccumulator:
         prefix: str,
         run: str | None = None,
         resume: bool = False,
-        quorum: int | None = None,
         worker: str | None = None,
         keep: int = 1,
         timeout: float = 600.0,
@@ -99,18 +98,13 @@ class GradientAccumulator:
         wire_dtype: torch.dtype | None = None,
         request_bytes: int | None = None,
         nonfinite: str | None = None,
-        max_norm: float | None = None,
-        deadline_seconds: float | None = None,
-        min_count: int | None = None,
-        quorum_weight: float | None = None,
-        contributors: Sequence[str] | None = None,
-        per_contributor: int = MOST_PUSHES,
-        ttl_seconds: float | None = None,
+        **rules: Unpack[BufferRules],
     ) -> None:
         check_choice("start", start, ("same", "any"))
         check_choice("reduce", reduce, ("mean", "sum"))
         check_choice("unused", unused, ("none", "zeros"))
         check_choice("wire_dtype", wire_dtype, (None, *HALF_DTYPES))
+        rules_json(rules)  # a name or a value that is wrong fails before any request
         if worker is not None:
             as_contributor(worker, "worker")
         self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
@@ -118,19 +112,9 @@ class GradientAccumulator:
         self._reduce, self._unused, self._worker = reduce, unused, worker
         request_bytes = fitting(server, request_bytes)
         self._model = Model(model, self._prefix, wire_dtype, request_bytes)
-        rules = {
-            "quorum": quorum,
-            "keep": keep,
-            "nonfinite": nonfinite,
-            "max_norm": max_norm,
-            "deadline_seconds": deadline_seconds,
-            "min_count": min_count,
-            "quorum_weight": quorum_weight,
-            "contributors": contributors,
-            "per_contributor": per_contributor,
-            "ttl_seconds": ttl_seconds,
-        }
-        self._sums = Sums(server, self._model.parts, rules, request_bytes)
+        ttl_seconds = rules.get("ttl_seconds")
+        given: dict[str, Any] = {"keep": keep, "nonfinite": nonfinite, "per_contributor": MOST_PUSHES, **rules}
+        self._sums = Sums(server, self._model.parts, given, request_bytes)
         register = f"{self._prefix}::start"
         places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
         server.place(places)
