@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from gradserve_client import _output as client
-from gradserve_client._watch import _ROW_COLUMNS
+from gradserve_client._watch import COLUMNS
 from gradserve_client.models import BufferInfo
 from playwright.sync_api import Page, expect
 
@@ -124,7 +124,7 @@ def test_the_columns_have_the_words_of_the_client(open_page: Open, server: str, 
     heads = page.get_by_role("columnheader")
     expect(heads.first).to_be_visible()
     titles = [title.rstrip(" ↑↓") for title in heads.all_inner_texts()]
-    assert {*_ROW_COLUMNS} - {"adds/s"} <= set(titles)
+    assert {*COLUMNS} - {"adds/s"} <= set(titles)
     http.delete("/v1/buffers/a")
     create(http, ["b"])
     expect(page.get_by_role("columnheader", name="missing")).to_be_hidden()  # no buffer has a value for it

@@ -172,22 +172,11 @@ def watch(
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only buffers whose names begin with this.")] = "",
     interval: Annotated[float, typer.Option(min=0.05, metavar="SECONDS", help="The time between updates.")] = 1.0,
     count: Annotated[int | None, typer.Option(min=1, help="End after this number of updates.")] = None,
-    norm: Annotated[bool, typer.Option(help="Show the norms of the sums, which downloads each changed sum.")] = True,
-    group: Annotated[
-        bool,
-        typer.Option("--group", help="A line for all buffers with the same name up to the next dot behind PREFIX."),
-    ] = False,
 ) -> None:
     """Watch buffers fill, in a live table, or in lines if the output is not a terminal. Ctrl-C ends it."""
     session: Session = ctx.obj
     with session.server(progress=False) as server:
-        watched = _watch.Watch(server.buffers, prefix, interval, count, norms=norm, in_groups=group)
-        if session.as_json:
-            _watch.print_documents(watched)
-        elif console().is_terminal:
-            _watch.show_live(watched)
-        else:
-            _watch.print_lines(watched)
+        _watch.watch(server.buffers, prefix, interval, count, as_json=session.as_json)
 
 
 def _find(name: str, operators: Sequence[OperatorInfo]) -> OperatorInfo:

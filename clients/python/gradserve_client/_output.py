@@ -80,13 +80,9 @@ def count(info: BufferInfo) -> str:
 
 def late(info: BufferInfo) -> list[str]:
     """Return when the deadline of the epoch ends, and who is missing, as text that may be empty."""
-    return late_text(info.deadline_at, info.missing or ())
-
-
-def late_text(deadline_at: float | None, missing: Sequence[str]) -> list[str]:
-    """Return a deadline, and who is missing, as text that may be empty."""
+    missing = info.missing or ()
     more = [f"{len(missing) - _MOST_NAMED} more"] if len(missing) > _MOST_NAMED else []
-    ends = "" if deadline_at is None else _time(deadline_at)
+    ends = "" if info.deadline_at is None else _time(info.deadline_at)
     return [ends, ", ".join([*missing[:_MOST_NAMED], *more])]
 
 

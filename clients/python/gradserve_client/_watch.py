@@ -1,135 +1,81 @@
-"""Snapshots of buffers: the rate of their adds, and the norms of their sums."""
+"""`watch`: the buffers with a prefix, again and again, with the rate of their adds and the norms of their sums."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import datetime
-from typing import Any
 
-import numpy as np
 import typer
+from rich.live import Live
 
-from gradserve_client._output import LATE_COLUMNS, count, late, print_json, shape
-from gradserve_client._scrolling import Scrolling
-from gradserve_client._watch_groups import GROUP_COLUMNS, Group, group_of
+from gradserve_client._output import LATE_COLUMNS, console, count, late, print_json, shape, table
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import NotFound
 from gradserve_client.models import BufferInfo
 
 _NUMBERS = ["epoch", "count", "weight", "norm", "adds/s"]
-_ROW_COLUMNS = ["name", "shape", "dtype", *_NUMBERS]
+COLUMNS = ["name", "shape", "dtype", *_NUMBERS, *LATE_COLUMNS]
+
+Row = tuple[BufferInfo, float | None, float | None]
+"""A buffer, the norm of its sum, and adds per second since the last look; None for what is not known yet."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A buffer in a snapshot."""
-
-    info: BufferInfo
-    norm: float | None
-    """The Euclidean norm of the sum, if it is wanted."""
-    rate: float | None
-    """Adds per second since the last snapshot, if it has the buffer."""
-
-    def cells(self) -> list[str]:
-        """Return the cells of a table's row."""
-        norm = "" if self.norm is None else f"{self.norm:.4g}"
-        rate = "" if self.rate is None else f"{self.rate:.3g}"
-        info = self.info
-        return [
-            *(info.name, shape(info.shape), info.dtype, str(info.epoch), count(info), f"{info.weight:g}"),
-            *(norm, rate, *late(info)),
-        ]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the buffer for programs."""
-        return {**asdict(self.info), "norm": self.norm, "adds_per_second": self.rate}
+def watch(buffers: Buffers, prefix: str, interval: float, times: int | None, *, as_json: bool) -> None:
+    """Show the buffers in a table that changes in place, or in lines if the output is not a terminal."""
+    live = Live(console=console(), auto_refresh=False) if console().is_terminal and not as_json else None
+    if live is None and not as_json:
+        typer.echo("\t".join(["time", *COLUMNS]))
+    with live or nullcontext():
+        for rows in _looks(buffers, prefix, interval, times):
+            now = datetime.now().astimezone()
+            if as_json:
+                found = [{**asdict(info), "norm": norm, "adds_per_second": rate} for info, norm, rate in rows]
+                print_json({"time": now.timestamp(), "buffers": found})
+            elif live is None:
+                for row in rows:
+                    typer.echo("\t".join([now.isoformat(timespec="seconds"), *_cells(row)]))
+            else:
+                cells = map(_cells, rows)
+                live.update(table(COLUMNS, cells, wraps="name", numbers=_NUMBERS, optional=LATE_COLUMNS), refresh=True)
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The buffers at a time."""
-
-    at: datetime
-    rows: Sequence[Row | Group]
-
-
-@dataclass(frozen=True)
-class Watch:
-    """What to watch: the buffers with a prefix, or groups of them."""
-
-    buffers: Buffers
-    prefix: str
-    interval: float
-    """Seconds between two snapshots."""
-    count: int | None
-    """The number of snapshots; None: without end."""
-    norms: bool
-    in_groups: bool
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of the cells of each row."""
-        return [*(GROUP_COLUMNS if self.in_groups else _ROW_COLUMNS), *LATE_COLUMNS]
-
-    def snapshots(self, pause: Callable[[float], None] = time.sleep) -> Iterator[Snapshot]:
-        """Yield the snapshots. `pause` waits between them."""
-        before: dict[str, tuple[float, Row]] = {}
-        for number in itertools.count(1):
-            now, infos = time.monotonic(), self.buffers.list(self.prefix)
-            rows = [_row(self.buffers, info, before.get(info.name), now, self.norms) for info in infos]
-            before = {row.info.name: (now, row) for row in rows}
-            yield Snapshot(datetime.now().astimezone(), self._grouped(rows) if self.in_groups else rows)
-            if number == self.count:
-                return
-            pause(self.interval)
-
-    def _grouped(self, rows: Sequence[Row]) -> list[Group]:
-        members: dict[str, list[Row]] = {}
-        for row in rows:
-            members.setdefault(group_of(row.info.name, self.prefix), []).append(row)
-        return [Group.of(prefix, some) for prefix, some in members.items()]
+def _looks(buffers: Buffers, prefix: str, interval: float, times: int | None) -> Iterator[list[Row]]:
+    before: dict[str, tuple[float, BufferInfo]] = {}
+    for number in itertools.count(1):
+        now, infos = time.monotonic(), buffers.list(prefix)
+        norms = _norms(buffers, prefix) if infos else {}
+        yield [(info, norms.get(info.name), _rate(info, before.get(info.name), now)) for info in infos]
+        before = {info.name: (now, info) for info in infos}
+        if number == times:
+            return
+        time.sleep(interval)
 
 
-def _row(buffers: Buffers, info: BufferInfo, before: tuple[float, Row] | None, now: float, norms: bool) -> Row:
-    if before is None or before[1].info.created_at != info.created_at:
-        return Row(info, _norm(buffers, info.name) if norms else None, None)
-    then, row = before
-    adds = info.version - row.info.version
-    if info.quorum is None:  # without a quorum, an epoch begins by a take or a zero, which are no adds
-        adds -= info.epoch - row.info.epoch
-    norm = row.norm if info.etag == row.info.etag or not norms else _norm(buffers, info.name)
-    return Row(info, norm, max(adds, 0) / (now - then))
-
-
-def _norm(buffers: Buffers, name: str) -> float | None:
+def _norms(buffers: Buffers, prefix: str) -> dict[str, float | None]:
+    """Return the norms that the server has computed. It may come to other sums by the next look."""
     try:
-        value = buffers[name].value()
-    except NotFound:  # deleted since it was listed
+        found = buffers.statistics(prefix=prefix)
+    except NotFound:  # the buffers were deleted after they were listed
+        return {}
+    return {name: one.norm for name, one in found.items() if one is not None}
+
+
+def _rate(info: BufferInfo, before: tuple[float, BufferInfo] | None, now: float) -> float | None:
+    if before is None or before[1].created_at != info.created_at:
         return None
-    return float(np.linalg.norm(value.astype(np.float64)))
+    then, last = before
+    closings = info.epoch - last.epoch if info.quorum is None else 0  # a take or a zero is no add
+    return max(info.version - last.version - closings, 0) / (now - then)
 
 
-def show_live(watch: Watch) -> None:
-    """Show a table that changes in place."""
-    numbers = [*_NUMBERS, "buffers", "size"]
-    with Scrolling(watch.columns, wraps=watch.columns[0], numbers=numbers, optional=LATE_COLUMNS) as shown:
-        for snapshot in watch.snapshots(shown.pause):
-            shown.show([row.cells() for row in snapshot.rows])
-
-
-def print_lines(watch: Watch) -> None:
-    """Print a line for each row of each snapshot."""
-    typer.echo("\t".join(["time", *watch.columns]))
-    for snapshot in watch.snapshots():
-        for row in snapshot.rows:
-            typer.echo("\t".join([snapshot.at.isoformat(timespec="seconds"), *row.cells()]))
-
-
-def print_documents(watch: Watch) -> None:
-    """Print a line of JSON for each snapshot."""
-    for snapshot in watch.snapshots():
-        rows = [row.as_json() for row in snapshot.rows]
-        print_json({"time": snapshot.at.timestamp(), "groups" if watch.in_groups else "buffers": rows})
+def _cells(row: Row) -> list[str]:
+    info, norm, rate = row
+    return [
+        *(info.name, shape(info.shape), info.dtype, str(info.epoch), count(info), f"{info.weight:g}"),
+        *("" if norm is None else f"{norm:.4g}", "" if rate is None else f"{rate:.3g}"),
+        *late(info),
+    ]

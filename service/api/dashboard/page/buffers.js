@@ -158,7 +158,7 @@ class Buffers {
     this.ask();
   }
 
-  /** Count the adds since the last reading, as `gradserve-client buffers watch` counts them. */
+  /** Count the adds since the last reading, as `gradserve-client watch` counts them. */
   count() {
     const [at, before] = [performance.now(), this.adds.version];
     const version = new Map(this.infos.map((info) => [info.name, info]));
