@@ -204,19 +204,6 @@ def test_rm_asks_on_a_terminal(server: Client) -> None:
     assert (sure.code, sure.out) == (0, "")
 
 
-def test_bars_for_large_bodies_on_a_terminal(call: Call, server: Client, tmp_path: Path) -> None:
-    file = tmp_path / "g.npy"
-    np.save(file, np.ones(1 << 20, np.float32))
-    sent = on_terminal(server, "buffers", "put", "b", file, "--create")
-    assert re.search(r"sending .*4\.2/4\.2 MB", plain(sent.out))
-    assert plain(sent.out).splitlines()[-1] == "b: epoch 0, count 1, weight 1"
-    assert re.search(r"receiving .*4\.2/4\.2 MB", plain(on_terminal(server, "buffers", "get", "b", "-o", file).out))
-    np.testing.assert_array_equal(np.load(file), np.ones(1 << 20, np.float32))
-    assert call(server, "buffers", "get", "b", "-o", file).err == ""
-    server.buffers["small"].create(10)
-    assert "receiving" not in on_terminal(server, "buffers", "get", "small").out
-
-
 # ----- watch -----
 
 

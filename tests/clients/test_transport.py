@@ -28,7 +28,7 @@ from gradserve_client import (
     _transport,
 )
 from gradserve_client._address import parsed
-from gradserve_client._transport import ASKED_BYTES, Transport
+from gradserve_client._transport import EXPECT_CONTINUE_BYTES, Transport
 from gradserve_client._wire import JOINED_BYTES
 from safetensors.numpy import save
 
@@ -263,17 +263,17 @@ def test_a_large_body_is_sent_when_the_server_wants_it(transports: Any) -> None:
     words = (BUSY, ASK, ASK.replace(b"100 Continue", b"103 Early Hints") + ASK, ASK)
     with Asked(*words) as server:
         post = transports(server.url)
-        assert [post(ASKED_BYTES) for _ in range(4)] == [429, 200, 200, 200]
-        assert server.bodies == [0, ASKED_BYTES, ASKED_BYTES, ASKED_BYTES]
+        assert [post(EXPECT_CONTINUE_BYTES) for _ in range(4)] == [429, 200, 200, 200]
+        assert server.bodies == [0, EXPECT_CONTINUE_BYTES, EXPECT_CONTINUE_BYTES, EXPECT_CONTINUE_BYTES]
         assert all(b"\nexpect: 100-continue\r" in head for head in server.heads)
 
 
 def test_a_silent_server_gets_the_body_and_is_not_asked_again(transports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_transport, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(_transport, "CONTINUE_SECONDS", 0.1)
     with Asked(b"", b"") as server:
         post = transports(server.url)
-        assert [post(ASKED_BYTES) for _ in range(2)] == [200, 200]
-        assert server.bodies == [ASKED_BYTES, ASKED_BYTES]
+        assert [post(EXPECT_CONTINUE_BYTES) for _ in range(2)] == [200, 200]
+        assert server.bodies == [EXPECT_CONTINUE_BYTES, EXPECT_CONTINUE_BYTES]
         assert [b"expect" in head for head in server.heads] == [True, False]
 
 
@@ -281,15 +281,15 @@ def test_a_server_that_refuses_to_be_asked_is_not_asked_again(transports: Any) -
     refusal = b"HTTP/1.1 417 Expectation Failed\r\nContent-Length: 0\r\n\r\n"
     with Asked(refusal, b"", b"") as server:
         post = transports(server.url)
-        assert [post(ASKED_BYTES) for _ in range(2)] == [200, 200]
-        assert server.bodies == [0, ASKED_BYTES, ASKED_BYTES]
+        assert [post(EXPECT_CONTINUE_BYTES) for _ in range(2)] == [200, 200]
+        assert server.bodies == [0, EXPECT_CONTINUE_BYTES, EXPECT_CONTINUE_BYTES]
         assert [b"expect" in head for head in server.heads] == [True, False, False]
 
 
 def test_a_small_body_is_sent_at_once(transports: Any) -> None:
     with Asked(b"") as server:
-        assert transports(server.url)(ASKED_BYTES - 1) == 200
-        assert server.bodies == [ASKED_BYTES - 1]
+        assert transports(server.url)(EXPECT_CONTINUE_BYTES - 1) == 200
+        assert server.bodies == [EXPECT_CONTINUE_BYTES - 1]
         assert b"expect" not in server.heads[0]
 
 

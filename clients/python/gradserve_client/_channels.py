@@ -12,7 +12,6 @@ from gradserve_client._outcomes import Answer
 from gradserve_client._runner import Channel
 from gradserve_client._sender import Sender
 from gradserve_client._transport import MOST_IDLE, Transport
-from gradserve_client._wire import Progress
 from gradserve_client.errors import InvalidInput
 
 T = TypeVar("T")
@@ -21,13 +20,10 @@ _LIMITS = httpx.Limits(max_keepalive_connections=MOST_IDLE)
 """No limit of connections in use: calls that wait for an epoch must not delay the call that would close it."""
 
 
-def channel(sender: Sender, transport: httpx.BaseTransport | None, progress: Progress | None = None) -> Channel:
-    """Return the way to the sender's server. `progress` is called while an answer comes directly.
-
-    Raises `InvalidInput` if the environment names a proxy or certificates that do not work.
-    """
+def channel(sender: Sender, transport: httpx.BaseTransport | None) -> Channel:
+    """Return the way to the server. Raises `InvalidInput` if the environment names a proxy that does not work."""
     if transport is None and (proxy := sender.proxy()) is None:
-        return Transport(sender.address, progress)
+        return Transport(sender.address)
     return HttpxChannel(transport or through(httpx.HTTPTransport, proxy))
 
 

@@ -175,7 +175,7 @@ def watch(
 ) -> None:
     """Watch buffers fill, in a live table, or in lines if the output is not a terminal. Ctrl-C ends it."""
     session: Session = ctx.obj
-    with session.server(progress=False) as server:
+    with session.server() as server:
         _watch.watch(server.buffers, prefix, interval, count, as_json=session.as_json)
 
 

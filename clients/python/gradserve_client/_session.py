@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gradserve_client._channels import channel
 from gradserve_client._policy import Call, Patience
-from gradserve_client._progress import ShowsProgress
 from gradserve_client._runner import Runner
 from gradserve_client._sender import Sender
 from gradserve_client.buffers import Buffers
@@ -27,18 +25,18 @@ class Session:
     timeout: float
     as_json: bool
 
-    def server(self, *, progress: bool = True) -> contextlib.closing[Server]:
-        """Return the server, to be closed after a `with`. On a terminal it shows the progress of large bodies."""
-        return contextlib.closing(Server(self, progress=progress and sys.stderr.isatty()))
+    def server(self) -> contextlib.closing[Server]:
+        """Return the server, to be closed after a `with`."""
+        return contextlib.closing(Server(self))
 
 
 class Server(Runner):
     """A server that commands call. A transfer ends when nothing moves for `timeout` seconds, not when it is slow."""
 
-    def __init__(self, session: Session, *, progress: bool) -> None:
+    def __init__(self, session: Session) -> None:
         sender = Sender(session.url, session.api_key)
         patience = Patience(timeout=session.timeout, cuts_transfers=False)
-        super().__init__(sender, patience, ShowsProgress(sender) if progress else channel(sender, None))
+        super().__init__(sender, patience, channel(sender, None))
         self.buffers = Buffers(self)
 
     def run(self, call: Call[T]) -> T:

@@ -1,7 +1,7 @@
 """The connections of the synchronous client: HTTP/1.1 that sends the arrays' own memory, and receives into theirs.
 
-httpx's own transport passes a body through several buffers, in pieces of 64 KB. A call with 8 MB out and 4 MB back
-takes half as long again.
+httpx's own transport passes a body through several buffers, in pieces of 64 KB. A call with 32 MB out and 16 MB back
+takes 2.7 times as long with it, and 4.7 times the processor.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import httpx
 
 from gradserve_client._address import Address
 from gradserve_client._outcomes import Answer
-from gradserve_client._wire import Progress, Wire
+from gradserve_client._wire import Wire
 
-ASKED_BYTES = 1 << 20
-"""From this size of a body on, the client first asks whether the server wants it: a busy server refuses in a few bytes.
+EXPECT_CONTINUE_BYTES = 1 << 20
+"""From this size of a body on, the client sends `Expect: 100-continue`: a busy server refuses before the body is sent.
 A smaller body is sent at once, without the extra round trip."""
 
-ASK_SECONDS = 1.0
-"""Seconds to wait for the server's word. A server that is silent does not know the question, and is not asked again."""
+CONTINUE_SECONDS = 1.0
+"""Seconds to wait for the 100. A server that is silent does not know the header, and does not get it again."""
 
 EXPECTATION_FAILED = 417
-"""The status of a server that refuses to be asked."""
+"""The status of a server that refuses the header."""
 
 MOST_IDLE = 16
 """Idle connections that stay open: enough for 16 threads."""
@@ -45,22 +45,20 @@ class Transport:
     Several threads may use it. After a fork, both processes may.
     """
 
-    def __init__(self, address: Address, progress: Progress | None = None) -> None:
-        """`progress` is called while an answer with a Content-Length comes."""
+    def __init__(self, address: Address) -> None:
         url = address.url
         self._host, self._port, self._path = url.host, url.port or _PORTS[url.scheme], address.socket
         self._is_secure = url.scheme == "https"
         self._context: ssl.SSLContext | None = None
-        self._progress = progress
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._asks, self._is_closed = True, False
+        self._expects_continue, self._is_closed = True, False
 
     def send(self, request: httpx.Request, until: float) -> Answer:
         """Send the request and read the answer, by `until` on `time.monotonic`. Raises `httpx.TransportError`."""
         answer = self._exchange(request, until)
-        if answer.status == EXPECTATION_FAILED and not self._asks:
+        if answer.status == EXPECTATION_FAILED and not self._expects_continue:
             answer = self._exchange(request, until)
         return answer
 
@@ -76,11 +74,12 @@ class Transport:
         sock = self._take_idle() or self._connect(timeout["connect"])
         try:
             wire = Wire(sock, timeout["read"], until)
-            if self._asks and int(request.headers.get("content-length", 0)) >= ASKED_BYTES:
-                self._asks = wire.ask(request, ASK_SECONDS) not in (None, EXPECTATION_FAILED)
+            if self._expects_continue and int(request.headers.get("content-length", 0)) >= EXPECT_CONTINUE_BYTES:
+                status = wire.send_expecting(request, CONTINUE_SECONDS)
+                self._expects_continue = status not in (None, EXPECTATION_FAILED)
             else:
                 wire.send(request)
-            answer = wire.receive(self._progress)
+            answer = wire.receive()
         except BaseException as error:
             sock.close()
             _raise_as_httpx(error)

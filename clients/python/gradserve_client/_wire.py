@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
-from typing import TypeAlias
 
 import h11
 import httpx
@@ -20,9 +18,6 @@ READ_BYTES = 1 << 13
 
 LONGEST_HEAD_BYTES = 1 << 16
 """Bytes of an answer's head at most. Servers and proxies send a few hundred."""
-
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes received so far, and the bytes of the whole body."""
 
 
 class Wire:
@@ -54,8 +49,8 @@ class Wire:
             self._write(head)
             self._write_body(request)
 
-    def ask(self, request: httpx.Request, seconds: float) -> int | None:
-        """Send the head, and the body if the server wants it or is silent for some seconds.
+    def send_expecting(self, request: httpx.Request, seconds: float) -> int | None:
+        """Send the head with `Expect: 100-continue`, and the body after a 100 or after some seconds of silence.
 
         Returns the status of the server's first answer, None if it was silent.
         """
@@ -72,14 +67,14 @@ class Wire:
         self._write_body(request)
         return event.status_code
 
-    def receive(self, progress: Progress | None) -> Answer:
+    def receive(self) -> Answer:
         """Read the whole answer."""
         response = self._early or self._next_event()
         while isinstance(response, h11.InformationalResponse):  # such as 103 Early Hints
             response = self._next_event()
         assert isinstance(response, h11.Response)
         headers = httpx.Headers(list(response.headers))
-        return Answer(response.status_code, headers, self._read_body(headers, progress))
+        return Answer(response.status_code, headers, self._read_body(headers))
 
     def _head(self, request: httpx.Request, more: list[tuple[bytes, bytes]]) -> bytes:
         headers = [*request.headers.raw, *more]
@@ -116,15 +111,15 @@ class Wire:
         assert not isinstance(event, type), f"h11 has paused: {event}"
         return event
 
-    def _read_body(self, headers: httpx.Headers, progress: Progress | None) -> bytearray:
+    def _read_body(self, headers: httpx.Headers) -> bytearray:
         if "content-length" in headers and "transfer-encoding" not in headers:
-            return self._read_sized_body(int(headers["content-length"]), progress)
+            return self._read_sized_body(int(headers["content-length"]))
         body = bytearray()
         while isinstance(event := self._next_event(), h11.Data):
             body += event.data
         return body
 
-    def _read_sized_body(self, size: int, progress: Progress | None) -> bytearray:
+    def _read_sized_body(self, size: int) -> bytearray:
         """Read the body into memory that its arrays can use."""
         body, count = bytearray(size), 0
         view = memoryview(body)
@@ -139,8 +134,6 @@ class Wire:
             if not (received := self._sock.recv_into(view[count:])):
                 raise h11.RemoteProtocolError(f"the answer ends after {count} of {size} bytes")
             count += received
-            if progress is not None:
-                progress(count, size)
         return body
 
     def _limit_next(self, silence: float) -> None:
