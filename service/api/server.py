@@ -59,7 +59,6 @@ def create_app(settings: Settings) -> Application:
         observers.append(Tracer())
     if settings.access_log:
         observers.append(logs.AccessLog())
-    known = BufferStatistics()
     routers = [
         rest.router,
         open_inference.router,
@@ -67,7 +66,7 @@ def create_app(settings: Settings) -> Application:
         shared_memory.router,
         routes.router,
         many.router,
-        buffer_statistics.routes(known),
+        buffer_statistics.routes(BufferStatistics()),
         health.routes(metrics, workers),
         service.routes(history, started_at, health.limits_of),
         docs.routes(lambda: app.openapi()),
@@ -75,7 +74,6 @@ def create_app(settings: Settings) -> Application:
     ]
     regions = Regions(shared) if settings.shared_memory else None
     app = Application(settings, routers, observers, metrics, workers, history, regions)
-    app.services.submitted = known.arrivals.count
     return app
 
 

@@ -89,7 +89,6 @@ def test_it_shows_closed_epochs_charts_and_a_heat_map(open_page: Open, server: s
     expect(page.get_by_role("img", name="Heat map of 2 by 3 cells")).to_be_visible()
     expect(page.get_by_role("img", name="Magnitudes of 4 elements")).to_be_visible()
     expect(page.get_by_role("img", name="Norm of 2 closed epochs")).to_be_visible()
-    expect(page.locator(".arrivals tr")).to_have_count(2)
 
 
 def test_it_follows_the_buffer(open_page: Open, server: str, http: httpx.Client, buffer: str) -> None:

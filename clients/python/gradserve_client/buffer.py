@@ -168,7 +168,7 @@ class Buffer(BufferName):
         )
 
     def statistics(self, *, epoch: int | None = None, heat_map: int | None = None) -> Statistics:
-        """Return what is in the sum, or in that of a closed `epoch`, with a histogram, past epochs and arrivals.
+        """Return what is in the sum, or in that of a closed `epoch`, with a histogram and past epochs.
 
         With `heat_map`, also the means of at most this many rows and columns of cells, 256 at most. Raises `NotFound`,
         `EpochOpen` and `EpochGone`.

@@ -146,8 +146,6 @@ class Statistics:
     """`bounds` of magnitudes and `counts` of elements. This and the following are of `Buffer.statistics` alone."""
     epochs: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
     """The closed epochs that the server knows, oldest first: epoch, count, weight, norm, nonfinite, closed_by."""
-    arrivals: Mapping[str, Any] | None = field(default=None, hash=False)
-    """Adds per minute: `until`, `minutes`, and the counts of `contributors`, oldest first."""
     heat_map: npt.NDArray[Any] | None = field(default=None, compare=False)
     """Means of cells, NaN without a finite element, if the call asked for them."""
 

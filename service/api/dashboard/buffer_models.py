@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.http.tensor_forms import absent
@@ -76,18 +74,6 @@ class EpochStatistics(BaseModel):
     closed_by: ClosedBy
 
 
-class ArrivalsModel(BaseModel):
-    """Adds per minute. With several worker processes, those that one of them took."""
-
-    model_config = ConfigDict(title="Arrivals")
-
-    until: float = Field(description="The end of the last minute, which still runs, in seconds since 1970.")
-    minutes: Literal[60]
-    contributors: dict[str, list[int]] = Field(
-        description="The count of each minute, oldest first; the name is empty for adds without a contributor."
-    )
-
-
 class HeatMap(BaseModel):
     """Means of the finite elements of cells; null if a cell has none. The last axis runs along the columns."""
 
@@ -101,5 +87,4 @@ class FullStatistics(Statistics):
 
     histogram: Histogram
     epochs: list[EpochStatistics] = Field(description="The closed epochs that this process knows, oldest first.")
-    arrivals: ArrivalsModel
     heat_map: HeatMap = Field(default_factory=absent)

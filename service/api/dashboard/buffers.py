@@ -1,4 +1,4 @@
-"""`/v1/buffers/statistics` and `/v1/buffers/{name}/statistics`: counts, extremes, norms, epochs and arrivals."""
+"""`/v1/buffers/statistics` and `/v1/buffers/{name}/statistics`: counts, extremes, norms and epochs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def routes(known: BufferStatistics) -> APIRouter:
 
     @router.get(
         "/{name}/statistics",
-        summary="Statistics of a buffer, with histogram, epochs and arrivals",
+        summary="Statistics of a buffer, with histogram and epochs",
         operation_id="statistics",
         response_model=FullStatistics,
     )
@@ -177,7 +177,6 @@ def _answer_one(call: Call, known: BufferStatistics, name: str, query: Statistic
             **computed.as_json(),
             "histogram": {"bounds": summary.bounds, "counts": summary.counts},
             "epochs": _epochs(call, known, record),
-            "arrivals": known.arrivals.of(call.caller.namespace, name),
             **({} if picture is None else {"heat_map": orjson.Fragment(picture)}),
         }
     )

@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from service.api.dashboard.arrivals import Arrivals
 from service.buffers.epochs import Closed
 from service.buffers.record import Record
 from service.kernels.summary import Summary
@@ -144,7 +143,7 @@ class BufferStatistics:
     """What this process knows of its buffers. The keys are the buffers' ids, which no later buffer has."""
 
     def __init__(self) -> None:
-        self.arrivals, self.budget = Arrivals(), Budget()
+        self.budget = Budget()
         self.states: Cache[Computed] = Cache(MAX_STATES_BYTES)
         """By id, the running sum as it was computed last; by id and epoch, a closed epoch."""
         self.epochs: Cache[dict[int, dict[str, Any]]] = Cache(MAX_EPOCHS_BYTES)

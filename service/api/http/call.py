@@ -39,15 +39,11 @@ ALONE_TENSORS = 4
 """Largest tensors that a request may hold while it is alone: two inputs, an output, and its copy in the answer."""
 
 
-def ignored(namespace: str, changes: Sequence[Change], outcome: Outcome) -> None:
-    """Do nothing after a request is durable."""
-
-
 @dataclass
 class Services:
     """The services of a process. The engine, the store and `waiting` exist from startup to shutdown.
 
-    `regions` is None without shared memory. The event loop calls `submitted` with each durable request to the store.
+    `regions` is None without shared memory.
     """
 
     settings: Settings
@@ -56,7 +52,6 @@ class Services:
     store: Store | None = None
     waiting: Waiting | None = None
     regions: Regions | None = None
-    submitted: Callable[[str, Sequence[Change], Outcome], None] = ignored
 
 
 class Call:
@@ -231,11 +226,9 @@ class Call:
         """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does."""
         began = time.perf_counter_ns()
         try:
-            outcome = await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources, wide)))
+            return await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources, wide)))
         finally:
             self.spent["store"] = time.perf_counter_ns() - began
-        self._services.submitted(self.caller.namespace, changes, outcome)
-        return outcome
 
     async def look_up(self, count: int, work: Callable[..., R], *arguments: Any) -> R:
         """Call `work`, which looks up `count` buffers or keys: in the event loop if that is quick, else in the pool.

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from service.api.dashboard import buffers, statistics
+from service.api.dashboard.statistics import BURST_ELEMENTS, RATE_ELEMENTS, Budget, Cache
 from service.dtypes import DTYPES, FLOATS, Array
 from service.kernels.summary import Summary, heat_map, summarize
 from service.keys import add as add_key
 from tests.api.calls import (
-    KEY,
     SAFE,
     TO_SAFETENSORS,
     add,
@@ -125,7 +125,6 @@ def test_a_new_buffer_has_nothing_of_an_earlier_one(http: httpx.Client) -> None:
     filled(http, [1.0, 0.0], name)
     answer = statistics_of(http, name)
     assert (answer["norm"], answer["epochs"]) == (1.0, [])
-    assert sum(map(sum, answer["arrivals"]["contributors"].values())) == 1
 
 
 # ----- epochs -----
@@ -319,35 +318,35 @@ def test_the_memory_of_a_value_is_reserved_while_it_is_read(monkeypatch: pytest.
         wait_until(lambda: in_flight(url, "_bytes") == 0)
 
 
-# ----- arrivals -----
+# ----- what is kept, and how much is computed -----
 
 
-def arrived(http: httpx.Client, name: str) -> dict[str, int]:
-    """Return the adds of the last hour by contributor."""
-    arrivals = statistics_of(http, name)["arrivals"]
-    assert arrivals["minutes"] == 60
-    assert all(len(counts) == 60 for counts in arrivals["contributors"].values())
-    return {name: sum(counts) for name, counts in arrivals["contributors"].items()}
+def test_a_cache_keeps_what_was_used_last() -> None:
+    cache: Cache[str] = Cache(10)
+    for key in "abc":
+        cache.put(key, key, 3)
+    assert cache.get("a") == "a"
+    cache.put("d", "d", 4)
+    assert [cache.get(key) for key in "abcd"] == ["a", None, "c", "d"]
+    cache.put("d", "D", 1)
+    cache.put("e", "e", 3)
+    assert [cache.get(key) for key in "acde"] == ["a", "c", "D", "e"]
 
 
-def test_arrivals_are_the_adds_of_each_contributor(http: httpx.Client) -> None:
-    name = create(http, per_contributor=5)
-    assert arrived(http, name) == {}
-    for number in range(3):
-        add(http, name, [1.0, 2.0], contributor="rank0", headers={KEY: f"{name}-{number}"})
-    assert add(http, name, [1.0, 2.0], contributor="rank0", headers={KEY: f"{name}-0"}).headers["Idempotency-Replayed"]
-    add(http, name, [1.0, 2.0])
-    add(http, name, [1.0, 2.0], contributor="rank1", do_update=False)
-    add(http, name, [1.0, 2.0, 3.0], contributor="rank1")
-    assert arrived(http, name) == {"rank0": 3, "": 1}
-
-
-def test_adds_to_many_buffers_and_of_operators_arrive(http: httpx.Client) -> None:
-    names = [create(http, per_contributor=2), create(http)]
-    http.post("/v1/buffers/accumulate", json=dict.fromkeys(names, [1.0, 2.0]), params={"contributor": "all"})
-    relu = {"dY": [1.0, 2.0], "X": [1.0, 1.0]}
-    ok(http.post("/v1/ops/ReluGrad", json=relu, params={"into": f"dX:{names[0]}", "contributor": "all"}))
-    assert [arrived(http, name) for name in names] == [{"all": 2}, {"all": 1}]
+def test_a_budget_fills_with_time() -> None:
+    now = 60.0
+    budget = Budget(lambda: now)
+    assert budget.allows()
+    budget.spend(BURST_ELEMENTS + RATE_ELEMENTS)
+    assert not budget.allows()
+    now += 1.5
+    assert budget.allows()
+    budget.spend(RATE_ELEMENTS)
+    assert not budget.allows()
+    now += 3600
+    assert budget.allows()
+    budget.spend(BURST_ELEMENTS)
+    assert not budget.allows()
 
 
 # ----- keys -----
@@ -372,8 +371,8 @@ def test_keys_need_the_scope_and_see_their_namespace(tmp_path: Path) -> None:
             assert_problem(answers["writer"], 403, "forbidden")
             assert_problem(answers["other"], 404, "unknown_buffer")
             assert answers["reader"].status_code == answers["admin"].status_code == 200
-        assert one["reader"].json()["arrivals"]["contributors"].keys() == {""}
+        assert one["reader"].json()["norm"] == 5.0
         client.put("/v1/buffers/w", json={"shape": [2]}, headers=heads["other"]).raise_for_status()
         own = client.get("/v1/buffers/w/statistics", headers=heads["other"]).json()
-        assert (own["norm"], own["arrivals"]["contributors"]) == (0.0, {})
+        assert own["norm"] == 0.0
         assert_problem(client.get("/v1/buffers/w/statistics"), 401, "unauthorized")

@@ -1,7 +1,7 @@
 // One buffer: its epoch, its numbers, and what can be done to it.
 
 import { actions, path } from "./actions.js";
-import { arrivals, histogram, lines } from "./charts.js";
+import { histogram, lines } from "./charts.js";
 import { h, put, say } from "./dom.js";
 import { failure } from "./failure.js";
 import { heatMap } from "./heat.js";
@@ -14,8 +14,8 @@ import * as words from "./words.js";
 /** Cells of the heat map along each axis, at most. */
 const HEAT_CELLS = 64;
 
-/** Seconds between two readings, and until statistics are asked for again though the buffer has not changed. */
-const [READ_SECONDS, ARRIVAL_SECONDS] = [2, 20];
+/** Seconds between two readings. */
+const READ_SECONDS = 2;
 
 export async function show(main, { api, caller, signal, parameters }) {
   const view = new Buffer(main, api, caller, signal, parameters.name);
@@ -39,7 +39,6 @@ class Buffer {
   constructor(main, api, caller, signal, name) {
     Object.assign(this, { main, api, caller, signal, name });
     this.info = this.tag = this.statistics = this.state = null;
-    this.asked = 0;
     this.of = null; // "running" or "closed": what the statistics are of
     this.page = null;
   }
@@ -62,10 +61,10 @@ class Buffer {
     const { epoch, version, closed_epochs: closed } = this.info;
     this.of ??= closed.length ? "closed" : "running";
     const state = this.of === "running" ? `${epoch}-${version}` : `closed ${closed.at(-1)}`;
-    if (state === this.state && performance.now() - this.asked < ARRIVAL_SECONDS * 1000) return;
+    if (state === this.state) return;
     const query = new URLSearchParams({ heat_map: HEAT_CELLS, closed: this.of === "closed" });
     this.statistics = await this.api.get(path(this.name, `/statistics?${query}`), { signal: this.signal });
-    [this.state, this.asked] = [state, performance.now()];
+    this.state = state;
     this.drawStatistics();
   }
 
@@ -105,7 +104,6 @@ class Buffer {
     this.tiles = h("dl", { class: "tiles values" });
     this.bars = h("div", { class: "chart" }, h("p", { class: "muted" }, "Not computed yet."));
     this.norms = h("div", { class: "chart" });
-    this.arrivals = h("div", { class: "scroll" });
     this.heat = h("div");
     this.facts = h("dl", { class: "facts" });
     const closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed epochs" });
@@ -134,7 +132,6 @@ class Buffer {
         {},
         running,
         panel("Norm", "by epoch", this.norms),
-        panel("Arrivals", "adds per minute, by contributor", this.arrivals),
         panel("Closed epochs", "the last ones", closed),
         panel("Rules and state", null, this.facts),
       ),
@@ -236,7 +233,6 @@ class Buffer {
     );
     histogram(this.bars, known.histogram);
     this.drawNorms(known.epochs);
-    arrivals(this.arrivals, known.arrivals, this.info.contributors ?? [], byName);
     if (known.heat_map) this.map.set(known.heat_map, this.info.shape);
   }
 
