@@ -8,13 +8,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
+from service.buffers.postgres import PostgresStore
+from tests.buffers.calls import Clock, add, create
 from tests.faults.cluster import Load, Pair, replicas, wait
 from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
 
@@ -23,6 +25,7 @@ STOPS = 20 if LONG else 1
 CANCELS = 50 if LONG else 3
 
 WAITING = "backend_type = 'client backend' and wait_event = 'SyncRep'"
+WAITERS = f"from pg_stat_activity where {WAITING}"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def test_nothing_is_acknowledged_without_the_standby(pair: Pair, tmp_path: Path)
         pair.standby.stop()
         assert adding(clients[0], "k", 1) is None
         assert clients[1].metadata("w")["count"] == 0
-        assert pair.primary.execute(f"select pg_cancel_backend(pid) from pg_stat_activity where {WAITING}") == [(True,)]
+        assert pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}") == [(True,)]
         wait(lambda: clients[1].metadata("w")["count"] == 1, "the commit is not visible")
         assert adding(clients[1], "k", 1) is None
         with ThreadPoolExecutor(1) as thread:
@@ -79,13 +82,32 @@ def test_a_closed_epoch_is_not_read_before_the_standby_has_it(pair: Pair, tmp_pa
         clients[0].create("w", (3,), quorum=1)
         pair.standby.stop()
         assert adding(clients[0], "k", 1) is None
-        pair.primary.execute(f"select pg_terminate_backend(pid) from pg_stat_activity where {WAITING}")
+        pair.primary.execute(f"select pg_terminate_backend(pid) {WAITERS}")
         wait(lambda: clients[1].metadata("w")["epoch"] == 1, "the commit is not visible")
         with pytest.raises(httpx.ReadTimeout):
             clients[1].once("GET", "/v1/buffers/w/value", params={"epoch": 0}, timeout=1)
         pair.standby.start()
         assert clients[1].value("w", epoch=0).tolist() == [1, 1, 1]
         assert clients[0].add("w", np.ones(3), key="k")["closed"]
+
+
+def test_an_epoch_closed_late_is_not_read_before_the_standby_has_it(pair: Pair) -> None:
+    """The record says when the epoch was due: perhaps long ago, while no server could close it."""
+    with closing(PostgresStore(pair.url, schema="late", replicated=True, clock=Clock())) as store:
+        create(store, "w", quorum=1)
+        add(store, "w", 1.0)
+        assert store.closed("w", 0).epoch == 1
+        pair.standby.stop()
+        with ThreadPoolExecutor(3) as threads:
+            threads.submit(add, store, "w", 1.0)
+            wait(lambda: pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}"), "the add does not wait")
+            wait(lambda: store.record("w").epoch == 2, "the commit is not visible")
+            reading = [threads.submit(store.closed, "w", 1), threads.submit(store.read, ["w"], 1)]
+            time.sleep(1)
+            assert not any(one.done() for one in reading)
+            pair.standby.start()
+            for one in reading:
+                one.result(PATIENCE)
 
 
 def test_replicated_follows_the_settings_of_the_database(pair: Pair, tmp_path: Path) -> None:
@@ -129,7 +151,7 @@ def test_cancelled_waits_for_the_standby(pair: Pair, tmp_path: Path, function: s
         pair.standby.stop()
         cancelled = 0
         for _ in moments(chance, CANCELS, 0.1, 0.3):
-            cancelled += len(pair.primary.execute(f"select {function}(pid) from pg_stat_activity where {WAITING}"))
+            cancelled += len(pair.primary.execute(f"select {function}(pid) {WAITERS}"))
         assert cancelled > 0
         pair.primary.stop(signal.SIGKILL)
         pair.standby.start()

@@ -79,7 +79,7 @@ class Closer:
     def _round(self) -> float:
         """Close the epochs that are due. Return in how many seconds the next is due; infinity if none is."""
         now = None if self._clock is None else self._clock()
-        rows = self._database.ask(_FIRST(now), PATIENCE_SECONDS)
+        rows, _ = self._database.ask(_FIRST(now), PATIENCE_SECONDS)
         due = [(namespace, name) for namespace, name, seconds in rows if seconds <= 0]
         made = [self._submit(Request([CloseIfDue(name=name)]), namespace) for namespace, name in due]
         for future in made:

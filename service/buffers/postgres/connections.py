@@ -40,15 +40,15 @@ HANGING_SECONDS = 30
 READERS = 6
 """Connections for reads, at most. More of them would only share the database's bandwidth."""
 
-WORKERS = 7
-"""Connections for the other threads: three that stage, and one each that folds, keeps, fences, takes ids or probes."""
+WORKERS = 6
+"""Connections for the other threads: three that stage, and one each that folds, keeps, takes ids or probes."""
 
 _SETTINGS = Statement(
     """
     select set_config('search_path', quote_ident($1), true), set_config('synchronous_commit', $2, true),
            set_config('lock_timeout', $3, true), set_config('idle_in_transaction_session_timeout', $4, true),
-           set_config('statement_timeout', '0', true),
-           set_config('client_min_messages', 'warning', true)
+           set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true),
+           pg_postmaster_start_time()::text
     """,
     text,
     text,
@@ -85,11 +85,8 @@ _PASSING = (
 """Errors after which the same request may succeed, unless they are final."""
 
 
-_FENCE = """
-    select pg_postmaster_start_time()::text, extract(epoch from now())::double precision,
-           pg_logical_emit_message(true, 'gradserve', '')
-"""
-"""Names the server, and writes to its log: once the commit returns, the standby has everything that came before."""
+_FENCE = "select pg_logical_emit_message(true, 'gradserve', '')"
+"""Writes to the log: once the commit returns, the standby has everything that came before."""
 
 
 MAX_SCHEMA_CHARACTERS = 24
@@ -195,7 +192,7 @@ class Database:
 
     def begin(self, connection: Connection, **options: Any) -> None:
         """Begin a transaction, with the options of `beginning`."""
-        connection.exchange(self.beginning(**options))
+        _, ((*_, connection.server),) = connection.exchange(self.beginning(**options))
 
     @contextmanager
     def idle(self, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
@@ -215,11 +212,18 @@ class Database:
         with self._readers.lend(patience) as connection, self._within(connection, isolation="repeatable read"):
             yield connection
 
-    def ask(self, call: Call, patience: float) -> Rows:
-        """Return the rows of a query, which sees one moment of the primary, in one round trip."""
+    def ask(self, call: Call, patience: float) -> tuple[Rows, str]:
+        """Return the rows of a query, made in one round trip at one moment of the primary, and the name of the server."""
         with self._readers.lend(patience) as connection:
-            calls = [*self.beginning(isolation="repeatable read"), call, COMMIT()]
-            return connection.exchange(calls)[-2]
+            rows = self.ask_by(connection, call)
+            return rows, connection.server
+
+    def ask_by(self, connection: Connection, call: Call) -> Rows:
+        """Return the rows of a query by this connection, as `ask` does."""
+        _, ((*_, connection.server),), rows, _ = connection.exchange(
+            [*self.beginning(isolation="repeatable read"), call, COMMIT()]
+        )
+        return rows
 
     @contextmanager
     def _within(self, connection: Connection, **options: Any) -> Iterator[None]:
@@ -232,15 +236,17 @@ class Database:
                 connection.execute("rollback")
             raise
 
-    def cross(self, connection: Connection) -> tuple[str, float]:
-        """Wait until the standby has everything that was committed before. Return the name of the server, and its time.
+    def cross(self) -> str:
+        """Wait until the standby has everything that was committed before. Return the name of the server."""
+        with self._readers.lend(RETRY_SECONDS) as connection:
+            return self.cross_by(connection)
 
-        The time is that of the call, in seconds since 1970.
-        """
+    def cross_by(self, connection: Connection) -> str:
+        """Wait by this connection, as `cross` does."""
         with self._within(connection):
             self.check_standby(connection)
-            ((server, now, _),) = connection.execute(_FENCE).fetchall()
-        return server, now
+            connection.execute(_FENCE)
+            return connection.server
 
     def check_standby(self, connection: Connection) -> None:
         """Raise `NoStandbyError` if the commits have to wait for a synchronous standby that is not there."""

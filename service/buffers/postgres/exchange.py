@@ -123,6 +123,8 @@ class Connection(psycopg.Connection[Any]):
     """
 
     patience = PATIENCE_SECONDS
+    server = ""
+    """The name of the primary that has begun the last transaction: the time of its start."""
     is_unsure = False
     """Whether the database has warned since the last `commit_surely`: of a commit that did not wait for the standby."""
 

@@ -36,17 +36,11 @@ from service.errors import BufferCorrupt
 
 R = TypeVar("R")
 
-JUST_CLOSED_SECONDS = 60.0
-"""The longest time from the closing of an epoch to its commit. A fence after that shows that the standby has it."""
-
 READ_SECONDS = 10.0
 """How long a read waits for a database that fails over."""
 
 CHECK_SECONDS = 2.0
 """How long a probe waits for the database."""
-
-
-_SERVER = Statement("select pg_postmaster_start_time()::text")
 
 _RECORDS = Statement(
     """
@@ -135,12 +129,10 @@ class PostgresStore(Store):
 
     def closed(self, name: str, epoch: int) -> Record:
         def attempt() -> Record:
-            with self._database.reading(READ_SECONDS) as connection:
-                rows, ((server,),) = connection.exchange([_RECORDS([self.namespace], [name]), _SERVER()])
+            rows, server = self._database.ask(_RECORDS([self.namespace], [name]), READ_SECONDS)
             record = self._alive([name], rows)[name].record
             record.closed_epoch(epoch)
-            if self._database.replicated:
-                self._fence.wait(server, record.updated + JUST_CLOSED_SECONDS)
+            self._fence.wait(server)
             return record
 
         return retried(attempt)
@@ -176,12 +168,8 @@ class PostgresStore(Store):
         return self._read(find)
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        is_fenced = epoch is not None and self._database.replicated
-
         def find(connection: Connection) -> tuple[str, list[Snapshot]]:
-            rows, server = connection.exchange(
-                [_RECORDS([self.namespace] * len(names), names), _SERVER() if is_fenced else None]
-            )
+            (rows,) = connection.exchange([_RECORDS([self.namespace] * len(names), names)])
             stored = self._alive(names, rows)
             closed = {name: None if epoch is None else stored[name].record.closed_epoch(epoch) for name in names}
             values = {name: stored[name].record.value if of is None else of.value for name, of in closed.items()}
@@ -197,13 +185,12 @@ class PostgresStore(Store):
                     name_buffer(error, name, one_of_many=True)
                     raise
                 snapshots.append(Snapshot(record, array, closed[name]))
-            return server[0][0] if server else "", snapshots
+            return connection.server, snapshots
 
         def attempt() -> list[Snapshot]:
             server, snapshots = self._read(find)
-            if server:
-                changed = max((each.record.updated for each in snapshots), default=0.0)
-                self._fence.wait(server, changed + JUST_CLOSED_SECONDS)
+            if epoch is not None:
+                self._fence.wait(server)
             return snapshots
 
         with np.errstate(all="ignore"):
@@ -242,7 +229,7 @@ class PostgresStore(Store):
 
     def close(self) -> None:
         if self._writer.close():
-            for helper in (self._closer, self._folder, self._watcher, self._keeper, self._fence):
+            for helper in (self._closer, self._folder, self._watcher, self._keeper):
                 helper.close()
             self._database.close()
 
@@ -262,7 +249,7 @@ class PostgresStore(Store):
         return retried(attempt, seconds=READ_SECONDS)
 
     def _ask(self, call: Call) -> Rows:
-        return retried(lambda: self._database.ask(call, READ_SECONDS), seconds=READ_SECONDS)
+        return retried(lambda: self._database.ask(call, READ_SECONDS), seconds=READ_SECONDS)[0]
 
     def _alive(self, names: Sequence[str], rows: Rows) -> dict[str, Stored]:
         """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""

@@ -236,7 +236,7 @@ class Writer:
 
     def _fence(self, connection: Connection, server: str) -> None:
         """Wait until the standby has what the answers say, if the database still is the server that said it."""
-        if self._database.replicated and self._database.cross(connection)[0] != server:
+        if self._database.replicated and self._database.cross_by(connection) != server:
             raise MovedError("it has failed over")
 
     def _perform(
