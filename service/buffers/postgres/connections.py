@@ -213,7 +213,7 @@ class Database:
             yield connection
 
     def ask(self, call: Call, patience: float) -> tuple[Rows, str]:
-        """Return the rows of a query, made in one round trip at one moment of the primary, and the name of the server."""
+        """Return the rows of a query at one moment of the primary, in one round trip, and the name of the server."""
         with self._readers.lend(patience) as connection:
             rows = self.ask_by(connection, call)
             return rows, connection.server
