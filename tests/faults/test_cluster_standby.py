@@ -102,12 +102,13 @@ def test_an_epoch_closed_late_is_not_read_before_the_standby_has_it(pair: Pair) 
             threads.submit(add, store, "w", 1.0)
             wait(lambda: pair.primary.execute(f"select pg_cancel_backend(pid) {WAITERS}"), "the add does not wait")
             wait(lambda: store.record("w").epoch == 2, "the commit is not visible")
-            reading = [threads.submit(store.closed, "w", 1), threads.submit(store.read, ["w"], 1)]
+            looking, reading = threads.submit(store.closed, "w", 1), threads.submit(store.read, ["w"], 1)
             time.sleep(1)
-            assert not any(one.done() for one in reading)
+            assert not looking.done()
+            assert not reading.done()
             pair.standby.start()
-            for one in reading:
-                one.result(PATIENCE)
+            assert looking.result(PATIENCE).epoch == 2
+            assert reading.result(PATIENCE)[0].value.tolist() == [1, 1]
 
 
 def test_replicated_follows_the_settings_of_the_database(pair: Pair, tmp_path: Path) -> None:
