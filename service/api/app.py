@@ -72,7 +72,7 @@ class Application(FastAPI):
         )
         self.services = Services(settings, admission, regions=regions)
         for router in routers:
-            self.include_router(router)
+            self.include_router(router, responses=openapi.ERRORS)
         openapi.install(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -7,26 +7,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
-from service.api.buffers.models import (
-    CreatedBuffers,
-    GradientBodies,
-    GradientBody,
-    Metadata,
-    Names,
-    NewRulesOfMany,
-    Receipts,
-)
-from service.api.buffers.specs import NewBuffer, NewBuffers, NewRules
 from service.api.http import problems
 from service.api.http.openapi import REF, answer_header
-from service.api.operators import openapi as operators
-from service.api.operators.models import answer_model, request_model
-from service.api.operators.shared_memory import NewRegion
 from service.buffers.names import NAME
-from service.kernels import OPERATORS
 
 _DESCRIPTION = """The gradient kernels of ONNX Runtime over HTTP, and buffers that count each gradient once.
 
@@ -45,14 +29,12 @@ _KEY = {"type": "http", "scheme": "bearer", "description": "An API key, if the s
 
 _RETRY = answer_header("Retry-After", "Seconds to wait before a retry; sent with 429 and 503.")
 
-_PROTOCOL_ERROR = {
-    "type": "object",
-    "description": "An error in the form of the Open Inference Protocol.",
-    "required": ["error"],
-    "properties": {"error": {"type": "string", "description": "A sentence for a person."}},
-}
+ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+    ("4XX", "5XX"), {"model": problems.Problem | problems.ProtocolError}
+)
+"""The errors of every endpoint. `_complete` says which form they have at its path."""
 
-_ERRORS: dict[str, Any] = {
+_RESPONSES: dict[str, Any] = {
     "Problem": {
         "description": "An error; its `code` tells which",
         "headers": _RETRY,
@@ -74,6 +56,10 @@ _ERRORS: dict[str, Any] = {
 """The answers of errors: one under `/v2`, the other elsewhere."""
 
 INT32_LIMIT = 1 << 31
+
+INT64_MAX = (1 << 63) - 1
+
+_BOUNDS = {"minimum", "maximum"}
 
 
 def install(app: FastAPI) -> None:
@@ -99,17 +85,9 @@ def _document(app: FastAPI) -> dict[str, Any]:
         license_info={"name": "Apache License 2.0", "identifier": "Apache-2.0"},
         servers=[{"url": "."}],  # beside the schema: behind a proxy, the paths may have a prefix
     )
-    models: list[type[BaseModel]] = [problems.Problem, GradientBody, GradientBodies, NewBuffer, NewBuffers]
-    models += [NewRules, NewRulesOfMany, CreatedBuffers, Metadata, Names, Receipts, NewRegion]
-    for operator in OPERATORS.values():
-        models += [request_model(operator), answer_model(operator)]
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     components = document["components"]
-    components["schemas"] |= {**definitions["$defs"], **operators.SCHEMAS, "ProtocolError": _PROTOCOL_ERROR}
-    components |= {"responses": _ERRORS, "securitySchemes": {"key": _KEY}}
+    components |= {"responses": _RESPONSES, "securitySchemes": {"key": _KEY}}
     document["security"] = [{}, {"key": []}]
-    for unused in ("HTTPValidationError", "ValidationError"):
-        components["schemas"].pop(unused, None)
     for path, operations in document["paths"].items():
         for operation in operations.values():
             _complete(path, operation)
@@ -122,9 +100,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
     """Add the operation's errors in place of FastAPI's own, and examples of the parameters in its path."""
-    responses, name = operation["responses"], "ProtocolError" if path.startswith("/v2") else "Problem"
-    responses.pop("422", None)
-    responses |= {status: {"$ref": f"#/components/responses/{name}"} for status in ("4XX", "5XX")}
+    name = "ProtocolError" if path.startswith("/v2") else "Problem"
+    operation["responses"] |= {status: {"$ref": f"#/components/responses/{name}"} for status in ("4XX", "5XX")}
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path" and path.startswith("/v1/buffers"):
             parameter["schema"] |= {"pattern": f"^{NAME.pattern}$"}
@@ -152,6 +129,8 @@ def _add_format(schema: dict[str, Any]) -> None:
     """Say how many bits a number has."""
     kinds = schema.get("type", ())
     if "integer" in kinds:
+        for bound in _BOUNDS & schema.keys():
+            schema[bound] = min(int(schema[bound]), INT64_MAX)  # FastAPI has made a double of it
         small = schema.get("maximum", INT32_LIMIT) < INT32_LIMIT
         schema.setdefault("format", "int32" if small else "int64")
     elif "number" in kinds:

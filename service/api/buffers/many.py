@@ -13,14 +13,12 @@ from service.api.buffers.gradients import gradients, sort_rows
 from service.api.buffers.models import (
     MAX_NAMES_BYTES,
     AccumulateQuery,
-    CreatedBuffers,
     GradientBodies,
     ManyTakeQuery,
     ManyValueQuery,
     ManyZeroQuery,
     Names,
     NewRulesOfMany,
-    Receipts,
     WideQuery,
 )
 from service.api.buffers.preconditions import refuse_headers
@@ -43,7 +41,7 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.costs import decode_json
 from service.api.http.negotiation import check_no_query, wanted_coding
 from service.api.http.offload import INLINE_LOOKUPS
-from service.api.http.openapi import MANY
+from service.api.http.openapi import MANY, SAFETENSORS_BODY, body
 from service.api.http.routing import access
 from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.names import check_name
@@ -62,7 +60,8 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
     "/create",
     summary="Create many buffers, all or nothing",
     operation_id="create_many",
-    openapi_extra=openapi.buffer_operation(NewBuffers, CreatedBuffers, MANY),
+    dependencies=[*MANY, body(NewBuffers)],
+    responses=openapi.CREATED_MANY,
 )
 @access(WRITE, label="buffers")
 async def create_many(call: CurrentCall) -> Answer:
@@ -95,7 +94,9 @@ def _creates(call: Call, received: Received) -> list[Create]:
     "/accumulate",
     summary="Add gradients to many buffers, all or nothing",
     operation_id="accumulate_many",
-    openapi_extra=openapi.buffer_operation(GradientBodies, Receipts, MANY),
+    dependencies=[*MANY, body(GradientBodies)],
+    responses=openapi.CHANGED_MANY,
+    openapi_extra=SAFETENSORS_BODY,
 )
 @access(WRITE, label="accumulate")
 async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Query()]) -> Answer:
@@ -121,7 +122,8 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
     "/zero",
     summary="Discard the sums of many buffers",
     operation_id="zero_many",
-    openapi_extra=openapi.buffer_operation(Names, Receipts, MANY),
+    dependencies=[*MANY, body(Names, required=False)],
+    responses=openapi.CHANGED_MANY,
 )
 @access(WRITE, label="zero")
 async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()]) -> Answer:
@@ -143,7 +145,8 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
     "/take",
     summary="Close the epochs of many buffers and return their values",
     operation_id="take_many",
-    openapi_extra=openapi.buffer_operation(Names, Receipts, MANY),
+    dependencies=[*MANY, body(Names, required=False)],
+    responses=openapi.CHANGED_MANY,
 )
 @access(WRITE, READ, label="take")
 async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()]) -> Answer:
@@ -168,7 +171,8 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
     "/value",
     summary="Read the values of many buffers at one moment",
     operation_id="value_many",
-    openapi_extra=openapi.buffer_operation(Names, Receipts, ()),
+    dependencies=[body(Names, required=False)],
+    responses=openapi.READ_MANY,
 )
 @access(READ, label="value")
 async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()]) -> Answer:
@@ -200,7 +204,8 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     "",
     summary="Delete all buffers with a prefix",
     operation_id="delete_many",
-    openapi_extra=openapi.buffer_operation(None, Receipts, MANY),
+    dependencies=MANY,
+    responses=openapi.CHANGED_MANY,
 )
 @access(WRITE, label="buffers")
 async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
@@ -222,7 +227,8 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
     "",
     summary="Change the rules of many buffers, all or nothing",
     operation_id="set_rules_many",
-    openapi_extra=openapi.buffer_operation(NewRulesOfMany, Receipts, MANY),
+    dependencies=[*MANY, body(NewRulesOfMany)],
+    responses=openapi.CHANGED_MANY,
 )
 @access(WRITE, label="buffers")
 async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:

@@ -30,7 +30,7 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.costs import Form
 from service.api.http.negotiation import check_no_query, media_types, wanted_coding
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
-from service.api.http.openapi import ONE, READING
+from service.api.http.openapi import CREATING, ONE, READING, SAFETENSORS_BODY, body
 from service.api.http.routing import access
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
@@ -53,7 +53,8 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
     "/{name}",
     summary="Create a buffer",
     operation_id="create_buffer",
-    openapi_extra=openapi.buffer_operation(NewBuffer, Metadata, openapi.CREATING, created=True),
+    dependencies=[*CREATING, body(NewBuffer)],
+    responses=openapi.CREATED_ONE,
 )
 @access(WRITE, label="buffers")
 async def create(call: CurrentCall, name: str) -> Answer:
@@ -102,7 +103,8 @@ def _listed(store: Store, query: ListQuery) -> Answer:
     summary="Read a buffer's metadata, or a closed epoch's receipt",
     operation_id="get_buffer",
     response_model=Metadata | Receipt,
-    openapi_extra=openapi.METADATA,
+    dependencies=READING,
+    responses=openapi.METADATA,
 )
 @access(READ, label="buffers")
 async def get(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Query()]) -> Answer:
@@ -137,7 +139,8 @@ async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
     "/{name}",
     summary="Change a buffer's rules",
     operation_id="set_rules",
-    openapi_extra=openapi.buffer_operation(NewRules, Metadata, ONE),
+    dependencies=[*ONE, body(NewRules)],
+    responses=openapi.CHANGED_RULES,
 )
 @access(WRITE, label="buffers")
 async def set_rules(call: CurrentCall, name: str) -> Answer:
@@ -155,7 +158,8 @@ async def set_rules(call: CurrentCall, name: str) -> Answer:
     summary="Delete a buffer",
     operation_id="delete_buffer",
     status_code=204,
-    openapi_extra=openapi.DELETION,
+    dependencies=ONE,
+    responses=openapi.DELETED,
 )
 @access(WRITE, label="buffers")
 async def delete(call: CurrentCall, name: str) -> Answer:
@@ -171,7 +175,8 @@ async def delete(call: CurrentCall, name: str) -> Answer:
     "/{name}/value",
     summary="Read a buffer's value, or a closed epoch's",
     operation_id="value",
-    openapi_extra=openapi.buffer_operation(None, Receipt, READING),
+    dependencies=READING,
+    responses=openapi.READ_ONE,
 )
 @access(READ, label="value")
 async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query()]) -> Answer:
@@ -199,7 +204,9 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     "/{name}/accumulate",
     summary="Add a gradient",
     operation_id="accumulate",
-    openapi_extra=openapi.buffer_operation(GradientBody, Receipt, ONE),
+    dependencies=[*ONE, body(GradientBody)],
+    responses=openapi.CHANGED_ONE,
+    openapi_extra=SAFETENSORS_BODY,
 )
 @access(WRITE, label="accumulate")
 async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQuery, Query()]) -> Answer:
@@ -226,7 +233,8 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
     "/{name}/zero",
     summary="Discard the sum and begin the next epoch",
     operation_id="zero",
-    openapi_extra=openapi.buffer_operation(None, Receipt, ONE),
+    dependencies=ONE,
+    responses=openapi.CHANGED_ONE,
 )
 @access(WRITE, label="zero")
 async def zero(call: CurrentCall, name: str) -> Answer:
@@ -242,7 +250,8 @@ async def zero(call: CurrentCall, name: str) -> Answer:
     "/{name}/take",
     summary="Close the epoch and return its value",
     operation_id="take",
-    openapi_extra=openapi.buffer_operation(None, Receipt, ONE),
+    dependencies=ONE,
+    responses=openapi.CHANGED_ONE,
 )
 @access(WRITE, READ, label="take")
 async def take(call: CurrentCall, name: str, query: Annotated[TakeQuery, Query()]) -> Answer:

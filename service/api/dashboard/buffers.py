@@ -19,7 +19,7 @@ from service.api.dashboard.buffer_models import FullStatistics, ManyStatistics, 
 from service.api.dashboard.statistics import EPOCHS_ELEMENTS, MAX_EPOCHS, BufferStatistics, Computed, described
 from service.api.http.answer import Answer, json_answer
 from service.api.http.call import Call, CurrentCall
-from service.api.http.openapi import REF
+from service.api.http.openapi import body
 from service.api.http.routing import access
 from service.buffers.epochs import Closed
 from service.buffers.names import BufferName, check_name
@@ -31,10 +31,6 @@ from service.kernels.summary import heat_map, of_zeros, summarize
 MAX_READINGS = 10
 """Readings of the last closed epoch before a request fails because newer epochs have closed meanwhile."""
 
-_NAMES: dict[str, Any] = {
-    "requestBody": {"content": {"application/json": {"schema": {"$ref": REF.format(model=Names.__name__)}}}}
-}
-
 
 def routes(known: BufferStatistics) -> APIRouter:
     """Return the endpoints, which compute what is not `known`."""
@@ -44,8 +40,8 @@ def routes(known: BufferStatistics) -> APIRouter:
         "/statistics",
         summary="Statistics of many buffers",
         operation_id="statistics_many",
+        dependencies=[body(Names, required=False)],
         response_model=ManyStatistics,
-        openapi_extra=_NAMES,
     )
     @access(READ, label="buffers")
     async def statistics_many(call: CurrentCall, query: Annotated[ManyStatisticsQuery, Query()]) -> Answer:

@@ -1,51 +1,74 @@
-"""The parts that the OpenAPI entries of several endpoints share: media types, headers, the form of errors."""
+"""What endpoints declare to FastAPI beside their handlers, for OpenAPI alone: headers, bodies and media types."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
+from fastapi import Body, Header
+from fastapi.params import Depends
+
+from service.api.http.tensor_forms import absent
 from service.codecs import safetensors
 
 MAX_KEY_CHARACTERS = 255
 """Characters of an Idempotency-Key."""
 
-SAFETENSORS_CONTENT: dict[str, Any] = {safetensors.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
-
-
-BYTES_CONTENT: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-
-
 REF = "#/components/schemas/{model}"
 
+_STRING = {"type": "string"}
 
-_HEADERS: dict[str, dict[str, Any]] = {
-    "Idempotency-Key": {
-        "description": "A text that is new for each change. A retry with the same text counts once.",
-        "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS},
-    },
-    "If-Match": {"description": "An ETag of the state that the buffer must have.", "schema": {"type": "string"}},
-    "If-None-Match": {
-        "description": "The ETag that the client has: if the answer would have it, too, it is 304, without a body."
-        " To create a buffer, `*`: it must not exist yet.",
-        "schema": {"type": "string"},
-    },
-}
+_BYTES = {"schema": {"type": "string", "format": "binary"}}
+
+SAFETENSORS_CONTENT: dict[str, Any] = {safetensors.MEDIA_TYPE: _BYTES}
+
+SAFETENSORS_BODY: dict[str, Any] = {"requestBody": {"content": SAFETENSORS_CONTENT}}
+"""The entry of an endpoint whose tensors come as JSON or as safetensors."""
+
+BYTES_CONTENT: dict[str, Any] = {"application/octet-stream": _BYTES}
 
 
-ONE = ("Idempotency-Key", "If-Match")
-"""The headers of a request that changes one buffer."""
+def _declared(parameter: Any) -> Depends:
+    def declared(it: Any) -> None: ...
 
-MANY = ("Idempotency-Key",)
+    declared.__annotations__["it"] = parameter
+    return Depends(declared)
+
+
+def header(name: str, description: str, kind: Any = str, **bounds: Any) -> Depends:
+    """Declare a header of requests, which the handler reads by itself."""
+    return _declared(Annotated[kind, Header(alias=name, default_factory=absent, description=description, **bounds)])
+
+
+def body(model: Any, *, required: bool = True) -> Depends:
+    """Declare the JSON form of the body, which the handler reads by itself."""
+    return _declared(Annotated[model, Body() if required else Body(default_factory=absent)])
+
+
+MANY = [
+    header(
+        "Idempotency-Key",
+        "A text that is new for each change. A retry with the same text counts once.",
+        max_length=MAX_KEY_CHARACTERS,
+    )
+]
 """The headers of a request that changes several buffers."""
 
-READING = ("If-None-Match",)
+ONE = [*MANY, header("If-Match", "An ETag of the state that the buffer must have.")]
+"""The headers of a request that changes one buffer."""
+
+READING = [
+    header(
+        "If-None-Match",
+        "The ETag that the client has: if the answer would have it, too, it is 304, without a body."
+        " To create a buffer, `*`: it must not exist yet.",
+    )
+]
 """The headers of a request that reads one buffer."""
 
+CREATING = [*ONE, *READING]
+"""The headers of a request that creates a buffer."""
 
-def answer_header(name: str, description: str) -> dict[str, Any]:
-    return {name: {"description": description, "schema": {"type": "string"}}}
 
-
-def header_parameters(*names: str) -> dict[str, Any]:
-    """Return the entry of the headers that an endpoint reads."""
-    return {"parameters": [{"name": name, "in": "header", **_HEADERS[name]} for name in names]}
+def answer_header(name: str, description: str, schema: Mapping[str, Any] = _STRING) -> dict[str, Any]:
+    return {name: {"description": description, "schema": dict(schema)}}

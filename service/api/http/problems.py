@@ -114,3 +114,9 @@ class Problem(BaseModel):
     receipts: dict[str, Any] = Field(
         default_factory=absent, description="The receipts of the same request, which was made before."
     )
+
+
+class ProtocolError(BaseModel):
+    """An error in the form of the Open Inference Protocol."""
+
+    error: str = Field(description="A sentence for a person.")

@@ -55,7 +55,7 @@ Decoded: TypeAlias = tuple[Job, Reply, Mapping[str, SharedInput]]
 """A job, the form of its answer, and the inputs that are in shared memory."""
 
 
-@router.post("/models/{op}/infer", operation_id="infer", openapi_extra=openapi.INFER, summary="Run a model")
+@router.post("/models/{op}/infer", operation_id="infer", summary="Run a model", **openapi.INFER)
 @router.post("/models/{op}/versions/{version}/infer", include_in_schema=False)
 @access("ops", label="infer")
 async def infer(call: CurrentCall, op: str) -> Answer:

@@ -1,8 +1,13 @@
-"""The answers of the endpoints that describe models, in the terms of the Open Inference Protocol."""
+"""The requests and answers of `/v2`, in the terms of the Open Inference Protocol."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import Annotated, Any, Literal, NotRequired, Required
+
+from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema
+from typing_extensions import TypedDict
+
+from service.dtypes import OPEN_INFERENCE
 
 
 class ServerMetadata(BaseModel):
@@ -107,3 +112,89 @@ class ModelStatistics(BaseModel):
     """The statistics of models."""
 
     model_stats: list[OneModelStatistics]
+
+
+def _inline(members: Any, *others: str) -> WithJsonSchema:
+    """Let OpenAPI show an object in its place: it gets no name of its own."""
+    shown = TypeAdapter(members).json_schema()
+    return WithJsonSchema({**shown, "type": ["object", *others] if others else "object"})
+
+
+Bytes = Annotated[int, Field(ge=0)]
+
+_Named = Field(examples=["dW:gru.W"])
+
+
+class SharedParameters(TypedDict, total=False):
+    shared_memory_region: Annotated[str, Field(description="The registered region that holds the tensor.")]
+    shared_memory_offset: Annotated[Bytes, Field(description="Where in the region the tensor begins.")]
+    shared_memory_byte_size: Annotated[
+        Bytes, Field(description="The tensor's bytes in the region; of an output, the room for them.")
+    ]
+
+
+class TensorParameters(SharedParameters, total=False):
+    binary_data_size: Annotated[Bytes, Field(description="Bytes of the tensor after the JSON.")]
+
+
+class InferTensor(TypedDict):
+    """An input or output."""
+
+    name: str
+    shape: list[Bytes]
+    datatype: Literal[tuple(OPEN_INFERENCE.values())]  # type: ignore[valid-type]
+    parameters: NotRequired[Annotated[dict[str, Any] | None, _inline(TensorParameters, "null")]]
+    data: NotRequired[Annotated[list[Any], Field(description="Its elements, flat or nested, unless it is bytes.")]]
+
+
+class OutputParameters(SharedParameters, total=False):
+    binary_data: Annotated[bool, Field(description="Whether the output travels as bytes.")]
+
+
+class RequestedOutput(TypedDict):
+    name: str
+    parameters: NotRequired[Annotated[dict[str, Any] | None, _inline(OutputParameters, "null")]]
+
+
+InferParameters = TypedDict(
+    "InferParameters",
+    {
+        "from": Annotated[str, Field(description="Inputs to take from buffers, separated by commas."), _Named],
+        "into": Annotated[str, Field(description="Outputs to add to buffers, separated by commas."), _Named],
+        "weight": Annotated[float, Field(description="With `into`: the weight of each added gradient.")],
+        "epoch": Annotated[int, Field(ge=0, description="With `into`: the epoch that the buffers must be in.")],
+        "contributor": Annotated[str, Field(description="With `into`: who adds.")],
+        "binary_data_output": Annotated[bool, Field(description="Whether all outputs travel as bytes.")],
+    },
+    total=False,
+)
+
+
+class InferRequest(TypedDict, total=False):
+    """A request that runs a model."""
+
+    id: str
+    parameters: Annotated[
+        dict[str, Any] | None,
+        _inline(InferParameters, "null"),
+        Field(description="The model's attributes, and parameters of the query of its endpoint under /v1/ops."),
+    ]
+    inputs: Required[list[InferTensor]]
+    outputs: Annotated[
+        list[Annotated[dict[str, Any], _inline(RequestedOutput)]],
+        Field(description="The outputs to return; by default all."),
+    ]
+
+
+class AnswerParameters(TypedDict, total=False):
+    receipts: Annotated[str, Field(description="With `into`: the receipts by output, as JSON.")]
+
+
+class InferAnswer(TypedDict):
+    """The outputs of a model."""
+
+    id: NotRequired[Annotated[str, Field(description="The request's, if it has any.")]]
+    model_name: str
+    model_version: str
+    parameters: NotRequired[Annotated[dict[str, Any], _inline(AnswerParameters)]]
+    outputs: list[InferTensor]

@@ -230,9 +230,7 @@ def _add_endpoint(operator: Operator) -> None:
         methods=["POST"],
         name=operator.name,
         operation_id=operator.name,
-        summary=operator.formula,
-        description=openapi.description(operator) or operator.formula,
-        openapi_extra=openapi.operation(operator),
+        **openapi.declaration(operator),
     )
 
 

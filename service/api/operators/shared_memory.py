@@ -12,7 +12,7 @@ from service.api.buffers.request import Received, parse_model
 from service.api.http.answer import JSON, Answer, json_answer
 from service.api.http.call import CurrentCall
 from service.api.http.negotiation import check_no_query
-from service.api.http.openapi import REF
+from service.api.http.openapi import body
 from service.api.http.routing import access
 from service.api.operators.shared_tensors import SCOPE, regions_of
 from service.codecs.parts import MAX_BYTES
@@ -43,14 +43,6 @@ class RegionStatus(BaseModel):
     byte_size: int
 
 
-_REGISTERING: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": REF.format(model=NewRegion.__name__)}}},
-    }
-}
-
-
 @router.get("/status", summary="List the regions", operation_id="regions", response_model=list[RegionStatus])
 @access(SCOPE)
 async def statuses(call: CurrentCall) -> Answer:
@@ -71,7 +63,7 @@ async def status(call: CurrentCall, name: str) -> Answer:
     "/region/{name}/register",
     summary="Register a region",
     operation_id="register_region",
-    openapi_extra=_REGISTERING,
+    dependencies=[body(NewRegion)],
     response_class=Response,
 )
 @access(SCOPE)
