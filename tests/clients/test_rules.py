@@ -63,10 +63,10 @@ def test_every_rule_of_a_new_buffer(server: Any) -> None:
     ("rule", "words"),
     [
         ({"contributors": "rank0"}, "contributors is 'rank0', but must be a list of names"),
-        ({"contributors": ["a\n"]}, "contributors: 'a.n' must be 1 to 100 printable characters"),
-        ({"contributors": [3]}, "contributors: 3 must be 1 to 100 printable characters"),
-        ({"min_count": 1.5}, "min_count: 1.5 is not an integer"),
-        ({"per_contributor": "1"}, "per_contributor: '1' is not an integer"),
+        ({"contributors": ["a\n"]}, "contributors is 'a.n', but must be 1 to 100 printable characters"),
+        ({"contributors": [3]}, "contributors is 3, but must be 1 to 100 printable characters"),
+        ({"min_count": 1.5}, "min_count is 1.5, but must be an integer"),
+        ({"per_contributor": "1"}, "per_contributor is '1', but must be an integer"),
         ({"deadline_seconds": "soon"}, "deadline_seconds cannot be a float"),
         ({"quorum_weight": []}, "quorum_weight cannot be a float"),
         ({"contributors": ["a", "a"]}, "contributors has 'a' 2 times"),
@@ -114,7 +114,7 @@ def test_contributors_have_printable_names(server: Any, name: Any) -> None:
         lambda: server.ops.relu_grad([1, 2], [1, 1], into=w, contributor=name),
     ]
     for add in adds:
-        with pytest.raises(InvalidInput, match="contributor: .* must be 1 to 100 printable characters"):
+        with pytest.raises(InvalidInput, match="contributor is .*, but must be 1 to 100 printable characters"):
             add()
     with pytest.raises(InvalidInput, match="contributor is not an attribute of an operator"):
         server.run("ReluGrad", {"dY": 1.0, "X": 1.0}, {"contributor": "rank0"})

@@ -95,7 +95,7 @@ def test_the_rules_of_named_buffers_change(server: Any, run: list[str], key: str
 def test_mistaken_rules_are_refused(server: Any, run: list[str]) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'keep'"):
         server.buffers.set_rules(run, keep=3)
-    with pytest.raises(InvalidInput, match=r"min_count: 1\.5 is not an integer"):
+    with pytest.raises(InvalidInput, match=r"min_count is 1\.5, but must be an integer"):
         server.buffers.set_rules(run, min_count=1.5)
     with pytest.raises(InvalidInput, match="names is 'run7.0', but must be a list of names"):
         server.buffers.set_rules("run7.0", quorum=3)

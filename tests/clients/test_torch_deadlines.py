@@ -168,7 +168,7 @@ def test_workers_without_names_are_no_contributors(server: Client, prefix: str) 
 
 @pytest.mark.parametrize("worker", ["", "rank\n0", "x" * 101, 3])
 def test_names_that_a_contributor_cannot_have_are_refused_at_once(server: Client, prefix: str, worker: Any) -> None:
-    with pytest.raises(InvalidInput, match="worker: .* must be 1 to 100 printable characters"):
+    with pytest.raises(InvalidInput, match="worker is .*, but must be 1 to 100 printable characters"):
         GradientAccumulator(net(), server, prefix=prefix, worker=worker)
 
 

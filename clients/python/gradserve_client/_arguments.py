@@ -20,15 +20,19 @@ MAX_CONTRIBUTOR_CHARACTERS = 100
 """Characters of a contributor's name: the most that the server allows."""
 
 
+def mistaken(parameter: str, fault: str) -> InvalidInput:
+    """Return the error for an argument. Its context names the argument, as that of a server's error does."""
+    return InvalidInput(f"{parameter} {fault}", code="invalid_parameter", context={"parameter": parameter})
+
+
 def as_key(key: str | None) -> str:
     """Return the idempotency key of a change: a new one for None."""
     if key is None:
         return uuid.uuid4().hex
     if not isinstance(key, str) or not re.fullmatch(r"[!-~]([ -~]{0,253}[!-~])?", key):
-        raise InvalidInput(
-            f"idempotency_key is {key!r}, but must be 1 to 255 printable ASCII characters, without a space at either"
-            " end",
-            code="invalid_parameter",
+        raise mistaken(
+            "idempotency_key",
+            f"is {key!r}, but must be 1 to 255 printable ASCII characters, without a space at either end",
         )
     return key
 
@@ -50,7 +54,7 @@ def as_query(parameters: Mapping[str, Any]) -> dict[str, Any]:
     query = {name: value for name, value in parameters.items() if value is not None}
     for name, value in query.items():
         if isinstance(value, list | tuple) and not value:  # in a URL, an empty list looks like an omitted one
-            raise InvalidInput(f"{name} is empty: omit it, or give it a value", code="invalid_parameter")
+            raise mistaken(name, "is empty: omit it, or give it a value")
     return {name: str(value).lower() if isinstance(value, bool | np.bool_) else value for name, value in query.items()}
 
 
@@ -59,20 +63,20 @@ def as_float(name: str, number: float) -> float:
     try:
         return float(number)
     except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidInput(f"{name} cannot be a float: {error}", code="invalid_parameter") from None
+        raise mistaken(name, f"cannot be a float: {error}") from None
 
 
 def as_finite(name: str, number: float) -> float:
     """Return an argument that is a finite number: JSON has no others."""
     if not math.isfinite(value := as_float(name, number)):
-        raise InvalidInput(f"{name} is {number!r}, but must be a finite number", code="invalid_parameter")
+        raise mistaken(name, f"is {number!r}, but must be a finite number")
     return value
 
 
 def check_some(name: str, items: Collection[object]) -> None:
     """Raise if an argument is empty."""
     if not items:
-        raise InvalidInput(f"{name} is empty, but must have at least one", code="invalid_parameter")
+        raise mistaken(name, "is empty, but must have at least one")
 
 
 def as_whole(name: str, number: SupportsIndex) -> int:
@@ -80,7 +84,7 @@ def as_whole(name: str, number: SupportsIndex) -> int:
     try:
         return operator.index(number)
     except TypeError:
-        raise InvalidInput(f"{name}: {number!r} is not an integer", code="invalid_parameter") from None
+        raise mistaken(name, f"is {number!r}, but must be an integer") from None
 
 
 def as_seconds(name: str, number: float) -> float:
@@ -90,31 +94,26 @@ def as_seconds(name: str, number: float) -> float:
             return seconds
     except OverflowError:
         pass
-    raise InvalidInput(f"{name} is {number!r}, but must be a number of seconds", code="invalid_parameter")
+    raise mistaken(name, f"is {number!r}, but must be a number of seconds")
 
 
 def check_choice(name: str, value: object, known: Sequence[object]) -> None:
     """Raise unless an argument is one of the known values."""
     if value not in known:
-        raise InvalidInput(
-            f"{name} is {value!r}, but must be one of {', '.join(map(repr, known))}", code="invalid_parameter"
-        )
+        raise mistaken(name, f"is {value!r}, but must be one of {', '.join(map(repr, known))}")
 
 
 def as_contributor(name: str, argument: str = "contributor") -> str:
     """Return the name of a contributor."""
     if not (isinstance(name, str) and 0 < len(name) <= MAX_CONTRIBUTOR_CHARACTERS and name.isprintable()):
-        raise InvalidInput(
-            f"{argument}: {name!r} must be 1 to {MAX_CONTRIBUTOR_CHARACTERS} printable characters",
-            code="invalid_parameter",
-        )
+        raise mistaken(argument, f"is {name!r}, but must be 1 to {MAX_CONTRIBUTOR_CHARACTERS} printable characters")
     return name
 
 
 def as_contributors(argument: str, names: Sequence[str]) -> list[str]:
     """Return the names of contributors."""
     if isinstance(names, str):
-        raise InvalidInput(f"{argument} is {names!r}, but must be a list of names", code="invalid_parameter")
+        raise mistaken(argument, f"is {names!r}, but must be a list of names")
     return [as_contributor(name, argument) for name in names]
 
 
@@ -125,4 +124,4 @@ def as_dtype(dtype: npt.DTypeLike | None) -> str | None:
     try:
         return np.dtype(dtype).name
     except TypeError as error:
-        raise InvalidInput(f"dtype is {dtype!r}: {error}", code="invalid_parameter") from error
+        raise mistaken("dtype", f"is {dtype!r}: {error}") from error

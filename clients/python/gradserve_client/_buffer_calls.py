@@ -20,11 +20,11 @@ from gradserve_client._arguments import (
     as_name,
     as_query,
     as_whole,
+    mistaken,
 )
 from gradserve_client._policy import Call
 from gradserve_client._rows import Rows, tensors_of
 from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, encode
-from gradserve_client.errors import InvalidInput
 from gradserve_client.models import BufferInfo, BufferRules, Receipt, Statistics, Taken
 
 Reduce: TypeAlias = Literal["sum", "mean"]
@@ -52,7 +52,7 @@ def spec_json(
 ) -> dict[str, Any]:
     """Return the specification of a buffer as the server reads it."""
     if not isinstance(nonfinite, str):
-        raise InvalidInput(f"nonfinite is {nonfinite!r}, but must be a string", code="invalid_parameter")
+        raise mistaken("nonfinite", f"is {nonfinite!r}, but must be a string")
     return {
         "shape": _dims(shape),
         "dtype": as_dtype(dtype),
@@ -234,5 +234,5 @@ def _dims(shape: Sequence[int] | int) -> list[int]:
 
 def _if_match(etag: str | None) -> dict[str, str]:
     if not isinstance(etag, str | None):
-        raise InvalidInput(f"if_match is {etag!r}, but must be an etag, a string", code="invalid_parameter")
+        raise mistaken("if_match", f"is {etag!r}, but must be an etag, a string")
     return {} if etag is None else {"If-Match": etag}

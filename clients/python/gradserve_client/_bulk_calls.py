@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gradserve_client import _answers
 from gradserve_client._answers import JSON
-from gradserve_client._arguments import as_dtype, as_key, as_name, as_query, check_some
+from gradserve_client._arguments import as_dtype, as_key, as_name, as_query, check_some, mistaken
 from gradserve_client._buffer_calls import Reduce, add_query, rules_json, spec_json
 from gradserve_client._policy import Call
 from gradserve_client._rows import Rows, tensors_of
@@ -25,7 +25,7 @@ PAGE_BUFFERS = 1000
 def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
     """List some buffers, and tell where the next ones begin."""
     if not isinstance(prefix, str):
-        raise InvalidInput(f"prefix is {prefix!r}, but must be a string", code="invalid_parameter")
+        raise mistaken("prefix", f"is {prefix!r}, but must be a string")
     query = {"prefix": prefix, "cursor": cursor, "limit": PAGE_BUFFERS}
     return Call("GET", "/v1/buffers", _answers.page, query=query, headers={"Accept": JSON})
 
@@ -194,7 +194,7 @@ def delete(prefix: str | None, *, all: bool, idempotency_key: str | None) -> Cal
 def _wide(names: Collection[str] | None, prefix: str | None, all: bool) -> dict[str, Any]:
     """Return the query of a request for all buffers with a prefix, or for all buffers."""
     if not isinstance(prefix, str | None):
-        raise InvalidInput(f"prefix is {prefix!r}, but must be a string", code="invalid_parameter")
+        raise mistaken("prefix", f"is {prefix!r}, but must be a string")
     if (names is not None) + bool(prefix) + bool(all) != 1:
         raise InvalidInput(
             "Give either a prefix that is not empty, or all=True for all buffers" + ", or names" * (names is not None),
@@ -210,7 +210,7 @@ def _naming(names: Collection[str] | None, prefix: str | None, *, accept: str) -
     if names is None:
         return {"headers": {"Accept": accept}, "buffers": None}
     if isinstance(names, str):
-        raise InvalidInput(f"names is {names!r}, but must be a list of names", code="invalid_parameter")
+        raise mistaken("names", f"is {names!r}, but must be a list of names")
     headers = {"Content-Type": JSON, "Accept": accept}
     check_some("names", names)
     names = [as_name(name) for name in names]

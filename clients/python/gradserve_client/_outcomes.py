@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
-from gradserve_client._words import in_python
 from gradserve_client.errors import (
     BY_CODE,
     BY_STATUS,
@@ -125,14 +124,13 @@ def _refusal(answer: Answer) -> GradserveError:
     code = problem.get("code")
     kind = BY_CODE.get(code or "") or BY_STATUS.get(answer.status, ServerFailed)
     fields = ("type", "title", "status", "detail", "code")
-    context = {name: value for name, value in problem.items() if name not in fields}
     return kind(
-        in_python(str(problem.get("detail")), context),
+        str(problem.get("detail")),
         status=answer.status,
         code=code,
         request_id=answer.headers.get(REQUEST_ID),
         retry_after=_retry_after(answer.headers.get("retry-after")),
-        context=context,
+        context={name: value for name, value in problem.items() if name not in fields},
     )
 
 

@@ -7,13 +7,13 @@ from contextlib import suppress
 
 import numpy as np
 
-from gradserve_client._arguments import as_whole
+from gradserve_client._arguments import as_whole, mistaken
 from gradserve_client._calls import limits
 from gradserve_client._groups import BUFFER_BYTES
 from gradserve_client._model import Model
 from gradserve_client._tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, InvalidInput, StaleEpoch, TooLarge
+from gradserve_client.errors import Conflict, StaleEpoch, TooLarge
 
 _WORDS = 8
 """Numbers of 32 bits in a SHA-256 hash. Each is exact in a buffer of float64."""
@@ -67,7 +67,7 @@ def fitting(server: Client, request_bytes: int | None) -> int:
     if request_bytes is None:
         return min(REQUEST_BYTES, most // 2)
     if as_whole("request_bytes", request_bytes) < 1:
-        raise InvalidInput(f"request_bytes is {request_bytes}, but must be at least 1", code="invalid_parameter")
+        raise mistaken("request_bytes", f"is {request_bytes}, but must be at least 1")
     if request_bytes + 4 * BUFFER_BYTES > most:
         raise TooLarge(
             f"request_bytes is {request_bytes}, but the server takes {most} bytes (GRADSERVE_MAX_BODY_BYTES), with"

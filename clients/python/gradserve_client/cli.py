@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from gradserve_client._words import in_options
 from gradserve_client.errors import (
     INTERRUPTED,
     Busy,
@@ -35,6 +34,18 @@ _EXIT_CODES: dict[tuple[type[GradserveError], ...], int] = {
     (InvalidInput, Unauthorized, TooLarge): 5,
     (Busy, Unavailable, TimedOut, ConnectionFailed): 6,
 }
+
+_OPTIONS = {
+    "contributors": "--contributor",
+    "deadline_seconds": "--deadline",
+    "ttl_seconds": "--ttl",
+    "idempotency_key": "--key",
+    "Idempotency-Key": "--key",
+    **{name: f"--{name}" for name in ("contributor", "dtype", "epoch", "from", "into", "keep", "nonfinite", "outputs")},
+    **{name: f"--{name}" for name in ("prefix", "quorum", "reduce", "timeout", "weight")},
+    **{name: f"--{name.replace('_', '-')}" for name in ("max_norm", "min_count", "per_contributor", "quorum_weight")},
+}
+"""The options of parameters that errors name."""
 
 _INTERRUPTED_EXIT_CODE = 130
 """128 plus the number of SIGINT, as shells have it."""
@@ -83,12 +94,20 @@ def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _report(error: GradserveError, as_json: bool) -> int:
     """Print the error, and return the exit code."""
-    error.detail = in_options(error.detail, error.context)
+    error.detail = _in_options(error)
     code = error.code or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
     sys.stderr.write((_as_json if as_json else _as_line)(error, code) + "\n")
     if code == INTERRUPTED:
         return _INTERRUPTED_EXIT_CODE
     return next((number for kinds, number in _EXIT_CODES.items() if isinstance(error, kinds)), 1)
+
+
+def _in_options(error: GradserveError) -> str:
+    """Return the error's detail, which begins with the option that it is about."""
+    name = str(error.context.get("parameter", ""))
+    option = _OPTIONS.get(name) or (f"--set {name}" if name and "op" in error.context else "")
+    rest = error.detail.removeprefix(name) if option else error.detail
+    return f"{option}: {rest}" if option and rest == error.detail else option + rest
 
 
 def _as_json(error: GradserveError, code: str) -> str:

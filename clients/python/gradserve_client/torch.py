@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, Unpack, overload
 
-from gradserve_client._arguments import as_contributor, check_choice
+from gradserve_client._arguments import as_contributor, check_choice, mistaken
 from gradserve_client._broadcast import Broadcast
 from gradserve_client._buffer_calls import Reduce, rules_json
 from gradserve_client._model import Model
@@ -175,7 +175,7 @@ class GradientAccumulator:
         self._pushes.settle()
         self._model.check()
         if not 0 < scale < math.inf:
-            raise InvalidInput(f"scale is {scale}, but must be finite and above 0", code="invalid_parameter")
+            raise mistaken("scale", f"is {scale}, but must be finite and above 0")
         gradients = self._model.gradients()
         if not gradients and weight:
             raise InvalidInput(
