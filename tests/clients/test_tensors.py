@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
-from gradserve_client._buffer_calls import take
+from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed, _answers
+from gradserve_client._buffer_calls import on
 from gradserve_client._calls import operators, run
 from gradserve_client._journal import Journal
 from gradserve_client._outcomes import Answer
@@ -288,7 +288,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 CALLS: list[Any] = [
     run("ReluGrad", {}, {}),
-    take("w", min_count=0, epoch=None, timeout=0, reduce="sum", dtype=None, if_match=None, idempotency_key="mine"),
+    on("w", "POST", "/take", _answers.taken, key="mine"),
     operators(),
 ]
 

@@ -68,5 +68,5 @@ def _url(text: str, url_text: str) -> httpx.URL:
     if url.port is not None and not 0 < url.port <= _HIGHEST_PORT:
         raise InvalidInput(f"The URL is {text!r}, but a port is from 1 to {_HIGHEST_PORT}")
     if url.userinfo:
-        raise InvalidInput("The URL has a user or a password, but a gradserve server takes an API key")
+        raise InvalidInput("The URL has a user or a password, but a gradserve server takes an API key: use api_key")
     return url

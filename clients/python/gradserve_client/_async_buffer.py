@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Unpack, overload
 
 import numpy.typing as npt
 
-from gradserve_client import _buffer_calls
+from gradserve_client import _answers
+from gradserve_client._answers import JSON
+from gradserve_client._arguments import as_dtype, as_key, as_query
 from gradserve_client._async_runner import AsyncRunner
-from gradserve_client._buffer_calls import Reduce
-from gradserve_client._rows import Rows
-from gradserve_client._tensors import Array, TensorLike
+from gradserve_client._buffer_calls import Reduce, add_query, matching, on, rules_json, spec_json
+from gradserve_client._rows import Rows, tensors_of
+from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Statistics, Taken
 
 
@@ -50,9 +53,18 @@ class AsyncBuffer(BufferName):
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
         is False, `TooManyBuffers`, and `InvalidInput`.
         """
-        spec = _buffer_calls.spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, **rules)
+        spec = spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, **rules)
+        headers = {"Content-Type": JSON, **({} if exist_ok else {"If-None-Match": "*"})}
         return await self._runner.run(
-            _buffer_calls.create(self.name, spec, exist_ok=exist_ok, idempotency_key=idempotency_key)
+            on(
+                self.name,
+                "PUT",
+                "",
+                _answers.info,
+                headers=headers,
+                body=[json.dumps(spec).encode()],
+                key=as_key(idempotency_key),
+            )
         )
 
     async def set_rules(
@@ -66,8 +78,9 @@ class AsyncBuffer(BufferName):
 
         Raises `NotFound`, `InvalidInput` and `PreconditionFailed`.
         """
+        body, headers = [json.dumps(rules_json(rules)).encode()], {"Content-Type": JSON, **matching(if_match)}
         return await self._runner.run(
-            _buffer_calls.set_rules(self.name, rules, if_match=if_match, idempotency_key=idempotency_key)
+            on(self.name, "PATCH", "", _answers.info, headers=headers, body=body, key=as_key(idempotency_key))
         )
 
     @overload
@@ -83,8 +96,9 @@ class AsyncBuffer(BufferName):
         `timeout`, and `EpochGone` if the server no longer keeps the epoch.
         """
         if epoch is None:
-            return await self._runner.run(_buffer_calls.info(self.name))
-        return await self._runner.run(_buffer_calls.closed(self.name, epoch=epoch, timeout=timeout))
+            return await self._runner.run(on(self.name, "GET", "", _answers.info))
+        query = as_query({"epoch": epoch})
+        return await self._runner.run(on(self.name, "GET", "", _answers.receipt, query=query, wait=timeout))
 
     async def accumulate(
         self,
@@ -112,18 +126,18 @@ class AsyncBuffer(BufferName):
 
         Raises `NotFound`, `InvalidInput`, `StaleEpoch`, `DuplicateContributor`, `PreconditionFailed` and `StoreFull`.
         """
+        query = add_query(weight, epoch, overwrite, do_update, contributor)
+        accept = MEDIA_TYPE if return_value else JSON
         return await self._runner.run(
-            _buffer_calls.accumulate(
+            on(
                 self.name,
-                gradient,
-                weight=weight,
-                epoch=epoch,
-                overwrite=overwrite,
-                do_update=do_update,
-                contributor=contributor,
-                return_value=return_value,
-                if_match=if_match,
-                idempotency_key=idempotency_key,
+                "POST",
+                "/accumulate",
+                _answers.receipt_with_value if return_value else _answers.receipt,
+                query={**query, "return": "value"} if return_value else query,
+                headers={"Content-Type": MEDIA_TYPE, "Accept": accept, **matching(if_match)},
+                body=encode(tensors_of(gradient, "gradient")),
+                key=as_key(idempotency_key),
             )
         )
 
@@ -142,8 +156,10 @@ class AsyncBuffer(BufferName):
         Raises `NotFound`, `EpochOpen` after the `timeout`, `EpochGone` if the server no longer keeps the epoch, and
         `NothingToAverage` for the mean of weights that sum to zero.
         """
+        query = as_query({"epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)})
+        accept = {"Accept": MEDIA_TYPE}
         return await self._runner.run(
-            _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+            on(self.name, "GET", "/value", _answers.value, query=query, headers=accept, wait=timeout)
         )
 
     async def statistics(self, *, epoch: int | None = None, heat_map: int | None = None) -> Statistics:
@@ -152,7 +168,8 @@ class AsyncBuffer(BufferName):
         With `heat_map`, also the means of at most this many rows and columns of cells, 256 at most. Raises `NotFound`,
         `EpochOpen` and `EpochGone`.
         """
-        return await self._runner.run(_buffer_calls.statistics(self.name, epoch=epoch, heat_map=heat_map))
+        query = as_query({"epoch": epoch, "heat_map": heat_map})
+        return await self._runner.run(on(self.name, "GET", "/statistics", _answers.statistics, query=query))
 
     async def take(
         self,
@@ -172,24 +189,24 @@ class AsyncBuffer(BufferName):
         than there are clients: a retry after a lost answer reads the closed epoch, or raises `EpochGone`.
         """
         return await self._runner.run(
-            _buffer_calls.take(
+            on(
                 self.name,
-                min_count=min_count,
-                epoch=epoch,
-                timeout=timeout,
-                reduce=reduce,
-                dtype=dtype,
-                if_match=if_match,
-                idempotency_key=idempotency_key,
+                "POST",
+                "/take",
+                _answers.taken,
+                query=as_query({"min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
+                headers={"Accept": MEDIA_TYPE, **matching(if_match)},
+                key=as_key(idempotency_key),
+                wait=timeout,
             )
         )
 
     async def zero(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> Receipt:
         """Discard the sum, and begin the next epoch."""
-        return await self._runner.run(_buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        headers, key = matching(if_match), as_key(idempotency_key)
+        return await self._runner.run(on(self.name, "POST", "/zero", _answers.receipt, headers=headers, key=key))
 
     async def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
         """Delete the buffer, its value and its closed epochs. Raises `NotFound`."""
-        return await self._runner.run(
-            _buffer_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key)
-        )
+        headers, key = matching(if_match), as_key(idempotency_key)
+        return await self._runner.run(on(self.name, "DELETE", "", _answers.deleted, headers=headers, key=key))

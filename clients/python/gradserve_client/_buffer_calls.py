@@ -1,14 +1,12 @@
-"""The calls of a buffer: what to send, and how to read the answer. Both clients share them."""
+"""What the calls of a buffer and of several have alike: specifications, rules and the parameters of an add."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, Literal, TypeAlias, TypeVar, Unpack
 
 import numpy.typing as npt
 
-from gradserve_client import _answers
 from gradserve_client._answers import JSON
 from gradserve_client._arguments import (
     as_contributor,
@@ -16,16 +14,16 @@ from gradserve_client._arguments import (
     as_dtype,
     as_finite,
     as_float,
-    as_key,
     as_name,
     as_query,
     as_whole,
     mistaken,
 )
+from gradserve_client._outcomes import Answer
 from gradserve_client._policy import Call
-from gradserve_client._rows import Rows, tensors_of
-from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, encode
-from gradserve_client.models import BufferInfo, BufferRules, Receipt, Statistics, Taken
+from gradserve_client.models import BufferRules
+
+T = TypeVar("T")
 
 Reduce: TypeAlias = Literal["sum", "mean"]
 
@@ -70,139 +68,18 @@ def rules_json(rules: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if rule is None else _RULES[name](name, rule) for name, rule in rules.items()}
 
 
-def create(name: str, spec: Mapping[str, Any], *, exist_ok: bool, idempotency_key: str | None) -> Call[BufferInfo]:
-    """Create the buffer."""
-    return Call(
-        "PUT",
-        _path(name),
-        _answers.info,
-        buffers=[name],
-        headers={"Content-Type": JSON, "Accept": JSON, **({} if exist_ok else {"If-None-Match": "*"})},
-        body=[json.dumps(spec).encode()],
-        key=as_key(idempotency_key),
-    )
-
-
-def info(name: str) -> Call[BufferInfo]:
-    """Read the buffer's metadata."""
-    return Call("GET", _path(name), _answers.info, headers={"Accept": JSON}, buffers=[name])
-
-
-def closed(name: str, *, epoch: int, timeout: float) -> Call[Receipt]:
-    """Read the receipt of a closed epoch."""
-    query = as_query({"epoch": epoch})
-    return Call(
-        "GET", _path(name), _answers.receipt, query=query, headers={"Accept": JSON}, buffers=[name], wait=timeout
-    )
-
-
-def set_rules(name: str, rules: BufferRules, *, if_match: str | None, idempotency_key: str | None) -> Call[BufferInfo]:
-    """Change some rules of the buffer."""
-    return Call(
-        "PATCH",
-        _path(name),
-        _answers.info,
-        buffers=[name],
-        headers={"Content-Type": JSON, "Accept": JSON, **_if_match(if_match)},
-        body=[json.dumps(rules_json(rules)).encode()],
-        key=as_key(idempotency_key),
-    )
-
-
-def accumulate(
+def on(
     name: str,
-    gradient: TensorLike | Rows,
+    method: str,
+    action: str,
+    read: Callable[[Answer], T],
     *,
-    weight: float,
-    epoch: int | None,
-    overwrite: bool,
-    do_update: bool,
-    contributor: str | None,
-    return_value: bool,
-    if_match: str | None,
-    idempotency_key: str | None,
-) -> Call[Receipt]:
-    """Add a gradient."""
-    query = add_query(weight, epoch, overwrite, do_update, contributor)
-    accept = MEDIA_TYPE if return_value else JSON
-    return Call(
-        "POST",
-        _path(name, "/accumulate"),
-        _answers.receipt_with_value if return_value else _answers.receipt,
-        buffers=[name],
-        query={**query, "return": "value"} if return_value else query,
-        headers={"Content-Type": MEDIA_TYPE, "Accept": accept, **_if_match(if_match)},
-        body=encode(tensors_of(gradient, "gradient")),
-        key=as_key(idempotency_key),
-    )
-
-
-def value(name: str, *, epoch: int | None, reduce: Reduce, dtype: npt.DTypeLike | None, timeout: float) -> Call[Array]:
-    """Read the buffer's value."""
-    return Call(
-        "GET",
-        _path(name, "/value"),
-        _answers.value,
-        buffers=[name],
-        query=as_query({"epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
-        headers={"Accept": MEDIA_TYPE},
-        wait=timeout,
-    )
-
-
-def statistics(name: str, *, epoch: int | None, heat_map: int | None) -> Call[Statistics]:
-    """Read the statistics of the buffer."""
-    query = as_query({"epoch": epoch, "heat_map": heat_map})
-    accept = {"Accept": JSON}
-    return Call("GET", _path(name, "/statistics"), _answers.statistics, buffers=[name], query=query, headers=accept)
-
-
-def take(
-    name: str,
-    *,
-    min_count: int,
-    epoch: int | None,
-    timeout: float,
-    reduce: Reduce,
-    dtype: npt.DTypeLike | None,
-    if_match: str | None,
-    idempotency_key: str | None,
-) -> Call[Taken]:
-    """Close the epoch, and return its value."""
-    return Call(
-        "POST",
-        _path(name, "/take"),
-        _answers.taken,
-        buffers=[name],
-        query=as_query({"min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
-        headers={"Accept": MEDIA_TYPE, **_if_match(if_match)},
-        key=as_key(idempotency_key),
-        wait=timeout,
-    )
-
-
-def zero(name: str, *, if_match: str | None, idempotency_key: str | None) -> Call[Receipt]:
-    """Discard the sum, and begin the next epoch."""
-    return Call(
-        "POST",
-        _path(name, "/zero"),
-        _answers.receipt,
-        buffers=[name],
-        headers={"Accept": JSON, **_if_match(if_match)},
-        key=as_key(idempotency_key),
-    )
-
-
-def delete(name: str, *, if_match: str | None, idempotency_key: str | None) -> Call[None]:
-    """Delete the buffer."""
-    return Call(
-        "DELETE",
-        _path(name),
-        _answers.deleted,
-        buffers=[name],
-        headers={"Accept": JSON, **_if_match(if_match)},
-        key=as_key(idempotency_key),
-    )
+    headers: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Call[T]:
+    """Return a call of a buffer: `action` is the end of its path. Without other `headers`, the answer is JSON."""
+    path = f"/v1/buffers/{as_name(name)}{action}"
+    return Call(method, path, read, buffers=[name], headers={"Accept": JSON, **(headers or {})}, **more)
 
 
 def add_query(
@@ -220,8 +97,11 @@ def add_query(
     )
 
 
-def _path(name: str, action: str = "") -> str:
-    return f"/v1/buffers/{as_name(name)}{action}"
+def matching(etag: str | None) -> dict[str, str]:
+    """Return the header for the `etag` that a buffer must have."""
+    if not isinstance(etag, str | None):
+        raise mistaken("if_match", f"is {etag!r}, but must be an etag, a string")
+    return {} if etag is None else {"If-Match": etag}
 
 
 def _dims(shape: Sequence[int] | int) -> list[int]:
@@ -230,9 +110,3 @@ def _dims(shape: Sequence[int] | int) -> list[int]:
     except TypeError:  # a number
         dims = [shape]
     return [as_whole("shape", dim) for dim in dims]
-
-
-def _if_match(etag: str | None) -> dict[str, str]:
-    if not isinstance(etag, str | None):
-        raise mistaken("if_match", f"is {etag!r}, but must be an etag, a string")
-    return {} if etag is None else {"If-Match": etag}

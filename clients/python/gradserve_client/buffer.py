@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Unpack, overload
 
 import numpy.typing as npt
 
-from gradserve_client import _buffer_calls
-from gradserve_client._buffer_calls import Reduce
-from gradserve_client._rows import Rows
+from gradserve_client import _answers
+from gradserve_client._answers import JSON
+from gradserve_client._arguments import as_dtype, as_key, as_query
+from gradserve_client._buffer_calls import Reduce, add_query, matching, on, rules_json, spec_json
+from gradserve_client._rows import Rows, tensors_of
 from gradserve_client._runner import Runner
-from gradserve_client._tensors import Array, TensorLike
+from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Statistics, Taken
 
 
@@ -52,9 +55,18 @@ class Buffer(BufferName):
         >>> server.buffers["emb.weight"].create((30000, 256), quorum=8).bytes
         30720000
         """
-        spec = _buffer_calls.spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, **rules)
+        spec = spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, **rules)
+        headers = {"Content-Type": JSON, **({} if exist_ok else {"If-None-Match": "*"})}
         return self._runner.run(
-            _buffer_calls.create(self.name, spec, exist_ok=exist_ok, idempotency_key=idempotency_key)
+            on(
+                self.name,
+                "PUT",
+                "",
+                _answers.info,
+                headers=headers,
+                body=[json.dumps(spec).encode()],
+                key=as_key(idempotency_key),
+            )
         )
 
     def set_rules(
@@ -71,8 +83,9 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].set_rules(quorum=None, deadline_seconds=30).deadline_seconds
         30.0
         """
+        body, headers = [json.dumps(rules_json(rules)).encode()], {"Content-Type": JSON, **matching(if_match)}
         return self._runner.run(
-            _buffer_calls.set_rules(self.name, rules, if_match=if_match, idempotency_key=idempotency_key)
+            on(self.name, "PATCH", "", _answers.info, headers=headers, body=body, key=as_key(idempotency_key))
         )
 
     @overload
@@ -98,8 +111,9 @@ class Buffer(BufferName):
         ('quorum', {'rank0': 1})
         """
         if epoch is None:
-            return self._runner.run(_buffer_calls.info(self.name))
-        return self._runner.run(_buffer_calls.closed(self.name, epoch=epoch, timeout=timeout))
+            return self._runner.run(on(self.name, "GET", "", _answers.info))
+        query = as_query({"epoch": epoch})
+        return self._runner.run(on(self.name, "GET", "", _answers.receipt, query=query, wait=timeout))
 
     def accumulate(
         self,
@@ -130,18 +144,18 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].accumulate([[1, 2]], weight=32).count
         1
         """
+        query = add_query(weight, epoch, overwrite, do_update, contributor)
+        accept = MEDIA_TYPE if return_value else JSON
         return self._runner.run(
-            _buffer_calls.accumulate(
+            on(
                 self.name,
-                gradient,
-                weight=weight,
-                epoch=epoch,
-                overwrite=overwrite,
-                do_update=do_update,
-                contributor=contributor,
-                return_value=return_value,
-                if_match=if_match,
-                idempotency_key=idempotency_key,
+                "POST",
+                "/accumulate",
+                _answers.receipt_with_value if return_value else _answers.receipt,
+                query={**query, "return": "value"} if return_value else query,
+                headers={"Content-Type": MEDIA_TYPE, "Accept": accept, **matching(if_match)},
+                body=encode(tensors_of(gradient, "gradient")),
+                key=as_key(idempotency_key),
             )
         )
 
@@ -163,8 +177,10 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].value()
         array([[0., 0.]], dtype=float32)
         """
+        query = as_query({"epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)})
+        accept = {"Accept": MEDIA_TYPE}
         return self._runner.run(
-            _buffer_calls.value(self.name, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
+            on(self.name, "GET", "/value", _answers.value, query=query, headers=accept, wait=timeout)
         )
 
     def statistics(self, *, epoch: int | None = None, heat_map: int | None = None) -> Statistics:
@@ -176,7 +192,8 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].statistics().norm
         0.0
         """
-        return self._runner.run(_buffer_calls.statistics(self.name, epoch=epoch, heat_map=heat_map))
+        query = as_query({"epoch": epoch, "heat_map": heat_map})
+        return self._runner.run(on(self.name, "GET", "/statistics", _answers.statistics, query=query))
 
     def take(
         self,
@@ -201,15 +218,15 @@ class Buffer(BufferName):
         array([[1., 2.]], dtype=float32)
         """
         return self._runner.run(
-            _buffer_calls.take(
+            on(
                 self.name,
-                min_count=min_count,
-                epoch=epoch,
-                timeout=timeout,
-                reduce=reduce,
-                dtype=dtype,
-                if_match=if_match,
-                idempotency_key=idempotency_key,
+                "POST",
+                "/take",
+                _answers.taken,
+                query=as_query({"min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
+                headers={"Accept": MEDIA_TYPE, **matching(if_match)},
+                key=as_key(idempotency_key),
+                wait=timeout,
             )
         )
 
@@ -219,11 +236,13 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].zero().epoch
         1
         """
-        return self._runner.run(_buffer_calls.zero(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        headers, key = matching(if_match), as_key(idempotency_key)
+        return self._runner.run(on(self.name, "POST", "/zero", _answers.receipt, headers=headers, key=key))
 
     def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
         """Delete the buffer, its value and its closed epochs. Raises `NotFound`.
 
         >>> server.buffers["w1"].delete()
         """
-        return self._runner.run(_buffer_calls.delete(self.name, if_match=if_match, idempotency_key=idempotency_key))
+        headers, key = matching(if_match), as_key(idempotency_key)
+        return self._runner.run(on(self.name, "DELETE", "", _answers.deleted, headers=headers, key=key))
