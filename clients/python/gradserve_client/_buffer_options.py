@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +15,7 @@ import typer
 def check_chosen(name: str | None, prefix: str | None, everything: bool) -> None:
     """Raise `BadParameter` unless one of NAME, --prefix and --all is given. A shell's variable may be unset."""
     if prefix == "":
-        raise typer.BadParameter("--prefix is empty, so that it would fit every buffer; if it must, give --all")
+        raise typer.BadParameter("--prefix is empty and would match every buffer; if you mean that, use --all")
     if (name is not None) + (prefix is not None) + everything != 1:
         raise typer.BadParameter("give one of NAME, --prefix PREFIX and --all")
 
@@ -36,21 +40,44 @@ Key = Annotated[
     str | None, typer.Option(metavar="KEY", help="A repetition with the same key counts once. New by default.")
 ]
 
-Quorum = Annotated[int | None, typer.Option(help="The number of gradients that closes an epoch.")]
-QuorumWeight = Annotated[float | None, typer.Option(help="The sum of the weights that closes an epoch.")]
-Deadline = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", help="The time from its first gradient after which an epoch closes."),
-]
-MinCount = Annotated[
-    int | None, typer.Option(help="The number of gradients without which the deadline closes no epoch.")
-]
-Contributors = Annotated[
-    list[str] | None,
-    typer.Option("--contributor", metavar="NAME", help="A contributor that each epoch expects. Repeat it for more."),
-]
-PerContributor = Annotated[
-    int | None, typer.Option(help="The number of gradients that an epoch takes of each contributor.")
-]
-Ttl = Annotated[float | None, typer.Option(metavar="SECONDS", help="The time from the last change to deletion.")]
-MaxNorm = Annotated[float | None, typer.Option(metavar="NORM", help="Refuse gradients whose 2-norm is larger.")]
+RULES: dict[str, Any] = {
+    "quorum": Annotated[int | None, typer.Option(help="The number of gradients that closes an epoch.")],
+    "quorum_weight": Annotated[float | None, typer.Option(help="The sum of the weights that closes an epoch.")],
+    "deadline_seconds": Annotated[
+        float | None,
+        typer.Option(
+            "--deadline", metavar="SECONDS", help="The time after its first gradient at which an epoch closes."
+        ),
+    ],
+    "min_count": Annotated[
+        int | None, typer.Option(help="The number of gradients without which the deadline closes no epoch.")
+    ],
+    "contributors": Annotated[
+        list[str] | None,
+        typer.Option("--contributor", metavar="NAME", help="A contributor that each epoch expects. May be repeated."),
+    ],
+    "per_contributor": Annotated[
+        int | None, typer.Option(help="The number of gradients that an epoch takes of each contributor.")
+    ],
+    "ttl_seconds": Annotated[
+        float | None, typer.Option("--ttl", metavar="SECONDS", help="The time from the last change to deletion.")
+    ],
+    "max_norm": Annotated[float | None, typer.Option(metavar="NORM", help="Refuse gradients whose 2-norm is larger.")],
+}
+"""The options of the rules of a buffer, by the names of the rules."""
+
+
+def takes_rules(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each rule. Its parameter `rules` gets the rules that are given."""
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        rules = {name: given.pop(name) for name in RULES}
+        function(**given, rules={name: rule for name, rule in rules.items() if rule not in (None, [])})
+
+    own = inspect.signature(function, eval_str=True)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    options = [inspect.Parameter(name, kind, default=None, annotation=option) for name, option in RULES.items()]
+    parameters = [options if one.name == "rules" else [one] for one in own.parameters.values()]
+    command.__signature__ = own.replace(parameters=[*itertools.chain(*parameters)])  # type: ignore[attr-defined]
+    return command

@@ -8,22 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradserve_client._buffer_options import (
-    All,
-    Contributors,
-    Deadline,
-    Key,
-    MaxNorm,
-    MinCount,
-    Name,
-    PerContributor,
-    Prefix,
-    Quorum,
-    QuorumWeight,
-    SomeName,
-    Ttl,
-    check_chosen,
-)
+from gradserve_client._buffer_options import All, Key, Name, Prefix, SomeName, check_chosen, takes_rules
 from gradserve_client._output import buffers_text, count, print_info, print_json, receipt_json, shape
 from gradserve_client._session import Session
 
@@ -46,28 +31,21 @@ class Rule(Enum):
     max_norm = "max-norm"
 
 
+@takes_rules
 def create(
     ctx: typer.Context,
     name: Name,
     dims: Annotated[str, typer.Argument(metavar="SHAPE", help="30000,256 or 30000x256, or [] for a scalar.")],
+    rules: Any,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
-    quorum: Quorum = None,
-    quorum_weight: QuorumWeight = None,
-    deadline: Deadline = None,
-    min_count: MinCount = None,
-    contributors: Contributors = None,
-    per_contributor: PerContributor = None,
     keep: Annotated[int, typer.Option(help="The number of closed epochs that the server keeps.")] = 1,
-    ttl: Ttl = None,
     nonfinite: Annotated[
         Nonfinite, typer.Option(help="Allow or reject gradients that are infinite or NaN.")
     ] = Nonfinite.allow,
-    max_norm: MaxNorm = None,
     key: Key = None,
 ) -> None:
     """Create a buffer with zeros. An equal buffer may exist already."""
     session: Session = ctx.obj
-    rules = _rules(quorum, quorum_weight, deadline, min_count, contributors, per_contributor, ttl, max_norm)
     with session.server() as server:
         info = server.buffers[name].create(
             _dims(dims), dtype=dtype, keep=keep, nonfinite=nonfinite.value, idempotency_key=key, **rules
@@ -78,26 +56,19 @@ def create(
         typer.echo(f"{name}: {info.dtype} {shape(info.shape)}, epoch {info.epoch}, count {count(info)}")
 
 
+@takes_rules
 def set_rules(
     ctx: typer.Context,
+    rules: Any,
     name: SomeName = None,
     prefix: Prefix = None,
     everything: All = False,
-    quorum: Quorum = None,
-    quorum_weight: QuorumWeight = None,
-    deadline: Deadline = None,
-    min_count: MinCount = None,
-    contributors: Contributors = None,
-    per_contributor: PerContributor = None,
-    ttl: Ttl = None,
-    max_norm: MaxNorm = None,
     unset: Annotated[list[Rule] | None, typer.Option(help="Take this rule away. Repeat it for more.")] = None,
     key: Key = None,
 ) -> None:
     """Change rules of a buffer, or of all with a prefix. An epoch that fulfils a new rule already closes at once."""
     session: Session = ctx.obj
     check_chosen(name, prefix, everything)
-    rules = _rules(quorum, quorum_weight, deadline, min_count, contributors, per_contributor, ttl, max_norm)
     for rule in unset or ():
         if rule.name in rules:
             raise typer.BadParameter(f"--{rule.value} is given and unset")
@@ -119,30 +90,6 @@ def set_rules(
     else:
         changed, closed = ([one for one in receipts.values() if getattr(one, what)] for what in ("updated", "closed"))
         typer.echo(f"changed {len(changed)} of {buffers_text(len(receipts))}; epochs closed: {len(closed)}")
-
-
-def _rules(
-    quorum: int | None,
-    quorum_weight: float | None,
-    deadline: float | None,
-    min_count: int | None,
-    contributors: list[str] | None,
-    per_contributor: int | None,
-    ttl: float | None,
-    max_norm: float | None,
-) -> Any:
-    """Return the rules that are given."""
-    rules = {
-        "quorum": quorum,
-        "quorum_weight": quorum_weight,
-        "deadline_seconds": deadline,
-        "min_count": min_count,
-        "contributors": contributors or None,
-        "per_contributor": per_contributor,
-        "ttl_seconds": ttl,
-        "max_norm": max_norm,
-    }
-    return {name: rule for name, rule in rules.items() if rule is not None}
 
 
 def _dims(text: str) -> list[int]:
