@@ -58,7 +58,7 @@ class Application(FastAPI):
             version=version("gradserve"),
             description="The gradient kernels of ONNX Runtime over HTTP, and buffers that count each gradient once.",
             lifespan=_lifespan,
-            openapi_url=None,  # `docs.py` serves it
+            openapi_url=None,  # `static.py` serves it
         )
         self.metrics, self.workers, self.history, self.observers = metrics, workers, history, observers
         self.table = Table(routers)

@@ -20,11 +20,11 @@ from types import FrameType
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
-from service.api import docs, health
+from service.api import health, static
 from service.api.app import Application
 from service.api.buffers import many, routes
 from service.api.dashboard import buffers as buffer_statistics
-from service.api.dashboard import page, service
+from service.api.dashboard import service
 from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
 from service.api.http.connection import Connection
@@ -69,8 +69,7 @@ def create_app(settings: Settings) -> Application:
         buffer_statistics.routes(BufferStatistics()),
         health.routes(metrics, workers),
         service.routes(history, started_at, health.limits_of),
-        docs.routes(lambda: app.openapi()),
-        page.router,
+        static.routes(lambda: app.openapi()),
     ]
     regions = Regions(shared) if settings.shared_memory else None
     app = Application(settings, routers, observers, metrics, workers, history, regions)
