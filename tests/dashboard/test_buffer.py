@@ -99,6 +99,21 @@ def test_it_follows_the_buffer(open_page: Open, server: str, http: httpx.Client,
     expect(page.locator(".running dd").first).to_have_text("0 of 2")
 
 
+def test_it_remembers_the_norms_of_epochs_that_are_no_longer_kept(
+    open_page: Open, server: str, http: httpx.Client, buffer: str, faults: Faults
+) -> None:
+    faults.statuses = {404, 410}
+    page = open_page(f"{server}#/buffers/{NAME}")
+    for closed in range(2, 6):
+        expect(page.get_by_role("img", name=f"Norm of {closed} closed epochs")).to_be_visible()
+        add(http, buffer, "rank1")
+        add(http, buffer, "rank0")
+    assert http.get(buffer).json()["closed_epochs"] == [3, 4, 5]
+    http.delete(buffer).raise_for_status()
+    http.put(buffer, json=RULES).raise_for_status()
+    expect(page.get_by_text("No epoch has closed yet.")).to_be_visible()
+
+
 def test_epochs_that_close_fast_are_followed_without_an_error(open_page: Open, server: str, http: httpx.Client) -> None:
     path, stop = f"/v1/buffers/{NAME}", threading.Event()
     delete_buffers(http)

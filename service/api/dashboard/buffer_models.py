@@ -86,5 +86,7 @@ class FullStatistics(Statistics):
     """The statistics of one buffer."""
 
     histogram: Histogram
-    epochs: list[EpochStatistics] = Field(description="The closed epochs that this process knows, oldest first.")
+    epochs: list[EpochStatistics] = Field(
+        description="The closed epochs that the buffer keeps, oldest first. Of large buffers, those computed so far."
+    )
     heat_map: HeatMap = Field(default_factory=absent)

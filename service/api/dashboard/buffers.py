@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter, Query
 
 from service.api.buffers.chosen import check_some, names_of
@@ -17,16 +16,15 @@ from service.api.buffers.routes import READ
 from service.api.buffers.rules import current
 from service.api.dashboard.buffer_models import FullStatistics, ManyStatistics, ManyStatisticsQuery, StatisticsQuery
 from service.api.dashboard.statistics import EPOCHS_ELEMENTS, MAX_EPOCHS, BufferStatistics, Computed, described
+from service.api.dashboard.summary import heat_map
 from service.api.http.answer import Answer, json_answer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.openapi import body
 from service.api.http.routing import access
-from service.buffers.epochs import Closed
 from service.buffers.names import BufferName, check_name
 from service.buffers.record import Record, Snapshot
 from service.buffers.store import Store
 from service.errors import BufferCorrupt, Busy, EpochGone, InvalidParameter, TensorTooLarge, UnknownBuffer
-from service.kernels.summary import heat_map, of_zeros, summarize
 
 MAX_READINGS = 10
 """Readings of the last closed epoch before a request fails because newer epochs have closed meanwhile."""
@@ -80,14 +78,14 @@ def _answer_many(call: Call, known: BufferStatistics, names: Sequence[str], pref
     records = _records(call.store, names) if prefix is None else call.store.records(prefix)
     check_some(records, prefix)
     call.reserve(RECEIPT_BYTES * len(records))
-    found = {record.id: _last(known, record) for record in records}
+    found = {record.id: known.last(record) for record in records}
     for record in _oldest_first(records, found):
         if not known.budget.allows():
             break
         known.budget.spend(record.spec.size)
         try:
             with _read(call, record, None) as snapshot:
-                found[record.id] = _computed(known, snapshot)
+                found[record.id] = known.computed(snapshot)
         except (UnknownBuffer, BufferCorrupt, Busy, TensorTooLarge):
             continue  # the endpoint of this buffer alone answers the error
     shown = {record.name: found[record.id] for record in records}
@@ -98,12 +96,6 @@ def _records(store: Store, names: Sequence[str]) -> list[Record]:
     """Return the buffers. Raises `UnknownBuffer` and `BufferCorrupt`."""
     found = store.look([BufferName(store.namespace, name) for name in names])
     return [found.get(BufferName(store.namespace, name)) or store.record(name) for name in names]
-
-
-def _last(known: BufferStatistics, record: Record) -> Computed | None:
-    """Return the last statistics of the running sum, perhaps of an earlier state. Zeros cost nothing."""
-    zeros = record.value is None
-    return Computed.of(record, of_zeros(record.spec.size)) if zeros else known.states.get(record.id)
 
 
 def _oldest_first(records: Sequence[Record], found: dict[int, Computed | None]) -> list[Record]:
@@ -126,14 +118,6 @@ def _read(call: Call, record: Record, epoch: int | None) -> Iterator[Snapshot]:
         call.give_back(record.spec.nbytes)
 
 
-def _computed(known: BufferStatistics, snapshot: Snapshot) -> Computed:
-    """Compute the statistics of a value, and keep them."""
-    record, closed = snapshot.record, snapshot.of
-    computed = Computed.of(closed or record, summarize(snapshot.value))
-    known.states.put(record.id if closed is None else (record.id, closed.epoch), computed, computed.nbytes)
-    return computed
-
-
 # ----- one buffer -----
 
 
@@ -154,57 +138,43 @@ def _answer_last(call: Call, known: BufferStatistics, name: str, query: Statisti
 def _answer_one(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> Answer:
     record = call.store.record(name) if query.epoch is None else call.store.closed(name, query.epoch)
     state = record if query.epoch is None else record.closed_epoch(query.epoch)
-    computed = known.states.get(record.id if query.epoch is None else (record.id, query.epoch))
-    if computed is not None and not computed.is_of(state):
-        computed = None
-    if computed is None and state.value is None:
-        computed = Computed.of(state, of_zeros(record.spec.size))
-    picture = None if query.heat_map is None else known.heat_maps.get(_map_key(record, state, query.heat_map))
-    if computed is None or (query.heat_map is not None and picture is None):
+    computed, picture = known.of(record, state), {}
+    if computed is None or query.heat_map is not None:
         with _read(call, record, query.epoch) as snapshot:
-            record, state = snapshot.record, snapshot.of or snapshot.record
-            computed = _computed(known, snapshot)
+            record, computed = snapshot.record, known.computed(snapshot)
             if query.heat_map is not None:
-                picture = _picture(snapshot, query.heat_map)
-                known.heat_maps.put(_map_key(record, state, query.heat_map), picture, len(picture))
+                picture = {"heat_map": _picture(snapshot, query.heat_map)}
     summary = computed.summary
     return json_answer(
         {
             **computed.as_json(),
             "histogram": {"bounds": summary.bounds, "counts": summary.counts},
             "epochs": _epochs(call, known, record),
-            **({} if picture is None else {"heat_map": orjson.Fragment(picture)}),
+            **picture,
         }
     )
 
 
-def _map_key(record: Record, state: Record | Closed, cells: int) -> tuple[int, int, int, int]:
-    return record.id, state.epoch, state.version, cells
-
-
-def _picture(snapshot: Snapshot, cells: int) -> bytes:
-    """Return the heat map as JSON, which writes NaN as null."""
+def _picture(snapshot: Snapshot, cells: int) -> dict[str, Any]:
+    """Return the heat map. JSON writes its NaN as null."""
     means = heat_map(snapshot.value, cells)
     rows, columns = means.shape
-    return orjson.dumps({"rows": rows, "columns": columns, "values": means.tolist()})
+    return {"rows": rows, "columns": columns, "values": means.tolist()}
 
 
 def _epochs(call: Call, known: BufferStatistics, record: Record) -> list[dict[str, Any]]:
-    """Return the known closed epochs, oldest first. Before, compute those that the buffer keeps, newest first."""
-    epochs, spent = dict(known.epochs.get(record.id) or {}), 0
+    """Return the closed epochs that the buffer keeps, oldest first. Those not known are computed, newest first."""
+    epochs, spent = [], 0
     for closed in record.closed[: -MAX_EPOCHS - 1 : -1]:
-        if closed.epoch in epochs:
-            continue
-        summary = of_zeros(record.spec.size)
-        if closed.value is not None:
+        computed = known.of(record, closed)
+        if computed is None:
             if spent and spent + record.spec.size > EPOCHS_ELEMENTS:
                 break
             spent += record.spec.size
             try:
                 with _read(call, record, closed.epoch) as snapshot:
-                    summary = summarize(snapshot.value)
+                    computed = known.computed(snapshot)
             except (UnknownBuffer, EpochGone, BufferCorrupt):
                 continue  # it is no longer kept, or cannot be read
-        epochs[closed.epoch] = described(closed, summary)
-    known.remember(record.id, epochs)
-    return [epochs[number] for number in sorted(epochs)]
+        epochs.append(described(closed, computed.summary))
+    return epochs[::-1]

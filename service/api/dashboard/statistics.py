@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary
 
 import orjson
 
+from service.api.dashboard.summary import Summary, of_zeros, summarize
 from service.buffers.epochs import Closed
-from service.buffers.record import Record
-from service.kernels.summary import Summary
+from service.buffers.record import Record, Snapshot
 
 V = TypeVar("V")
 
@@ -34,19 +34,10 @@ EPOCHS_ELEMENTS = 1 << 24
 """Elements of closed epochs that a request for one buffer computes, besides the newest: as many as `BURST_ELEMENTS`."""
 
 MAX_EPOCHS = 200
-"""Closed epochs whose norms are remembered for a buffer: a chart has no room for more points."""
-
-EPOCH_BYTES = 400
-"""Bytes of memory for a remembered epoch: a dict of seven numbers."""
+"""Closed epochs of a buffer in an answer: a chart has no room for more points."""
 
 MAX_STATES_BYTES = 1 << 26
 """Bytes of cached statistics: about 20,000 buffers of 3 KB. Each takes at least 1 KB, so there are at most 65,536."""
-
-MAX_EPOCHS_BYTES = 1 << 25
-"""Bytes of remembered epochs: 400 buffers with 200 epochs each, or many more with a few."""
-
-MAX_MAPS_BYTES = 1 << 24
-"""Bytes of cached heat maps as JSON: about 200 of 64 x 64 cells."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +135,8 @@ class BufferStatistics:
 
     def __init__(self) -> None:
         self.budget = Budget()
-        self.states: Cache[Computed] = Cache(MAX_STATES_BYTES)
+        self._states: Cache[Computed] = Cache(MAX_STATES_BYTES)
         """By id, the running sum as it was computed last; by id and epoch, a closed epoch."""
-        self.epochs: Cache[dict[int, dict[str, Any]]] = Cache(MAX_EPOCHS_BYTES)
-        """By id, what the answers say of closed epochs, by their numbers in ascending order."""
-        self.heat_maps: Cache[bytes] = Cache(MAX_MAPS_BYTES)
-        """By id, epoch, version and number of cells, a heat map as JSON."""
         self._flights: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     def flight(self, key: Hashable) -> AbstractAsyncContextManager[None]:
@@ -159,10 +146,29 @@ class BufferStatistics:
             self._flights[key] = lock = asyncio.Lock()
         return lock
 
-    def remember(self, id: int, epochs: dict[int, dict[str, Any]]) -> None:
-        """Remember the newest of these closed epochs of the buffer."""
-        kept = dict(sorted(epochs.items())[-MAX_EPOCHS:])
-        self.epochs.put(id, kept, EPOCH_BYTES * len(kept))
+    def of(self, record: Record, state: Record | Closed) -> Computed | None:
+        """Return the statistics of this state of the buffer, None if they are not known. Zeros cost nothing."""
+        if state.value is None:
+            return Computed.of(state, of_zeros(record.spec.size))
+        computed = self._states.get(_key(record, state))
+        return computed if computed is not None and computed.is_of(state) else None
+
+    def last(self, record: Record) -> Computed | None:
+        """Return the last statistics of the running sum, perhaps of an earlier state."""
+        return self.of(record, record) or self._states.get(record.id)
+
+    def computed(self, snapshot: Snapshot) -> Computed:
+        """Return the statistics of a value. They are computed and kept if they are not known."""
+        record, state = snapshot.record, snapshot.of or snapshot.record
+        computed = self.of(record, state)
+        if computed is None:
+            computed = Computed.of(state, summarize(snapshot.value))
+            self._states.put(_key(record, state), computed, computed.nbytes)
+        return computed
+
+
+def _key(record: Record, state: Record | Closed) -> Hashable:
+    return record.id if state is record else (record.id, state.epoch)
 
 
 def described(closed: Closed, summary: Summary) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import pytest
 
 from service.api.dashboard import buffers, statistics
 from service.api.dashboard.statistics import BURST_ELEMENTS, RATE_ELEMENTS, Budget, Cache
+from service.api.dashboard.summary import Summary, heat_map, summarize
 from service.dtypes import DTYPES, FLOATS, Array
-from service.kernels.summary import Summary, heat_map, summarize
 from service.keys import add as add_key
 from tests.api.calls import (
     SAFE,
@@ -130,19 +130,29 @@ def test_a_new_buffer_has_nothing_of_an_earlier_one(http: httpx.Client) -> None:
 # ----- epochs -----
 
 
-def test_epochs_are_remembered_beyond_those_that_the_buffer_keeps(http: httpx.Client) -> None:
-    name = create(http, quorum=2, keep=2)
+def test_the_epochs_are_those_that_the_buffer_keeps(http: httpx.Client) -> None:
+    name, found = create(http, quorum=2, keep=2), []
     for number in range(4):
         add(http, name, [3.0 * number, 4.0 * number])
         add(http, name, ["Infinity", "NaN"] if number == 1 else 0, weight=3)
-        if number == 1:
-            statistics_of(http, name)
+        found.append(statistics_of(http, name)["epochs"])
     assert metadata(http, name)["closed_epochs"] == [2, 3]
-    epochs = statistics_of(http, name)["epochs"]
-    assert [one["epoch"] for one in epochs] == [0, 1, 2, 3]
-    assert [one["norm"] for one in epochs] == [0.0, None, 10.0, 15.0]
-    assert [one["nonfinite"] for one in epochs] == [0, 2, 0, 0]
-    assert {(one["count"], one["weight"], one["closed_by"]) for one in epochs} == {(2, 4.0, "quorum")}
+    assert [[one["epoch"] for one in epochs] for epochs in found] == [[0], [0, 1], [1, 2], [2, 3]]
+    assert [one["norm"] for one in (*found[1], *found[3])] == [0.0, None, 10.0, 15.0]
+    assert [one["nonfinite"] for one in (*found[1], *found[3])] == [0, 2, 0, 0]
+    assert {(one["count"], one["weight"], one["closed_by"]) for one in found[3]} == {(2, 4.0, "quorum")}
+
+
+def test_closed_epochs_of_a_large_buffer_are_computed_by_and_by(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "EPOCHS_ELEMENTS", 5)
+    name = create(http, keep=5)
+    for number in range(5):
+        add(http, name, [3.0 * number, 4.0 * number])
+        post(http, name, "take")
+    found = [[one["epoch"] for one in statistics_of(http, name)["epochs"]] for _ in range(4)]
+    assert found == [[3, 4], [1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
 def test_a_closed_epoch_has_statistics_of_its_own(http: httpx.Client) -> None:
@@ -158,7 +168,7 @@ def test_a_closed_epoch_has_statistics_of_its_own(http: httpx.Client) -> None:
     assert_problem(http.get(path, params={"epoch": 1}), 409, "epoch_open")
     post(http, name, "take")
     assert_problem(http.get(path, params={"epoch": 0}), 410, "epoch_gone")
-    assert [one["norm"] for one in statistics_of(http, name)["epochs"]] == [5.0, 10.0]
+    assert [one["norm"] for one in statistics_of(http, name)["epochs"]] == [10.0]
 
 
 def test_the_last_closed_epoch_is_found_without_its_number(http: httpx.Client) -> None:
@@ -177,6 +187,7 @@ def test_the_last_closed_epoch_is_found_without_its_number(http: httpx.Client) -
 def test_the_last_closed_epoch_is_read_however_fast_epochs_close(http: httpx.Client) -> None:
     name, stop = filled(http, [[3.0, 4.0]]), threading.Event()
     post(http, name, "take")
+    found: list[dict[str, Any]] = []
 
     def train() -> None:
         with httpx.Client(base_url=http.base_url) as other:
@@ -184,15 +195,18 @@ def test_the_last_closed_epoch_is_read_however_fast_epochs_close(http: httpx.Cli
                 add(other, name, [[3.0, 4.0]])
                 post(other, name, "take")
 
+    def is_read() -> bool:
+        found.append(statistics_of(http, name, closed=True))
+        return len(found) >= 50 and len({one["epoch"] for one in found}) > 5
+
     worker = threading.Thread(target=train)
     worker.start()
     try:
-        found = [statistics_of(http, name, closed=True) for _ in range(50)]
+        wait_until(is_read)
     finally:
         stop.set()
         worker.join()
     assert {(one["count"], one["norm"]) for one in found} == {(1, 5.0)}
-    assert len({one["epoch"] for one in found}) > 5
 
 
 # ----- the heat map -----
@@ -288,7 +302,7 @@ def test_requests_at_once_compute_once(
         computed.append(value.size)
         return summarize(value)
 
-    monkeypatch.setattr(buffers, "summarize", counted)
+    monkeypatch.setattr(statistics, "summarize", counted)
     name = filled(http, np.ones((500, 500), np.float32))
     answers = list(pool.map(lambda _: statistics_of(http, name)["norm"], range(10)))
     assert answers == [500.0] * 10
@@ -297,6 +311,10 @@ def test_requests_at_once_compute_once(
     answers = list(pool.map(lambda _: table(http, name)[name]["norm"], range(10)))
     assert answers == [1000.0] * 10
     assert len(computed) == 2
+    post(http, name, "take")
+    answers = list(pool.map(lambda _: statistics_of(http, name, closed=True)["norm"], range(10)))
+    assert answers == [1000.0] * 10
+    assert len(computed) == 3
 
 
 def test_the_memory_of_a_value_is_reserved_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +324,7 @@ def test_the_memory_of_a_value_is_reserved_while_it_is_read(monkeypatch: pytest.
         assert going.wait(30)
         return summarize(value)
 
-    monkeypatch.setattr(buffers, "summarize", held)
+    monkeypatch.setattr(statistics, "summarize", held)
     with serving(threads=2) as url, httpx.Client(base_url=url, timeout=30) as client, ThreadPoolExecutor(1) as pool:
         name = filled(client, np.ones(1 << 18, np.float32))
         asked = pool.submit(statistics_of, client, name)

@@ -17,6 +17,9 @@ const HEAT_CELLS = 64;
 /** Seconds between two readings. */
 const READ_SECONDS = 2;
 
+/** Closed epochs whose norms the page remembers, also of those that the buffer keeps no longer. */
+const MAX_EPOCHS = 200;
+
 export async function show(main, { api, caller, signal, parameters }) {
   const view = new Buffer(main, api, caller, signal, parameters.name);
   document.addEventListener(
@@ -39,6 +42,7 @@ class Buffer {
   constructor(main, api, caller, signal, name) {
     Object.assign(this, { main, api, caller, signal, name });
     this.info = this.tag = this.statistics = this.state = null;
+    this.epochs = [];
     this.of = null; // "running" or "closed": what the statistics are of
     this.page = null;
   }
@@ -48,12 +52,12 @@ class Buffer {
   async read() {
     const answer = await this.api.request(path(this.name), { signal: this.signal });
     const info = await answer.json();
-    if (this.info !== null && this.info.created_at !== info.created_at) this.page = null;
+    if (this.info?.created_at !== info.created_at) [this.page, this.epochs] = [null, []];
     [this.info, this.tag] = [info, answer.headers.get("ETag")];
     if (this.page === null || !this.page.isConnected) await this.build();
     this.draw();
     await this.readStatistics();
-    await this.closed.show(info, this.statistics?.epochs ?? []);
+    await this.closed.show(info, this.epochs);
   }
 
   /** Read the statistics of what the reader chose: at first of the last closed epoch, if any, because it is whole. */
@@ -61,10 +65,15 @@ class Buffer {
     const { epoch, version, closed_epochs: closed } = this.info;
     this.of ??= closed.length ? "closed" : "running";
     const state = this.of === "running" ? `${epoch}-${version}` : `closed ${closed.at(-1)}`;
-    if (state === this.state) return;
+    const before = state === this.state ? this.statistics.epochs.length : 0;
+    if (state === this.state && !this.more) return;
     const query = new URLSearchParams({ heat_map: HEAT_CELLS, closed: this.of === "closed" });
     this.statistics = await this.api.get(path(this.name, `/statistics?${query}`), { signal: this.signal });
+    const { epochs } = this.statistics;
     this.state = state;
+    this.more = epochs.length > before && epochs.length < closed.length; // the server computes a few at a time
+    const known = new Map([...this.epochs, ...epochs].map((each) => [each.epoch, each]));
+    this.epochs = [...known.values()].sort((a, b) => a.epoch - b.epoch).slice(-MAX_EPOCHS);
     this.drawStatistics();
   }
 
@@ -232,7 +241,7 @@ class Buffer {
       tiles.map(([name, text, ill]) => h("div", {}, h("dt", {}, name), h("dd", { class: ill ? "bad" : null }, text))),
     );
     histogram(this.bars, known.histogram);
-    this.drawNorms(known.epochs);
+    this.drawNorms(this.epochs);
     if (known.heat_map) this.map.set(known.heat_map, this.info.shape);
   }
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.dtypes import FLOAT64, INT64, Array
-from service.kernels._blocks import scratch
 
 BLOCK_ELEMENTS = 1 << 15
 """Elements of a block. As float64 and as exponents it takes 512 KB, which fit into the cache of a core.
@@ -69,13 +68,14 @@ def of_zeros(size: int) -> Summary:
 def summarize(value: Array) -> Summary:
     """Return the summary of a tensor of floats of any shape."""
     flat, fields, moments = value.reshape(-1), np.zeros(FIELDS, INT64), _Moments()
+    memory, bits = np.empty(min(flat.size, BLOCK_ELEMENTS), FLOAT64), np.empty(min(flat.size, BLOCK_ELEMENTS), INT64)
     nan = zeros = 0
     with np.errstate(all="ignore"):
         for start in range(0, flat.size, BLOCK_ELEMENTS):
             part = flat[start : start + BLOCK_ELEMENTS]
-            wide = scratch(0, part.size, FLOAT64)
+            wide = memory[: part.size]
             wide[...] = part
-            found = _fields(wide)
+            found = _fields(wide, bits[: part.size])
             fields += found
             if found[0]:
                 zeros += wide.size - int(np.count_nonzero(wide))
@@ -93,9 +93,8 @@ def summarize(value: Array) -> Summary:
     return Summary(flat.size, nan, infinite, zeros, moments.least, moments.most, mean, norm, bounds, counts)
 
 
-def _fields(wide: Array) -> Array:
-    """Count the elements by the field of their exponent."""
-    bits = scratch(0, wide.size, INT64)
+def _fields(wide: Array, bits: Array) -> Array:
+    """Count the elements by the field of their exponent. `bits` is overwritten."""
     np.right_shift(wide.view(INT64), MANTISSA_BITS, out=bits)
     np.bitwise_and(bits, FIELDS - 1, out=bits)
     return np.bincount(bits, minlength=FIELDS)
@@ -176,10 +175,13 @@ def heat_map(value: Array, cells: int) -> Array:
     grid = value.reshape(height, width)
     tops, lefts = _edges(height, cells), _edges(width, cells)
     sums, counts = np.zeros((tops.size - 1, lefts.size - 1)), np.zeros((tops.size - 1, lefts.size - 1), INT64)
+    memory = np.empty(min(value.size, BLOCK_ELEMENTS), FLOAT64)
     with np.errstate(all="ignore"):
         for row in range(tops.size - 1):
             for rows, columns in _tiles(int(tops[row]), int(tops[row + 1]), width):
-                _add_tile(grid[rows, columns], columns.start, lefts, sums[row], counts[row])
+                tile = grid[rows, columns]
+                wide = memory[: tile.size].reshape(tile.shape)
+                _add_tile(tile, wide, columns.start, lefts, sums[row], counts[row])
         means = np.ldexp(sums / counts, HEADROOM_BITS)
     largest = np.finfo(FLOAT64).max
     return np.clip(means, -largest, largest)
@@ -200,9 +202,8 @@ def _tiles(top: int, bottom: int, width: int) -> Iterator[tuple[slice, slice]]:
             yield slice(first, min(first + rows, bottom)), slice(left, min(left + columns, width))
 
 
-def _add_tile(tile: Array, left: int, lefts: Array, sums: Array, counts: Array) -> None:
-    """Add a tile, whose first column is `left`, to the sums and the counts of a row of cells."""
-    wide = scratch(0, tile.size, FLOAT64).reshape(tile.shape)
+def _add_tile(tile: Array, wide: Array, left: int, lefts: Array, sums: Array, counts: Array) -> None:
+    """Add a tile, whose first column is `left`, to the sums and the counts of a row of cells. `wide` is overwritten."""
     np.multiply(tile, FLOAT64.type(2.0**-HEADROOM_BITS), out=wide, dtype=FLOAT64, casting="unsafe")
     finite = np.isfinite(wide)
     wide[~finite] = 0

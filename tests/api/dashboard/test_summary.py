@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from service.api.dashboard.summary import BLOCK_ELEMENTS, MAX_BINS, Summary, heat_map, of_zeros, summarize
 from service.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, FLOATS, Array, DType
-from service.kernels.summary import BLOCK_ELEMENTS, MAX_BINS, Summary, heat_map, of_zeros, summarize
 
 DTYPES_OF_FLOATS = [DTYPES[name] for name in FLOATS.dtypes]
 SIZES = [1, 7, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 5]
