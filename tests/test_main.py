@@ -111,7 +111,7 @@ def test_a_misspelt_setting_is_named(
 
 def test_variables_without_effect_are_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with Server(tmp_path / "store", log=log, log_level="INFO", api_keys="x", tls_cert="x", url="x"):
+    with Server(tmp_path / "store", fork=False, log=log, log_level="INFO", api_keys="x", tls_cert="x", url="x"):
         pass
     assert "without effect: GRADSERVE_API_KEYS, GRADSERVE_TLS_CERT\n" in log.read_text()
 

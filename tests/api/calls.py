@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +17,7 @@ from service.codecs import safetensors as codec
 from service.codecs.safetensors import MEDIA_TYPE
 from service.dtypes import Array
 from service.limits import Limits
+from tests.faults.servers import Server
 
 PATIENCE = 30
 """Seconds after which a wait makes the test fail instead of hang."""
@@ -113,25 +110,5 @@ def loaded(answer: httpx.Response) -> tuple[dict[str, Array], dict[str, Any]]:
 @contextmanager
 def serving_workers(workers: int, store: Path, **settings: Any) -> Iterator[str]:
     """Yield the URL of a server whose worker processes share one store."""
-    given = {"PORT": "0", "WORKERS": str(workers), "STORE": f"lmdb:{store}", "STORE_BYTES": str(1 << 28)}
-    given |= {name.upper(): str(value) for name, value in settings.items()}
-    environment = {**os.environ, **{f"GRADSERVE_{name}": value for name, value in given.items()}}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "service", "serve"], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    assert server.stderr is not None
-    try:
-        said = ""
-        while " at http" not in said:
-            line = server.stderr.readline()
-            assert line, said
-            said += line
-        yield said.split(" at ")[1].split(",")[0]
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(30)
-        finally:
-            server.kill()
-            server.wait()
-            server.stderr.close()
+    with Server(store / "store", workers=workers, store_bytes=1 << 28, **settings) as server:
+        yield server.url

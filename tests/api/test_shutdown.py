@@ -96,7 +96,7 @@ def test_an_ignored_sighup_stays_ignored(tmp_path: Path, workers: int) -> None:
     """nohup starts programs so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Server(tmp_path / "store", workers=workers) as server:
+        with Server(tmp_path / "store", fork=False, workers=workers) as server:
             for process in (server.process.pid, *server.workers()):
                 os.kill(process, signal.SIGHUP)
             time.sleep(1)  # the parent looks for signals twice a second

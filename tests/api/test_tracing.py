@@ -21,8 +21,9 @@ from service.api.telemetry import tracing
 from service.api.telemetry.metrics import PHASES
 from service.engine.engine import Engine
 from service.keys import add
-from tests.faults.servers import ROOT, Server
+from tests.faults.servers import Server
 from tests.serving import serving
+from tests.zygote import ROOT
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

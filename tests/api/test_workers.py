@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Server]:
     """Yield a server with two workers, which every test leaves as found."""
-    with Server(directory / "store", workers=2) as server:
+    with Server(directory / "store", fork=False, workers=2) as server:
         yield server
 
 

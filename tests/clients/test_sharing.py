@@ -20,7 +20,8 @@ from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput
 
 from tests.clients.both import connected
 from tests.clients.proxy import Proxy
-from tests.faults.servers import ROOT, Server
+from tests.faults.servers import Server
+from tests.zygote import ROOT
 
 
 @pytest.fixture(scope="module")

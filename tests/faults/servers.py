@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import httpx
@@ -21,32 +21,45 @@ from safetensors.numpy import load, save
 
 from service.codecs import safetensors
 from service.dtypes import Array
+from tests.zygote import ROOT, Forked
 
-ROOT = Path(__file__).parents[2]
 LONG = os.environ.get("GRADSERVE_FAULTS") == "long"
 PATIENCE = 60.0
 """Seconds after which a wait makes a test fail instead of hang."""
 
 SAFETENSORS = safetensors.MEDIA_TYPE
 
+Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
+
 
 class Server:
-    """`python -m service serve` on a port of its own, started, killed and started again on one store."""
+    """`python -m service serve` on a port of its own, started, killed and started again on one store.
+
+    The process is forked from one that has imported the service, unless a test of the start itself says `fork=False`.
+    """
 
     def __init__(
-        self, store: Path, /, *, workers: int = 1, module: str = "service", log: Path | None = None, **settings: object
+        self,
+        store: Path,
+        /,
+        *,
+        workers: int = 1,
+        module: str = "service",
+        log: Path | None = None,
+        fork: bool = True,
+        **settings: object,
     ) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log or store.with_name(f"{store.name}.log")
         given = {"store": f"lmdb:{store}", "workers": workers, "port": self.port, **settings}
-        self._command = [sys.executable, "-m", module, "serve"]
+        self._module, self._command = module, None if fork else [sys.executable, "-m", module, "serve"]
         self._environment = {
             **os.environ,
             "TMPDIR": str(self.log.parent),  # killed processes leave their files here
             **{f"GRADSERVE_{name.upper()}": str(one) for name, one in given.items()},
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     def __enter__(self) -> Server:
         return self if self._process else self.start()
@@ -55,12 +68,15 @@ class Server:
         self.kill()
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> Process:
         assert self._process is not None
         return self._process
 
     def launch(self) -> None:
         """Start the process without waiting for an answer."""
+        if self._command is None:
+            self._process = Forked(self._module, self._environment, self.log)
+            return
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=ROOT, env=self._environment, stdout=subprocess.DEVNULL, stderr=log

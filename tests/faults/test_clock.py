@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.faults.servers import ROOT, Client, Server, kill, new_key
+from tests.faults.servers import Client, Server, kill, new_key
 from tests.serving import wait_until
+from tests.zygote import ROOT
 
 DAYS = 24 * 3600.0
 ONES = np.ones(3)

@@ -13,7 +13,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.faults.servers import LONG, PATIENCE, ROOT, Client, Server, new_key, tensors
+from tests.faults.servers import LONG, PATIENCE, Client, Server, new_key, tensors
+from tests.zygote import ROOT
 
 NAMES = ("a", "b", "c")
 CLIENTS = 3

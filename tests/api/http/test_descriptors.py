@@ -30,7 +30,8 @@ class Limited(Server):
     """A server that begins with the soft limit SOFT, under the hard limit HARD."""
 
     def __init__(self, store: Path, **settings: object) -> None:
-        super().__init__(store, **settings)  # type: ignore[arg-type]
+        super().__init__(store, fork=False, **settings)  # type: ignore[arg-type]
+        assert self._command is not None
         self._command = ["bash", "-c", f'ulimit -Sn {SOFT}; ulimit -Hn {HARD}; exec "$@"', "bash", *self._command]
 
 
@@ -50,7 +51,7 @@ def clients(url: str, count: int) -> Iterator[list[Connection]]:
 def assert_serves(url: str) -> None:
     for _ in range(10):
         for path in PROBES:
-            assert httpx.get(url + path, timeout=10).status_code == 200
+            assert httpx.get(url + path, timeout=60).status_code == 200
 
 
 def is_open(connection: Connection) -> bool:
@@ -78,7 +79,7 @@ def test_idle_connections_keep_nobody_out(server: Server) -> None:
             assert connection.answer().status == 200
         with clients(server.url, 10 * HARD) as idle:
             assert_serves(server.url)
-            assert not any(map(is_open, idle[: 2 * HARD]))
+            wait_until(lambda: not any(map(is_open, idle[: 2 * HARD])))  # the other worker may have to look yet
             assert any(map(is_open, idle[-HARD:]))
         for connection in asked:
             connection.send(LIVE)
