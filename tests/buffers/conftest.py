@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from service.buffers.changes import Delete
 from service.buffers.lmdb import LmdbStore, writer
 from service.buffers.store import MAX_BUFFERS, Store
-from tests.buffers.calls import Clock, open_lmdb, open_memory, open_postgres
+from tests.buffers.calls import Clock, do, open_lmdb, open_memory, open_postgres
+
+KINDS = ["memory", "lmdb", "postgres"]
 
 
 @pytest.fixture
@@ -34,16 +37,43 @@ def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., LmdbStore]]:
         store.close()
 
 
-@pytest.fixture(params=["memory", "lmdb", "postgres"])
+@pytest.fixture(params=KINDS)
 def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    store: Store
-    if request.param == "postgres":
-        url: str = request.getfixturevalue("postgres_url")
-        store = open_postgres(url, clock, schema=f"test_{uuid.uuid4().hex}")
-    else:
-        store = open_memory(clock) if request.param == "memory" else open_lmdb(tmp_path / "store", clock)
+    store = opened(request, tmp_path / "store", clock)
     yield store
     store.close()
+
+
+@pytest.fixture(scope="module")
+def module_clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def module_store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, module_clock: Clock
+) -> Iterator[Store]:
+    store = opened(request, tmp_path_factory.mktemp("store") / "store", module_clock)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def namespace(module_store: Store) -> Iterator[Store]:
+    """Yield a new namespace of a store that tests with many cases share: to open a store takes longer than a case.
+
+    All cases have the same keys.
+    """
+    store = module_store.within(uuid.uuid4().hex)
+    yield store
+    do(store, *[Delete(name=record.name) for record in store.records()])
+
+
+def opened(request: pytest.FixtureRequest, path: Path, clock: Clock) -> Store:
+    """Return a new store of the kind that the fixture's parameter names."""
+    if request.param == "postgres":
+        return open_postgres(request.getfixturevalue("postgres_url"), clock, schema=f"test_{uuid.uuid4().hex}")
+    return open_memory(clock) if request.param == "memory" else open_lmdb(path, clock)
 
 
 @pytest.fixture

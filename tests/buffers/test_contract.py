@@ -96,9 +96,9 @@ def test_creating_a_buffer_again_changes_nothing(store: Store, clock: Clock) -> 
     ],
     ids=str,
 )
-def test_creating_a_buffer_again_with_another_spec_is_refused(store: Store, other: Any, what: str) -> None:
-    create(store, "a")
-    error = fails_alone(store, BufferExists, Create(name="a", spec=other))
+def test_creating_a_buffer_again_with_another_spec_is_refused(namespace: Store, other: Any, what: str) -> None:
+    create(namespace, "a")
+    error = fails_alone(namespace, BufferExists, Create(name="a", spec=other))
     assert error.detail == f"There is a buffer 'a' with {what}"
     assert error.context == {"buffer": "a"}
 
@@ -115,15 +115,15 @@ def test_creating_a_buffer_again_with_another_spec_is_refused(store: Store, othe
     ],
     ids=str,
 )
-def test_a_change_of_an_unknown_buffer_is_refused(store: Store, change: Change) -> None:
-    error = fails_alone(store, UnknownBuffer, change)
+def test_a_change_of_an_unknown_buffer_is_refused(namespace: Store, change: Change) -> None:
+    error = fails_alone(namespace, UnknownBuffer, change)
     assert "'a'" in error.detail
     assert error.context == {"buffer": "a"}
     with pytest.raises(UnknownBuffer):
-        store.record("a")
-    create(store, "b")
+        namespace.record("a")
+    create(namespace, "b")
     with pytest.raises(UnknownBuffer):
-        store.read(["b", "a"])
+        namespace.read(["b", "a"])
 
 
 def test_buffers_of_many_namespaces_are_looked_up_together(store: Store, clock: Clock) -> None:
@@ -277,19 +277,19 @@ MATCHABLE: list[Callable[..., Change]] = [
 
 
 @pytest.mark.parametrize("make", MATCHABLE, ids=["add", "zero", "take", "delete", "create"])
-def test_a_change_needs_a_matching_etag(store: Store, make: Callable[..., Change]) -> None:
-    create(store, "a")
-    add(store, "a", [1, 2])
+def test_a_change_needs_a_matching_etag(namespace: Store, make: Callable[..., Change]) -> None:
+    create(namespace, "a")
+    add(namespace, "a", [1, 2])
     for tags in [{'"0-0"'}, {'"1-1"', '"0-2"'}, set(), {"0-1"}]:
-        error = fails_alone(store, PreconditionFailed, make(match=frozenset(tags)))
+        error = fails_alone(namespace, PreconditionFailed, make(match=frozenset(tags)))
         assert error.detail.endswith("""but 'a' is at "0-1\"""")
-    do(store, make(match=frozenset({'"7-7"', '"0-1"'})))
+    do(namespace, make(match=frozenset({'"7-7"', '"0-1"'})))
 
 
 @pytest.mark.parametrize("make", MATCHABLE, ids=["add", "zero", "take", "delete", "create"])
-def test_a_star_matches_every_etag(store: Store, make: Callable[..., Change]) -> None:
-    create(store, "a")
-    do(store, make(match=frozenset({"*"})))
+def test_a_star_matches_every_etag(namespace: Store, make: Callable[..., Change]) -> None:
+    create(namespace, "a")
+    do(namespace, make(match=frozenset({"*"})))
 
 
 def test_a_missing_buffer_matches_no_etag(store: Store) -> None:

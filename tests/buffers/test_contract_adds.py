@@ -28,6 +28,11 @@ every_pair = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture
+def store(namespace: Store) -> Store:
+    return namespace
+
+
 # ----- add -----
 
 
@@ -128,11 +133,11 @@ def test_a_gradient_may_have_any_memory_layout(store: Store) -> None:
     assert_same_bits(value(store, "a"), whole[:, ::2].T + whole[::-1, 40:].T)
 
 
-def test_an_add_without_update_changes_nothing(store: Store, clock: Clock) -> None:
+def test_an_add_without_update_changes_nothing(store: Store, module_clock: Clock) -> None:
     create(store, "a", ttl_seconds=10.0, quorum=2)
     add(store, "a", [1, 2], weight=0.5)
     before = state(store)
-    clock.advance(1)
+    module_clock.advance(1)
     outcome = do(store, Add(name="a", gradient=ones(7, 7), do_update=False, want_value=True))
     assert outcome.receipts["a"] == {
         "name": "a",

@@ -99,15 +99,15 @@ FAILURES: list[tuple[type[GradserveError], Change]] = [
 
 
 @pytest.mark.parametrize(("error", "last"), FAILURES, ids=lambda part: getattr(part, "__name__", type(part).__name__))
-def test_a_change_that_fails_undoes_the_others(store: Store, error: type[GradserveError], last: Change) -> None:
-    create(store, *NAMES)
-    create(store, "last", nonfinite="reject")
-    create(store, "old", ttl_seconds=0.0)
-    do(store, Take(name="last"))
+def test_a_change_that_fails_undoes_the_others(namespace: Store, error: type[GradserveError], last: Change) -> None:
+    create(namespace, *NAMES)
+    create(namespace, "last", nonfinite="reject")
+    create(namespace, "old", ttl_seconds=0.0)
+    do(namespace, Take(name="last"))
     for name in [*NAMES, "last"]:
-        add(store, name, [1, 2])
+        add(namespace, name, [1, 2])
     fails_alone(
-        store,
+        namespace,
         error,
         Add(name="b0", gradient=ones(2)),
         Add(name="b1", gradient=ones(2), overwrite=True),
@@ -119,10 +119,10 @@ def test_a_change_that_fails_undoes_the_others(store: Store, error: type[Gradser
         last,
     )
     with pytest.raises(UnknownBuffer):
-        store.record("fresh")
+        namespace.record("fresh")
     with pytest.raises(UnknownBuffer):
-        store.record("old")
-    do(store, *[Add(name=name, gradient=ones(2)) for name in NAMES])
+        namespace.record("old")
+    do(namespace, *[Add(name=name, gradient=ones(2)) for name in NAMES])
 
 
 def test_a_request_may_have_no_changes(store: Store) -> None:
@@ -262,15 +262,16 @@ def test_each_caller_has_its_own_keys(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("error", "last"), FAILURES, ids=lambda part: getattr(part, "__name__", type(part).__name__))
-def test_a_failed_request_stores_no_key(store: Store, error: type[GradserveError], last: Change) -> None:
-    create(store, "b0", "b1", "fresh")
-    create(store, "last", nonfinite="reject")
-    do(store, Take(name="last"))
+def test_a_failed_request_stores_no_key(namespace: Store, error: type[GradserveError], last: Change) -> None:
+    caller = namespace.namespace
+    create(namespace, "b0", "b1", "fresh")
+    create(namespace, "last", nonfinite="reject")
+    do(namespace, Take(name="last"))
     twice = [Add(name=name, gradient=ones(2)) for name in ("b0", "b1", "fresh")]
     with pytest.raises(error):
-        do(store, *twice, last, key=key())
-    assert store.recall(key()) is None
-    assert not do(store, *twice, key=key(request="another")).replayed
+        do(namespace, *twice, last, key=key(caller=caller))
+    assert namespace.recall(key(caller=caller)) is None
+    assert not do(namespace, *twice, key=key(caller=caller, request="another")).replayed
 
 
 def test_a_key_stores_the_receipts(store: Store) -> None:

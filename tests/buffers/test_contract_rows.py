@@ -32,6 +32,11 @@ from tests.kernels.equality import assert_same_bits
 ROWS = LARGE // 40
 
 
+@pytest.fixture
+def store(namespace: Store) -> Store:
+    return namespace
+
+
 def rows(indices: Any, numbers: Any, dtype: Any = np.float32) -> Rows:
     return Rows(np.asarray(indices, np.int64), np.asarray(numbers, dtype))
 
