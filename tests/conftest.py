@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -15,11 +16,24 @@ import hypothesis
 import pytest
 
 from tests.postgres import cluster
+from tests.temporary import use_memory
 
 hypothesis.settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("busy machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep temporary files in memory. Processes of pytest-xdist have those of the first process."""
+    if not hasattr(config, "workerinput") and "TMPDIR" not in os.environ:
+        use_memory()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Show the stacks of a process that does not end, and end it."""
+    faulthandler.dump_traceback_later(60, exit=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from service.buffers.changes import Add
 from service.buffers.lmdb.store import LmdbStore
@@ -31,6 +33,13 @@ META = 2
 """Pages at the beginning of data.mdb that name the last commits by turns."""
 
 Files = dict[str, bytes]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Yield a directory on a disk: where a sync takes no time, a cut hits no commit."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        yield Path(directory)
 
 
 @contextmanager
