@@ -112,19 +112,18 @@ class Application(FastAPI):
 
     async def _answer(self, call: Call, endpoint: Endpoint | None) -> Answer:
         """Return the answer of the endpoint, or the answer of an error on the way."""
-        operator = None
         try:
             self._admit(call, endpoint)
             if endpoint is None:
                 return self._nothing(call)
-            operator = endpoint.access.operator
+            call.operator = endpoint.access.operator
             answer = await endpoint.answer(call)
             if answer.size > SMALL_BYTES:
                 self._hold(call, endpoint, answer)
             return answer
         except GradserveError as error:
-            if (operator := call.operator or operator) is not None:
-                error.context["op"] = operator
+            if call.operator is not None:
+                error.context["op"] = call.operator
             return answer_error(call.path, error)
 
     def _admit(self, call: Call, endpoint: Endpoint | None) -> None:

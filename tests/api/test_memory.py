@@ -140,7 +140,7 @@ CASES = {
     "values as lists": Case(lambda client: client.post("/v1/buffers/value", json={"names": ["half"]})),
     "a value as base64 in float32": Case(lambda client: value(client, "?encoding=base64&dtype=float32")),
     "a value in float64": Case(lambda client: value(client, "?dtype=float64", Accept=MEDIA_TYPE)),
-    "a value, compressed": Case(lambda client: value(client, Accept=MEDIA_TYPE, **{"Accept-Encoding": "gzip"}), 24),
+    "a value as lists, compressed": Case(lambda client: value(client, **{"Accept-Encoding": "gzip"})),
     "a sum as lists": Case(lambda client: add(client, "half", 1, **{"return": "value"})),
     "a taken value as lists": Case(lambda client: client.post("/v1/buffers/half/take")),
     "a taken value in float64": Case(lambda client: client.post("/v1/buffers/half/take?dtype=float64")),

@@ -9,8 +9,8 @@ from typing import TypeVar
 from service.api.buffers.models import MAX_NAMES_BYTES, Names
 from service.api.buffers.preconditions import recalled
 from service.api.buffers.request import Received, parse_model, submit
+from service.api.http.answer import AnswerForm
 from service.api.http.call import Call
-from service.api.http.costs import Form
 from service.api.http.offload import INLINE_LOOKUPS
 from service.buffers.changes import Change
 from service.buffers.names import check_name
@@ -115,7 +115,7 @@ async def change_all(
     names: Sequence[str],
     change: Callable[[str], Change],
     prefix: str | None,
-    form: Form | None = None,
+    form: AnswerForm | None = None,
     *,
     may_fit_none: bool = False,
 ) -> Outcome:

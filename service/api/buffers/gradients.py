@@ -6,6 +6,7 @@ the place of the tensor. In a safetensors file, and in errors, their names are `
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
@@ -13,7 +14,7 @@ from typing import TypeAlias
 from service.api.buffers.request import Received
 from service.api.http.answer import JSON
 from service.api.http.call import Call
-from service.api.http.costs import decode_json, decode_safetensors
+from service.api.http.offload import header_of, is_quick
 from service.api.http.tensor_forms import Form, form_of_answer, parse_form, tensor_of
 from service.buffers.changes import Add
 from service.buffers.gradients import Rows
@@ -49,10 +50,16 @@ Parts: TypeAlias = dict[str, dict[str, Array]]
 
 async def gradients(call: Call, received: Received) -> tuple[Gradients, json_codec.Encoding]:
     """Return the gradients in the body, and the default form of tensors in the answer."""
-    body, limits = received.body, call.engine.limits
-    if received.sent == JSON:
-        return await decode_json(call, body, body, _from_json, body, limits)
-    return await decode_safetensors(call, body, _from_safetensors, body, limits)
+    text = received.body if received.sent == JSON else header_of(received.body)
+    inline = is_quick(text, received.sent != JSON)
+    return _decode(call, received) if inline else await call.decode_in_pool(text, _decode, call, received)
+
+
+def _decode(call: Call, received: Received) -> tuple[Gradients, json_codec.Encoding]:
+    began = time.perf_counter_ns()
+    decoded = (_from_json if received.sent == JSON else _from_safetensors)(received.body, call.engine.limits)
+    call.spent["decode"] = time.perf_counter_ns() - began
+    return decoded
 
 
 def _from_json(body: memoryview, limits: Limits) -> tuple[Gradients, json_codec.Encoding]:

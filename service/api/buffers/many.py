@@ -38,9 +38,8 @@ from service.api.buffers.rules import closed_due, rules_of
 from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers
 from service.api.http.answer import Answer
 from service.api.http.call import Call, CurrentCall
-from service.api.http.costs import decode_json
-from service.api.http.negotiation import check_no_query, wanted_coding
-from service.api.http.offload import INLINE_LOOKUPS
+from service.api.http.negotiation import check_no_query
+from service.api.http.offload import INLINE_LOOKUPS, is_quick
 from service.api.http.openapi import MANY, SAFETENSORS_BODY, body
 from service.api.http.routing import access
 from service.buffers.changes import Add, Create, Delete, Zero
@@ -71,7 +70,10 @@ async def create_many(call: CurrentCall) -> Answer:
     check_no_query(call)
     refuse_headers(call, "If-Match")
     received = await receive(call)
-    changes = await decode_json(call, received.body, received.body, _creates, call, received)
+    given = call, received
+    changes = (
+        _creates(*given) if is_quick(received.body) else await call.decode_in_pool(received.body, _creates, *given)
+    )
     call.reserve(METADATA_BYTES * len(changes))
     outcome = await submit(call, received, changes)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
@@ -113,7 +115,7 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
 
     changes = await call.offload(len(tensors) <= INLINE_LOOKUPS, adds)
     await sort_rows(call, changes)
-    wanted = None if query.answered is None else form_of(call, received, query, form)
+    wanted = None if query.answered is None else form_of(call, received.answers, query, form)
     outcome = await submit(call, received, changes, wanted)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=False)
 
@@ -159,7 +161,7 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 
     async def take(names: list[str]) -> Outcome:
         check_some(names, query.prefix)
-        wanted = form_of(call, received, query, "list")
+        wanted = form_of(call, received.answers, query)
         return await change_all(call, received, names, partial(new_take, query), query.prefix, wanted)
 
     outcome = await for_buffers(call, received, query.prefix, query.timeout, look, take)
@@ -179,7 +181,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     """Names in the body, or a prefix in the query. Raises what `value` raises."""
     refuse_headers(call, "If-Match")
     received = await receive(call, changes=False)
-    coding = wanted_coding(call)
+    form = form_of(call, received.answers, query)
 
     def look(name: str) -> None:
         record = call.store.record(name)
@@ -194,8 +196,10 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
             except EpochOpen:
                 if not await closed_due(call, names):
                     raise
-        async with values_reserved(call, names, form_of(call, received, query, "list")):
-            return await call.offload(False, read_values, call.store, names, query, received.answers, coding, False)
+        async with values_reserved(call, names, form):
+            return await call.offload(
+                False, read_values, call.store, names, query, received.answers, form.coding, False
+            )
 
     return await for_buffers(call, received, query.prefix, query.timeout, look, read)
 

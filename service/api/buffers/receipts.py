@@ -58,7 +58,7 @@ async def answer_outcome(
         fields["ETag"] = etag_after(receipt, media_type)
     size = sum(value.nbytes for value in outcome.values.values())
     inline = size <= INLINE_TEXT_BYTES and len(outcome.receipts) <= INLINE_LOOKUPS
-    coding = wanted_coding(call)
+    coding = wanted_coding(call, form if media_type == JSON else None)
 
     def write() -> Answer:
         values = _reduced(outcome.values, outcome.receipts, reduce, dtype)

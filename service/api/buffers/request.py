@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 
 from service.api.buffers.models import AccumulateQuery, TakeQuery, ValueQuery
 from service.api.buffers.preconditions import key_of, refuse_headers
-from service.api.http.answer import JSON
+from service.api.http.answer import JSON, AnswerForm
+from service.api.http.body import read_body
 from service.api.http.call import Call
-from service.api.http.costs import Form
 from service.api.http.negotiation import invalid_parameter, media_types, parameters_of, wanted_coding
 from service.api.http.offload import INLINE_BYTES
 from service.buffers.changes import Change
@@ -66,7 +66,7 @@ async def receive(call: Call, *, changes: bool = True) -> Received:
     sent, answers = (JSON, JSON) if call.method == "DELETE" else media_types(call)
     if call.method != "PUT":
         refuse_headers(call, "If-None-Match")
-    body = await call.body()
+    body = await read_body(call)
     # The key has a hash of the body: 3 MB take half a millisecond.
     key = await call.offload(len(body) <= INLINE_BYTES, key_of, call, body) if changes else None
     return Received(body, sent, answers, key)
@@ -153,18 +153,18 @@ def _complaint(invalid: ValidationError, members: Collection[str], title: str = 
 
 
 def form_of(
-    call: Call, received: Received, query: AccumulateQuery | ValueQuery | TakeQuery, default: json_codec.Encoding
-) -> Form:
-    """Return the form of values in the answer; `default` is how JSON writes them if the query does not say."""
-    encoding = (query.encoding or default) if received.answers == JSON else None
-    is_coded = wanted_coding(call) is not None
+    call: Call, answers: str, query: AccumulateQuery | ValueQuery | TakeQuery, default: json_codec.Encoding = "list"
+) -> AnswerForm:
+    """Return the form of values in an answer of the media type `answers`; `default` is how JSON writes them."""
+    encoding = (query.encoding or default) if answers == JSON else None
+    coding = wanted_coding(call, encoding)
     if isinstance(query, AccumulateQuery):
-        return Form(encoding, is_coded)
-    return Form(encoding, is_coded, query.dtype, query.reduce == "mean")
+        return AnswerForm(encoding, coding)
+    return AnswerForm(encoding, coding, query.dtype, query.reduce == "mean")
 
 
 async def submit(
-    call: Call, received: Received, changes: Sequence[Change], form: Form | None = None, wide: Wide | None = None
+    call: Call, received: Received, changes: Sequence[Change], form: AnswerForm | None = None, wide: Wide | None = None
 ) -> Outcome:
     """Make the changes, once for the idempotency key. With a `form`, reserve memory for values in the answer."""
     if form is None:
@@ -175,7 +175,7 @@ async def submit(
 
 
 @asynccontextmanager
-async def values_reserved(call: Call, names: Collection[str], form: Form) -> AsyncIterator[None]:
+async def values_reserved(call: Call, names: Collection[str], form: AnswerForm) -> AsyncIterator[None]:
     """Reserve memory for an answer with the values of these buffers until the request ends. Raises `Busy`.
 
     A failed attempt gives the memory back: the request may wait for long before the next attempt.
@@ -189,7 +189,7 @@ async def values_reserved(call: Call, names: Collection[str], form: Form) -> Asy
         raise
 
 
-def _nbytes(store: Store, names: Collection[str], form: Form) -> int:
+def _nbytes(store: Store, names: Collection[str], form: AnswerForm) -> int:
     total = 0
     for name in names:
         try:

@@ -27,8 +27,7 @@ from service.api.buffers.rules import current, rules_of, spec_of
 from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules
 from service.api.http.answer import JSON, Answer, json_answer
 from service.api.http.call import Call, CurrentCall
-from service.api.http.costs import Form
-from service.api.http.negotiation import check_no_query, media_types, wanted_coding
+from service.api.http.negotiation import check_no_query, media_types
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
 from service.api.http.openapi import CREATING, ONE, READING, SAFETENSORS_BODY, body
 from service.api.http.routing import access
@@ -189,15 +188,13 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
 
     record = await call.wait_for(query.timeout, partial(_when_closed, call, name, query.epoch))
     tag = record.tag_of(record if query.epoch is None else record.closed_epoch(query.epoch))
-    coding, size = wanted_coding(call), record.spec.nbytes
-    known = known_tag(call, formed(tag, answers), coding)
+    form, size = form_of(call, answers, query), record.spec.nbytes
+    known = known_tag(call, formed(tag, answers), form.coding)
     if known is not None:
         return Answer(status=304, fields={"ETag": known, "Vary": VARY})
-    encoding = (query.encoding or "list") if answers == JSON else None
-    form = Form(encoding, coding is not None, query.dtype, query.reduce == "mean")
     call.reserve(size + form.extra_bytes(record.spec.shape, record.spec.dtype))
     inline = size <= (INLINE_TEXT_BYTES if answers == JSON else INLINE_BYTES) and not call.store.blocks
-    return await call.offload(inline, read_values, call.store, [name], query, answers, coding, True)
+    return await call.offload(inline, read_values, call.store, [name], query, answers, form.coding, True)
 
 
 @router.post(
@@ -224,7 +221,7 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
         raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
     change = new_add(name, "gradient", tensors["gradient"], query, match_of(call))
     await sort_rows(call, [change])
-    wanted = None if query.answered is None else form_of(call, received, query, form)
+    wanted = None if query.answered is None else form_of(call, received.answers, query, form)
     outcome = await submit(call, received, [change], wanted)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=True)
 
@@ -261,7 +258,7 @@ async def take(call: CurrentCall, name: str, query: Annotated[TakeQuery, Query()
     received = await receive(call)
     check_no_body(received)
     change = new_take(query, check_name(name), match_of(call))
-    wanted = form_of(call, received, query, "list")
+    wanted = form_of(call, received.answers, query)
     outcome = await call.wait_for(query.timeout, lambda: submit(call, received, [change], wanted), change.match or ANY)
     form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
     return await answer_outcome(call, received.answers, outcome, form, single=True, reduce=reduce, dtype=dtype)

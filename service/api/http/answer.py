@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.responses import Response
@@ -12,8 +13,30 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.http.body import deflated
 from service.api.http.call import Call
+from service.codecs import json as json_codec
+from service.dtypes import DTYPES, DType
 
 JSON = "application/json"
+
+
+class AnswerForm(NamedTuple):
+    """The form of tensors in an answer."""
+
+    encoding: json_codec.Encoding | None
+    """How JSON writes them; None if they are bytes."""
+    coding: str | None = None
+    """How lists are compressed."""
+    dtype: str | None = None
+    """Their dtype, if it is not their own."""
+    is_mean: bool = False
+
+    def extra_bytes(self, shape: Sequence[int], dtype: DType) -> int:
+        """Return how much memory the answer takes for such a tensor, beside the tensor itself."""
+        target = dtype if self.dtype is None else DTYPES[self.dtype]
+        size = math.prod(shape) * target.itemsize
+        text = 0 if self.encoding is None else json_codec.encoded_bytes(shape, target, self.encoding)
+        copied = size if self.is_mean or target != dtype else 0
+        return copied + (text if self.coding is None else 2 * text)
 
 
 class Answer(Response):
@@ -45,9 +68,9 @@ class Answer(Response):
         return headers + [(name.encode(), value.encode("latin-1")) for name, value in self.fields.items()]
 
     def coded(self, coding: str | None) -> Answer:
-        """Return the answer compressed with gzip or deflate; with None, or if it hardly shrinks, the answer itself."""
-        pieces = None if coding is None else deflated(self.pieces, coding)
-        if coding is None or pieces is None:
+        """Return the answer compressed with gzip or deflate; with None, or if it does not shrink, the answer itself."""
+        pieces = [] if coding is None else deflated(self.pieces, coding)
+        if coding is None or sum(map(len, pieces)) >= self.size:
             return self
         fields = {**self.fields, "Content-Encoding": coding}
         if "ETag" in fields:

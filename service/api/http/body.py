@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 
 from service.api.http.admission import SMALL_BYTES, STEP_BYTES
+from service.api.http.call import Call
 from service.api.http.endings import MIN_BYTES_PER_SECOND, is_slow
-from service.api.http.exchange import Exchange
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
-
-Headers: TypeAlias = Mapping[bytes, bytes]
-"""The headers of a request, their names in lower case."""
 
 DIRECT_BYTES = 1 << 16
 """A larger body goes directly into its memory; up to 64 KiB it costs less if the connection collects it."""
@@ -36,62 +32,60 @@ MAX_MEMBERS = 1 << 16
 INFLATED_BYTES = 1 << 14
 """Bytes to decompress at once: at most 16 MB come out before they are counted."""
 
-SAMPLE_BYTES = 1 << 16
-"""The first bytes of an answer, which show whether it shrinks. To compress them takes 1 ms."""
 
-MAX_SHARE = 0.55
-"""The part of the sample that may be left. JSON lists shrink to 50%, but random float32 tensors to 93%.
+async def read_body(call: Call, head: int = 0) -> memoryview:
+    """Read the whole body once, and decompress it. In a large body the byte at `head` is aligned for NumPy.
 
-A tensor with half zeros shrinks to 59%, at 66 MB/s: that pays only on networks below 220 Mbit/s, so it goes plain.
-"""
-
-
-class Limits(NamedTuple):
-    """The limits of a body: its size, and the seconds without progress."""
-
-    max_bytes: int
-    patience_seconds: float
-
-
-async def read_body(
-    exchange: Exchange | None,
-    receive: Receive,
-    headers: Headers,
-    limits: Limits,
-    allocate: Callable[[int], memoryview],
-    reserve: Callable[[int], None],
-    head: int,
-) -> memoryview:
-    """Read the whole body. A large body with a Content-Length goes into memory from `allocate`.
-
-    Its byte at `head` is then aligned for NumPy. The body reserves memory as it comes: the system provides memory when
-    it is written to first. Raises `BodyTooLarge` as soon as the size is known, `RequestTimeout`, `Busy` and
+    The body reserves memory as it comes: the system provides memory when it is written to first. Raises `BodyTooLarge`
+    as soon as the size is known, `RequestTimeout`, `MalformedBody`, `UnsupportedMediaType`, `Busy` and
     `ClientDisconnect`.
     """
-    at_hand = None if exchange is None else exchange.body_at_hand()
-    if at_hand is not None:
-        if len(at_hand) > limits.max_bytes:
-            raise _too_large(f"The body has {len(at_hand)} bytes", limits.max_bytes)
-        reserve(len(at_hand))
-        return memoryview(at_hand)
-    length = headers.get(b"content-length")
+    began = time.perf_counter_ns()
+    coding = _coding_of(call) if b"content-encoding" in call.headers else None
+    if b"transfer-encoding" in call.headers:
+        _check_transfer_coding(call)
+    body = None if call.exchange is None else call.exchange.body_at_hand()
+    whole = await _received(call, head) if body is None else memoryview(body)
+    _check_size(call, len(whole))
+    if body is not None and len(whole) > SMALL_BYTES:
+        call.reserve(len(whole))
+    call.spent["read"] = time.perf_counter_ns() - began
+    call.received = len(whole)
+    if coding is None:
+        return whole
+    return await call.offload(False, inflate, whole, coding, call.settings.max_inflated_bytes, call.reserve)
+
+
+async def _received(call: Call, head: int) -> memoryview:
+    """Receive the body. If it is large and has a Content-Length, it goes directly into the engine's memory."""
+    length, patience = call.headers.get(b"content-length"), call.settings.request_timeout
     announced = None if length is None else int(length)  # the HTTP parser accepts only a number
-    if announced is not None and announced > limits.max_bytes:
-        raise _too_large(f"The body has {announced} bytes", limits.max_bytes)
+    if announced is not None:
+        _check_size(call, announced)
     try:
-        if announced is None or announced <= DIRECT_BYTES or exchange is None:
-            return await _collected(receive, limits, reserve)
+        if announced is None or announced <= DIRECT_BYTES or call.exchange is None:
+            return await _collected(call, patience)
         shift = -head % ALIGNMENT_BYTES
-        whole = allocate(announced + shift)[shift:]
-        if not await exchange.receive_into(whole, limits.patience_seconds, _by_steps(announced, reserve)):
+        whole = call.engine.buffer(announced + shift)[shift:]
+        if not await call.exchange.receive_into(whole, patience, _by_steps(announced, call.reserve)):
             raise ClientDisconnect
         return whole
     except TimeoutError:
         raise RequestTimeout(
-            f"The body is incomplete: nothing came for {limits.patience_seconds:g} seconds"
+            f"The body is incomplete: nothing came for {patience:g} seconds"
             f" (GRADSERVE_REQUEST_TIMEOUT), or less than {MIN_BYTES_PER_SECOND} bytes a second",
-            limit=limits.patience_seconds,
+            limit=patience,
         ) from None
+
+
+def _check_size(call: Call, size: int) -> None:
+    if size > call.settings.max_body_bytes:
+        raise _too_large(call, f"The body has {size} bytes")
+
+
+def _too_large(call: Call, fault: str) -> BodyTooLarge:
+    limit = call.settings.max_body_bytes
+    return BodyTooLarge(f"{fault}; the limit is {limit} (GRADSERVE_MAX_BODY_BYTES)", limit=limit)
 
 
 def _holder(reserve: Callable[[int], None]) -> Callable[[int], None]:
@@ -121,19 +115,19 @@ def _by_steps(size: int, reserve: Callable[[int], None]) -> Callable[[int], None
     return hold
 
 
-async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], None]) -> memoryview:
+async def _collected(call: Call, patience: float) -> memoryview:
     """Collect a body that is small, has no Content-Length, or comes through another server."""
-    body, more, hold = bytearray(), True, _holder(reserve)
+    body, more, hold = bytearray(), True, _holder(call.reserve)
     clock = asyncio.get_running_loop().time
-    began, patience = clock(), limits.patience_seconds
+    began, most = clock(), call.settings.max_body_bytes
     async with asyncio.timeout(patience) as timeout:
         while more:
-            message = await receive()
+            message = await call.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             chunk, more = message.get("body", b""), message.get("more_body", False)
-            if len(body) + len(chunk) > limits.max_bytes:
-                raise _too_large(f"The body has more than {limits.max_bytes} bytes", limits.max_bytes)
+            if len(body) + len(chunk) > most:
+                raise _too_large(call, f"The body has more than {most} bytes")
             body += chunk
             hold(len(body))
             if more and not is_slow(len(body) + SMALL_BYTES, clock() - began, patience):
@@ -141,22 +135,18 @@ async def _collected(receive: Receive, limits: Limits, reserve: Callable[[int], 
     return memoryview(body)
 
 
-def _too_large(fault: str, limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"{fault}; the limit is {limit} (GRADSERVE_MAX_BODY_BYTES)", limit=limit)
-
-
-def check_transfer_coding(lines: Sequence[bytes]) -> None:
+def _check_transfer_coding(call: Call) -> None:
     """Raise `MalformedBody` for a transfer coding other than chunked."""
-    coding = b", ".join(lines).decode("latin-1")
+    coding = b", ".join(call.lines(b"transfer-encoding")).decode("latin-1")
     if coding.strip().lower() != "chunked":
         raise MalformedBody(
             f"Transfer-Encoding is {shown(coding)}, but must be chunked; to compress a body, use Content-Encoding"
         )
 
 
-def coding_of(lines: Sequence[bytes]) -> str | None:
+def _coding_of(call: Call) -> str | None:
     """Return the coding of the body, gzip or deflate; None without a coding. Raises `UnsupportedMediaType`."""
-    coding = b", ".join(lines).decode("latin-1").strip().lower()
+    coding = b", ".join(call.lines(b"content-encoding")).decode("latin-1").strip().lower()
     if coding != "identity" and coding not in CODINGS:
         accepted = "identity, gzip, deflate"
         raise UnsupportedMediaType(
@@ -205,15 +195,7 @@ def _inflate_member(
     return at
 
 
-def deflated(pieces: Sequence[Any], coding: str) -> list[bytes] | None:
-    """Compress the pieces as one stream, at zlib's fastest level; None if their first 64 KB do not shrink well."""
-    stream, sample, rest = zlib.compressobj(1, wbits=CODINGS[coding]), [], []
-    left = SAMPLE_BYTES
-    for piece in pieces:
-        sample.append(memoryview(piece)[:left])
-        rest.append(memoryview(piece)[left:])
-        left -= len(sample[-1])
-    begin = [*map(stream.compress, sample), stream.flush(zlib.Z_SYNC_FLUSH)]
-    if sum(map(len, begin)) > MAX_SHARE * (SAMPLE_BYTES - left):
-        return None
-    return [*begin, *map(stream.compress, rest), stream.flush()]
+def deflated(pieces: Sequence[bytes | memoryview], coding: str) -> list[bytes]:
+    """Compress the pieces as one stream, at zlib's fastest level."""
+    stream = zlib.compressobj(1, wbits=CODINGS[coding])
+    return [*map(stream.compress, pieces), stream.flush()]

@@ -8,14 +8,13 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
 from starlette.types import Receive, Scope, Send
 
 from service.api.http.admission import Admission, Reservation
-from service.api.http.body import Limits, check_transfer_coding, coding_of, inflate, read_body
 from service.api.http.caller import ANYONE, Caller
 from service.api.http.exchange import EXCHANGE, Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool
@@ -25,6 +24,7 @@ from service.buffers.perform import Outcome, Wide
 from service.buffers.perform import Request as StoreRequest
 from service.buffers.record import Key
 from service.buffers.store import Store
+from service.codecs import json as json_codec
 from service.engine.engine import Engine
 from service.errors import InvalidParameter, NotReady, TensorTooLarge, shown
 from service.host.shared_memory import Regions
@@ -65,7 +65,7 @@ class Call:
     parameters: Mapping[str, str] = {}
     """The values of the parameters in the path."""
     operator: str | None = None
-    """The operator that the request runs, set before the body is read."""
+    """The operator that the request runs, set before its query and its body are read."""
     request_id: str | None = None
     trace: tuple[str, str] | None = None
     """The ids of the trace and the span, if the request has a span."""
@@ -79,7 +79,9 @@ class Call:
     """Bytes of the answer's body."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, services: Services) -> None:
-        self._scope, self.receive, self.send = scope, receive, send
+        self.connection: Scope = scope
+        """The connection in ASGI's terms: `scheme`, `http_version`, `server`."""
+        self.receive, self.send = receive, send
         self._services, self.settings, self.regions = services, services.settings, services.regions
         self.started = time.perf_counter_ns()
         self.method: str = scope["method"]
@@ -88,6 +90,10 @@ class Call:
         """Headers by name, in lower case. Of a header with several lines, the last line."""
         self.exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
         """The exchange on the connection; None under another server."""
+        self.query_string: bytes = scope["query_string"]
+        """The query in its encoded form."""
+        self.address: tuple[str, int] | None = scope.get("client")
+        """The client's host and port; None for a Unix socket."""
         self.reservation = Reservation()
         self.spent: dict[str, int] = {}
         """Nanoseconds by phase."""
@@ -96,61 +102,19 @@ class Call:
 
     def lines(self, header: bytes) -> list[bytes]:
         """Return the values of all lines of a header, whose name is in lower case."""
-        return [value for name, value in self._scope["headers"] if name == header]
-
-    @property
-    def query_string(self) -> bytes:
-        """The query in its encoded form."""
-        query: bytes = self._scope["query_string"]
-        return query
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """The client's host and port; None for a Unix socket."""
-        client: tuple[str, int] | None = self._scope.get("client")
-        return client
-
-    @property
-    def connection(self) -> Mapping[str, Any]:
-        """The connection in ASGI's terms: `scheme`, `http_version`, `server`."""
-        return self._scope
-
-    async def body(self, head: int = 0) -> memoryview:
-        """Read the whole body, and decompress it. In a large body the byte at `head` is aligned for NumPy.
-
-        Raises `BodyTooLarge`, `RequestTimeout`, `MalformedBody`, `UnsupportedMediaType`, `Busy` and `ClientDisconnect`.
-        """
-        settings = self.settings
-        coded = b"content-encoding" in self.headers
-        coding = coding_of(self.lines(b"content-encoding")) if coded else None
-        if b"transfer-encoding" in self.headers:
-            check_transfer_coding(self.lines(b"transfer-encoding"))
-        began = time.perf_counter_ns()
-        limits = Limits(settings.max_body_bytes, settings.request_timeout)
-        allocate = self.engine.buffer
-        body = await read_body(self.exchange, self.receive, self.headers, limits, allocate, self.reserve, head)
-        self.spent["read"] = time.perf_counter_ns() - began
-        self.received = len(body)
-        if coding is not None:
-            body = await self.offload(False, inflate, body, coding, settings.max_inflated_bytes, self.reserve)
-        return body
+        return [value for name, value in self.connection["headers"] if name == header]
 
     # ----- the services -----
 
-    @property
+    @cached_property
     def engine(self) -> Engine:
         """The engine. Raises `NotReady` before the end of the startup and after the begin of the shutdown."""
         return _there(self._services.engine)
 
-    @property
+    @cached_property
     def store(self) -> Store:
         """The store of the caller's namespace. Raises `NotReady` like `engine`."""
         return _there(self._services.store).within(self.caller.namespace)
-
-    @property
-    def waiting(self) -> Waiting:
-        """The object that wakes requests that wait for a buffer. Raises `NotReady` like `engine`."""
-        return _there(self._services.waiting)
 
     @property
     def is_alone(self) -> bool:
@@ -192,33 +156,31 @@ class Call:
         """Undo `reserve` of `size` bytes."""
         self._services.admission.give_back(self.reservation, size)
 
-    async def offload(
-        self, inline: bool, work: Callable[..., R], *arguments: Any, phase: str | None = None, changed: bool = False
-    ) -> R:
+    async def offload(self, inline: bool, work: Callable[..., R], *arguments: Any, changed: bool = False) -> R:
         """Call `work` in the event loop if `inline`, else in the pool. The body must have been read.
 
-        The time of the call counts as the `phase`. A request that has `changed` a buffer does not expire. Raises
-        `Busy`, `Expired` and `ClientDisconnect`.
+        A request that has `changed` a buffer does not expire. Raises `Busy`, `Expired` and `ClientDisconnect`.
         """
-        start = time.perf_counter_ns()
         if inline:
-            result = work(*arguments)
-            if phase is not None:
-                self.spent[phase] = self.spent.get(phase, 0) + time.perf_counter_ns() - start
-            return result
+            return work(*arguments)
         if not changed:
             self._services.admission.admit_to_pool(self.reservation, self.engine)
-        timed = partial(self._timed, start, phase, work, arguments)
+        timed = partial(self._started, time.perf_counter_ns(), work, arguments)
         patience = None if changed else self.patience_seconds
         return await in_pool(self.engine, self.receive, self.caller.namespace, timed, patience)
 
-    def _timed(self, submitted: int, phase: str | None, work: Callable[..., R], arguments: tuple[Any, ...]) -> R:
-        began = time.perf_counter_ns()
-        result = work(*arguments)
-        if phase is not None:
-            self.spent[phase] = self.spent.get(phase, 0) + time.perf_counter_ns() - began
-            self.spent["queue"] = self.spent.get("queue", 0) + began - submitted
-        return result
+    def _started(self, submitted: int, work: Callable[..., R], arguments: tuple[Any, ...]) -> R:
+        self.spent["queue"] = self.spent.get("queue", 0) + time.perf_counter_ns() - submitted
+        return work(*arguments)
+
+    async def decode_in_pool(self, text: memoryview, decoder: Callable[..., R], *arguments: Any) -> R:
+        """Call the decoder of a body whose JSON is `text` in the pool, which reserves memory first. Raises `Busy`."""
+
+        def decode() -> R:
+            self.reserve(json_codec.parsed_bytes(text))
+            return decoder(*arguments)
+
+        return await self.offload(False, decode)
 
     async def submit(
         self, changes: Sequence[Change], key: Key | None, sources: Sequence[str] = (), wide: Wide | None = None
@@ -241,7 +203,8 @@ class Call:
     async def wait_for(self, seconds: float, attempt: Callable[[], Awaitable[R]], match: frozenset[str] = ANY) -> R:
         """Return the result of `attempt`, repeated while it waits for other requests, as `Waiting.until` does."""
         receive = self.receive if self.exchange is None else self.exchange.receive_while_open
-        return await self.waiting.until(self.caller.namespace, receive, seconds, attempt, match)
+        waiting = _there(self._services.waiting)
+        return await waiting.until(self.caller.namespace, receive, seconds, attempt, match)
 
     def identify(self) -> str:
         """Return the request's id: its X-Request-ID if the log can hold it, else a new id."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qsl
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from service.api.http.answer import JSON
 from service.api.http.body import CODINGS
 from service.api.http.call import Call
+from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.errors import Invalid, InvalidParameter, NotAcceptable, UnknownParameter, UnsupportedMediaType, shown
 
@@ -58,19 +59,16 @@ def _range(text: str) -> tuple[str, tuple[float, bool]]:
         return name, (1.0, True)
 
 
-def wanted_coding(call: Call) -> str | None:
-    """Return the coding that the answer may have, if Accept-Encoding names exactly one coding besides identity.
+def wanted_coding(call: Call, encoding: json_codec.Encoding | None) -> str | None:
+    """Return the coding of an answer with tensors in this `encoding`, None if they are bytes.
 
-    Most HTTP libraries offer several codings with every request, but to compress tensors takes longer than to send
-    them. So only a client that names one coding gets compressed answers, if they shrink.
+    Only lists shrink well, to a half; bytes and base64 are never compressed. Most HTTP libraries offer several codings
+    with every request, but to compress takes longer than to send. So a client gets the only coding besides identity
+    that its Accept-Encoding names.
     """
     header = call.headers.get(b"accept-encoding")
-    return None if header is None else _only_coding(header)
-
-
-@lru_cache(64)
-def _only_coding(header: bytes) -> str | None:
-    """The same few values come with all requests: to parse one takes 2 us."""
+    if header is None or encoding != "list":
+        return None
     ranges = dict(map(_range, header.decode("latin-1").split(",")))
     named = [name for name, (weight, _) in ranges.items() if weight > 0 and name not in ("", "identity")]
     return named[0] if len(named) == 1 and named[0] in CODINGS else None

@@ -34,7 +34,7 @@ class Access(NamedTuple):
     open: bool
     """Whether a caller needs no key, even on a server with keys."""
     operator: str | None = None
-    """The operator that the endpoint runs, for its errors."""
+    """The operator that the endpoint runs."""
 
 
 UNKNOWN = Access((), "other", False)

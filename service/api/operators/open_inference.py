@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -11,15 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer
+from service.api.http.body import read_body
 from service.api.http.call import Call, CurrentCall
-from service.api.http.costs import decode_json
-from service.api.http.negotiation import invalid_parameter, parameters_of
+from service.api.http.negotiation import invalid_parameter, parameters_of, wanted_coding
+from service.api.http.offload import is_quick
 from service.api.http.routing import access
 from service.api.operators import openapi
 from service.api.operators.catalogue import find_model
-from service.api.operators.compute import is_quick
 from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of
-from service.api.operators.run import Result, encode, read, run
+from service.api.operators.run import Result, is_small, run
 from service.api.operators.shared_tensors import SCOPE
 from service.api.operators.shared_tensors import read as read_shared
 from service.codecs import open_inference as codec
@@ -68,15 +69,18 @@ async def infer(call: CurrentCall, op: str) -> Answer:
             op=operator.name,
         )
     length = _header_length(call)
-    body = await read(call, operator, head=length or 0)
-    given = operator, length, call.engine.limits, body
-    job, reply, shared = await decode_json(call, body, body[:length], _decode, *given)
+    call.operator = operator.name
+    body = await read_body(call, length or 0)
+    text, given = body[:length], (call, operator, length, body)
+    job, reply, shared = _decode(*given) if is_quick(text) else await call.decode_in_pool(text, _decode, *given)
     if shared or job.parts:
         call.caller.require(SCOPE)
-        inline = is_quick(call, sum(one.part.size for one in shared.values()))
-        job = await call.offload(inline, read_shared, call, job, shared, phase="decode")
+        inline = is_small(call, sum(one.part.size for one in shared.values()))
+        job = await call.offload(inline, read_shared, call, job, shared)
     result = await run(call, job, "list" if reply.is_text else None, reply.binary)
-    return await encode(call, result, reply.is_text, _encode, operator, reply)
+    if not (reply.is_text and result.is_large):
+        return _encode(call, operator, result, reply)
+    return await call.offload(False, _encode, call, operator, result, reply, changed=bool(result.receipts))
 
 
 def _header_length(call: Call) -> int | None:
@@ -90,9 +94,18 @@ def _header_length(call: Call) -> int | None:
     return int(value)
 
 
-def _decode(operator: Operator, length: int | None, limits: Limits, body: memoryview) -> Decoded:
+def _decode(call: Call, operator: Operator, length: int | None, body: memoryview) -> Decoded:
+    began = time.perf_counter_ns()
+    limits = call.engine.limits
     if length == 0:
-        return *_decode_raw(operator, limits, body), {}
+        decoded: Decoded = *_decode_raw(operator, limits, body), {}
+    else:
+        decoded = _decode_tensors(operator, limits, length, body)
+    call.spent["decode"] = time.perf_counter_ns() - began
+    return decoded
+
+
+def _decode_tensors(operator: Operator, limits: Limits, length: int | None, body: memoryview) -> Decoded:
     request = codec.decode(body, length, limits)
     known = operator.output_names
     wanted = None if request.outputs is None else list(request.outputs)
@@ -122,12 +135,17 @@ def _decode_raw(operator: Operator, limits: Limits, body: memoryview) -> tuple[J
     return Job(operator, body, {name: tensor}, {}, None), Reply(None, operator.output_names, False)
 
 
-def _encode(result: Result, operator: Operator, reply: Reply) -> Answer:
+def _encode(call: Call, operator: Operator, result: Result, reply: Reply) -> Answer:
+    began = time.perf_counter_ns()
     parameters = receipts_text(result.receipts) if result.receipts else {}
     pieces, length = codec.encode(operator.name, reply.id, result.outputs, reply.binary, parameters, reply.parts)
     if length is None:
-        return Answer(pieces, JSON)
-    return Answer(pieces, "application/octet-stream", {"Inference-Header-Content-Length": str(length)})
+        answer = Answer(pieces, JSON, result.fields).coded(wanted_coding(call, "list"))
+    else:
+        fields = {"Inference-Header-Content-Length": str(length), **result.fields}
+        answer = Answer(pieces, "application/octet-stream", fields)
+    call.spent["encode"] = time.perf_counter_ns() - began
+    return answer
 
 
 class _BufferParameters(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any
@@ -10,21 +11,21 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from service.api.buffers.receipts import receipts_text
-from service.api.http import costs
 from service.api.http.answer import JSON, Answer, json_answer
+from service.api.http.body import read_body
 from service.api.http.call import Call, CurrentCall
-from service.api.http.negotiation import media_types
+from service.api.http.negotiation import media_types, wanted_coding
+from service.api.http.offload import header_of, is_quick
 from service.api.http.routing import access
 from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
 from service.api.operators import openapi
 from service.api.operators.job import BufferUse, Job, buffers_of, find, unknown_operator
-from service.api.operators.run import Result, encode, read, run
+from service.api.operators.run import Result, run
 from service.codecs import json as json_codec
 from service.codecs import safetensors
 from service.engine.engine import check_names
 from service.errors import InvalidParameter, shown
 from service.kernels import OPERATORS, Operator, Tensor
-from service.limits import Limits
 
 router = APIRouter(tags=["operators"])
 
@@ -154,25 +155,24 @@ _NOT_ATTRIBUTES = {*EndpointQuery.model_fields, "outputs"}
 async def run_operator(call: Call, operator: Operator, query: EndpointQuery) -> Answer:
     """Answer a request that runs the operator."""
     sent, answers = media_types(call)
-    body = await read(call, operator)
-    given = operator, query, call.engine.limits, body
-    if sent == JSON:
-        job, form = await costs.decode_json(call, body, body, decode_json, *given)
-    else:
-        job, form = await costs.decode_safetensors(call, body, decode_safetensors, *given)
-    encoding = query.encoding or form
-    result = await run(call, job, encoding if answers == JSON else None)
-    if answers == JSON:
-        return await encode(call, result, True, encode_json, encoding)
-    return await encode(call, result, False, encode_safetensors)
+    body = await read_body(call)
+    decode, text = (decode_json, body) if sent == JSON else (decode_safetensors, header_of(body))
+    given, inline = (call, operator, query, body), is_quick(text, sent != JSON)
+    job, form = decode(*given) if inline else await call.decode_in_pool(text, decode, *given)
+    encoding = (query.encoding or form) if answers == JSON else None
+    result = await run(call, job, encoding)
+    if encoding is None or not result.is_large:
+        return encode(call, result, encoding)
+    return await call.offload(False, encode, call, result, encoding, changed=bool(result.receipts))
 
 
 def decode_json(
-    operator: Operator, query: EndpointQuery, limits: Limits, body: memoryview
+    call: Call, operator: Operator, query: EndpointQuery, body: memoryview
 ) -> tuple[Job, json_codec.Encoding]:
     """Read the job from a JSON body. Return it with the default form of tensors in a JSON answer."""
+    began = time.perf_counter_ns()
     # A request needs no body if all its inputs come from buffers.
-    document = json_codec.Document(body if len(body) or not query.sources else b"{}", limits)
+    document = json_codec.Document(body if len(body) or not query.sources else b"{}", call.engine.limits)
     buffers = _buffers(operator, query)
     check_names(operator, {**document.members, **buffers.sources})
     forms = {name: parse_form(name, value) for name, value in document.members.items()}
@@ -182,15 +182,20 @@ def decode_json(
         if tensor.name in forms
     }
     document.finish()
-    return _job(operator, query, body, tensors, buffers), form_of_answer(forms.values())
+    job = _job(operator, query, body, tensors, buffers)
+    call.spent["decode"] = time.perf_counter_ns() - began
+    return job, form_of_answer(forms.values())
 
 
 def decode_safetensors(
-    operator: Operator, query: EndpointQuery, limits: Limits, body: memoryview
+    call: Call, operator: Operator, query: EndpointQuery, body: memoryview
 ) -> tuple[Job, json_codec.Encoding]:
     """Read the job from a safetensors body. A JSON answer to it has base64."""
-    tensors = safetensors.decode(body, limits) if len(body) or not query.sources else {}
-    return _job(operator, query, body, tensors, _buffers(operator, query)), "base64"
+    began = time.perf_counter_ns()
+    tensors = safetensors.decode(body, call.engine.limits) if len(body) or not query.sources else {}
+    job = _job(operator, query, body, tensors, _buffers(operator, query))
+    call.spent["decode"] = time.perf_counter_ns() - began
+    return job, "base64"
 
 
 def _buffers(operator: Operator, query: EndpointQuery) -> BufferUse:
@@ -205,14 +210,17 @@ def _job(
     return Job(operator, body, tensors, attributes, wanted, buffers)
 
 
-def encode_json(result: Result, form: json_codec.Encoding) -> Answer:
-    return Answer(json_codec.encode(result.outputs, form, result.receipts), JSON)
-
-
-def encode_safetensors(result: Result) -> Answer:
-    """Write the outputs as a safetensors file, with the receipts in its metadata."""
-    metadata = receipts_text(result.receipts) if result.receipts else None
-    return Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE)
+def encode(call: Call, result: Result, encoding: json_codec.Encoding | None) -> Answer:
+    """Write the outputs and the receipts as JSON, or, without an `encoding`, as a safetensors file."""
+    began = time.perf_counter_ns()
+    if encoding is None:
+        metadata = receipts_text(result.receipts) if result.receipts else None
+        answer = Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE, result.fields)
+    else:
+        pieces = json_codec.encode(result.outputs, encoding, result.receipts)
+        answer = Answer(pieces, JSON, result.fields).coded(wanted_coding(call, encoding))
+    call.spent["encode"] = time.perf_counter_ns() - began
+    return answer
 
 
 def _add_endpoint(operator: Operator) -> None:

@@ -1,76 +1,183 @@
-"""The steps of a request that runs an operator: read the body, decode the job, run it, encode the outputs.
-
-Each step decides once, from its data, whether it runs in the event loop or in the thread pool.
-"""
+"""Running a job: inputs from buffers, the kernel, and outputs to the answer, to shared memory and to buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
-from service.api.buffers.preconditions import refuse_headers
-from service.api.http.answer import Answer
+from service.api.buffers.preconditions import key_of, match_of, recalled, refuse_headers
+from service.api.buffers.receipts import replayed
+from service.api.http.answer import AnswerForm
 from service.api.http.call import Call
-from service.api.http.costs import Form
 from service.api.http.negotiation import wanted_coding
-from service.api.http.offload import INLINE_TEXT_BYTES
-from service.api.operators import buffer_use
-from service.api.operators.compute import compute, is_small, reserve_answer
-from service.api.operators.job import NO_BUFFERS, Job
-from service.buffers.record import Receipt
+from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTES, INLINE_TEXT_BYTES
+from service.api.operators.job import Job
+from service.api.operators.shared_tensors import write
+from service.buffers.changes import Add
+from service.buffers.perform import Outcome, check_same_buffer, counted_once
+from service.buffers.record import Key, Receipt
 from service.codecs import json as json_codec
 from service.dtypes import Array
-from service.kernels import Operator
+from service.engine.engine import Reserve
+from service.errors import Busy, EpochGone, GradserveError, InvalidParameter, UnknownBuffer
 
 
 class Result(NamedTuple):
     """The result of a job: the outputs to answer, and the receipts of the outputs that went to buffers."""
 
     outputs: Mapping[str, Array]
-    receipts: Mapping[str, Receipt]
-    fields: Mapping[str, str]
+    receipts: Mapping[str, Receipt] = {}
+    fields: Mapping[str, str] = {}
     """Headers of the answer."""
 
     @property
-    def nbytes(self) -> int:
-        return sum([array.nbytes for array in self.outputs.values()])
+    def is_large(self) -> bool:
+        """Whether to write the outputs as text takes too long for the event loop."""
+        return sum([output.nbytes for output in self.outputs.values()]) > INLINE_TEXT_BYTES
 
 
-def read(call: Call, operator: Operator, head: int = 0) -> Coroutine[Any, Any, memoryview]:
-    """Read the body of a request that runs the operator; its tensors begin after `head` bytes."""
-    call.operator = operator.name
-    call.spent["queue"] = 0
-    return call.body(head)
+class _Computed(NamedTuple):
+    """The result of a job before buffers change: the outputs, and the states of the buffers that were read."""
+
+    outputs: Mapping[str, Any]
+    states: Sequence[str]
+    key: Key | None
+    outcome: Outcome | None = None
+    """The outcome of a repeated request whose outputs all went to buffers; it needs no other step."""
 
 
 async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary: Collection[str] = ()) -> Result:
-    """Run the job, and add the outputs that it names to their buffers.
+    """Run the job, and add the outputs that it names to their buffers. A repeated job adds once.
 
     Memory for the answer is reserved before buffers change: its outputs are JSON, except those in `binary`, or, without
     an `encoding`, bytes.
     """
-    form = Form(encoding, wanted_coding(call) is not None)
-    if job.buffers is not NO_BUFFERS:
-        return Result(*await buffer_use.run(call, job, form, binary))
-    refuse_headers(call, "If-Match", "If-None-Match")
-    inline = is_small(call, job)
-    outputs = await call.offload(inline, compute, call, job, job.tensors, job.wanted, inline, phase="kernel")
-    reserve_answer(call, outputs, form, binary)
-    return Result(outputs, {}, {})
+    sources, targets, use = job.buffers.sources, job.buffers.targets, job.buffers
+    _check(call, job)
+    call.spent.setdefault("queue", 0)
+    inline = not sources and computes_at_once(call, job) and not (targets and call.store.blocks)
+    computed = _compute(call, job, True) if inline else await call.offload(False, _compute, call, job, False)
+    answered = {name: computed.outputs[name] for name in job.answered if name in computed.outputs}
+    if encoding is not None:
+        form = AnswerForm(encoding, wanted_coding(call, encoding))
+        texts = [output for name, output in answered.items() if name not in binary]
+        call.reserve(sum([form.extra_bytes(output.shape, output.dtype) for output in texts]))
+    if not targets:
+        return Result(answered)
+    outcome = computed.outcome
+    if outcome is None:
+        add = partial(Add, match=match_of(call), weight=use.weight, epoch=use.epoch, contributor=use.contributor)
+        adds = [add(name=buffer, tensor=name, gradient=computed.outputs[name]) for name, buffer in targets.items()]
+        outcome = await call.submit(adds, computed.key, computed.states)
+    if answered:
+        _check_unchanged(sources, outcome.sources, computed.states, outcome.receipts)
+    return Result(answered, {name: outcome.receipts[buffer] for name, buffer in targets.items()}, replayed(outcome))
 
 
-def encode(
-    call: Call, result: Result, is_text: bool, encoder: Callable[..., Answer], *arguments: Any
-) -> Coroutine[Any, Any, Answer]:
-    """Encode the result in the coding that the client wants. Only text and compression take long."""
-    coding = wanted_coding(call)
-    inline = result.nbytes <= INLINE_TEXT_BYTES or not (is_text or coding)
-    changed = bool(result.receipts)
-    return call.offload(inline, _encode, result, coding, encoder, arguments, phase="encode", changed=changed)
+def _check(call: Call, job: Job) -> None:
+    """Raise `Forbidden`, and `InvalidParameter` for headers that this job would ignore."""
+    if job.buffers.sources:
+        call.caller.require("buffers:read")
+    if job.buffers.targets:
+        call.caller.require("buffers:write")
+    refuse_headers(call, *(["If-None-Match"] if len(job.buffers.targets) == 1 else ["If-None-Match", "If-Match"]))
 
 
-def _encode(result: Result, coding: str | None, encoder: Callable[..., Answer], arguments: tuple[Any, ...]) -> Answer:
-    answer = encoder(result, *arguments).coded(coding)
-    if result.fields:
-        answer.fields = {**answer.fields, **result.fields}
-    return answer
+def is_small(call: Call, size: int) -> bool:
+    """Return whether the event loop may work on `size` bytes of tensors."""
+    return size <= (ALONE_BYTES if call.is_alone else INLINE_BYTES)
+
+
+def computes_at_once(call: Call, job: Job) -> bool:
+    """Return whether the event loop may compute the job: the way to the pool would take as long."""
+    if not job.operator.linear or not is_small(call, job.size):
+        return False
+    return job.size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
+
+
+def _compute(call: Call, job: Job, inline: bool) -> _Computed:
+    began = time.perf_counter_ns()
+    computed = _computed(call, job, inline)
+    call.spent["kernel"] = time.perf_counter_ns() - began
+    return computed
+
+
+def _computed(call: Call, job: Job, inline: bool) -> _Computed:
+    """Compute the outputs, with inputs from buffers, unless the request only repeats an add."""
+    store, sources, targets = call.store, job.buffers.sources, job.buffers.targets
+    key = key_of(call, job.body, job.shared) if targets else None
+    known = recalled(store, key)
+    if known is not None and not job.answered:
+        for buffer in targets.values():
+            with suppress(UnknownBuffer):
+                check_same_buffer(store.record(buffer), known)
+        return _Computed({}, [], key, Outcome(known.receipts, replayed=True))
+    try:
+        tensors, states = _inputs(call, job)
+        if known is not None:
+            _check_unchanged(sources, known.sources, states, known.receipts)
+        return _Computed(_outputs(call, job, tensors, inline), states, key)
+    except GradserveError as error:
+        if known is None or isinstance(error, (EpochGone, Busy)):
+            raise
+        raise counted_once(str(error), known.receipts) from None
+
+
+def _inputs(call: Call, job: Job) -> tuple[Mapping[str, Array], Sequence[str]]:
+    """Return all inputs, and the states of the buffers that some come from."""
+    sources = job.buffers.sources
+    if not sources:
+        return job.tensors, []
+    call.reserve(sum(call.store.record(buffer).spec.nbytes for buffer in sources.values()))
+    snapshots = call.store.read([*sources.values()])
+    for name, buffer in sources.items():
+        if name in job.tensors:
+            raise InvalidParameter(
+                f"{name} is in the body, but from= takes it from the buffer {buffer!r}, too", parameter="from"
+            )
+    taken = {name: snapshot.value for name, snapshot in zip(sources, snapshots, strict=True)}
+    return {**job.tensors, **taken}, [snapshot.state for snapshot in snapshots]
+
+
+def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -> Mapping[str, Any]:
+    """Run the kernel, and write the outputs that go to shared memory.
+
+    Memory beyond the size of the inputs is reserved before it is allocated. In the event loop the kernel uses one
+    thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
+    """
+    targets, reserve = job.buffers.targets, _beyond_body(call, job)
+    if job.operator.sparse is not None and targets and not job.answered:
+        (name,) = targets
+        return {name: call.engine.in_pieces(job.operator, tensors, job.attributes, reserve)}
+    wanted = [*job.answered, *targets] if targets else job.wanted
+    if inline and job.size <= INLINE_BYTES:
+        outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, alone=True)
+    else:
+        outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, reserve=reserve)
+    if job.parts:
+        write(call, job.parts, outputs)
+    return outputs
+
+
+def _beyond_body(call: Call, job: Job) -> Reserve:
+    """Return a function that reserves memory for the request beyond the size of its inputs. It raises `Busy`."""
+    left = job.size
+
+    def reserve(size: int) -> None:
+        nonlocal left
+        call.reserve(size - left)
+        left = max(0, left - size)
+
+    return reserve
+
+
+def _check_unchanged(
+    sources: Mapping[str, str], before: Sequence[str], now: Sequence[str], receipts: Mapping[str, Receipt]
+) -> None:
+    """Raise `EpochGone` if a source has changed since the original request."""
+    for buffer, old, new in zip(sources.values(), before, now, strict=False):  # a first request has no `before`
+        if old != new:
+            raise counted_once(f"its input, the buffer {buffer!r}, has changed since", receipts)

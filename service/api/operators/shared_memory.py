@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from service.api.buffers.request import Received, parse_model
 from service.api.http.answer import JSON, Answer, json_answer
+from service.api.http.body import read_body
 from service.api.http.call import CurrentCall
 from service.api.http.negotiation import check_no_query
 from service.api.http.openapi import body
@@ -73,7 +74,7 @@ async def register(call: CurrentCall, name: str) -> Answer:
     """
     regions = regions_of(call)
     check_no_query(call)
-    body = await call.body()
+    body = await read_body(call)
     new = parse_model(Received(body, JSON, JSON, None), NewRegion, MAX_REGION_BYTES)
     regions.register(call.caller.namespace, name, new.key, new.offset, new.byte_size)
     return Answer()

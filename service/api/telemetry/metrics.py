@@ -89,7 +89,7 @@ FAMILIES = (
     Family(
         "counter",
         "gradserve_operator_requests",
-        "Requests to operators, from when their body is read.",
+        "Requests to operators that were admitted.",
         {"op": tuple(OPERATORS), "status": _ALL_STATUSES},
     ),
     Family("histogram", "gradserve_kernel_seconds", "Seconds of kernels.", {"op": tuple(OPERATORS)}, SECONDS),
