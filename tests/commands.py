@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -27,6 +29,14 @@ def called(*arguments: str) -> tuple[int, str, str]:
         except SystemExit as stop:  # the parser's answer to wrong arguments
             status = int(stop.code or 0)
     return status, out.getvalue(), err.getvalue()
+
+
+def helps(*command: str) -> Iterator[tuple[str, str]]:
+    """Yield the command and every command below it, each with its help."""
+    _, text, _ = called(*command, "--help")
+    yield " ".join(["gradserve", *command]), text
+    for name in re.findall(r"^    ([a-z-]+)\b", text, re.MULTILINE):
+        yield from helps(*command, name)
 
 
 def put(client: httpx.Client, name: str, **spec: Any) -> None:

@@ -7,13 +7,16 @@ import contextlib
 import io
 import re
 import subprocess
-from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import click
 import pytest
+from gradserve_client._commands import command as gradserve_client_command
 
 from service.api.telemetry.metrics import FAMILIES
 from service.settings import Settings
+from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
 from tests.serving import serving
 
@@ -91,17 +94,9 @@ def test_every_block_is_an_example_its_output_or_a_transcript() -> None:
                 assert block.language or not block.text, f"{name}: of no language\n{block.text}"
 
 
-def test_every_example_is_run() -> None:
+def test_every_block_is_found() -> None:
     fences = {name: text.count("```") for name, text in TEXTS.items()}
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
-    assert Counter(block.language for found in BLOCKS.values() for block in found) == {
-        "bash": 19,
-        "python": 7,
-        "json": 13,
-        "text": 13,
-        "console": 12,
-        "drawing": 2,
-    }
 
 
 def test_tables_are_fresh() -> None:
@@ -151,14 +146,70 @@ def test_every_document_is_linked_from_the_readme() -> None:
 # ----- names in the text -----
 
 
+PAGE = [path for path in sorted((ROOT / "service/api/dashboard/page").glob("*.*")) if path.suffix in (".js", ".html")]
+COMMAND = re.compile(r"(?<![^\s/`\"'(])(gradserve-client|gradserve|make) (?!gradserve\b)([a-z][^|<>;#()`\"'&\\]*)")
+
+
+def code(path: Path) -> Iterator[str]:
+    """Yield what a document has in backticks, what its transcripts type, and its shell scripts; or a page's strings."""
+    text = path.read_text()
+    if path in PAGE:
+        yield from re.findall(r"[`\"'](gradserve[^`\"'\n]*)", text)
+        return
+    for block in blocks(text):
+        typed = r"^\$ (.*)$" if block.language == "console" else r"^(.*)$"
+        if block.language in ("console", "bash"):
+            yield from re.findall(typed, block.text, re.MULTILINE)
+    for span in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)):
+        yield re.sub(r"^(?=buffers [a-z])", "gradserve-client ", span)
+
+
+def named(program: str) -> list[tuple[str, list[str]]]:
+    """Return each file with the words behind the name of this program in its commands."""
+    lines = [(str(path.relative_to(ROOT)), line) for path in (*LINKED, *PAGE) for line in code(path)]
+    return [(path, words.split()) for path, line in lines for name, words in COMMAND.findall(line) if name == program]
+
+
+def unknown(words: list[str], options: Mapping[str, set[str]]) -> list[str]:
+    """Return the words that are no command and no option, given each command's options by its words."""
+    command = ""
+    while words and f"{command} {words[0]}".lstrip() in options:
+        command = f"{command} {words.pop(0)}".lstrip()
+    wrong = [word for word in words if re.match("--?[a-z]", word) and word not in options[command] | options[""]]
+    has_commands = any(other.startswith(f"{command} ".lstrip()) for other in options if other != command)
+    return wrong + words[:1] * has_commands
+
+
+def options_of_the_server() -> dict[str, set[str]]:
+    return {
+        name.removeprefix("gradserve").strip(): {*re.findall(r"(?<!\S)\[?(--?[a-z-]+)", text)} for name, text in helps()
+    }
+
+
+def options_of_the_client(command: click.Command | None = None, name: str = "") -> dict[str, set[str]]:
+    command = command or gradserve_client_command()
+    found = {name: {option for one in command.params for option in one.opts + one.secondary_opts}}
+    for below, one in getattr(command, "commands", {}).items():
+        found |= options_of_the_client(one, f"{name} {below}".lstrip())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("program", "options"), [("gradserve", options_of_the_server), ("gradserve-client", options_of_the_client)]
+)
+def test_named_commands_exist(program: str, options: Callable[[], dict[str, set[str]]]) -> None:
+    known, commands = options(), named(program)
+    assert len(commands) > 10
+    assert not [(path, *words) for path, words in commands if unknown([*words], known)]
+
+
 def test_named_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    command = re.compile(r"(?:`|^(?:\$ )?)make ([a-z_-]+)", re.MULTILINE)
-    targets = {target for path in LINKED for target in command.findall(path.read_text())}
-    assert {"run", "up", "examples", "bench"} <= targets
-    for target in targets:
+    found = {(path, words[0]) for path, words in named("make")}
+    assert {"run", "up", "examples", "bench"} <= {target for _, target in found}
+    for path, target in found:
         module = ROOT / "benchmarks" / f"{target.removeprefix('bench-')}.py"
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE) or module.is_file(), target
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE) or module.is_file(), f"{path}: make {target}"
 
 
 def test_named_settings_exist() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
 import re
 import tokenize
@@ -13,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from service.__main__ import main
 from service.api.server import create_app
 from service.api.telemetry.metrics import FAMILIES, GAUGES
 from service.api.telemetry.processes import INFORMATION, PROCESSES
 from service.errors import GradserveError, tree
 from service.settings import Settings
+from tests.commands import helps
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,16 +61,6 @@ def errors() -> Texts:
 def settings() -> Texts:
     for name, field in Settings.model_fields.items():
         yield name, field.description or ""
-
-
-def command_line(*command: str) -> Texts:
-    """The help of the command and of every command below it."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
-        main([*command, "--help"])
-    yield " ".join(["gradserve", *command]), output.getvalue()
-    for name in re.findall(r"^    ([a-z-]+)\b", output.getvalue(), re.MULTILINE):
-        yield from command_line(*command, name)
 
 
 def openapi() -> Texts:
@@ -125,7 +114,7 @@ def comments_and_docstrings(source: str) -> str:
 SOURCES: dict[str, Callable[[], Texts]] = {
     "errors": errors,
     "settings": settings,
-    "command line": command_line,
+    "command line": helps,
     "OpenAPI": openapi,
     "metrics": metrics,
     "documentation": documentation,
@@ -184,5 +173,5 @@ def function() -> None:
 
 
 def test_every_command_is_found() -> None:
-    names = {place for place, _ in command_line()}
+    names = {place for place, _ in helps()}
     assert {"gradserve", "gradserve serve", "gradserve keys", "gradserve keys add"} <= names
