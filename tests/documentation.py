@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from service.api.health import CONSTANTS, SETTINGS
+from service.api.health import CONSTANTS
 from service.api.telemetry.metrics import FAMILIES, GAUGES
 from service.api.telemetry.processes import INFORMATION, PROCESSES
 from service.errors import tree
@@ -83,13 +83,8 @@ def settings() -> str:
 
 
 def limits() -> str:
-    fields = Settings.model_fields
-    rows = [
-        (f"`{name}`", str(fields[name].default), f"`GRADSERVE_{name.upper()}`", fields[name].description or "")
-        for name in SETTINGS
-    ]
-    rows += [(f"`{name}`", str(value), "", meaning) for name, (value, meaning) in CONSTANTS.items()]
-    return table(("limit", "default", "setting", "meaning"), rows)
+    rows = ((f"`{name}`", str(value), meaning) for name, (value, meaning) in CONSTANTS.items())
+    return table(("limit", "value", "meaning"), rows)
 
 
 def metrics() -> str:
