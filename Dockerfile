@@ -1,6 +1,7 @@
 # gradserve in a container: docker build -t gradserve . (compose.yaml puts nginx in front of it)
 # With OpenTelemetry: docker build -t gradserve --build-arg EXTRAS=[otel,postgres,simdjson] .
-FROM python:3.11-slim-bookworm AS build
+ARG BASE=docker.io/library/python:3.11-slim-bookworm
+FROM ${BASE} AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE gradserve.py ./
 COPY service service
@@ -13,7 +14,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     find /venv -type d -name tests -path '*/scipy/*' -prune -exec rm -r {} + && \
     mkdir /data
 
-FROM python:3.11-slim-bookworm
+FROM ${BASE}
 ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="gradserve" \

@@ -65,7 +65,7 @@ down:  ## stop the containers; the buffers are kept
 	@deploy/containers/engine compose --profile cluster --profile metrics down
 
 test-compose: $(VENV)/.dev  ## test new containers, or the server at GRADSERVE_URL with GRADSERVE_API_KEY
-	@test -n "$$GRADSERVE_URL" || deploy/containers/prepare metrics cluster
+	@test -n "$$GRADSERVE_URL" || tests/integration/containers/prepare
 	GRADSERVE_INTEGRATION=1 $(BIN)/python -m pytest tests/integration $(WHAT)
 
 lint: $(VENV)/.dev  ## ruff and mypy
@@ -95,7 +95,7 @@ docs: $(VENV)/.dev  ## generate the tables of the documents and the modules of t
 	$(BIN)/python -m tests.documentation
 	$(BIN)/python -m clients.python.generate
 
-site: $(VENV)/.site  ## build the documentation into site/, which works offline; a broken link fails
+site: $(VENV)/.site  ## build the documentation into site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # W002: the licence of Swagger UI is beside its files and, as every licence, in the metadata.

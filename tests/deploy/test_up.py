@@ -12,8 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 ENGINE = """#!/bin/sh
+echo "$*" >>"$CALLS"
 case "$*" in
-"compose build gradserve") ;;
+"compose version" | "compose --profile cluster version") exit "${VERSION:-0}" ;;
+"compose pull nginx" | "compose --profile cluster pull nginx-cluster postgres-1") exit "${PULL:-0}" ;;
+"compose build gradserve --pull" | "compose --profile cluster build --pull gradserve") ;;
 run*) echo gs_secret && echo "This is the key's secret." >&2 ;;
 "compose up --detach --force-recreate") exit "${UP:-0}" ;;
 "compose logs") echo "the log" ;;
@@ -30,19 +33,25 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "bin").mkdir()
     for script in ("up", "keys"):
         shutil.copy(ROOT / "deploy" / script, tmp_path / "deploy")
-    for place, text in {
-        "deploy/containers/engine": ENGINE,
-        "deploy/containers/prepare": "#!/bin/sh\n",
-        "bin/curl": "#!/bin/sh\n",
-    }.items():
+    for place, text in {"deploy/containers/engine": ENGINE, "bin/curl": "#!/bin/sh\n"}.items():
         (tmp_path / place).write_text(text)
         (tmp_path / place).chmod(0o755)
     return tmp_path
 
 
+def run(project: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PATH": f"{project}/bin:{os.environ['PATH']}",
+        "CALLS": str(project / "calls"),
+        **variables,
+    }
+    command = [str(project / "deploy/up"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
 def up(project: Path, **variables: str) -> tuple[int, list[str]]:
-    environment = {**os.environ, "PATH": f"{project}/bin:{os.environ['PATH']}", **variables}
-    done = subprocess.run([project / "deploy/up"], env=environment, capture_output=True, text=True, timeout=60)
+    done = run(project, **variables)
     assert "unexpected" not in done.stderr
     return done.returncode, done.stdout.splitlines()
 
@@ -65,3 +74,61 @@ def test_no_key_is_made_if_there_is_one(project: Path) -> None:
     status, lines = up(project)
     assert status == 0
     assert not [line for line in lines if "gs_secret" in line]
+
+
+def test_public_images_are_pulled_and_what_has_their_names_is_never_used(project: Path) -> None:
+    status, _ = up(project)
+    assert status == 0
+    calls = (project / "calls").read_text().splitlines()
+    assert calls[:3] == ["compose version", "compose pull nginx", "compose build gradserve --pull"]
+
+
+@pytest.mark.parametrize("variable", ["VERSION", "PULL"])
+@pytest.mark.parametrize("profile", [(), ("cluster",)], ids=["one", "cluster"])
+def test_nothing_is_left_behind_if_containers_cannot_run(
+    project: Path, profile: tuple[str, ...], variable: str
+) -> None:
+    before = sorted(project.rglob("*"))
+    done = run(project, *profile, **{variable: "1"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert sorted(project.rglob("*")) == sorted([*before, project / "calls"])
+
+
+def only(project: Path, programs: dict[str, str]) -> None:
+    """Leave no other programs than these and those of the true engine."""
+    shutil.copy(ROOT / "deploy/containers/engine", project / "deploy/containers")
+    for name, text in programs.items():
+        (project / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (project / "bin" / name).chmod(0o755)
+    for name in ("bash", "dirname", "env", "sh"):
+        (project / "bin" / name).symlink_to(shutil.which(name) or "")
+
+
+MISSING = "containers cannot run here: no Docker engine answers"
+
+
+@pytest.mark.parametrize(
+    ("programs", "sentence"),
+    [
+        ({}, f"{MISSING}; install Docker with its compose plugin, or podman with podman-compose"),
+        ({"docker": "exit 1"}, f"{MISSING}; install Docker with its compose plugin, or podman with podman-compose"),
+        ({"podman": ""}, f"{MISSING}, and podman needs podman-compose: pipx install podman-compose"),
+        (
+            {"docker": '[ "$1" = info ]'},
+            "containers cannot run here: docker has no compose; on Debian: apt-get install docker-compose-plugin",
+        ),
+    ],
+    ids=["nothing", "docker without an engine", "podman alone", "docker without compose"],
+)
+def test_the_engine_says_what_is_missing(project: Path, programs: dict[str, str], sentence: str) -> None:
+    only(project, programs)
+    done = run(project, PATH=f"{project}/bin")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{sentence}\n")
+
+
+def test_podman_builds_on_no_image_that_it_cannot_pull(project: Path) -> None:
+    only(project, {"podman": "", "podman-compose": 'echo "$*"'})
+    command = [str(project / "deploy/containers/engine"), "compose", "build", "gradserve", "--pull"]
+    environment = {"PATH": f"{project}/bin"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert printed == f"-f compose.yaml -f {project}/deploy/containers/podman.yaml build gradserve --pull-always\n"

@@ -14,6 +14,9 @@ import httpx
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "deploy/containers/engine"
+CONTAINERS = ROOT / "tests/integration/containers"
+HOME = Path(os.environ.get("GRADSERVE_CONTAINERS", Path.home() / ".cache/gradserve-containers"))
+"""What CONTAINERS/prepare keeps."""
 PROJECT = "gradserve-test"
 NETWORK = "10.203.78"
 """The network of these containers on podman, beside that of `make up`."""
@@ -31,11 +34,14 @@ class Stack:
         self.secret, self._project = "", project
         self._environment = {
             **os.environ,
+            "PATH": f"{CONTAINERS}:{os.environ['PATH']}",  # of podman-compose
             "COMPOSE_PROJECT_NAME": project,
             "GRADSERVE_LISTEN": f"127.0.0.1:{port}",
             "GRADSERVE_KEY_FILE": str(key_file),
             "GRADSERVE_NETWORK": network,
         }
+        if (HOME / "containers.conf").exists():
+            self._environment["CONTAINERS_CONF"] = str(HOME / "containers.conf")
 
     def engine(self, *arguments: str, status: int = 0, seconds: float = 120) -> str:
         """Run docker or podman, check the exit status, and return the output."""
@@ -49,7 +55,7 @@ class Stack:
 
     def can_pull(self, image: str) -> bool:
         """Return whether this machine has the image, or can pull it."""
-        command = (str(ENGINE), "pull", "--quiet", f"docker.io/{image}")
+        command = (str(ENGINE), "pull", "--quiet", image)
         return subprocess.run(command, env=self._environment, capture_output=True, timeout=600).returncode == 0
 
     def keys(self, *arguments: str) -> str:

@@ -10,7 +10,7 @@ from service.api.buffers.models import MAX_WAIT_SECONDS
 from service.api.http.call import ALONE_TENSORS
 from service.errors import tree
 from service.settings import Settings
-from tests.integration.stack import ROOT
+from tests.integration.stack import CONTAINERS, ROOT
 
 NGINX = (ROOT / "deploy/nginx.conf").read_text()
 COMPOSE = (ROOT / "compose.yaml").read_text()
@@ -85,7 +85,7 @@ def test_nginx_waits_for_the_service() -> None:
 
 
 def test_no_image_gets_the_settings_of_pip() -> None:
-    for file in ("Dockerfile", "deploy/containers/prepare"):
+    for file in ("Dockerfile", "tests/integration/containers/prepare"):
         assert "pip.conf" not in (ROOT / file).read_text()
 
 
@@ -93,3 +93,11 @@ def test_each_timeout_exceeds_the_wait_behind_it() -> None:
     assert number(r"proxy_read_timeout (\d+)s;", NGINX) > MAX_WAIT_SECONDS
     assert number(r"stop_grace_period: (\d+)s", COMPOSE) > number(r'GRADSERVE_DRAIN_TIMEOUT: "(\d+)"', COMPOSE)
     assert number(r"\n    +keepalive_timeout (\d+)s;", NGINX) < Settings().keep_alive
+
+
+def test_stand_ins_have_names_of_their_own() -> None:
+    """No image of this machine passes for a public one."""
+    stand_ins = yaml.safe_load((CONTAINERS / "stand_ins.yaml").read_text())["services"]
+    named = {name: one.get("image") or one["build"]["args"]["BASE"] for name, one in stand_ins.items()}
+    assert named.keys() == yaml.safe_load(COMPOSE)["services"].keys() - {"grafana"}
+    assert all(image.startswith("localhost/gradserve-test/") for image in named.values())
