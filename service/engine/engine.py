@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -24,9 +23,6 @@ R = TypeVar("R")
 Reserve: TypeAlias = Callable[[int], None]
 """A function that reserves bytes, or raises."""
 
-MAX_REMEMBERED_CHECKS = 1024
-"""Valid combinations of operator, dtypes and shapes. Clients send few, and a look-up takes an eighth of their 2 us."""
-
 
 class Engine:
     """A pool of `threads`, the `limits` of every tensor, and up to `reuse_bytes` of free memory for new tensors."""
@@ -35,7 +31,6 @@ class Engine:
         self.limits = limits
         # BLAS must not start threads beside the pool's: its results would also depend on their number, bit for bit.
         threadpool_limits(1, user_api="blas")
-        self._remembered = lru_cache(MAX_REMEMBERED_CHECKS)(self._check_forms)
         self.pool = Pool(threads)
         self._arena = Arena(reuse_bytes)
         empty = self._arena.allocate
@@ -106,13 +101,10 @@ class Engine:
         return replace(self._workspace, allocate=allocate, spare=spare, claim=reserve)
 
     def _check(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
-        self._remembered(operator, tuple([(name, one.dtype, one.shape) for name, one in tensors.items()]))
-
-    def _check_forms(self, operator: Operator, tensors: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> None:
-        """Raise what `run` raises unless the tensors, as (name, dtype, shape), fit the operator and the limits."""
-        _check_types(operator, {name: dtype for name, dtype, _ in tensors})
-        for name, dtype, shape in tensors:
-            self.limits.check(name, shape, dtype)
+        """Raise what `run` raises unless the tensors fit the operator and the limits."""
+        _check_types(operator, {name: tensor.dtype for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            self.limits.check(name, tensor.shape, tensor.dtype)
 
     def _allocate(self, shape: tuple[int, ...], dtype: DType) -> Array:
         self.limits.check(None, shape, dtype, label="The output")

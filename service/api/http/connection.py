@@ -45,8 +45,6 @@ class Connection(Wire):
         self._app: Any = config.loaded_app
         self._incoming = Incoming()
         self._reader: HeadReader | None = None  # while a head is incomplete
-        self._head = Head()  # of the last request
-        self._scope: Scope = {}  # of that head
         self._exchange: Exchange | None = None  # while a request runs
         self._body: SizedBody | ChunkedBody = SizedBody(0)  # of that request
 
@@ -122,15 +120,13 @@ class Connection(Wire):
             self.pause_reading(not self.is_paused)
 
     def _take_head(self) -> None:
-        """Take a head, and start its request. A client mostly sends the same head again, which needs no parser."""
-        if self._reader is not None or not (self._head.text and self._incoming.skip(self._head.text)):
-            self._reader = self._reader or HeadReader()
-            head = self._reader.take(self._incoming)
-            if head is None:
-                return
-            self._reader, self._head, self._scope = None, head, self._scope_of(head)
-        self.due, self.has_asked = math.inf, True
-        self._start(self._head)
+        """Take a head, and start its request."""
+        self._reader = self._reader or HeadReader()
+        head = self._reader.take(self._incoming)
+        if head is None:
+            return
+        self._reader, self.due, self.has_asked = None, math.inf, True
+        self._start(head)
 
     def _take_body(self, exchange: Exchange) -> None:
         piece = self._body.take(self._incoming)
@@ -141,7 +137,7 @@ class Connection(Wire):
         """Create the task of the application. `_advance` adds the body at hand before the task runs."""
         self._body = body_of(head)
         self._exchange = exchange = Exchange(self, head, self._progressed)
-        scope = {**self._scope, "extensions": {EXCHANGE: exchange}}
+        scope = self._scope_of(head, exchange)
         if self._body.is_complete:
             exchange.add_body(b"", more=False)
         tasks = self.server_state.tasks
@@ -149,7 +145,7 @@ class Connection(Wire):
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    def _scope_of(self, head: Head) -> Scope:
+    def _scope_of(self, head: Head, exchange: Exchange) -> Scope:
         path, query = split(head.url)
         text = path.decode("ascii")
         return {
@@ -162,6 +158,7 @@ class Connection(Wire):
             "query_string": query,
             "root_path": "",
             "headers": head.headers,
+            "extensions": {EXCHANGE: exchange},
             **self._addresses,
         }
 

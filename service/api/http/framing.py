@@ -8,7 +8,6 @@ chunks here; the bytes of a body with a Content-Length are counted.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 
 import httptools
 
@@ -20,10 +19,7 @@ BLANK_LINE = b"\r\n\r\n"
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a head, or of the trailers behind a chunked body. deploy/nginx.conf has the same limit."""
 
-REPEATED_HEAD_BYTES = 1 << 10
-"""The longest head, in bytes, that a connection keeps to compare the next one with. Most have a quarter of that."""
-
-_is_host = lru_cache(64)(re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?").fullmatch)
+_is_host = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?").fullmatch
 """The value of Host: a name, an address, or nothing, and a port (RFC 3986, 3.2.2)."""
 
 
@@ -39,13 +35,6 @@ class Incoming:
     def add(self, data: bytes) -> None:
         self._data = self._data[self._start :] + data if self.size else data
         self._start, self.size = 0, len(self._data)
-
-    def skip(self, text: bytes) -> bool:
-        """Take `text` if the bytes begin with it; return whether they do."""
-        begins = self._data.startswith(text, self._start)
-        if begins:
-            self.take(len(text))
-        return begins
 
     def take(self, count: int) -> memoryview:
         """Return the first `count` bytes, or all if there are fewer."""
@@ -69,8 +58,6 @@ class Head:
     """A request's head. The parser calls its `on_` methods. Once it is complete, nothing changes it."""
 
     def __init__(self) -> None:
-        self.text = b""
-        """The bytes of the head, if it came in one piece and is short; else empty."""
         self.url = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.is_complete = False
@@ -131,8 +118,6 @@ class HeadReader:
         upgraded = _feed(parser, piece)
         if not head.is_complete:
             return None
-        if len(piece) == self._size <= REPEATED_HEAD_BYTES:
-            head.text = bytes(piece)
         head.method, head.version = parser.get_method().decode("ascii"), parser.get_http_version()
         head.check_host()
         head.keeps_alive = head.version == "1.1" and not upgraded and not head.has(b"connection", b"close")

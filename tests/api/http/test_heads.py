@@ -83,42 +83,6 @@ def test_white_space_is_no_part_of_an_origin(url: str, space: bytes) -> None:
             assert connection.answer().status == 200
 
 
-# ----- the same head again -----
-
-
-@pytest.mark.parametrize("pause", [0, 0.01])
-def test_each_request_has_its_own_head(url: str, pause: float) -> None:
-    """A head that begins like the last one, or lacks its last line, is another head."""
-    first = [b"Host: x", b"X-Request-ID: first"]
-    second = [b"Host: x", b"X-Request-ID: second"]
-    longer = [*first, b"X-Request-ID: longer"]
-    with Connection(url) as connection:
-        for lines in (first, first, second, first, longer, longer, [b"Host: x"], first, second):
-            head = b"GET /v2/health/live HTTP/1.1\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
-            cuts = (head[:40], head[40:-3], head[-3:]) if pause else (head,)
-            connection.send(*cuts, pause=pause)
-            answer = connection.answer()
-            assert answer.status == 200
-            expected = lines[-1].removeprefix(b"X-Request-ID: ").decode() if len(lines) > 1 else None
-            assert answer.headers.get("x-request-id") == expected
-
-
-def test_a_head_that_comes_again_has_another_body(url: str) -> None:
-    """The requests come one by one, then all at once, then cut in their bodies and heads."""
-    messages = [v2(10), v2(10, 5), v1(10), v1(10, 7)]
-    whole = b"".join(message.whole() for message in messages)
-    end = len(messages[0].whole())
-    with Connection(url) as connection:
-        for pieces in (
-            [message.whole() for message in messages],
-            [whole],
-            [whole[: end - 1], whole[end - 1 : end + 50], whole[end + 50 :]],
-        ):
-            connection.send(*pieces, pause=0.01)
-            for message in messages:
-                assert_right(connection.answer(), message)
-
-
 # ----- Host -----
 
 HOSTS = {
