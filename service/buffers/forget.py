@@ -29,7 +29,7 @@ def forget(url: str, seconds: float, namespace: str | None, *, max_bytes: int, s
     """
     if is_postgres(url):
         with installed():
-            from service.buffers.postgres.forget import forget as forget_in_postgres
+            from service.buffers.postgres.janitor import forget as forget_in_postgres
         return forget_in_postgres(url, schema, seconds, namespace)
     path = path_of(url)
     if path is None:

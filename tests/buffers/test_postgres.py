@@ -14,7 +14,7 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.perform import Request
-from service.buffers.postgres import connections, keeper, transaction, watcher
+from service.buffers.postgres import connections, janitor, transaction, watcher
 from service.errors import BufferCorrupt, GradserveError, StoreFailed, UnknownBuffer
 from tests.buffers.calls import PATIENCE, add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed
@@ -262,8 +262,8 @@ def test_connections_that_the_database_has_ended_are_replaced(schema: Schema) ->
 
 
 def test_the_locks_of_a_server_that_hangs_are_freed(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "HANGING_SECONDS", 1)
-    monkeypatch.setattr(keeper, "ROUND_SECONDS", 0.1)
+    monkeypatch.setattr(janitor, "HANGING_SECONDS", 1)
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.1)
     stores = [schema.open(), schema.open()]
     create(stores[0], "w")
     hanging, awake = threading.Event(), threading.Event()

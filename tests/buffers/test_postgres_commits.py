@@ -14,7 +14,7 @@ import pytest
 from service.buffers import failpoints
 from service.buffers.changes import Add, Zero
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres import PostgresStore, batch, connections, exchange, forget, keeper, store, writer
+from service.buffers.postgres import PostgresStore, batch, connections, exchange, janitor, store, writer
 from service.buffers.postgres.batch import Job
 from service.errors import StoreFailed
 from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, ones, value
@@ -217,7 +217,7 @@ def test_the_wait_for_the_database_includes_the_queue(schema: Schema, monkeypatc
 
 
 def test_a_staged_blob_that_nobody_takes_is_swept(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "ROUND_SECONDS", 0.05)
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.05)
     monkeypatch.setattr(writer, "STAGED_SECONDS", 0.5)
     monkeypatch.setattr(batch, "FREED_SECONDS", 0.0)
     store = schema.open()
@@ -241,8 +241,8 @@ def test_a_staged_blob_that_nobody_takes_is_swept(schema: Schema, monkeypatch: p
 
 
 def test_keys_go_with_their_partitions(schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """An add at a time without a partition makes one; the keeper drops those whose keys have all expired."""
-    monkeypatch.setattr(keeper, "ROUND_SECONDS", 0.05)
+    """An add at a time without a partition makes one; the janitor drops those whose keys have all expired."""
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.05)
     store = schema.open(clock=clock, key_seconds=DAY)
     create(store, "w")
     partitions = "select count(*) from pg_inherits where inhparent = 'keys'::regclass"
@@ -258,7 +258,7 @@ def test_keys_go_with_their_partitions(schema: Schema, monkeypatch: pytest.Monke
 
 
 def test_keys_are_forgotten_by_age_and_namespace(schema: Schema, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setattr(forget, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(janitor, "KEYS_AT_ONCE", 2)
     clock.now = time.time() - 550
     store = schema.open(clock=clock)
     create(store, "w")
@@ -268,7 +268,7 @@ def test_keys_are_forgotten_by_age_and_namespace(schema: Schema, monkeypatch: py
         clock.advance(100)
 
     def left(seconds: float, namespace: str | None) -> tuple[int, str, str]:
-        count = forget.forget(schema.url, schema.name, seconds, namespace)
+        count = janitor.forget(schema.url, schema.name, seconds, namespace)
         kept = ["".join(text for text in "abcdef" if store.recall(key(text, caller=who))) for who in ("", "ann")]
         return count, kept[0], kept[1]
 
@@ -281,8 +281,8 @@ def test_keys_are_forgotten_by_age_and_namespace(schema: Schema, monkeypatch: py
 
 
 def test_an_add_does_not_wait_for_partitions_of_later(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To make or drop a partition, the keeper locks the keys. It may not keep all adds waiting for a slow reader."""
-    monkeypatch.setattr(keeper, "ROUND_SECONDS", 0.05)
+    """To make or drop a partition, the janitor locks the keys. It may not keep all adds waiting for a slow reader."""
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.05)
     clock = Clock()
     store = schema.open(clock=clock)
     create(store, "w")
@@ -290,7 +290,7 @@ def test_an_add_does_not_wait_for_partitions_of_later(schema: Schema, monkeypatc
         other.execute("select count(*) from keys")
         clock.advance(6 * 3600)  # the partition of the present is there, that of the next hours is not
         until(
-            lambda: schema.ask("select count(*) from pg_locks where not granted") != [(0,)], "the keeper does not try"
+            lambda: schema.ask("select count(*) from pg_locks where not granted") != [(0,)], "the janitor does not try"
         )
         began = time.monotonic()
         assert add(store, "w", 1.0)["count"] == 1

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from service.buffers.postgres import janitor
 from tests.buffers.calls import add, create, value
 from tests.buffers.postgres import Schema, until
 
@@ -53,6 +54,21 @@ def test_a_deadline_passes_while_no_server_runs(schema: Schema) -> None:
     store = schema.open()
     until(lambda: store.record("a").epoch == 1, "the epoch stays open")
     assert store.record("a").closed[0].closed_by == "deadline"
+
+
+def test_the_janitor_delays_no_deadline(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts all keys and gradients, and may wait long for a lock."""
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.01)
+    store = schema.open()
+    with schema.connected() as other, other.transaction():
+        other.execute("lock table loose in access exclusive mode")
+        until(
+            lambda: schema.ask("select count(*) from pg_locks where not granted") == [(1,)], "the janitor does not wait"
+        )
+        create(store, "a", deadline_seconds=0.1)
+        add(store, "a", [1, 2])
+        until(lambda: store.record("a").epoch == 1, "the epoch stays open")
+        assert schema.ask("select count(*) from pg_locks where not granted") == [(1,)]
 
 
 def test_tables_of_the_version_before_work(schema: Schema) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from service.buffers.changes import Add, Delete, Zero
 from service.buffers.perform import Request
-from service.buffers.postgres import keeper
+from service.buffers.postgres import janitor
 from service.errors import StoreFull
 from tests.buffers.calls import PATIENCE, add, create, do, key, ones, value
 from tests.buffers.postgres import Schema, until, until_changed
@@ -68,7 +68,7 @@ def fill(schema: Schema, name: str) -> int:
 
 
 def test_a_full_disk_refuses_adds_and_changes_nothing(tablespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "ROUND_SECONDS", 0.1)
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.1)
     schema = Schema(tablespace)
     store = schema.open()
     create(store, "w", "gone", shape=(SIZE,))
@@ -88,8 +88,8 @@ def test_a_full_disk_refuses_adds_and_changes_nothing(tablespace: str, monkeypat
 
 
 def test_a_full_store_refuses_adds_until_there_is_room(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "ROUND_SECONDS", 0.02)
-    monkeypatch.setattr(keeper, "REST_FACTOR", 1)
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(janitor, "ROUNDS_AT_REST", 1)
     store = schema.open(max_bytes=4 << 20)
     create(store, "w", "other", shape=(SIZE,))
     add(store, "other", ones(SIZE))

@@ -55,9 +55,13 @@ _BY_INDEX = Statement("select set_config('enable_seqscan', $1, true)", text)
 
 _LOCK = Statement("select pg_advisory_xact_lock($1, lock) from unnest($2::integer[]) as lock", integer, integers)
 
-NOW = "select extract(epoch from clock_timestamp())::double precision"
-
-_TIME = Statement(f"{NOW}, pg_postmaster_start_time()::text, current_setting('synchronous_standby_names')")
+_TIME = Statement(
+    """
+    select coalesce($1::double precision, extract(epoch from clock_timestamp())),
+           current_setting('synchronous_standby_names')
+    """,
+    double,
+)
 
 _KEYS = Statement("select digest, at, outcome from keys where digest = any($1::bytea[]) order by at", byteas)
 
@@ -142,8 +146,13 @@ FREE = Statement(
     double,
 )
 
-_LOOSEN = Statement(
-    "insert into loose select blob, extract(epoch from clock_timestamp()) from unnest($1::bigint[]) as blob", bigints
+STAGE = Statement(
+    """
+    insert into loose
+    select blob, extract(epoch from clock_timestamp()) + $1::double precision from unnest($2::bigint[]) as blob
+    """,
+    double,
+    bigints,
 )
 
 _REMEMBER = Statement(
@@ -193,7 +202,7 @@ class Batch:
         """Whether an answer repeats that of a request that another server may have made a moment ago."""
         self._mark = os.urandom(16)  # a key of the transaction's own: whether it was committed
 
-    def lock(self, database: Database, connection: Connection, clock: float | None, key_seconds: float) -> Found | None:
+    def lock(self, database: Database, connection: Connection, key_seconds: float) -> Found | None:
         """Begin the transaction, and return what it finds; None if an earlier attempt was committed after all.
 
         Raises `StagedLostError`, and `NoStandbyError` if the commit would not wait for one.
@@ -206,7 +215,8 @@ class Batch:
         growing = sorted(creating | {namespace for namespace, _ in wide})
         blobs = [blob for job in self.jobs for blob in job.staged.values()]
         locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
-        *_, keys, counts, rows, claimed, ((now, self.server, standbys),) = connection.exchange(
+        clock = database.clock()
+        _, ((*_, self.server),), *_, keys, counts, rows, claimed, ((self.now, standbys),) = connection.exchange(
             [
                 *database.beginning(),
                 _BY_INDEX("off"),
@@ -216,10 +226,9 @@ class Batch:
                 _COUNTS(growing, clock) if growing else None,
                 _WIDE_RECORDS(*_columns(names, 2), *_columns(wide, 2)) if wide else _RECORDS(*_columns(names, 2)),
                 _CLAIM(blobs) if blobs else None,
-                _TIME(),
+                _TIME(clock),
             ],
         )
-        self.now = now if clock is None else clock
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
@@ -253,7 +262,7 @@ class Batch:
                 _PUT(*_columns(put, 6)) if put else None,
                 INSERT(*_columns(deltas, 9)) if deltas else None,
                 FREE(changes.freed, FREED_SECONDS) if changes.freed else None,
-                _LOOSEN(unused) if unused else None,
+                STAGE(0.0, unused) if unused else None,
                 _REMEMBER(self.now, *_columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
                 COMMIT(),
             ],

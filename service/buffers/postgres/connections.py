@@ -8,13 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import errors
 
-from service.buffers.postgres.exchange import COMMIT, PATIENCE_SECONDS, Call, Connection, Rows, Statement, text
+from service.buffers.postgres.exchange import COMMIT, PATIENCE_SECONDS, Call, Connection, Rows, Statement, double, text
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
@@ -84,6 +84,8 @@ _PASSING = (
 )
 """Errors after which the same request may succeed, unless they are final."""
 
+
+_NOW = Statement("select coalesce($1::double precision, extract(epoch from now()))", double)
 
 _FENCE = "select pg_logical_emit_message(true, 'gradserve', '')"
 """Writes to the log: once the commit returns, the standby has everything that came before."""
@@ -162,8 +164,12 @@ class Database:
     All settings are made in each transaction, so that a pooler such as PgBouncer may hand each to another backend.
     """
 
-    def __init__(self, url: str, schema: str, *, replicated: bool) -> None:
+    def __init__(
+        self, url: str, schema: str, *, replicated: bool, clock: Callable[[], float | None] = lambda: None
+    ) -> None:
         self._url, self.schema, self.replicated = url, schema, replicated
+        self.clock = clock
+        """Returns the time that a test sets, else None: the database's clock counts."""
         self._readers, self._workers = _Pool(self.connect, READERS), _Pool(self.connect, WORKERS)
 
     def close(self) -> None:
@@ -190,45 +196,36 @@ class Database:
         settings = _SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
         return [Statement(f"begin isolation level {isolation}, read write")(), settings]
 
-    def begin(self, connection: Connection, **options: Any) -> None:
-        """Begin a transaction, with the options of `beginning`."""
-        _, ((*_, connection.server),) = connection.exchange(self.beginning(**options))
+    def reader(self, patience: float) -> AbstractContextManager[Connection]:
+        """Lend a connection for reads, in no transaction."""
+        return self._readers.lend(patience)
 
-    @contextmanager
-    def idle(self, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
-        """Yield a connection, in no transaction."""
-        with self._workers.lend(patience) as connection:
-            yield connection
+    def worker(self, patience: float = RETRY_SECONDS) -> AbstractContextManager[Connection]:
+        """Lend a connection for other work, in no transaction."""
+        return self._workers.lend(patience)
 
     @contextmanager
     def transaction(self, *, durable: bool = True, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, in a transaction that is committed on leaving."""
-        with self.idle(patience) as connection, self._within(connection, durable=durable):
+        with self.worker(patience) as connection, self._within(connection, durable=durable):
             yield connection
 
     @contextmanager
     def reading(self, patience: float) -> Iterator[Connection]:
         """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it."""
-        with self._readers.lend(patience) as connection, self._within(connection, isolation="repeatable read"):
+        with self.reader(patience) as connection, self._within(connection, isolation="repeatable read"):
             yield connection
 
-    def ask(self, call: Call, patience: float) -> tuple[Rows, str]:
-        """Return the rows of a query at one moment of the primary, in one round trip, and the name of the server."""
-        with self._readers.lend(patience) as connection:
-            rows = self.ask_by(connection, call)
-            return rows, connection.server
-
-    def ask_by(self, connection: Connection, call: Call) -> Rows:
-        """Return the rows of a query by this connection, as `ask` does."""
-        _, ((*_, connection.server),), rows, _ = connection.exchange(
-            [*self.beginning(isolation="repeatable read"), call, COMMIT()]
-        )
+    def ask(self, connection: Connection, call: Call) -> Rows:
+        """Return the rows of a query, which sees one moment of the primary, in one round trip."""
+        calls = [*self.beginning(isolation="repeatable read"), call, COMMIT()]
+        _, ((*_, connection.server),), rows, _ = connection.exchange(calls)
         return rows
 
     @contextmanager
     def _within(self, connection: Connection, **options: Any) -> Iterator[None]:
         try:
-            self.begin(connection, **options)
+            _, ((*_, connection.server),) = connection.exchange(self.beginning(**options))
             yield
             connection.commit_surely()
         except BaseException:
@@ -236,13 +233,13 @@ class Database:
                 connection.execute("rollback")
             raise
 
-    def cross(self) -> str:
-        """Wait until the standby has everything that was committed before. Return the name of the server."""
-        with self._readers.lend(RETRY_SECONDS) as connection:
-            return self.cross_by(connection)
+    def now(self, connection: Connection) -> float:
+        """Return the time, in seconds since 1970: that of the transaction's begin by the database's clock."""
+        (((now,),),) = connection.exchange([_NOW(self.clock())])
+        return float(now)
 
-    def cross_by(self, connection: Connection) -> str:
-        """Wait by this connection, as `cross` does."""
+    def cross(self, connection: Connection) -> str:
+        """Wait until the standby has everything that was committed before. Return the name of the server."""
         with self._within(connection):
             self.check_standby(connection)
             connection.execute(_FENCE)

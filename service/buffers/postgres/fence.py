@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from service.buffers.postgres.connections import Database, MovedError, retried
+from service.buffers.postgres.connections import RETRY_SECONDS, Database, MovedError, retried
 from service.buffers.store import without_traceback
 
 
@@ -39,7 +39,11 @@ class Fence:
             with self._joining:
                 self._next = None
             try:
-                crossing.set_result(retried(self._database.cross))
+                crossing.set_result(retried(self._cross))
             except Exception as error:
                 crossing.set_exception(without_traceback(error))
         return crossing
+
+    def _cross(self) -> str:
+        with self._database.reader(RETRY_SECONDS) as connection:
+            return self._database.cross(connection)

@@ -18,13 +18,12 @@ from service.buffers.names import BufferName
 from service.buffers.packed import unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
-from service.buffers.postgres.closer import Closer
 from service.buffers.postgres.connections import Database, retried
 from service.buffers.postgres.deltas import check_complete, read_deltas, total
-from service.buffers.postgres.exchange import Call, Connection, Rows, Statement, texts
+from service.buffers.postgres.exchange import Call, Connection, Rows, Statement, double, texts
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
-from service.buffers.postgres.keeper import Keeper
+from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.measures import measures, replicas
 from service.buffers.postgres.transaction import Stored, digest_of, unpack_known
 from service.buffers.postgres.turns import Turns
@@ -44,12 +43,14 @@ CHECK_SECONDS = 2.0
 
 _RECORDS = Statement(
     """
-    select buffers.namespace, buffers.name, buffers.record, buffers.seq, extract(epoch from now())::double precision
+    select buffers.namespace, buffers.name, buffers.record, buffers.seq,
+           coalesce($3::double precision, extract(epoch from now()))
     from unnest($1::text[], $2::text[]) as wanted(namespace, name)
     join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
     """,
     texts,
     texts,
+    double,
 )
 
 
@@ -90,9 +91,8 @@ class PostgresStore(Store):
         committed: Committed = uncounted,
         max_buffers: int = MAX_BUFFERS,
     ) -> None:
-        self._allocate, self._clock, self._key_seconds = allocate, clock, key_seconds
-
-        self._database = Database(url, schema, replicated=replicated)
+        self._allocate, self._key_seconds = allocate, key_seconds
+        self._database = Database(url, schema, replicated=replicated, clock=clock or (lambda: None))
         try:
             retried(lambda: tables.prepare(self._database))
         except BaseException:
@@ -103,34 +103,31 @@ class PostgresStore(Store):
         turns = Turns()
         self._folder = Folder(self._database, self._ids, allocate, turns)
         self._watcher = Watcher(self._database)
-        self._keeper = Keeper(self._database, max_bytes=max_bytes, key_seconds=key_seconds, clock=clock)
+        self._janitor = Janitor(self._database, max_bytes=max_bytes, key_seconds=key_seconds)
         self._writer = Writer(
             self._database,
             self._ids,
             allocate=allocate,
             key_seconds=key_seconds,
-            clock=clock,
             committed=committed,
             changed=self._watcher.tell,
-            keeper=self._keeper,
+            janitor=self._janitor,
             max_buffers=max_buffers,
             fold=self._folder.submit,
             turns=turns,
-            expect=lambda seconds: self._closer.expect(seconds),
         )
-        self._closer = Closer(self._database, self._writer.submit, clock)
 
     def submit(self, request: Request) -> Future[Outcome]:
         return self._writer.submit(request, self.namespace)
 
     def record(self, name: str) -> Record:
-        rows = self._ask(_RECORDS([self.namespace], [name]))
-        return self._alive([name], rows)[name].record
+        return _alive([name], self._ask(self._records([name])))[name].record
 
     def closed(self, name: str, epoch: int) -> Record:
         def attempt() -> Record:
-            rows, server = self._database.ask(_RECORDS([self.namespace], [name]), READ_SECONDS)
-            record = self._alive([name], rows)[name].record
+            with self._database.reader(READ_SECONDS) as connection:
+                rows, server = self._database.ask(connection, self._records([name])), connection.server
+            record = _alive([name], rows)[name].record
             record.closed_epoch(epoch)
             self._fence.wait(server)
             return record
@@ -138,15 +135,15 @@ class PostgresStore(Store):
         return retried(attempt)
 
     def now(self) -> float:
-        return self._read(self._now)
+        return self._read(self._database.now)
 
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         found = {}
         wanted = [name.namespace for name in names], [name.name for name in names]
-        for namespace, name, packed, _, now in self._ask(_RECORDS(*wanted)):
+        for namespace, name, packed, _, now in self._ask(_RECORDS(*wanted, self._database.clock())):
             with suppress(LookupError, TypeError, ValueError):
                 record = unpack_record(BufferName(namespace, name), packed)
-                if record.lives(now if self._clock is None else self._clock()):
+                if record.lives(now):
                     found[record.full_name] = record
         return found
 
@@ -161,7 +158,7 @@ class PostgresStore(Store):
         """
 
         def find(connection: Connection) -> list[Record]:
-            arguments = (self.namespace, prefix, after, prefix, self._now(connection), limit)
+            arguments = (self.namespace, prefix, after, prefix, self._database.now(connection), limit)
             rows = connection.execute(query, arguments, binary=True)
             return [unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows]
 
@@ -169,8 +166,8 @@ class PostgresStore(Store):
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         def find(connection: Connection) -> tuple[str, list[Snapshot]]:
-            (rows,) = connection.exchange([_RECORDS([self.namespace] * len(names), names)])
-            stored = self._alive(names, rows)
+            (rows,) = connection.exchange([self._records(names)])
+            stored = _alive(names, rows)
             closed = {name: None if epoch is None else stored[name].record.closed_epoch(epoch) for name in names}
             values = {name: stored[name].record.value if of is None else of.value for name, of in closed.items()}
             deltas = read_deltas(connection, [value for value in values.values() if value is not None])
@@ -200,7 +197,7 @@ class PostgresStore(Store):
         query = "select outcome from keys where digest = %s and at + %s > %s"
 
         def find(connection: Connection) -> Known | None:
-            arguments = (digest_of(key), self._key_seconds, self._now(connection))
+            arguments = (digest_of(key), self._key_seconds, self._database.now(connection))
             rows = connection.execute(query, arguments, binary=True).fetchall()
             return unpack_known(rows[0][0]) if rows else None
 
@@ -219,7 +216,7 @@ class PostgresStore(Store):
 
     def size(self) -> tuple[int, int]:
         count = self._read(lambda connection: connection.execute("select count(*) from buffers").fetchall()[0][0])
-        return count, self._keeper.used()
+        return count, self._janitor.used()
 
     def measures(self) -> dict[str, float]:
         return self._read(measures)
@@ -229,15 +226,12 @@ class PostgresStore(Store):
 
     def close(self) -> None:
         if self._writer.close():
-            for helper in (self._closer, self._folder, self._watcher, self._keeper):
+            for helper in (self._folder, self._watcher, self._janitor):
                 helper.close()
             self._database.close()
 
-    def _now(self, connection: Connection) -> float:
-        if self._clock is not None:
-            return self._clock()
-        now: float = connection.execute("select extract(epoch from now())::double precision").fetchall()[0][0]
-        return now
+    def _records(self, names: Sequence[str]) -> Call:
+        return _RECORDS([self.namespace] * len(names), names, self._database.clock())
 
     def _read(self, work: Callable[[Connection], R]) -> R:
         """Return what `work` reads, all of it of one moment."""
@@ -249,16 +243,21 @@ class PostgresStore(Store):
         return retried(attempt, seconds=READ_SECONDS)
 
     def _ask(self, call: Call) -> Rows:
-        return retried(lambda: self._database.ask(call, READ_SECONDS), seconds=READ_SECONDS)[0]
+        def attempt() -> Rows:
+            with self._database.reader(READ_SECONDS) as connection:
+                return self._database.ask(connection, call)
 
-    def _alive(self, names: Sequence[str], rows: Rows) -> dict[str, Stored]:
-        """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""
-        found = {}
-        for namespace, name, packed, seq, now in rows:
-            record = unpack_record(BufferName(namespace, name), packed)
-            if record.lives(now if self._clock is None else self._clock()):
-                found[name] = Stored(record, seq)
-        for name in names:
-            if name not in found:
-                raise unknown(name)
-        return found
+        return retried(attempt, seconds=READ_SECONDS)
+
+
+def _alive(names: Sequence[str], rows: Rows) -> dict[str, Stored]:
+    """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""
+    found = {}
+    for namespace, name, packed, seq, now in rows:
+        record = unpack_record(BufferName(namespace, name), packed)
+        if record.lives(now):
+            found[name] = Stored(record, seq)
+    for name in names:
+        if name not in found:
+            raise unknown(name)
+    return found

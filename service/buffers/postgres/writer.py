@@ -5,10 +5,12 @@ Large gradients are staged before, by a pool of threads: no lock is held while t
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 from psycopg.errors import CheckViolation
@@ -18,18 +20,21 @@ from service.buffers.batches import BUFFER_BYTES, Batches
 from service.buffers.changes import Add, Restore
 from service.buffers.gradients import Rows, is_nothing
 from service.buffers.perform import Outcome, Request, perform, resolved
-from service.buffers.postgres.batch import Batch, Job, StagedLostError
+from service.buffers.postgres.batch import STAGE, Batch, Job, StagedLostError
 from service.buffers.postgres.connections import Database, MovedError, retried
+from service.buffers.postgres.deadlines import MOST_DUE, Deadlines
 from service.buffers.postgres.deltas import Payload, payload_of, write_blobs
-from service.buffers.postgres.exchange import Connection, Statement, bigints, double
+from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.folder import Fold
-from service.buffers.postgres.keeper import Keeper
+from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
 from service.buffers.postgres.turns import Turns
 from service.buffers.store import Allocate, Committed, without_traceback
 from service.engine.pool import Pool
 from service.errors import GradserveError, StoreFailed
+
+logger = logging.getLogger(__name__)
 
 MOST_IN_BATCH = 256
 """Requests in one transaction: more of them would hold their locks for too long."""
@@ -40,23 +45,11 @@ MOST_BYTES_IN_BATCH = 64 << 20
 LONG_SECONDS = 0.5
 """A namespace rests after a transaction that took longer: a commit alone may take long over a network."""
 
-IDLE_SECONDS = 60.0
-"""How long the writer waits for a request at once."""
-
 STAGING_THREADS = 2
 """Threads that stage gradients: two keep the database busy."""
 
 STAGED_SECONDS = 3600.0
 """How long a staged blob that no transaction took is kept."""
-
-_STAGE = Statement(
-    """
-    insert into loose
-    select blob, extract(epoch from clock_timestamp()) + $1::double precision from unnest($2::bigint[]) as blob
-    """,
-    double,
-    bigints,
-)
 
 
 class Writer:
@@ -69,19 +62,16 @@ class Writer:
         *,
         allocate: Allocate,
         key_seconds: float,
-        clock: Callable[[], float] | None,
         committed: Committed,
         changed: Callable[[], None],
-        keeper: Keeper,
+        janitor: Janitor,
         max_buffers: int,
         fold: Callable[[Fold], None],
         turns: Turns,
-        expect: Callable[[float], None],
     ) -> None:
-        self._database, self._next_id, self._allocate = database, next_id, allocate
-        self._key_seconds, self._clock = key_seconds, clock
-        self._committed, self._changed, self._keeper, self._max_buffers = committed, changed, keeper, max_buffers
-        self._fold, self._turns, self._expect = fold, turns, expect
+        self._database, self._next_id, self._allocate, self._key_seconds = database, next_id, allocate, key_seconds
+        self._committed, self._changed, self._janitor, self._max_buffers = committed, changed, janitor, max_buffers
+        self._fold, self._turns, self._deadlines = fold, turns, Deadlines(database)
         self._connection: Connection | None = None
         self._stagers = Pool(STAGING_THREADS)
         self._batches: Batches[Job] = Batches(
@@ -141,7 +131,7 @@ class Writer:
         """Write the gradients, without waiting for the disk: the commit that admits them waits for it."""
         blobs = {key: self._next_id() for key in payloads}
         with self._database.transaction(durable=False) as connection:
-            connection.exchange([_STAGE(STAGED_SECONDS, [*blobs.values()])])
+            connection.exchange([STAGE(STAGED_SECONDS, [*blobs.values()])])
             write_blobs(connection, [(blobs[key], payload) for key, payload in payloads.items()], self._turns)
         job.staged = blobs
         failpoints.hit("staged")
@@ -150,15 +140,31 @@ class Writer:
 
     def _run(self) -> None:
         with np.errstate(all="ignore"):
-            while (batch := self._batches.take(IDLE_SECONDS)) is not None:
+            while (batch := self._batches.take(self._deadlines.pause)) is not None:
                 began = time.monotonic()
                 if jobs := [job for job in batch if job.done.set_running_or_notify_cancel()]:
                     self._make(jobs)
                     self._batches.charge(time.monotonic() - began)
                     if not all(job.staged for job in jobs):
                         self._turns.tell()
+                if not self._deadlines.pause:
+                    self._close_due()
         if self._connection is not None:
             self._connection.close()
+
+    def _close_due(self) -> None:
+        """Close the epochs that are due."""
+        try:
+            with self._connected() as connection:
+                jobs = self._deadlines.due(connection)
+            if jobs:
+                self._make(jobs)
+            for job in jobs:
+                job.done.result()
+            if len(jobs) == MOST_DUE:
+                self._deadlines.expect(0.0)
+        except Exception as error:  # the thread outlives what it cannot do
+            logger.warning("The store closes epochs that are due later: %s", " ".join(str(error).split()))
 
     def _make(self, jobs: list[Job]) -> None:
         """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""
@@ -196,26 +202,30 @@ class Writer:
         return True
 
     def _attempt(self, batch: Batch) -> None:
-        """Make the batch. After an error the connection is closed, which undoes everything."""
+        """Make the batch."""
+        try:
+            with self._connected() as connection:
+                self._transact(connection, batch)
+        except CheckViolation:
+            make_partitions(self._database, batch.now)
+            self._attempt(batch)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        """Yield the writer's connection. After an error it is closed, which undoes everything."""
         connection = self._connection
         if is_new := connection is None or connection.closed:
             connection = self._connection = self._database.connect()
         try:
             if is_new:
                 self._database.check_standby(connection)  # else each attempt would leave a backend that waits for it
-            self._transact(connection, batch)
-        except CheckViolation:
-            connection.close()
-            make_partitions(self._database, batch.now)
-            self._attempt(batch)
+            yield connection
         except BaseException:
             connection.close()
             raise
 
     def _transact(self, connection: Connection, batch: Batch) -> None:
-        found = batch.lock(
-            self._database, connection, None if self._clock is None else self._clock(), self._key_seconds
-        )
+        found = batch.lock(self._database, connection, self._key_seconds)
         if found is not None:
             changes = Changes()
             batch.answers = [self._perform(connection, batch, job, found, changes) for job in batch.jobs]
@@ -228,7 +238,7 @@ class Writer:
                 self._fold(fold)
             dues = [stored.record.due for stored in changes.records.values() if stored is not None]
             if due := min(filter(None, dues), default=None):
-                self._expect(due - batch.now)
+                self._deadlines.expect(due - batch.now)
         if found is None or has_changed:
             self._changed()
         if found is None or connection.is_unsure or (batch.replayed and not has_changed):
@@ -236,7 +246,7 @@ class Writer:
 
     def _fence(self, connection: Connection, server: str) -> None:
         """Wait until the standby has what the answers say, if the database still is the server that said it."""
-        if self._database.replicated and self._database.cross_by(connection) != server:
+        if self._database.replicated and self._database.cross(connection) != server:
             raise MovedError("it has failed over")
 
     def _perform(
@@ -251,12 +261,12 @@ class Writer:
             self._allocate,
             self._max_buffers,
             batch.now,
-            self._keeper.check_keys,
+            self._janitor.check_keys,
         )
         try:
             request = resolved(txn, job.request, job.namespace)
             outcome = perform(txn, request, job.namespace, batch.now)
-            self._keeper.check_room(request, outcome)
+            self._janitor.check_room(request, outcome)
         except GradserveError as error:
             return without_traceback(error)
         done.merge(txn.changes)

@@ -1,17 +1,17 @@
-"""The keeper thread: it deletes what nobody needs any more, and knows how full the store is."""
+"""The janitor thread: it deletes what nobody needs any more, and knows how full the store is."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.batch import FREE, KEY_LOCK
-from service.buffers.postgres.connections import HANGING_SECONDS, Database
+from service.buffers.postgres.connections import HANGING_SECONDS, Database, retried
+from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
 from service.buffers.room import check_keys, room_for, store_full
 
@@ -20,17 +20,20 @@ logger = logging.getLogger(__name__)
 ROUND_SECONDS = 5.0
 """The shortest pause between rounds."""
 
-REST_FACTOR = 20
-"""The keeper rests twenty times as long as its last round took: it counts all keys and deltas."""
+ROUNDS_AT_REST = 20
+"""The janitor rests twenty times as long as its last round took: it counts all keys and deltas."""
 
 TURN_SECONDS = 1
-"""How long the keeper waits for a lock before which all adds wait: it tries again in the next round."""
+"""How long the janitor waits for a lock before which all adds wait: it tries again in the next round."""
 
-MOST_BLOBS = 200
+BLOBS_AT_ONCE = 200
 """Blobs that a transaction deletes."""
 
-MOST_EXPIRED = 200
+EXPIRED_AT_ONCE = 200
 """Expired buffers that a transaction deletes."""
+
+KEYS_AT_ONCE = 10_000
+"""Keys that a transaction forgets: no server waits long for the locks of more."""
 
 _SWEEP = """
     with gone as (delete from loose where blob in (
@@ -68,23 +71,27 @@ KEY_BYTES = 120
 
 _KEY_BYTES = f"select namespace, sum(length(outcome) + {KEY_BYTES})::bigint from keys where outcome <> '' group by 1"
 
+_FORGET = """
+    with old as (
+        select digest, at from keys
+        where outcome <> '' and at <= extract(epoch from clock_timestamp()) - %s
+            and namespace = coalesce(%s, namespace)
+        limit %s for update skip locked
+    ), gone as (delete from keys using old where keys.digest = old.digest and keys.at = old.at returning 1)
+    select count(*) from gone
+"""
+"""The rows without an outcome are marks of transactions: a server may still ask for them."""
 
-class Keeper:
-    """The keeper thread. It begins at once, and ends with `close`."""
 
-    def __init__(
-        self,
-        database: Database,
-        *,
-        max_bytes: int,
-        key_seconds: float,
-        clock: Callable[[], float] | None,
-    ) -> None:
-        self._database, self._max_bytes, self._key_seconds, self._clock = database, max_bytes, key_seconds, clock
+class Janitor:
+    """The janitor thread. It begins at once, and ends with `close`."""
+
+    def __init__(self, database: Database, *, max_bytes: int, key_seconds: float) -> None:
+        self._database, self._max_bytes, self._key_seconds = database, max_bytes, key_seconds
         self._used = 0
         self._key_bytes: dict[str, int] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gradserve-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradserve-janitor", daemon=True)
         self._thread.start()
 
     def check_room(self, request: Request, outcome: Outcome) -> None:
@@ -111,13 +118,13 @@ class Keeper:
             try:
                 self._round()
             except Exception as error:  # the thread outlives what it cannot do
-                logger.warning("The store's keeper goes on later: %s", " ".join(str(error).split()))
-            self._closed.wait(max(ROUND_SECONDS, REST_FACTOR * (time.monotonic() - began)))
+                logger.warning("The store's janitor goes on later: %s", " ".join(str(error).split()))
+            self._closed.wait(max(ROUND_SECONDS, ROUNDS_AT_REST * (time.monotonic() - began)))
 
     def _round(self) -> None:
         with self._database.transaction() as connection:
             connection.execute(_HANGING, (HANGING_SECONDS,))
-        now = self._now()
+            now = self._database.now(connection)
         make_partitions(self._database, now, TURN_SECONDS)
         drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
         while self._sweep() and not self._closed.is_set():
@@ -128,24 +135,46 @@ class Keeper:
         with self._database.transaction() as connection:
             self._key_bytes = dict(connection.execute(_KEY_BYTES).fetchall())
 
-    def _now(self) -> float:
-        if self._clock is not None:
-            return self._clock()
-        with self._database.transaction() as connection:
-            now: float = connection.execute("select extract(epoch from now())::double precision").fetchall()[0][0]
-            return now
-
     def _sweep(self) -> bool:
         """Delete some loose blobs. Return whether there may be more."""
         with self._database.transaction(durable=False) as connection:
-            return connection.execute(_SWEEP, (MOST_BLOBS,)).rowcount > 0
+            return connection.execute(_SWEEP, (BLOBS_AT_ONCE,)).rowcount > 0
 
     def _expire(self, now: float) -> bool:
         """Delete some expired buffers. Return whether there may be more."""
         with self._database.transaction() as connection:
-            rows = connection.execute(_EXPIRED, (now, MOST_EXPIRED), binary=True).fetchall()
+            rows = connection.execute(_EXPIRED, (now, EXPIRED_AT_ONCE), binary=True).fetchall()
             records = [unpack_record(BufferName(namespace, name), packed) for namespace, name, packed in rows]
             for record in records:
                 connection.execute("delete from buffers where namespace = %s and name = %s", record.full_name)
             connection.exchange([FREE([value for record in records for value in record.values], FREED_SECONDS)])
         return bool(records)
+
+
+def forget(url: str, schema: str, seconds: float, namespace: str | None) -> int:
+    """Forget the keys of a namespace, None for all, that are at least this old. Return their number.
+
+    Servers may use the store meanwhile. Raises `StoreFailed`.
+    """
+    with opened_readonly(url, schema):
+        pass  # there is a store, of this version
+    database, forgotten = Database(url, schema, replicated=False), 0
+    try:
+        while count := retried(lambda: _forget_some(database, seconds, namespace)):
+            forgotten += count
+        retried(lambda: _vacuum(database))
+        return forgotten
+    finally:
+        database.close()
+
+
+def _forget_some(database: Database, seconds: float, namespace: str | None) -> int:
+    with database.transaction() as connection:
+        count: int = connection.execute(_FORGET, (seconds, namespace, KEYS_AT_ONCE)).fetchall()[0][0]
+    return count
+
+
+def _vacuum(database: Database) -> None:
+    """Give the room of the deleted rows back."""
+    with database.worker() as connection:
+        connection.execute(f'vacuum "{database.schema}".keys'.encode())
