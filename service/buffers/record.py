@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-import orjson
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 from service.buffers.epochs import Closed, ClosedBy, described
 from service.buffers.names import BufferName
-from service.dtypes import NAMES, Array, DType
+from service.buffers.specs import Spec as Spec
+from service.dtypes import Array
 from service.errors import EpochGone, EpochOpen, GradserveError, TooManyBuffers, UnknownBuffer, shown
 
 Receipt: TypeAlias = dict[str, Any]
@@ -28,64 +26,6 @@ def too_many(count: int, limit: int) -> TooManyBuffers:
         limit=limit,
         count=count,
     )
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The specification of a buffer: the shape and the dtype of its sum, and its rules.
-
-    `nonfinite="reject"` refuses an add that would make the sum infinite or NaN. The add that makes the count reach the
-    `quorum`, or the weight the `quorum_weight`, closes the epoch. So does its deadline, `deadline_seconds` after its
-    first add, once `min_count` gradients are in. The last `keep` closed epochs stay readable. The buffer expires
-    `ttl_seconds` after its last change. `contributors` are expected in each epoch, which takes `per_contributor`
-    gradients of each contributor. An add is refused unless the 2-norm of its gradient is at most `max_norm`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DType
-    nonfinite: Literal["allow", "reject"] = "allow"
-    quorum: int | None = None
-    keep: int = 1
-    ttl_seconds: float | None = None
-    deadline_seconds: float | None = None
-    min_count: int = 1
-    quorum_weight: float | None = None
-    contributors: tuple[str, ...] | None = None
-    per_contributor: int = 1
-    max_norm: float | None = None
-
-    @cached_property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @cached_property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-    def as_json(self) -> dict[str, Any]:
-        contributors = None if self.contributors is None else list(self.contributors)
-        members = {"shape": list(self.shape), "dtype": NAMES[self.dtype], "contributors": contributors}
-        return {each.name: members.get(each.name, getattr(self, each.name)) for each in fields(self)}
-
-    def stored(self) -> dict[str, Any]:
-        """Return `as_json` without the rules that a version before may not know, if they have their defaults."""
-        return {name: value for name, value in self.as_json().items() if name in _FIRST or value != _DEFAULTS[name]}
-
-    @cached_property
-    def text(self) -> bytes:
-        """The specification as the store writes it."""
-        return orjson.dumps(self.stored())
-
-    @property
-    def closes_itself(self) -> bool:
-        """Whether epochs close without a take: then every client may read them."""
-        return (self.quorum, self.quorum_weight, self.deadline_seconds) != (None, None, None)
-
-
-_FIRST = {"shape", "dtype", "nonfinite", "quorum", "keep", "ttl_seconds"}
-"""The rules that every version knows."""
-
-_DEFAULTS = {each.name: each.default for each in fields(Spec)}
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service.buffers.changes import Change
 from service.buffers.closing import close
 from service.buffers.contributors import most_contributors
+from service.buffers.epochs import check_contributor
 from service.buffers.names import BufferName
+from service.buffers.packed import spec_of
 from service.buffers.record import Receipt, Record, Spec
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
-from service.errors import InvalidParameter
+from service.errors import InvalidParameter, shown
+
+
+def new_spec(members: Mapping[str, Any]) -> Spec:
+    """Return the specification of a new buffer, whose members the table of rules allows. Raises `InvalidParameter`."""
+    check_expected(members.get("contributors"))
+    spec = spec_of(members)
+    check_rules(spec)
+    return spec
+
+
+def check_expected(contributors: Sequence[str] | None) -> None:
+    """Raise `InvalidParameter` if a contributor has no valid name, or is expected twice."""
+    for name, count in Counter(contributors or ()).items():
+        check_contributor(name, "contributors")
+        if count > 1:
+            raise InvalidParameter(f"contributors has {shown(name)} {count} times, not once", parameter="contributors")
 
 
 def check_rules(spec: Spec) -> None:

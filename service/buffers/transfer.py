@@ -21,17 +21,18 @@ import numpy as np
 import orjson
 
 from service.buffers.changes import Delete, Restore
-from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS, is_contributor
+from service.buffers.epochs import MAX_CONTRIBUTORS, is_contributor
 from service.buffers.names import BufferName, check_length, check_name
-from service.buffers.packed import spec_of
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
 from service.buffers.record import Record, name_buffer
+from service.buffers.rules import new_spec
+from service.buffers.specs import RULES, Spec
 from service.buffers.store import Store
 from service.buffers.url import opened_readonly
 from service.codecs import safetensors
 from service.dtypes import FLOATS
-from service.errors import BufferCorrupt, BufferExists, MalformedBody, UnknownBuffer, shown
+from service.errors import BufferCorrupt, BufferExists, InvalidParameter, MalformedBody, UnknownBuffer, shown
 from service.host.documents import DocumentInvalid, Members, check, is_number, parse
 from service.host.files import open_new, put_in_place
 from service.host.system import sync
@@ -224,43 +225,16 @@ _LATER: Members = {
 """Members of a state that a version before did not write."""
 
 
-def _optional_above_0(most: float) -> tuple[str, Callable[[Any], bool]]:
-    return (
-        f"null or a number above 0, up to {most}",
-        lambda value: value is None or (is_number(value, 0, most) and value > 0),
-    )
+def _or_null(words: str, allows: Callable[[Any], bool]) -> tuple[str, Callable[[Any], bool]]:
+    return f"null or {words}", lambda value: value is None or allows(value)
 
 
-_RULES: Members = {
+_SPEC: Members = {
     "shape": ("a list of integers, 0 or more", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
     "dtype": (f"one of {', '.join(FLOATS.dtypes)}", lambda value: value in FLOATS.dtypes),
-    "nonfinite": ("allow or reject", lambda value: value in ("allow", "reject")),
-    "quorum": (
-        f"null or an integer from 1 to {MAX_QUORUM}",
-        lambda value: value is None or _is_whole(value, 1, MAX_QUORUM),
-    ),
-    "keep": (f"an integer from 1 to {MAX_KEEP}", lambda value: _is_whole(value, 1, MAX_KEEP)),
-    "ttl_seconds": _optional_above_0(MAX_TTL_SECONDS),
-    "deadline_seconds": _optional_above_0(MAX_TTL_SECONDS),
-    "min_count": (f"an integer from 1 to {MAX_QUORUM}", lambda value: _is_whole(value, 1, MAX_QUORUM)),
-    "quorum_weight": _optional_above_0(sys.float_info.max),
-    "contributors": (
-        f"null or a list of at most {MAX_CONTRIBUTORS} names, each once",
-        lambda value: (
-            value is None
-            or (
-                isinstance(value, list)
-                and 0 < len(value) <= MAX_CONTRIBUTORS
-                and all(map(is_contributor, value))
-                and len({*value}) == len(value)
-            )
-        ),
-    ),
-    "per_contributor": (f"an integer from 1 to {MAX_QUORUM}", lambda value: _is_whole(value, 1, MAX_QUORUM)),
-    "max_norm": (
-        "null or a number above 0",
-        lambda value: value is None or (is_number(value, 0, sys.float_info.max) and value > 0),
-    ),
+} | {
+    name: _or_null(rule.words, rule.allows) if default is None else (rule.words, rule.allows)
+    for name, (rule, _, default) in RULES.items()
 }
 
 
@@ -274,10 +248,19 @@ def _checked(what: str, metadata: str) -> dict[str, dict[str, Any]]:
         for name, state in states.items():
             subject = f"The metadata of the buffer {shown(name)} in {what}"
             check(subject, state, _STATE | _LATER, _STATE.keys())
-            check(subject, state["spec"], _RULES, {"shape", "dtype"}, "spec.")
+            state["spec"] = _spec_of(subject, state["spec"])
     except DocumentInvalid as error:
         raise MalformedBody(str(error)) from None
     return states
+
+
+def _spec_of(subject: str, members: dict[str, Any]) -> Spec:
+    check(subject, members, _SPEC, {"shape", "dtype"}, "spec.")
+    try:
+        return new_spec(members)
+    except InvalidParameter as error:
+        parameter = error.context["parameter"]
+        raise DocumentInvalid(f"{subject} has spec.{parameter} that no buffer can have: {error}") from None
 
 
 def _record(what: str, name: str, state: dict[str, Any], longest_name: int) -> Record:
@@ -285,7 +268,7 @@ def _record(what: str, name: str, state: dict[str, Any], longest_name: int) -> R
     if full_name.joined != name or not (full_name.namespace == "" or NAME.fullmatch(full_name.namespace)):
         raise MalformedBody(f"{what} has the buffer {shown(name)}, but a namespace must be {NAME_RULE}")
     check_length(check_name(full_name.name), longest_name)
-    spec, created, weight = spec_of(state["spec"]), float(state["created"]), float(state["weight"])
+    spec, created, weight = state["spec"], float(state["created"]), float(state["weight"])
     began, contributors = state.get("began"), state.get("contributors", {})
     record = Record(full_name, spec, 0, created, created, state["epoch"], state["version"], state["count"], weight)
     return record.changed(began=began, contributors_in=contributors)

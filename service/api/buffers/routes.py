@@ -6,6 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from pydantic import BaseModel
 
 from service.api.buffers import openapi
 from service.api.buffers.gradients import check_gradient, gradients, sort_rows
@@ -23,7 +24,7 @@ from service.api.buffers.models import (
 from service.api.buffers.preconditions import formed, known_tag, match_of, refuse_headers, states_not_wanted
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
 from service.api.buffers.request import check_no_body, form_of, parse_model, receive, submit
-from service.api.buffers.rules import current, rules_of, spec_of
+from service.api.buffers.rules import current, rules_of
 from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules
 from service.api.http.answer import JSON, Answer, json_answer
 from service.api.http.call import Call, CurrentCall
@@ -37,7 +38,7 @@ from service.buffers.epochs import check_contributor
 from service.buffers.gradients import Rows
 from service.buffers.names import MAX_NAME_CHARACTERS, check_length, check_name
 from service.buffers.record import Record, Spec
-from service.buffers.rules import SetRules
+from service.buffers.rules import SetRules, new_spec
 from service.buffers.store import Store
 from service.dtypes import Array
 from service.errors import GradserveError, MissingTensor
@@ -273,9 +274,9 @@ def check_may_read(call: Call, query: AccumulateQuery) -> None:
         call.caller.require(READ)
 
 
-def new_create(call: Call, name: str, new: NewBuffer) -> Create:
+def new_create(call: Call, name: str, new: BaseModel) -> Create:
     """Return the change that creates a buffer. Raises for what no buffer can be."""
-    spec = spec_of(new)
+    spec = new_spec(dict(new))
     refusal = _refusal(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
         raise refusal

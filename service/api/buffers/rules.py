@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from service.api.buffers.specs import NewBuffer, NewRules
+from pydantic import BaseModel
+
 from service.api.http.call import Call
-from service.buffers.epochs import check_contributor
 from service.buffers.names import BufferName
-from service.buffers.record import Record, Spec
-from service.buffers.rules import CloseIfDue, check_rules
-from service.dtypes import DTYPES
-from service.errors import InvalidParameter, shown
+from service.buffers.record import Record
+from service.buffers.rules import CloseIfDue, check_expected
+from service.buffers.specs import RULES
 
 
-def spec_of(new: NewBuffer) -> Spec:
-    """Return the specification of a new buffer. Raises `InvalidParameter`."""
-    members: dict[str, Any] = {name: getattr(new, name) for name in NewBuffer.model_fields}
-    spec = Spec(**{**members, "shape": tuple(new.shape), "dtype": DTYPES[new.dtype], **_expected(new)})
-    check_rules(spec)
-    return spec
-
-
-def rules_of(new: NewRules) -> dict[str, Any]:
+def rules_of(new: BaseModel) -> dict[str, Any]:
     """Return the rules that the request has, as members of `Spec`. Raises `InvalidParameter`."""
-    given = new.model_fields_set & NewRules.model_fields.keys()
-    return {**{name: getattr(new, name) for name in given}, **_expected(new)}
-
-
-def _expected(new: NewBuffer | NewRules) -> dict[str, tuple[str, ...]]:
-    if new.contributors is None:
-        return {}
-    for name, count in Counter(new.contributors).items():
-        check_contributor(name, "contributors")
-        if count > 1:
-            raise InvalidParameter(f"contributors has {shown(name)} {count} times, not once", parameter="contributors")
-    return {"contributors": tuple(new.contributors)}
+    rules = {name: getattr(new, name) for name in new.model_fields_set & RULES.keys()}
+    if (contributors := rules.get("contributors")) is not None:
+        check_expected(contributors)
+        rules["contributors"] = tuple(contributors)
+    return rules
 
 
 async def current(call: Call, name: str) -> Record:

@@ -1,0 +1,152 @@
+"""The specification of a buffer, and the table of its rules: requests to the API and files of `import` keep to it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
+
+import orjson
+
+from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
+from service.dtypes import NAMES, DType
+from service.host.documents import is_number
+
+Nonfinite: TypeAlias = Literal["allow", "reject"]
+
+
+class Rule(NamedTuple):
+    """What a rule means, and which values it allows: in words, as a check, and as bounds in the terms of pydantic."""
+
+    meaning: str
+    words: str
+    allows: Callable[[Any], bool]
+    bounds: Mapping[str, Any]
+
+
+def _whole(meaning: str, most: int) -> Rule:
+    return Rule(
+        meaning,
+        f"an integer from 1 to {most}",
+        lambda value: type(value) is int and 1 <= value <= most,
+        {"strict": True, "ge": 1, "le": most},
+    )
+
+
+def _positive(meaning: str, most: float | None = None) -> Rule:
+    limit = sys.float_info.max if most is None else most
+    return Rule(
+        meaning,
+        f"a number above 0, up to {limit}",
+        lambda value: is_number(value, 0, limit) and value > 0,
+        {"strict": True, "gt": 0, "le": most, "allow_inf_nan": False},
+    )
+
+
+def _names(meaning: str, most: int) -> Rule:
+    return Rule(
+        meaning,
+        f"a list of 1 to {most} names",
+        lambda value: (
+            isinstance(value, list) and 1 <= len(value) <= most and all(isinstance(one, str) for one in value)
+        ),
+        {"min_length": 1, "max_length": most, "fail_fast": True},
+    )
+
+
+def _choice(meaning: str, choices: Any) -> Rule:
+    return Rule(meaning, " or ".join(get_args(choices)), lambda value: value in get_args(choices), {})
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The specification of a buffer: the shape and the dtype of its sum, and its rules.
+
+    `nonfinite="reject"` refuses an add that would make the sum infinite or NaN. The add that makes the count reach the
+    `quorum`, or the weight the `quorum_weight`, closes the epoch. So does its deadline, `deadline_seconds` after its
+    first add, once `min_count` gradients are in. The last `keep` closed epochs stay readable. The buffer expires
+    `ttl_seconds` after its last change. `contributors` are expected in each epoch, which takes `per_contributor`
+    gradients of each contributor. An add is refused unless the 2-norm of its gradient is at most `max_norm`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    nonfinite: Annotated[Nonfinite, _choice("Whether the value may become infinite or NaN.", Nonfinite)] = "allow"
+    quorum: Annotated[int | None, _whole("Gradients after which an epoch closes by itself.", MAX_QUORUM)] = None
+    keep: Annotated[int, _whole("Closed epochs that stay readable.", MAX_KEEP)] = 1
+    ttl_seconds: Annotated[
+        float | None, _positive("Seconds from its last change until it is deleted.", MAX_TTL_SECONDS)
+    ] = None
+    deadline_seconds: Annotated[
+        float | None,
+        _positive(
+            "Seconds from its first gradient until an epoch closes by itself, if min_count gradients are in;"
+            " if not, the gradient that brings them closes it.",
+            MAX_TTL_SECONDS,
+        ),
+    ] = None
+    min_count: Annotated[int, _whole("Gradients without which the deadline closes no epoch.", MAX_QUORUM)] = 1
+    quorum_weight: Annotated[float | None, _positive("Sum of the weights with which an epoch closes by itself.")] = None
+    contributors: Annotated[
+        tuple[str, ...] | None,
+        _names(
+            "Contributors that each epoch expects: while it is open, the server says who is missing.",
+            MAX_CONTRIBUTORS,
+        ),
+    ] = None
+    per_contributor: Annotated[int, _whole("Gradients that an epoch takes of each contributor.", MAX_QUORUM)] = 1
+    max_norm: Annotated[float | None, _positive("The largest 2-norm of a gradient that is added.")] = None
+
+    @cached_property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def as_json(self) -> dict[str, Any]:
+        contributors = None if self.contributors is None else list(self.contributors)
+        members = {"shape": list(self.shape), "dtype": NAMES[self.dtype], "contributors": contributors}
+        return {each.name: members.get(each.name, getattr(self, each.name)) for each in fields(self)}
+
+    def stored(self) -> dict[str, Any]:
+        """Return `as_json` without the rules that a version before may not know, if they have their defaults."""
+        return {name: value for name, value in self.as_json().items() if name in _FIRST or value != _DEFAULTS[name]}
+
+    @cached_property
+    def text(self) -> bytes:
+        """The specification as the store writes it."""
+        return orjson.dumps(self.stored())
+
+    @property
+    def closes_itself(self) -> bool:
+        """Whether epochs close without a take: then every client may read them."""
+        return (self.quorum, self.quorum_weight, self.deadline_seconds) != (None, None, None)
+
+
+_FIRST = {"shape", "dtype", "nonfinite", "quorum", "keep", "ttl_seconds"}
+"""The rules that every version knows."""
+
+
+class Entry(NamedTuple):
+    """A rule of the table, the type of its values, and its default. If that is None, null is allowed, too."""
+
+    rule: Rule
+    type: Any
+    default: Any
+
+
+def _table() -> dict[str, Entry]:
+    hints = get_type_hints(Spec, include_extras=True)
+    ruled = {name: hint for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    return {name: Entry(hint.__metadata__[0], hint.__origin__, _DEFAULTS[name]) for name, hint in ruled.items()}
+
+
+_DEFAULTS = {each.name: each.default for each in fields(Spec)}
+
+RULES = _table()
+"""The rules by name: what no rule allows, neither a request nor a file may have."""
