@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from service.api.health import CONSTANTS
+from service.api.dashboard.limits import CONSTANTS
 from service.api.telemetry.metrics import FAMILIES, GAUGES
 from service.api.telemetry.processes import INFORMATION, PROCESSES
 from service.errors import tree

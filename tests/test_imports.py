@@ -29,7 +29,10 @@ ALLOWED: dict[str, set[str]] = {
         *("api.http", "api.buffers", "api.telemetry", "buffers", "engine", "codecs", "kernels", "host"),
         *BOTTOM,
     },
-    "api.dashboard": {"api.http", "api.telemetry", "api.buffers", "buffers", "engine", "kernels", "settings", *BOTTOM},
+    "api.dashboard": {
+        *("api.http", "api.telemetry", "api.buffers", "buffers", "engine", "codecs", "settings"),
+        *BOTTOM,
+    },
     "api": {
         *("api.http", "api.telemetry", "api.buffers", "api.operators", "api.dashboard"),
         *("buffers", "engine", "codecs", "kernels", "settings", "keys", "host"),

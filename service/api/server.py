@@ -24,7 +24,7 @@ from service.api import health, static
 from service.api.app import Application
 from service.api.buffers import many, routes
 from service.api.dashboard import buffers as buffer_statistics
-from service.api.dashboard import service
+from service.api.dashboard import limits, service
 from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
 from service.api.http.connection import Connection
@@ -68,7 +68,8 @@ def create_app(settings: Settings) -> Application:
         many.router,
         buffer_statistics.routes(BufferStatistics()),
         health.routes(metrics, workers),
-        service.routes(history, started_at, health.limits_of),
+        limits.router,
+        service.routes(history, started_at),
         static.routes(lambda: app.openapi()),
     ]
     regions = Regions(shared) if settings.shared_memory else None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from service.api.health import SETTINGS
+from service.api.dashboard.limits import SETTINGS
 from service.buffers.names import MAX_NAME_CHARACTERS
 from service.buffers.store import MAX_BUFFERS
 from service.engine.engine import Engine

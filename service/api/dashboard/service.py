@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.dashboard.history import STEP_SECONDS, History
+from service.api.dashboard.limits import CONSTANTS
 from service.api.dashboard.sample import Sample
 from service.api.http.answer import JSON, Answer, json_answer
 from service.api.http.call import CurrentCall
@@ -30,7 +30,7 @@ class CallerAnswer(BaseModel):
 
 
 class Setting(BaseModel):
-    """A setting in force."""
+    """A setting or a limit in force."""
 
     value: str | int | float | bool | None
     meaning: str
@@ -56,7 +56,7 @@ class Service(BaseModel):
     replicas: int | None = Field(description="Servers over the same database; null if no other machine has the store.")
     store: StoreAnswer
     settings: dict[str, Setting] = Field(description="The settings in force, by their variables.")
-    limits: dict[str, float] = Field(description="The limits of requests, as at /v1/limits.")
+    limits: dict[str, Setting] = Field(description="The limits of requests that have no setting.")
 
 
 class HistoryQuery(BaseModel):
@@ -74,8 +74,8 @@ class HistoryAnswer(BaseModel):
     samples: list[Sample] = Field(description="Oldest first.")
 
 
-def routes(history: History, started_at: float, limits: Callable[[Settings], dict[str, Any]]) -> APIRouter:
-    """Return the endpoints of the service view, over this history and these limits."""
+def routes(history: History, started_at: float) -> APIRouter:
+    """Return the endpoints of the service view, over this history."""
     router = APIRouter(tags=["service"])
 
     @router.get(
@@ -114,7 +114,7 @@ def routes(history: History, started_at: float, limits: Callable[[Settings], dic
                     "buffers": buffers,
                 },
                 "settings": _in_force(settings),
-                "limits": limits(settings),
+                "limits": {name: {"value": value, "meaning": meaning} for name, (value, meaning) in CONSTANTS.items()},
             }
         )
 

@@ -28,7 +28,7 @@ export async function show(main, { api, caller, signal }) {
     h("div", { class: "line top" }, h("h1", {}, "Service"), state, spans(view, () => drawAll())),
     tiles.element,
     h("div", { class: "panels charts" }, charts.map((each) => each.element)),
-    await settingsPanel(about, api, signal),
+    settingsPanel(about),
   );
   function drawAll() {
     const now = samples.at(-1)?.at ?? api.now();

@@ -3,15 +3,11 @@
 import { h, say } from "./dom.js";
 import { many } from "./words.js";
 
-const PREFIX = "GRADSERVE_";
-
-/** Return the panel. The meanings of limits without a setting are those of the API's description. */
-export async function settingsPanel({ settings, limits }, api, signal) {
-  const own = Object.keys(limits).filter((name) => !(PREFIX + name.toUpperCase() in settings));
-  const meanings = own.length ? await meaningsOf(api, signal) : {};
+/** Return the panel. */
+export function settingsPanel({ settings, limits }) {
   const rows = [
-    ...Object.entries(settings).map(([name, { value, meaning }]) => row(name, value, meaning)),
-    ...own.map((name) => row(name, limits[name], meanings[name]?.description ?? "", "a limit without a setting")),
+    ...Object.entries(settings).map(([name, each]) => row(name, each)),
+    ...Object.entries(limits).map(([name, each]) => row(name, each, "a limit without a setting")),
   ];
   const count = h("span", { class: "muted", role: "status" });
   const words = { placeholder: "Search", "aria-label": "Search settings and limits" };
@@ -37,17 +33,7 @@ export async function settingsPanel({ settings, limits }, api, signal) {
   );
 }
 
-async function meaningsOf(api, signal) {
-  try {
-    const { components } = await api.get("openapi.json", { signal });
-    return components.schemas.Limits.properties;
-  } catch (error) {
-    if (signal.aborted) throw error;
-    return {}; // the numbers are worth more than their meanings
-  }
-}
-
-function row(name, value, meaning, note) {
+function row(name, { value, meaning }, note) {
   const text = `${name} ${value} ${meaning}`.toLowerCase();
   const written = value === null ? h("span", { class: "muted" }, "not set") : h("code", {}, shown(name, value));
   return {

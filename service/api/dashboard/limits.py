@@ -1,0 +1,68 @@
+"""The limits of requests: those that are settings, and those that are constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, create_model
+
+from service.api.buffers.models import MAX_LISTED_BUFFERS, MAX_NAMED_BUFFERS, MAX_WAIT_SECONDS
+from service.api.http.answer import Answer, json_answer
+from service.api.http.call import CurrentCall
+from service.api.http.openapi import MAX_KEY_CHARACTERS
+from service.api.http.routing import access
+from service.codecs.json import MAX_ELEMENTS, MAX_LISTS, MAX_MEMBERS
+from service.settings import Settings
+
+SETTINGS = (
+    "max_body_bytes",
+    "max_inflated_bytes",
+    "max_tensor_bytes",
+    "max_tensors",
+    "max_dimensions",
+    "max_name_length",
+    "max_buffers",
+    "max_bytes_in_flight",
+    "max_waiting",
+    "store_bytes",
+    "request_timeout",
+    "idempotency_seconds",
+)
+"""The settings that are limits."""
+
+CONSTANTS: dict[str, tuple[int | float, str]] = {
+    "max_idempotency_key_length": (MAX_KEY_CHARACTERS, "Characters in an Idempotency-Key, at most."),
+    "max_wait_seconds": (MAX_WAIT_SECONDS, "Seconds that a request may wait for an epoch, at most."),
+    "max_listed": (MAX_LISTED_BUFFERS, "Buffers on one page of a list, at most."),
+    "max_names": (MAX_NAMED_BUFFERS, "Buffers that one request may name, at most."),
+    "max_json_elements": (
+        MAX_ELEMENTS,
+        "Elements in the lists of a JSON body, at most; send more as base64 or safetensors.",
+    ),
+    "max_json_lists": (MAX_LISTS, "Lists in a JSON body, at most, with the lists in lists."),
+    "max_json_members": (MAX_MEMBERS, "Members of a JSON object, at most; each may be a tensor."),
+}
+"""The limits without a setting."""
+
+
+router = APIRouter(tags=["health"])
+
+
+def _described() -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    for name in SETTINGS:
+        setting = Settings.model_fields[name]
+        fields[name] = (setting.annotation, Field(description=f"{setting.description} (GRADSERVE_{name.upper()})"))
+    for name, (value, meaning) in CONSTANTS.items():
+        fields[name] = (type(value), Field(description=meaning))
+    model: type[BaseModel] = create_model("Limits", **fields)
+    return model
+
+
+@router.get("/v1/limits", summary="The limits of requests", operation_id="get_limits", response_model=_described())
+@access()
+async def limits(call: CurrentCall) -> Answer:
+    """Each limit has the name of its setting, or, without a setting, of the thing that it limits."""
+    constants = {name: value for name, (value, _) in CONSTANTS.items()}
+    return json_answer({name: getattr(call.settings, name) for name in SETTINGS} | constants)
