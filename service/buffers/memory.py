@@ -19,9 +19,19 @@ from service.buffers.gradients import Gradient, add_whole
 from service.buffers.memory_state import State, room_of
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, perform, resolved
-from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many, unknown
+from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many
 from service.buffers.room import UNLIMITED, check_keys, room_for, store_full
-from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted, without_traceback
+from service.buffers.store import (
+    KEY_SECONDS,
+    MAX_BUFFERS,
+    Allocate,
+    Committed,
+    Store,
+    alive,
+    snapshots,
+    uncounted,
+    without_traceback,
+)
 from service.dtypes import Array
 from service.errors import StoreFailed
 
@@ -79,7 +89,7 @@ class MemoryStore(Store):
     def record(self, name: str) -> Record:
         with self._lock:
             self._expire(self._clock())
-            return self._alive(BufferName(self.namespace, name))
+            return self._alive(name)
 
     def now(self) -> float:
         return self._clock()
@@ -102,19 +112,13 @@ class MemoryStore(Store):
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
         with self._lock:
             self._expire(self._clock())
-            txn = self._transaction()
-            snapshots = []
-            for name in names:
-                record = self._alive(BufferName(self.namespace, name))
-                closed = None if epoch is None else record.closed_epoch(epoch)
-                value = record.value if closed is None else closed.value
-                snapshots.append(Snapshot(record, txn.load(record.spec, value), closed))
-            return snapshots
+            load = self._transaction().load
+            return snapshots(map(self._alive, names), epoch, lambda record, of: load(record.spec, (of or record).value))
 
-    def recall(self, key: Key) -> Known | None:
+    def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         with self._lock:
             self._expire(self._clock())
-            return self._transaction().recall(key)
+            return self._transaction().recall(key, names)
 
     def generation(self) -> int:
         with self._lock:
@@ -153,11 +157,8 @@ class MemoryStore(Store):
         txn.commit()
         self._state.generation += 1
 
-    def _alive(self, name: BufferName) -> Record:
-        record = self._state.records.get(name)
-        if record is None or not record.lives(self._clock()):
-            raise unknown(str(name))
-        return record
+    def _alive(self, name: str) -> Record:
+        return alive(self._state.records.get(BufferName(self.namespace, name)), name, self._clock())
 
 
 class _Transaction:
@@ -247,7 +248,7 @@ class _Transaction:
         result.reshape(-1)[...] = stored
         return result
 
-    def recall(self, key: Key) -> Known | None:
+    def recall(self, key: Key, names: Sequence[str]) -> Known | None:
         stored = self._state.keys.get((key.caller, key.text))
         return None if stored is None else copy.deepcopy(stored[1])
 

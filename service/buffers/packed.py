@@ -1,10 +1,13 @@
-"""A record as stores keep it: a list that JSON can hold.
+"""Records and idempotency keys as stores keep them: lists that JSON can hold.
 
 A buffer without the rules of a later version is stored as the version before stored it, in no more bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +15,37 @@ import orjson
 
 from service.buffers.epochs import Closed, ClosedBy
 from service.buffers.names import BufferName
-from service.buffers.record import Record, Spec
+from service.buffers.record import Key, Known, Record, Spec
 from service.dtypes import DTYPES
+from service.errors import BufferCorrupt, StoreFailed
+
+FORMAT = 3
+"""The number of the format of all stores. Every change of what they hold raises it, and it never goes back."""
+
+FINGERPRINT_BYTES = 16
+"""Length of the fingerprint of a request with a key."""
+
+DIGEST_BYTES = 16
+"""Length of the digest of a key: with 128 bits no two keys are ever expected to share a digest."""
+
+_STATE = ("updated", "closed", "epoch", "version", "count", "weight")
+"""The members of every receipt behind the name. Only the answer to a new buffer, or to new rules, has others."""
+
+_SHAPES = [_STATE, (*_STATE, "closed_by", "contributors")]
+"""The members of receipts that are stored as a number: those of a receipt, and those of a closed epoch."""
+
+_COMPRESSED_FROM = 256
+"""Bytes of receipts that are compressed: to compress fewer takes longer than to store them."""
+
+
+def check_format(found: str, store: str) -> None:
+    """Raise `StoreFailed` if the format that was found in the store is not `FORMAT`."""
+    if found != str(FORMAT):
+        raise StoreFailed(
+            f"{store} has format {found}, but this version of gradserve knows format {FORMAT}. To carry its buffers"
+            " over, run `gradserve export FILE` with the version that wrote it, and then, with an empty store,"
+            " `gradserve import FILE` with this version"
+        )
 
 
 def spec_of(members: Mapping[str, Any]) -> Spec:
@@ -44,11 +76,15 @@ def pack_record(record: Record) -> bytes:
 
 
 def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
-    """Return the record of this name. Raises LookupError, TypeError and ValueError for what no version has packed."""
-    spec_members, *state = orjson.loads(packed)
-    spec = spec_of(spec_members)
-    closed = tuple(_unpack_closed(spec, *each) for each in state[8])
-    return Record(name, spec, *[*state[:8], closed, *state[9:]])
+    """Return the record of this name. Raises `BufferCorrupt` for what no version has packed."""
+    try:
+        spec_members, *state = orjson.loads(packed)
+        spec = spec_of(spec_members)
+        closed = tuple(_unpack_closed(spec, *each) for each in state[8])
+        return Record(name, spec, *[*state[:8], closed, *state[9:]])
+    except (LookupError, TypeError, ValueError):
+        problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
+        raise BufferCorrupt(problem, buffer=str(name)) from None
 
 
 def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:
@@ -75,3 +111,48 @@ def _unpack_closed(
 def _usual(spec: Spec, count: int) -> ClosedBy:
     """Return what has closed an epoch that is stored without a reason."""
     return "quorum" if spec.quorum is not None and count >= spec.quorum else "take"
+
+
+def digest_of(key: Key) -> bytes:
+    """Return the name of an idempotency key in a store."""
+    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def pack_known(known: Known) -> bytes:
+    """Return what a store keeps with a key: the fingerprint and, as JSON, columns, which compress well.
+
+    Receipts with the same members share their columns. Of each id its distance from the one before is kept.
+    """
+    groups: dict[tuple[str, ...], list[list[Any]]] = {}
+    order = []
+    for receipt in known.receipts.values():
+        members = (*receipt,)[1:]
+        groups.setdefault(members, []).append([*receipt.values()][1:])
+        order.append([*groups].index(members))
+    shapes = [_SHAPES.index(each) if each in _SHAPES else each for each in groups]
+    columns = [(shape, [*zip(*rows, strict=True)]) for shape, rows in zip(shapes, groups.values(), strict=True)]
+    steps = [after - before for before, after in itertools.pairwise([0, *known.ids.values()])]
+    names = [*known.receipts] if known.by_prefix else None
+    text = orjson.dumps([columns, order, steps, known.sources, names])
+    return known.fingerprint + (text if len(text) < _COMPRESSED_FROM else zlib.compress(text, 1))
+
+
+def unpack_known(packed: bytes | memoryview, names: Sequence[str]) -> Known:
+    """Return what `pack_known` took. Raises `BufferCorrupt`.
+
+    `names` are those of the request's buffers, in its order; a request for a prefix has its own. Those of a request
+    with another fingerprint fit nothing: see `check_same`.
+    """
+    fingerprint, text = bytes(packed[:FINGERPRINT_BYTES]), packed[FINGERPRINT_BYTES:]
+    try:
+        columns, order, steps, sources, own = orjson.loads(text if text[:1] == b"[" else zlib.decompress(text))
+        groups = [
+            (_SHAPES[shape] if isinstance(shape, int) else shape, zip(*each, strict=True)) for shape, each in columns
+        ]
+        receipts = [dict(zip(groups[place][0], next(groups[place][1]), strict=True)) for place in order]
+        names = names if own is None else own
+        by_name = {name: {"name": name, **receipt} for name, receipt in zip(names, receipts, strict=False)}
+        ids = dict(zip(names, itertools.accumulate(steps), strict=False))
+        return Known(fingerprint, by_name, ids, tuple(sources), own is not None)
+    except (LookupError, StopIteration, TypeError, ValueError, zlib.error):
+        raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk") from None

@@ -58,7 +58,7 @@ def resolved(txn: Transaction, request: Request, namespace: str) -> Request:
     """
     if request.wide is None:
         return request
-    known = None if request.key is None else txn.recall(request.key)
+    known = None if request.key is None else txn.recall(request.key, ())
     names = txn.names(namespace, request.wide.prefix) if known is None else [*known.receipts]
     return replace(request, changes=[request.wide.change(name) for name in names])
 
@@ -71,12 +71,10 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     `TooManyBuffers` and `StoreFull` the store must undo changes.
     """
     key, names = request.key, [BufferName(namespace, change.name) for change in request.changes]
-    if key is not None and (known := txn.recall(key)) is not None:
+    if key is not None and (known := txn.recall(key, [change.name for change in request.changes])) is not None:
         check_same(key, known)
         outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
         for name, change in zip(names, request.changes, strict=True):
-            if change.name not in known.receipts:
-                continue  # a buffer with the prefix of the request that did not exist then
             record = _alive(txn, name, now)
             if record is not None and isinstance(change, Add):
                 check_same_buffer(record, known)
@@ -136,7 +134,8 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
             record = record or txn.get(name)
             ids[change.name] = 0 if record is None else record.id
     if key is not None:
-        txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources)), now)
+        by_prefix = request.wide is not None
+        txn.remember(key, Known(key.fingerprint, outcome.receipts, ids, tuple(request.sources), by_prefix), now)
     return outcome
 
 

@@ -191,13 +191,15 @@ class Key(NamedTuple):
 class Known(NamedTuple):
     """The data that is stored with a key: the fingerprint of its request, the receipts, and the ids of the buffers.
 
-    `sources` are the states of the buffers that the request was computed from, in the request's order.
+    `sources` are the states of the buffers that the request was computed from, in the request's order. `by_prefix`
+    says that the request named no buffers: then the store keeps their names.
     """
 
     fingerprint: bytes
     receipts: dict[str, Receipt]
     ids: dict[str, int]
     sources: tuple[str, ...] = ()
+    by_prefix: bool = False
 
 
 def unknown(name: str) -> UnknownBuffer:

@@ -11,15 +11,16 @@ A request changes one or many buffers, all or none, and stores its idempotency k
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, Self, TypeAlias, TypeVar
 
+from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
-from service.buffers.record import Key, Known, Record, Snapshot
+from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
 from service.dtypes import Array, DType
-from service.errors import GradserveError
+from service.errors import BufferCorrupt, GradserveError
 
 E = TypeVar("E", bound=BaseException)
 
@@ -108,8 +109,8 @@ class Store(Protocol):
         Raises `UnknownBuffer`, `EpochOpen`, `EpochGone` and `BufferCorrupt`.
         """
 
-    def recall(self, key: Key) -> Known | None:
-        """Return the data that is stored with the key."""
+    def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
+        """Return the data that is stored with the key. `names` are as `Transaction.recall` wants them."""
 
     def generation(self) -> int:
         """Return a number that changes with every change of the store by any process. Raises `StoreFailed`."""
@@ -131,3 +132,28 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Finish the submitted requests, then release all resources."""
+
+
+def alive(record: Record | None, name: str, now: float) -> Record:
+    """Return the record of the buffer. Raises `UnknownBuffer` if there is none, or if it has expired."""
+    if record is None or not record.lives(now):
+        raise unknown(name)
+    return record
+
+
+def snapshots(
+    records: Iterable[Record], epoch: int | None, load: Callable[[Record, Closed | None], Array]
+) -> list[Snapshot]:
+    """Return the buffers with the values that `load` returns, of now, or of the end of `epoch`, its second argument.
+
+    Raises what `Store.read` raises.
+    """
+    found = []
+    for record in records:
+        of = None if epoch is None else record.closed_epoch(epoch)
+        try:
+            found.append(Snapshot(record, load(record, of), of))
+        except BufferCorrupt as error:
+            name_buffer(error, record.name, one_of_many=True)
+            raise
+    return found

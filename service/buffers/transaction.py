@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from service.buffers.gradients import Gradient
@@ -43,8 +44,11 @@ class Transaction(Protocol):
     def load(self, spec: Spec, value: int | None) -> Array:
         """Return a value in memory of its own."""
 
-    def recall(self, key: Key) -> Known | None:
-        """Return the data that is stored with the key, for any fingerprint."""
+    def recall(self, key: Key, names: Sequence[str]) -> Known | None:
+        """Return the data that is stored with the key, for any fingerprint. The request's buffers have these names.
+
+        Raises `BufferCorrupt`.
+        """
 
     def admit_key(self, key: Key) -> None:
         """Raise `KeysFull` if the keys of its namespace have taken their share of the store."""

@@ -403,7 +403,7 @@ def test_changing_a_receipt_changes_no_stored_receipt(store: Store) -> None:
     for _ in range(3):
         first["shape"].append(9)
         first["count"] = 9
-        known = store.recall(key())
+        known = store.recall(key(), ["a"])
         assert known is not None
         assert known.receipts == {"a": expected}
         known.receipts["a"]["count"] = 9

@@ -11,7 +11,7 @@ from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.rules import SetRules
 from service.buffers.store import Store
 from service.errors import InvalidParameter, KeyReused, UnknownBuffer
-from tests.buffers.calls import PATIENCE, Clock, add, create, key, spec, state
+from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, spec, state
 
 MANY = 300
 """Buffers: more than the event loop looks up by itself."""
@@ -91,6 +91,20 @@ def test_a_repeated_request_answers_the_same(store: Store) -> None:
     assert names(store) == ["p.b", "p.c"]
     with pytest.raises(KeyReused):
         make(store, wide("p.", key=key(request="another")))
+
+
+def test_a_repeated_take_answers_for_the_same_buffers(store: Store) -> None:
+    """More buffers may have the prefix when it comes again."""
+    create(store, "p.a")
+    add(store, "p.a", [1, 2])
+    first = make(store, wide("p.", Take, key=key()))
+    create(store, "p.b")
+    again = make(store, wide("p.", Take, key=key()))
+    assert (again.receipts, again.replayed) == (first.receipts, True)
+    assert list(again.values) == ["p.a"]
+    assert store.record("p.b").epoch == 0
+    with pytest.raises(KeyReused):
+        do(store, Take(name="p.a"), key=key(request="for one name"))
 
 
 def test_a_repeated_request_for_no_buffer_answers_the_same(store: Store) -> None:

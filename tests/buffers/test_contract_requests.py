@@ -233,23 +233,15 @@ def test_a_repeated_take_never_answers_the_value_of_a_recreated_buffer(store: St
         do(store, Take(name="a"), key=key())
 
 
-def test_a_repeated_prefix_request_answers_for_the_same_buffers(store: Store) -> None:
-    """The prefix may match more buffers at the transaction than at the look-up."""
-    create(store, "p.a", "p.b")
-    add(store, "p.a", [1, 2])
-    first = do(store, Take(name="p.a"), key=key())
-    again = do(store, Take(name="p.a"), Take(name="p.b"), key=key())
-    assert (again.receipts, again.replayed) == (first.receipts, True)
-    assert list(again.values) == ["p.a"]
-    assert store.record("p.b").epoch == 0
-
-
 def test_a_key_is_for_one_request(store: Store) -> None:
     create(store, "a")
     do(store, Add(name="a", gradient=ones(2)), key=key())
     before = state(store)
     with pytest.raises(KeyReused, match="'k' was used for another request"):
         do(store, Add(name="a", gradient=ones(2)), key=key(request="another"))
+    for names in ("ab", "b", ""):
+        with pytest.raises(KeyReused):
+            do(store, *[Add(name=name, gradient=ones(2)) for name in names], key=key(request="for other buffers"))
     assert state(store) == before
 
 
@@ -278,10 +270,10 @@ def test_a_key_stores_the_receipts(store: Store) -> None:
     create(store, "a")
     assert store.recall(key()) is None
     outcome = do(store, Add(name="a", gradient=ones(2)), key=key())
-    known = store.recall(key())
+    known = store.recall(key(), ["a"])
     assert known is not None
     assert known[:2] == (key().fingerprint, outcome.receipts)
-    assert store.recall(key(request="another")) == known
+    assert store.recall(key(request="another"), ["a"]) == known
     assert store.recall(key(caller="bob")) is None
 
 

@@ -31,7 +31,13 @@ def prepared(reopen: Callable[[], LmdbStore]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "message"), [(b"2", "has format 2, but .* up to 1: use"), (b"10", "has format 10"), (b"", "has format ,")]
+    ("found", "message"),
+    [
+        (b"2", "has format 2, but .* knows format 3"),
+        (b"4", "has format 4"),
+        (b"10", "has format 10"),
+        (b"", "has format ,"),
+    ],
 )
 def test_another_format_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Path, found: bytes, message: str) -> None:
     prepared(reopen)

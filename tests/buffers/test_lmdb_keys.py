@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ import pytest
 
 from service.buffers.changes import Add, Change, Create, Delete, Restore, Take, Zero
 from service.buffers.lmdb import LmdbStore
-from service.buffers.lmdb.receipts import LIST_MICROSECONDS, MANY
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Request
+from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.record import Record
 from service.errors import BufferCorrupt, EpochGone
 from tests.buffers.calls import (
@@ -26,17 +23,13 @@ from tests.buffers.calls import (
     Clock,
     create,
     do,
-    entries_of,
     key,
     ones,
     spec,
     wrong,
 )
-from tests.buffers.test_lmdb import wait_for_entries
-from tests.buffers.test_lmdb_damage import flip
 
 NAMES = [f"layer.{number}.weight" for number in range(200)]
-LIST_SECONDS = LIST_MICROSECONDS / 1e6
 
 
 def adds(names: Sequence[str] = NAMES, **rest: Any) -> list[Add]:
@@ -81,7 +74,7 @@ CHANGES: dict[str, Callable[[str], Change]] = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 2, MANY - 1, MANY, 200])
+@pytest.mark.parametrize("count", [1, 2, 4, 200])
 def test_a_replay_answers_the_same_bytes(reopen: Callable[[], LmdbStore], count: int) -> None:
     store = reopen()
     restore(store, **random_states())
@@ -94,7 +87,7 @@ def test_a_replay_answers_the_same_bytes(reopen: Callable[[], LmdbStore], count:
         again = store.submit(request).result(PATIENCE)
         assert (again.replayed, again.sources) == (True, ("1-2-3", "4-5-6"))
         assert text(again) == text(made)
-        known = store.recall(key(what))
+        known = store.recall(key(what), [change.name for change in changes])
         assert known is not None
         assert [*known.receipts] == [*known.ids] == [change.name for change in changes]
         if what == "delete":
@@ -149,8 +142,7 @@ def test_a_buffer_that_was_replaced_since_is_found(reopen: Callable[[], LmdbStor
 
 
 def bytes_per_buffer(store: LmdbStore, requests: int = 100) -> float:
-    """What a keyed add to all buffers takes of the store, beyond the list of their names."""
-    do(store, *adds(), key=key("the first"))
+    """What a keyed add to all buffers takes of the store."""
     before = store.size()[1]
     for number in range(requests):
         do(store, *adds(), key=key(f"{number}"))
@@ -169,182 +161,18 @@ def test_a_keyed_add_takes_few_bytes_if_no_two_buffers_are_alike(reopen: Callabl
     assert bytes_per_buffer(store) < 8
 
 
-def lists_in(path: Path) -> dict[bytes, bytes]:
-    """The lists of names in a store that is closed."""
-    with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin() as txn:
-        return {
-            bytes(place): bytes(sealed) for place, sealed in txn.cursor(env.open_db(b"lists", txn=txn, create=False))
-        }
-
-
-def test_requests_for_the_same_buffers_share_a_list(
-    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
+def test_a_request_by_prefix_keeps_the_names_of_its_buffers(reopen: Callable[[], LmdbStore]) -> None:
     store = reopen()
-    create(store, *NAMES)
-    steps: list[tuple[Sequence[Change], float, int]] = [
-        (adds(), 0, 1),
-        ([Zero(name=name) for name in NAMES], 1, 1),
-        (adds(NAMES[::-1]), 1, 2),
-        (adds(NAMES[: MANY - 1]), 1, 2),
-        ([Delete(name=name) for name in NAMES[:MANY]], 1, 3),
-        ([Create(name=name, spec=spec()) for name in NAMES[:MANY]], 1, 3),
-        (adds(), 1, 4),  # some have other ids now
-        (adds(), LIST_SECONDS, 5),
-    ]
-    for number, (changes, later, expected) in enumerate(steps):
-        clock.advance(later)
-        made = do(store, *changes, key=key(f"{number}"))
-        assert text(do(store, *changes, key=key(f"{number}"))) == text(made)
-        store.close()
-        assert len(lists_in(tmp_path / "store")) == expected
-        store = reopen()
-    store.close()
-    assert wrong(tmp_path / "store") == []
-
-
-def test_a_list_that_no_key_needs_is_removed(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
-    """However many different requests come over time."""
+    create(store, *NAMES[:8])
+    take = Request([], key(), wide=Wide("layer.", lambda name: Take(name=name)))
+    made = store.submit(take).result(PATIENCE)
+    create(store, "layer.new")
     store = reopen()
-    create(store, *NAMES)
-    most = 0
-    for number in range(300):
-        do(store, *adds(NAMES[number % 100 :][:MANY]), key=key(f"{number}"))
-        clock.advance(LIST_SECONDS / 20)
-        if number % 20 == 0:
-            store.close()
-            most = max(most, len(lists_in(tmp_path / "store")))
-            store = reopen()
-    assert most <= 45  # of an hour, of the hour before, and of the last `KEY_SECONDS`
-    clock.advance(LIST_SECONDS + KEY_SECONDS)
-    for _ in range(10):
-        do(store, *adds(NAMES[:1]))
-    store.close()
-    entries = entries_of(tmp_path / "store")
-    assert (entries["keys"], entries["lists"], entries["outcomes"]) == (0, 0, 0)
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_list_that_no_key_needs_is_removed_when_idle(
-    reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
-    store = reopen()
-    create(store, *NAMES)
-    for start in range(30):
-        do(store, *adds(NAMES[start:]), key=key(f"{start}"))
-    clock.advance(LIST_SECONDS + KEY_SECONDS)
-    wait_for_entries(tmp_path / "store", 0, "keys", "lists", "outcomes")
-
-
-def test_a_list_stays_while_one_key_needs_it(reopen: Callable[[], LmdbStore], clock: Clock) -> None:
-    store = reopen()
-    create(store, *NAMES)
-    clock.now = (clock.now // LIST_SECONDS + 1) * LIST_SECONDS
-    do(store, *adds(), key=key("early"))
-    clock.advance(LIST_SECONDS - 1)
-    made = do(store, *adds(), key=key("late"))
-    clock.advance(KEY_SECONDS - 1)
-    for _ in range(10):
-        do(store, *adds(NAMES[:1]))
-    assert store.recall(key("early")) is None
-    assert text(do(store, *adds(), key=key("late"))) == text(made)
-
-
-@pytest.mark.usefixtures("untidied")
-def test_a_clock_that_was_set_back_loses_no_list(reopen: Callable[[], LmdbStore], clock: Clock) -> None:
-    """As long as a key is there, its list is, whatever the clock said meanwhile."""
-    store = reopen()
-    create(store, *NAMES)
-    for number in range(100):
-        made = do(store, *adds(), key=key(f"{number}"))
-        clock.advance(0.01)
-    clock.advance(KEY_SECONDS + 2 * LIST_SECONDS)
-    do(store, *adds(NAMES[:1]))
-    clock.advance(-KEY_SECONDS - 2 * LIST_SECONDS)
-    assert store.recall(key("0")) is None
-    assert text(do(store, *adds(), key=key("99"))) == text(made)
-
-
-OTHER = """
-import sys
-from pathlib import Path
-import orjson
-from service.buffers.lmdb import LmdbStore
-from tests.buffers.calls import KEY_SECONDS, MAX_BYTES, do, key
-from tests.buffers.test_lmdb_keys import adds, text
-
-now = float(sys.argv[2])
-store = LmdbStore(Path(sys.argv[1]), max_bytes=MAX_BYTES, key_seconds=KEY_SECONDS, clock=lambda: now)
-sys.stdout.buffer.write(text(do(store, *adds(), key=key("of the other process"))))
-store.close()
-"""
-
-
-def test_processes_share_lists(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
-    """Another process, whose clock is fast, removes the list that this process stored last."""
-    store = reopen()
-    create(store, *NAMES)
-    do(store, *adds(), key=key("expires"))
-    arguments = [str(tmp_path / "store"), str(clock.now + KEY_SECONDS + LIST_SECONDS)]
-    command = [sys.executable, "-c", OTHER, *arguments]
-    other = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, timeout=PATIENCE, check=True)
-    assert store.recall(key("expires")) is None
-    made = do(store, *adds(), key=key("stays"))
-    assert text(do(store, *adds(), key=key("stays"))) == text(made)
-    assert text(do(store, *adds(), key=key("of the other process"))) == other.stdout
-    store.close()
-    assert len(lists_in(tmp_path / "store")) == 2
-    assert wrong(tmp_path / "store") == []
+    again = store.submit(take).result(PATIENCE)
+    assert (again.receipts, again.replayed, [*again.receipts]) == (made.receipts, True, NAMES[:8])
 
 
 # ----- damage -----
-
-
-@pytest.fixture
-def hurt(reopen: Callable[[], LmdbStore], tmp_path: Path) -> LmdbStore:
-    """A store with the keys "one" and "two", whose list of names is damaged, and "well" and "few"."""
-    store = reopen()
-    create(store, *NAMES)
-    do(store, *adds(), key=key("one"))
-    do(store, *adds(), key=key("two"))
-    store.close()
-    (sealed,) = lists_in(tmp_path / "store").values()
-    store = reopen()
-    do(store, *adds(NAMES[::-1]), key=key("well"))
-    do(store, *adds(NAMES[:2]), key=key("few"))
-    store.close()
-    flip(tmp_path / "store", sealed[:100])
-    return reopen()
-
-
-def test_a_damaged_list_harms_its_keys_only(
-    hurt: LmdbStore, reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path
-) -> None:
-    assert do(hurt, *adds(NAMES[::-1]), key=key("well")).replayed
-    assert do(hurt, *adds(NAMES[:2]), key=key("few")).replayed
-    for text in ("one", "two"):
-        with pytest.raises(BufferCorrupt, match="outcome of this Idempotency-Key is damaged on the disk"):
-            do(hurt, *adds(), key=key(text))
-        with pytest.raises(BufferCorrupt):
-            hurt.recall(key(text))
-    hurt.close()
-    expected = "WRONG: 2 idempotency keys are damaged: a retry with one of them fails"
-    assert wrong(tmp_path / "store") == [expected]
-    store = reopen()
-    clock.advance(LIST_SECONDS + KEY_SECONDS)
-    for _ in range(10):
-        do(store, *adds(NAMES[:1]))
-    store.close()
-    entries = entries_of(tmp_path / "store")
-    assert (entries["keys"], entries["lists"]) == (0, 0)
-
-
-def test_the_next_request_mends_a_damaged_list(hurt: LmdbStore, tmp_path: Path) -> None:
-    assert not do(hurt, *adds(), key=key("three")).replayed
-    for text in ("one", "two", "three"):
-        assert do(hurt, *adds(), key=key(text)).receipts[NAMES[0]]["updated"]
-    hurt.close()
-    assert wrong(tmp_path / "store") == []
 
 
 @pytest.mark.parametrize("database", ["keys", "outcomes"])

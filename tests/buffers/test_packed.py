@@ -8,8 +8,9 @@ import pytest
 
 from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
-from service.buffers.packed import pack_record, unpack_record
-from service.buffers.record import Record
+from service.buffers.packed import pack_known, pack_record, unpack_known, unpack_record
+from service.buffers.record import Known, Record
+from service.errors import BufferCorrupt
 from tests.buffers.calls import spec
 
 NAME = BufferName("", "a")
@@ -42,5 +43,21 @@ def test_a_record_comes_back(began: float | None, held: dict[str, int], rules: d
 
 @pytest.mark.parametrize("packed", [b"", b"[]", b"[{}]", b"3", b"null", BEFORE[:-1], BEFORE[:-1] + b",1,2,3]"])
 def test_what_no_version_has_packed_is_refused(packed: bytes) -> None:
-    with pytest.raises((LookupError, TypeError, ValueError)):
+    with pytest.raises(BufferCorrupt, match="'a' is damaged"):
         unpack_record(NAME, packed)
+
+
+KNOWN = Known(
+    bytes(16), {"a": {"name": "a", "updated": True}, "b": {"name": "b", "count": 3}}, {"a": 7, "b": 0}, ("1-0-2",)
+)
+
+
+@pytest.mark.parametrize("known", [KNOWN, KNOWN._replace(by_prefix=True), Known(bytes(16), {}, {})])
+def test_what_a_key_answers_comes_back(known: Known) -> None:
+    assert unpack_known(pack_known(known), [] if known.by_prefix else [*known.receipts]) == known
+
+
+@pytest.mark.parametrize("packed", [b"", b"[]", b"[[],[0],[1],[],null]", b"[[[9,[]]],[],[],[],null]", b"x\x9c"])
+def test_what_no_version_has_packed_with_a_key_is_damage(packed: bytes) -> None:
+    with pytest.raises(BufferCorrupt, match="outcome of this Idempotency-Key is damaged"):
+        unpack_known(bytes(16) + packed, ["a"])

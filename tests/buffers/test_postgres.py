@@ -13,6 +13,7 @@ import pytest
 
 from service.buffers import failpoints
 from service.buffers.changes import Add, Create, Delete, Zero
+from service.buffers.packed import FORMAT
 from service.buffers.perform import Request
 from service.buffers.postgres import connections, janitor, transaction, watcher
 from service.errors import BufferCorrupt, GradserveError, StoreFailed, UnknownBuffer
@@ -31,13 +32,34 @@ def schema(postgres_url: str) -> Iterator[Schema]:
     made.close()
 
 
-def test_tables_of_an_unknown_newer_version_are_refused(schema: Schema) -> None:
+@pytest.mark.parametrize("version", [1, FORMAT + 1])
+def test_tables_of_another_format_are_refused(schema: Schema, version: int) -> None:
     schema.open().close()
-    schema.ask("update meta set version = version + 1")
-    with pytest.raises(StoreFailed, match=r"has version 2, but this gradserve knows version 1.*SCHEMA"):
+    schema.ask(f"update meta set version = {version}")
+    refused = rf"SCHEMA\) has format {version}, but .* knows format {FORMAT}\..*gradserve export.*gradserve import"
+    with pytest.raises(StoreFailed, match=refused):
         schema.open()
-    schema.ask("update meta set version = version - 1")
+    schema.ask(f"update meta set version = {FORMAT}")
     assert schema.open().records() == []
+
+
+def test_a_damaged_record_harms_no_other_buffer(schema: Schema) -> None:
+    store = schema.open()
+    create(store, "hurt", "later", "well")
+    schema.ask("update buffers set record = '[]' where name = 'hurt'")
+    assert [record.name for record in store.records(limit=2)] == ["later", "well"]
+    for damaged in (
+        lambda: store.records(strict=True),
+        lambda: store.record("hurt"),
+        lambda: store.read(["well", "hurt"]),
+        lambda: add(store, "hurt", 1.0),
+    ):
+        with pytest.raises(BufferCorrupt, match="'hurt' is damaged"):
+            damaged()
+    assert add(store, "well", 1.0)["count"] == 1
+    assert do(store, Delete(name="hurt")).receipts["hurt"]["updated"]
+    create(store, "hurt")
+    assert [record.name for record in store.records(strict=True)] == ["hurt", "later", "well"]
 
 
 def test_many_servers_make_the_tables_at_once(schema: Schema) -> None:

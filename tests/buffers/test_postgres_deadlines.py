@@ -69,24 +69,3 @@ def test_the_janitor_delays_no_deadline(schema: Schema, monkeypatch: pytest.Monk
         add(store, "a", [1, 2])
         until(lambda: store.record("a").epoch == 1, "the epoch stays open")
         assert schema.ask("select count(*) from pg_locks where not granted") == [(1,)]
-
-
-def test_tables_of_the_version_before_work(schema: Schema) -> None:
-    """They have no column for deadlines, and a server of that version works on beside a new one."""
-    store = schema.open()
-    create(store, "a", "b", ttl_seconds=1000.0)
-    add(store, "a", [1, 2])
-    schema.close()
-    schema.ask("alter table buffers drop due")
-    store = schema.open()
-    schema.ask(
-        "insert into buffers (namespace, name, record, seq, expires) select namespace, 'c', record, seq, expires"
-        " from buffers where name = 'b'"
-    )
-    create(store, "d", deadline_seconds=0.05)
-    add(store, "d", [1, 2])
-    until(lambda: store.record("d").epoch == 1, "the epoch stays open")
-    assert [record.name for record in store.records()] == ["a", "b", "c", "d"]
-    assert value(store, "a").tolist() == [1, 2]
-    schema.close()
-    schema.open()

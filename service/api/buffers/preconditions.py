@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import xxhash
 
@@ -96,9 +97,9 @@ def refuse_headers(call: Call, *names: str) -> None:
             raise InvalidParameter(f"{name} is for requests that {_READ_BY[name]} one buffer", parameter=name)
 
 
-def recalled(store: Store, key: Key | None) -> Known | None:
-    """Return the data of this key in the store, if the request came before. Raises `KeyReused`."""
-    known = None if key is None else store.recall(key)
+def recalled(store: Store, key: Key | None, names: Sequence[str] = ()) -> Known | None:
+    """Return the data of this key in the store, if the request, for these buffers, came before. Raises `KeyReused`."""
+    known = None if key is None else store.recall(key, names)
     if key is not None and known is not None:
         check_same(key, known)
     return known

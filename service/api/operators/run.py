@@ -109,7 +109,7 @@ def _computed(call: Call, job: Job, inline: bool) -> _Computed:
     """Compute the outputs, with inputs from buffers, unless the request only repeats an add."""
     store, sources, targets = call.store, job.buffers.sources, job.buffers.targets
     key = key_of(call, job.body, job.shared) if targets else None
-    known = recalled(store, key)
+    known = recalled(store, key, [*targets.values()])
     if known is not None and not job.answered:
         for buffer in targets.values():
             with suppress(UnknownBuffer):

@@ -14,9 +14,10 @@ from typing import Any
 import lmdb
 import orjson
 
-from service.buffers.lmdb.format import DATABASES, FORMAT
+from service.buffers.lmdb.format import DATABASES
 from service.buffers.lmdb.mapped import MappedFile
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
+from service.buffers.packed import FORMAT, check_format
 from service.buffers.room import store_full
 from service.errors import StoreFailed
 from service.host.files import check_regular, open_new
@@ -50,7 +51,7 @@ FILES = "data.mdb", "lock.mdb", "values"
 
 
 class Environment:
-    """An LMDB environment of format 1, its databases, and its transactions."""
+    """An LMDB environment of one format, its databases, and its transactions."""
 
     meta: Any
     buffers: Any
@@ -58,7 +59,6 @@ class Environment:
     free: Any
     keys: Any
     outcomes: Any
-    lists: Any
     deadlines: Any
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
@@ -89,11 +89,8 @@ class Environment:
         with self._mapped.transaction() as txn:
             stored = txn.get(b"format", db=self.meta)
             stored = None if stored is None else bytes(stored)
-        if stored is not None and not (stored.isdigit() and int(stored) <= FORMAT):
-            raise StoreFailed(
-                f"The store in {self.path} has format {stored.decode(errors='replace')}, but this version of gradserve"
-                f" knows formats up to {FORMAT}: use the version that wrote it, or a newer one"
-            )
+        if stored is not None:
+            check_format(stored.decode(errors="replace"), f"The store in {self.path}")
         for name in DATABASES:
             setattr(self, name, self._env.open_db(name.encode(), create=create))
         if create and stored is None:

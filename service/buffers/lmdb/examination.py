@@ -35,8 +35,7 @@ class LmdbMoment(Reader):
         yield f"{len(used)} slots in use, {len(free)} free"
         if lost := set(range(total)) - used.keys() - set(free):
             yield f"{len(lost)} slots of {CHUNK_BYTES} bytes are lost to damage; to regain them, export to a new store"
-        entries = self.entries()
-        yield f"{entries['keys']} idempotency keys, {entries['lists']} lists of their buffers' names"
+        yield f"{self.entries()['keys']} idempotency keys"
         if damaged := self.keys.damaged():
             yield f"{WRONG}{damaged} idempotency keys are damaged: a retry with one of them fails"
         yield from self._miscounted()

@@ -32,10 +32,6 @@ def forget(store: Path, max_bytes: int, seconds: float, namespace: str | None) -
         while place:
             more, place = _forget_some(env, latest, namespace, place)
             forgotten += more
-        with env.writing() as txn:
-            keys = KeyWriter(env, txn)
-            keys.forget_unneeded_lists(latest)
-            keys.finish()
         return forgotten
     except (lmdb.Error, OSError) as error:
         raise as_client_error(error, store, max_bytes) from None

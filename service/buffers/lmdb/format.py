@@ -16,28 +16,25 @@ A chunk never changes where it is: the changed chunk goes into another slot. LMD
 of two transactions. A slot that one transaction takes and frees again is reusable at once. A sparse gradient is stored
 as a value of its own, and waits to be added (`values.py`).
 
-The databases of the LMDB environment hold, in format 1:
+The databases of the LMDB environment hold:
 
-    meta       b"format" -> the number of the format, as text
+    meta       b"format" -> the number of the format (`packed.FORMAT`), as text
                b"last_id" -> the last id that a buffer or a value was given, 8 bytes
                b"slots" -> the number of slots, free ones included, 8 bytes
                b"writer" -> the mark of the last transaction, `MARK_BYTES` bytes
                b"clock" -> the clock of this run of the machine: its distance from the monotonic clock in seconds, as
                            float64; the name of the run (`clock.py`); sealed
                b"count:" and a namespace -> the number of its buffers, 8 bytes
-               b"keys:" and a namespace -> the number of its entries in `outcomes` and `lists`, and the bytes that
-                           they take of the store, 8 bytes each
+               b"keys:" and a namespace -> the number of its entries in `outcomes`, and the bytes that they take of
+                           the store, 8 bytes each
     buffers    `BufferName.joined` -> a `Record` as JSON, sealed
     values     id of a value, 8 bytes -> a small value: its elements and b"i", sealed
                                       -> a large value: slot and checksum of each chunk, 8 bytes each; what waits to be
                                          added, as JSON; the length of this JSON, 4 bytes; and b"c"; sealed
     free       number of the transaction that freed them, 8 bytes, and a running number, 4 bytes -> slots, 8 bytes each
     keys       digest of caller and key, 16 bytes -> the time of the request, 8 bytes
-    outcomes   time of the request, 8 bytes, and digest of caller and key -> fingerprint, namespace, and what a replay
-               answers: receipts, ids of the buffers, states of the buffers that the request was computed from
-               (`receipts.py`); sealed
-    lists      time from which on no request shares the list, 8 bytes, and digest of the list -> namespace, and names
-               and ids of buffers, compressed; sealed
+    outcomes   time of the request, 8 bytes, and digest of caller and key -> length of the namespace, 1 byte; the
+               namespace; fingerprint, and what a replay answers (`packed.pack_known`); sealed
     deadlines  time, 8 bytes, and `BufferName.joined` -> nothing: when to check whether the buffer has expired
                b"\xff", time, 8 bytes, and `BufferName.joined` -> nothing: when the running epoch is due
 
@@ -63,19 +60,15 @@ Slots win from about 8 MB on.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 
 import xxhash
 
 from service.buffers import packed
 from service.buffers.names import BufferName
-from service.buffers.record import Key, Record
-from service.errors import BufferCorrupt
+from service.buffers.record import Record
 
-FORMAT = 1
-
-DATABASES = ("buffers", "values", "free", "keys", "outcomes", "lists", "deadlines")
+DATABASES = ("buffers", "values", "free", "keys", "outcomes", "deadlines")
 """All databases but `meta`."""
 
 WRITER = b"writer"
@@ -111,12 +104,6 @@ TIME = struct.Struct(">Q")
 LATEST_MICROSECONDS = 2.0**63
 """Every later time is stored as this, which fits into 8 bytes."""
 
-DIGEST_BYTES = 16
-"""Length of the digest of a key or a list: with 128 bits no two of them are ever expected to share a digest."""
-
-FINGERPRINT_BYTES = 16
-"""Length of the fingerprint of a request with a key."""
-
 SEAL_BYTES = 8
 """Length of a checksum."""
 
@@ -145,11 +132,6 @@ def key_range(namespace: str, prefix: str, after: str) -> tuple[bytes, bytes]:
     return max(own, behind), stop if namespace else min(stop, b"~")
 
 
-def digest_of(key: Key) -> bytes:
-    """Return the name of an idempotency key in `keys`."""
-    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=DIGEST_BYTES).digest()
-
-
 def seed_of(text: bytes) -> int:
     """Return the seed of the checksum of what is stored under this name."""
     return xxhash.xxh3_64_intdigest(text)
@@ -173,9 +155,4 @@ def pack_record(record: Record, key: bytes) -> bytes:
 
 def unpack_record(name: BufferName, sealed: memoryview) -> Record:
     """Return a record from what is stored. Raises `BufferCorrupt`."""
-    data = unseal(sealed, seed_of(name.joined.encode()))
-    try:
-        return packed.unpack_record(name, b"" if data is None else data)
-    except (LookupError, TypeError, ValueError):
-        problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
-        raise BufferCorrupt(problem, buffer=str(name)) from None
+    return packed.unpack_record(name, unseal(sealed, seed_of(name.joined.encode())) or b"")

@@ -100,7 +100,7 @@ class Reader:
         """Return whether the sums of all counts are right."""
         entries, uses = self.entries(), self.keys.uses().values()
         buffers, keys = sum(self.counts().values()), sum(use.entries for use in uses)
-        return buffers == entries["buffers"] and keys == entries["outcomes"] + entries["lists"]
+        return buffers == entries["buffers"] and keys == entries["outcomes"]
 
     def counts(self) -> dict[str, int]:
         """Return the stored count of buffers of each namespace."""
@@ -159,9 +159,8 @@ class Reader:
         return {name: self._txn.stat(getattr(self._env, name))["entries"] for name in DATABASES}
 
     def anything_due(self, oldest_key: int, now: float) -> bool:
-        """Return whether a key or a list of names has expired, the deadline of a buffer is over, or an epoch is due."""
-        outcomes, lists, deadlines = self._env.outcomes, self._env.lists, self._env.deadlines
-        for db, limit in ((outcomes, oldest_key), (lists, oldest_key), (deadlines, microseconds(now))):
+        """Return whether a key has expired, the deadline of a buffer is over, or an epoch is due."""
+        for db, limit in ((self._env.outcomes, oldest_key), (self._env.deadlines, microseconds(now))):
             with self._txn.cursor(db=db) as cursor:
                 if is_due(cursor, limit):
                     return True

@@ -9,8 +9,8 @@ from pathlib import Path
 from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.examination import LmdbMoment
-from service.buffers.lmdb.format import FORMAT
 from service.buffers.lmdb.opening import open_environment
+from service.buffers.packed import FORMAT
 
 
 class LmdbReadOnly:

@@ -13,16 +13,27 @@ from pathlib import Path
 
 import numpy as np
 
+from service.buffers.epochs import Closed
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.clock import clock_of
-from service.buffers.lmdb.format import digest_of, key_range
+from service.buffers.lmdb.format import key_range
 from service.buffers.lmdb.opening import open_environment
 from service.buffers.lmdb.reader import Reader, reading
 from service.buffers.lmdb.writer import Writer
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
-from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
-from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted
+from service.buffers.record import Key, Known, Record, Snapshot
+from service.buffers.store import (
+    KEY_SECONDS,
+    MAX_BUFFERS,
+    Allocate,
+    Committed,
+    Store,
+    alive,
+    snapshots,
+    uncounted,
+)
+from service.dtypes import Array
 from service.errors import BufferCorrupt
 
 
@@ -84,23 +95,16 @@ class LmdbStore(Store):
         return alive
 
     def read(self, names: Sequence[str], epoch: int | None = None) -> list[Snapshot]:
-        snapshots = []
         with reading(self._env) as reader, np.errstate(all="ignore"):
-            for name in names:
-                record = self._alive(reader, name)
-                closed = None if epoch is None else record.closed_epoch(epoch)
-                value = record.value if closed is None else closed.value
-                try:
-                    loaded = reader.values.load(record.spec, value, self._allocate)
-                except BufferCorrupt as error:
-                    name_buffer(error, name, one_of_many=True)
-                    raise
-                snapshots.append(Snapshot(record, loaded, closed))
-        return snapshots
 
-    def recall(self, key: Key) -> Known | None:
+            def load(record: Record, of: Closed | None) -> Array:
+                return reader.values.load(record.spec, (of or record).value, self._allocate)
+
+            return snapshots((self._alive(reader, name) for name in names), epoch, load)
+
+    def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         with reading(self._env) as reader:
-            return reader.keys.find(digest_of(key), self._writer.oldest_key())
+            return reader.keys.find(key, names, self._writer.oldest_key())
 
     def generation(self) -> int:
         return self._env.generation()
@@ -114,7 +118,4 @@ class LmdbStore(Store):
             self._env.close()
 
     def _alive(self, reader: Reader, name: str) -> Record:
-        record = reader.get(BufferName(self.namespace, name))
-        if record is None or not record.lives(self._clock()):
-            raise unknown(name)
-        return record
+        return alive(reader.get(BufferName(self.namespace, name)), name, self._clock())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from service.buffers.closing import close_if_due
@@ -15,7 +16,6 @@ from service.buffers.lmdb.format import (
     DUE,
     NUMBER,
     TIME,
-    digest_of,
     due_entry,
     key_range,
     microseconds,
@@ -149,8 +149,8 @@ class LmdbTransaction(Reader):
     def load(self, spec: Spec, value: int | None) -> Array:
         return self._writer.load(spec, value, self._state.allocate)
 
-    def recall(self, key: Key) -> Known | None:
-        return self._keys.find(digest_of(key), self._oldest)
+    def recall(self, key: Key, names: Sequence[str]) -> Known | None:
+        return self._keys.find(key, names, self._oldest)
 
     def admit_key(self, key: Key) -> None:
         limit = self._env.max_bytes
@@ -191,12 +191,8 @@ class LmdbTransaction(Reader):
         self._keys.finish()
 
     def forget_keys(self, most: int) -> int:
-        """Delete up to `most` keys that have expired, and lists of names that no key needs any more.
-
-        Return the number of the deleted.
-        """
+        """Delete up to `most` keys that have expired. Return their number."""
         forgotten, _ = self._keys.forget(self._oldest, most)
-        forgotten += self._keys.forget_lists(self._oldest, most - forgotten)
         self.writes += forgotten
         return forgotten
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from service.buffers.changes import Create, Restore
 from service.buffers.names import BufferName
-from service.buffers.packed import pack_record, unpack_record
+from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.connections import Database, NoStandbyError
 from service.buffers.postgres.deltas import INSERT
@@ -34,15 +34,8 @@ from service.buffers.postgres.exchange import (
     texts,
 )
 from service.buffers.postgres.schema import FREED_SECONDS
-from service.buffers.postgres.transaction import (
-    Changes,
-    Found,
-    Stored,
-    digest_of,
-    pack_known,
-    unpack_known,
-)
-from service.errors import GradserveError
+from service.buffers.postgres.transaction import Changes, Found, Stored
+from service.errors import BufferCorrupt, GradserveError
 
 KEY_LOCK = 1
 """The class of the advisory locks of keys."""
@@ -237,15 +230,18 @@ class Batch:
             raise NoStandbyError("its synchronous_standby_names are empty")
         if blobs and claimed != [(len(blobs),)]:
             raise StagedLostError
-        records: dict[BufferName, Stored | None] = dict.fromkeys(names)
+        records: dict[BufferName, Stored | BufferCorrupt | None] = dict.fromkeys(names)
         seqs = {}
         for namespace, name, packed, seq in rows:
             full = BufferName(namespace, name)
-            records[full] = stored = Stored(unpack_record(full, packed), seq)
+            try:
+                records[full] = stored = Stored(unpack_record(full, packed), seq)
+            except BufferCorrupt as error:
+                records[full] = error  # the request that needs it gets the error
+                continue
             if stored.record.value is not None:
                 seqs[stored.record.value] = seq
-        found = {digest: unpack_known(outcome) for digest, outcome in known.items()}
-        return Found(records, found, Counter(dict(counts)), seqs)
+        return Found(records, known, Counter(dict(counts)), seqs)
 
     def write(self, connection: Connection, changes: Changes, found: Found) -> bool:
         """Write the changes and commit. Return whether there were any."""

@@ -5,7 +5,6 @@ An export holds one REPEATABLE READ transaction while its values stream: all tha
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,12 +14,11 @@ import psycopg
 from psycopg import sql
 
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_record
+from service.buffers.packed import FORMAT, unpack_known, unpack_record
 from service.buffers.postgres.connections import as_client_error
 from service.buffers.postgres.deltas import check_complete, read_deltas, total
 from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.schema import ID_BLOCK, VERSION, check_version
-from service.buffers.postgres.transaction import unpack_known
+from service.buffers.postgres.schema import ID_BLOCK, check_version
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
@@ -89,7 +87,7 @@ class PostgresMoment:
             full_name = BufferName(namespace, name)
             try:
                 record = unpack_record(full_name, packed)
-            except (LookupError, TypeError, ValueError):
+            except BufferCorrupt:
                 yield full_name, None
                 continue
             if record.value is not None:
@@ -123,7 +121,7 @@ class PostgresReadOnly:
     def described(self) -> Iterator[str]:
         info = self._connection.info
         major, minor = divmod(info.server_version, 10_000)
-        yield f"store {self._schema} in {info.dbname} at {info.host}, version {VERSION}; PostgreSQL {major}.{minor}"
+        yield f"store {self._schema} in {info.dbname} at {info.host}, format {FORMAT}; PostgreSQL {major}.{minor}"
 
     def now(self) -> float:
         with _client_errors():
@@ -198,7 +196,7 @@ def _damaged_keys(connection: Connection, schema: str) -> Iterator[str]:
 
 def _is_known(outcome: bytes) -> bool:
     try:
-        unpack_known(outcome)
-    except (zlib.error, ValueError, TypeError):
+        unpack_known(outcome, ())
+    except BufferCorrupt:
         return False
     return True

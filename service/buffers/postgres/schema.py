@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from psycopg import sql
 
+from service.buffers.packed import FORMAT, check_format
 from service.buffers.postgres.connections import LOCK_SECONDS, Database
 from service.errors import StoreFailed
-
-VERSION = 1
 
 ID_BLOCK = 1000
 """Ids that a server takes from the sequence at once: one round trip for a thousand values."""
@@ -84,20 +83,12 @@ create table keys (
     outcome bytea not null,
     primary key (digest, at)
 ) partition by range (at);
-insert into meta values ({VERSION});
+insert into meta values ({FORMAT});
 """
-
-_HAS_DUE = "select from pg_attribute where attrelid = 'buffers'::regclass and attname = 'due'"
-
-_ADD_DUE = """
-alter table buffers add due double precision;
-create index buffers_due on buffers (due) where due is not null;
-"""
-"""Adds what the tables lack if a version before made them. That version works on: it knows no deadlines."""
 
 
 def prepare(database: Database) -> None:
-    """Make the tables if they are not there. Raises `StoreFailed` for the tables of a newer version."""
+    """Make the tables if they are not there. Raises `StoreFailed` for those of another format."""
     schema = database.schema
     check_settings(database)
     with database.transaction() as connection:
@@ -109,18 +100,12 @@ def prepare(database: Database) -> None:
             return
         rows = connection.execute("select version from meta").fetchall()
         check_version(schema, rows)
-        if not connection.execute(_HAS_DUE).fetchall():
-            connection.execute(_ADD_DUE)
 
 
 def check_version(schema: str, rows: list[tuple[int]]) -> None:
-    """Raise `StoreFailed` if the rows of `meta` are those of another version."""
-    if rows != [(VERSION,)]:
-        versions = ", ".join(str(row[0]) for row in rows) or "none"
-        raise StoreFailed(
-            f"The PostgreSQL schema {schema!r} has version {versions}, but this gradserve knows version {VERSION}; use"
-            " the release that wrote it, or another GRADSERVE_POSTGRES_SCHEMA"
-        )
+    """Raise `StoreFailed` if the rows of `meta` are those of another format."""
+    found = ", ".join(str(row[0]) for row in rows) or "none"
+    check_format(found, f"The PostgreSQL schema {schema!r} (GRADSERVE_POSTGRES_SCHEMA)")
 
 
 PARTITION_SECONDS = 6 * 3600

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_record
+from service.buffers.packed import digest_of, unpack_known, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
 from service.buffers.postgres.connections import Database, retried
@@ -25,12 +26,22 @@ from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.measures import measures, replicas
-from service.buffers.postgres.transaction import Stored, digest_of, unpack_known
+from service.buffers.postgres.transaction import Stored
 from service.buffers.postgres.turns import Turns
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
-from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
-from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, uncounted
+from service.buffers.record import Key, Known, Record, Snapshot
+from service.buffers.store import (
+    KEY_SECONDS,
+    MAX_BUFFERS,
+    Allocate,
+    Committed,
+    Store,
+    alive,
+    snapshots,
+    uncounted,
+)
+from service.dtypes import Array
 from service.errors import BufferCorrupt
 
 R = TypeVar("R")
@@ -141,7 +152,7 @@ class PostgresStore(Store):
         found = {}
         wanted = [name.namespace for name in names], [name.name for name in names]
         for namespace, name, packed, _, now in self._ask(_RECORDS(*wanted, self._database.clock())):
-            with suppress(LookupError, TypeError, ValueError):
+            with suppress(BufferCorrupt):
                 record = unpack_record(BufferName(namespace, name), packed)
                 if record.lives(now):
                     found[record.full_name] = record
@@ -158,9 +169,20 @@ class PostgresStore(Store):
         """
 
         def find(connection: Connection) -> list[Record]:
-            arguments = (self.namespace, prefix, after, prefix, self._database.now(connection), limit)
-            rows = connection.execute(query, arguments, binary=True)
-            return [unpack_record(BufferName(self.namespace, name), packed) for name, packed in rows]
+            found: list[Record] = []
+            start, now = after, self._database.now(connection)
+            while True:
+                arguments = (self.namespace, prefix, start, prefix, now, limit)
+                rows = connection.execute(query, arguments, binary=True).fetchall()
+                for name, packed in rows:
+                    try:
+                        found.append(unpack_record(BufferName(self.namespace, name), packed))
+                    except BufferCorrupt:
+                        if strict:
+                            raise
+                if limit is None or len(rows) < limit or len(found) >= limit:
+                    return found[:limit]
+                start = rows[-1][0]
 
         return self._read(find)
 
@@ -168,38 +190,35 @@ class PostgresStore(Store):
         def find(connection: Connection) -> tuple[str, list[Snapshot]]:
             (rows,) = connection.exchange([self._records(names)])
             stored = _alive(names, rows)
-            closed = {name: None if epoch is None else stored[name].record.closed_epoch(epoch) for name in names}
-            values = {name: stored[name].record.value if of is None else of.value for name, of in closed.items()}
-            deltas = read_deltas(connection, [value for value in values.values() if value is not None])
-            snapshots = []
-            for name, value in values.items():
-                (record, seq), own = stored[name], [] if value is None else deltas[value]
-                try:
-                    if value is not None:
-                        check_complete(value, own, seq if closed[name] is None else None)
-                    array = total(connection, record.spec, own, self._allocate)
-                except BufferCorrupt as error:
-                    name_buffer(error, name, one_of_many=True)
-                    raise
-                snapshots.append(Snapshot(record, array, closed[name]))
-            return connection.server, snapshots
+            records = [stored[name].record for name in names]
+            values = [(record if epoch is None else record.closed_epoch(epoch)).value for record in records]
+            deltas = read_deltas(connection, [value for value in values if value is not None])
+
+            def load(record: Record, of: Closed | None) -> Array:
+                value = (of or record).value
+                own = [] if value is None else deltas[value]
+                if value is not None:
+                    check_complete(value, own, stored[record.name].seq if of is None else None)
+                return total(connection, record.spec, own, self._allocate)
+
+            return connection.server, snapshots(records, epoch, load)
 
         def attempt() -> list[Snapshot]:
-            server, snapshots = self._read(find)
+            server, found = self._read(find)
             if epoch is not None:
                 self._fence.wait(server)
-            return snapshots
+            return found
 
         with np.errstate(all="ignore"):
             return retried(attempt)
 
-    def recall(self, key: Key) -> Known | None:
+    def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         query = "select outcome from keys where digest = %s and at + %s > %s"
 
         def find(connection: Connection) -> Known | None:
             arguments = (digest_of(key), self._key_seconds, self._database.now(connection))
             rows = connection.execute(query, arguments, binary=True).fetchall()
-            return unpack_known(rows[0][0]) if rows else None
+            return unpack_known(rows[0][0], names) if rows else None
 
         return self._read(find)
 
@@ -252,12 +271,11 @@ class PostgresStore(Store):
 
 def _alive(names: Sequence[str], rows: Rows) -> dict[str, Stored]:
     """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""
-    found = {}
-    for namespace, name, packed, seq, now in rows:
-        record = unpack_record(BufferName(namespace, name), packed)
-        if record.lives(now):
-            found[name] = Stored(record, seq)
+    found = {
+        name: Stored(unpack_record(BufferName(namespace, name), packed), seq)
+        for namespace, name, packed, seq, _ in rows
+    }
+    now = rows[0][-1] if rows else 0.0
     for name in names:
-        if name not in found:
-            raise unknown(name)
+        alive(found[name].record if name in found else None, name, now)
     return found

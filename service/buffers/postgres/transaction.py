@@ -5,18 +5,16 @@ The changes stay in memory until all requests are made, so that a request that f
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import orjson
 
 from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.names import BufferName
+from service.buffers.packed import digest_of, unpack_known
 from service.buffers.postgres.deltas import Delta, Payload, check_complete, delta_of, payload_of, read_deltas, total
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.folder import Fold
@@ -24,6 +22,7 @@ from service.buffers.postgres.schema import INLINE_BYTES
 from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.buffers.store import Allocate
 from service.dtypes import Array
+from service.errors import BufferCorrupt
 
 FOLD_EVERY_SMALL = 64
 """Deltas between two folds of a small value: each fold takes as much of the database as twenty adds."""
@@ -40,9 +39,6 @@ FOLD_EVERY_LARGE = 8
 LARGE_BYTES = 1 << 20
 """From this size on the bytes of a value cost more than its rows."""
 
-FINGERPRINT_BYTES = 16
-"""Length of the fingerprint of a request with a key."""
-
 
 class Stored(NamedTuple):
     """A buffer, and the `seq` of the last delta of its value."""
@@ -51,28 +47,13 @@ class Stored(NamedTuple):
     seq: int
 
 
-def digest_of(key: Key) -> bytes:
-    """Return the name of an idempotency key in `keys`."""
-    return hashlib.blake2b(f"{key.caller}\0{key.text}".encode(), digest_size=16).digest()
-
-
-def pack_known(known: Known) -> bytes:
-    """Return what `keys` has of a request."""
-    return known.fingerprint + zlib.compress(orjson.dumps([known.receipts, known.ids, known.sources]), 1)
-
-
-def unpack_known(packed: bytes) -> Known:
-    """Return what `pack_known` took."""
-    receipts, ids, sources = orjson.loads(zlib.decompress(packed[FINGERPRINT_BYTES:]))
-    return Known(packed[:FINGERPRINT_BYTES], receipts, ids, tuple(sources))
-
-
 @dataclass
 class Found:
     """What the database has of the buffers, keys and namespaces of a batch, all of them locked."""
 
-    records: dict[BufferName, Stored | None]
-    keys: dict[bytes, Known]
+    records: dict[BufferName, Stored | BufferCorrupt | None]
+    keys: dict[bytes, bytes]
+    """What is stored with each key, packed."""
     counts: Counter[str]
     seqs: dict[int, int]
     """The `seq` of the last delta of each value that grows."""
@@ -130,7 +111,10 @@ class PostgresTransaction:
         for records in (self.changes.records, self._done.records):
             if name in records:
                 return records[name]
-        return self._found.records.get(name)
+        found = self._found.records.get(name)
+        if isinstance(found, BufferCorrupt):
+            raise found
+        return found
 
     def get(self, name: BufferName) -> Record | None:
         stored = self._stored(name)
@@ -217,11 +201,12 @@ class PostgresTransaction:
             check_complete(value, deltas, new[-1].seq if new else self._found.seqs.get(value))
         return total(self._connection, spec, deltas, self._allocate, {**self._done.blobs, **self.changes.blobs})
 
-    def recall(self, key: Key) -> Known | None:
+    def recall(self, key: Key, names: Sequence[str]) -> Known | None:
         digest = digest_of(key)
         if digest in self._done.keys:
             return self._done.keys[digest][1]
-        return self._found.keys.get(digest)
+        packed = self._found.keys.get(digest)
+        return None if packed is None else unpack_known(packed, names)
 
     def admit_key(self, key: Key) -> None:
         self._admit_key(key.caller)
