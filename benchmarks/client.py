@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 import numpy as np
 from gradserve_client import BufferSpec, Client
-from gradserve_client._tensors import MEDIA_TYPE, encode
+from gradserve_client._wire.tensors import MEDIA_TYPE, encode
 
 from benchmarks.accumulator import accumulator_rows
 from benchmarks.servers import Server, gradserve, serving

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import gradserve_client
 import numpy as np
-from gradserve_client._transport import WIDE
+from gradserve_client._http.transport import WIDE
 
 from benchmarks.buffers import SAFETENSORS, Client, Table, check, file, numbers
 from benchmarks.servers import Server, gradserve, serving

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from gradserve_client import Client
-from gradserve_client._tensors import MEDIA_TYPE, encode
+from gradserve_client._wire.tensors import MEDIA_TYPE, encode
 
 from benchmarks.servers import Server, gradserve, serving
 from benchmarks.tenants import MOST_RATIO, tenants

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gradserve_client._tensors import MEDIA_TYPE, encode
+from gradserve_client._wire.tensors import MEDIA_TYPE, encode
 
 from benchmarks.servers import gradserve, serving
 from service.buffers.changes import Create

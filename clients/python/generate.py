@@ -1,4 +1,4 @@
-"""Write the client's generated modules: `ops.py` and `_defaults.py` from the service's registry, and the async twins.
+"""Write the client's generated modules: operators and defaults from the service's registry, and the async twins.
 
 `python -m clients.python.generate` writes the files. A test fails when they are stale.
 """
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
-from gradserve_client import _calls
-from gradserve_client._calls import Adding, Input, Into
-from gradserve_client._runner import Runner
-from gradserve_client._tensors import Array
+from gradserve_client._wire import calls
+from gradserve_client._wire.calls import Adding, Input, Into
+from gradserve_client._http.runner import Runner
+from gradserve_client._wire.tensors import Array
 from gradserve_client.models import Receipt
 
 
@@ -160,7 +161,7 @@ def _call(op: Operator, outputs: str | None, into: str) -> str:
         parts.append(f"outputs={outputs}")
     if into != "into=None":
         parts += [into, "**add"]
-    return f"results = self._runner.run(_calls.run({', '.join(parts)}))"
+    return f"results = self._runner.run(calls.run({', '.join(parts)}))"
 
 
 def defaults() -> str:
@@ -240,7 +241,10 @@ AWAITED = [
     (r"\btime\.sleep\(", "await anyio.sleep("),
     (r"^import time$", "import anyio"),
     (r"(?<![\w.\"`])(Buffers|Buffer|Ops|Client|Runner|Channel|Shards|Shard)(?=[\](:,)]| *$)", r"Async\1"),
-    (r"from gradserve_client\._?(\w+) import (?=Async|channel|together)", r"from gradserve_client._async_\1 import "),
+    (
+        r"from gradserve_client\.(?:_http\.)?(\w+) import (?=Async|channel|together)",
+        r"from gradserve_client._async.\1 import ",
+    ),
     (r"httpx\.BaseTransport", "httpx.AsyncBaseTransport"),
     (r"The synchronous", "The asynchronous"),
     (r"\n\n *>>> (.|\n)*?(?=\n *\"\"\")", ""),
@@ -248,19 +252,25 @@ AWAITED = [
 ]
 """The replacements that make a module asynchronous, in their order. The last two drop the examples."""
 
+_USES = Counter[str]()
+"""How often each pattern was replaced."""
+
 
 def awaited(source: str, module: str) -> str:
     """Return the asynchronous twin of a module: its methods are coroutines, and its docstrings have no examples."""
     for pattern, replacement in AWAITED:
-        source = re.sub(pattern, replacement, source, flags=re.MULTILINE)
+        source, count = re.subn(pattern, replacement, source, flags=re.MULTILINE)
+        _USES[pattern] += count
     return NOTICE.format(source=module) + source
 
 
 def generated() -> dict[Path, str]:
     """Return the text of each generated file."""
-    texts = {"_defaults.py": defaults(), "ops.py": ops(), "_async_ops.py": async_ops()}
-    for module in ("_runner.py", "_shards.py", "buffer.py", "buffers.py", "client.py"):
-        texts[f"_async_{module.lstrip('_')}"] = awaited((PACKAGE / module).read_text(), module)
+    texts = {"_wire/defaults.py": defaults(), "ops.py": ops(), "_async/ops.py": async_ops()}
+    for module in ("_http/runner.py", "_http/shards.py", "buffer.py", "buffers.py", "client.py"):
+        texts[f"_async/{Path(module).name}"] = awaited((PACKAGE / module).read_text(), module)
+    if unused := [pattern for pattern, _ in AWAITED if not _USES[pattern]]:
+        raise ValueError(f"No module has anything that these patterns replace: {unused}")
     return {PACKAGE / name: _formatted(text, PACKAGE / name) for name, text in texts.items()}
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from gradserve_client import _async_channels, _async_runner, _channels, _outcomes, _policy, _runner
+from gradserve_client._async import channels as async_channels
+from gradserve_client._async import runner as async_runner
+from gradserve_client._http import channels, outcomes, policy, runner
 
 from tests.clients.both import connected
 
@@ -41,9 +43,9 @@ class Clock:
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return a clock that both clients use."""
     clock = Clock()
-    for module in (_policy, _outcomes, _runner, _channels, _async_channels):
+    for module in (policy, outcomes, runner, channels, async_channels):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(_async_runner, "anyio", SimpleNamespace(sleep=clock.sleep_async))
+    monkeypatch.setattr(async_runner, "anyio", SimpleNamespace(sleep=clock.sleep_async))
     return clock
 
 

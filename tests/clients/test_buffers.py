@@ -18,9 +18,9 @@ from gradserve_client import (
     NotFound,
     PreconditionFailed,
     TooManyBuffers,
-    _bulk_calls,
-    _policy,
 )
+from gradserve_client._http import policy
+from gradserve_client._wire import bulk
 
 from tests.clients.both import connected
 from tests.serving import serving
@@ -258,7 +258,7 @@ def test_names_and_prefix_exclude_each_other(server: Any, which: dict[str, Any])
 
 
 def test_a_long_list_has_pages(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_bulk_calls, "PAGE_BUFFERS", 3)
+    monkeypatch.setattr(bulk, "PAGE_BUFFERS", 3)
     names = [f"page.{number:04}" for number in range(10)]
     for name in names:
         server.buffers[name].create(())
@@ -272,7 +272,7 @@ def test_a_long_list_has_pages(server: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_policy, "LONGEST_POLL", 0.1)
+    monkeypatch.setattr(policy, "LONGEST_POLL", 0.1)
 
 
 @pytest.mark.usefixtures("short_polls")
@@ -296,7 +296,7 @@ def test_take_waits_for_gradients(server: Any, url: str, key: str) -> None:
 
 @pytest.mark.parametrize("poll", [0.1, 20.0])
 def test_waiting_ends_at_the_timeout(server: Any, monkeypatch: pytest.MonkeyPatch, poll: float) -> None:
-    monkeypatch.setattr(_policy, "LONGEST_POLL", poll)
+    monkeypatch.setattr(policy, "LONGEST_POLL", poll)
     server.buffers["w"].create((1,))
     server.buffers["w"].accumulate([1])
     with pytest.raises(EpochOpen) as caught:

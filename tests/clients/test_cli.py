@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gradserve_client import Client
-from gradserve_client._tensors import decode, encode
+from gradserve_client._wire.tensors import decode, encode
 from safetensors.numpy import load_file, save_file
 
 from service.kernels import OPERATORS

@@ -117,7 +117,7 @@ def test_the_error_of_a_reused_key_names_it(server: Client, key: str) -> None:
 
 
 def test_flags_take_no_value(call: Call, server: Client) -> None:
-    from gradserve_client._commands import app
+    from gradserve_client._cli.commands import app
 
     buffers = get_command(app).commands["buffers"].commands  # type: ignore[attr-defined]
     for command in (["watch"], ["run"], ["info"], [], ["buffers"], *(["buffers", name] for name in buffers)):
@@ -156,8 +156,8 @@ def test_info_says_whom_the_server_takes_you_for(
     call: Call, server: Client, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any] | None, line: str | None
 ) -> None:
     """Servers of this version may not have the endpoint yet, and older ones never."""
-    from gradserve_client import _session
-    from gradserve_client._channels import HttpxChannel
+    from gradserve_client._cli import session
+    from gradserve_client._http.channels import HttpxChannel
 
     def refused(status: int, code: str) -> httpx.Response:
         return httpx.Response(status, json={"code": code, "detail": code})
@@ -169,7 +169,7 @@ def test_info_says_whom_the_server_takes_you_for(
             return refused(503, "not_ready")
         return httpx.Response(200, json={"name": "gradserve", "max_names": 7})
 
-    monkeypatch.setattr(_session, "channel", lambda *_: HttpxChannel(httpx.MockTransport(handle)))
+    monkeypatch.setattr(session, "channel", lambda *_: HttpxChannel(httpx.MockTransport(handle)))
     done = call(server, "info")
     assert done.code == 0, done.err
     said = dict(one.split(maxsplit=1) for one in done.out.splitlines())

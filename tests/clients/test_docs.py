@@ -16,9 +16,9 @@ from typing import Any
 import gradserve_client
 import pytest
 from gradserve_client import AsyncClient, Client, errors
-from gradserve_client._async_buffer import AsyncBuffer
-from gradserve_client._async_buffers import AsyncBuffers
-from gradserve_client._async_ops import AsyncOps
+from gradserve_client._async.buffer import AsyncBuffer
+from gradserve_client._async.buffers import AsyncBuffers
+from gradserve_client._async.ops import AsyncOps
 from gradserve_client.buffer import Buffer
 from gradserve_client.buffers import Buffers
 from gradserve_client.ops import Ops
@@ -41,10 +41,10 @@ TWINS: list[tuple[type, type]] = [
 
 def modules() -> Iterator[ModuleType]:
     """Yield the modules of the package, except those of missing extras and those with their own tests of examples."""
-    for one in pkgutil.iter_modules([str(PACKAGE)]):
-        if one.name not in ("torch", "cli"):
+    for one in pkgutil.walk_packages([str(PACKAGE)], "gradserve_client."):
+        if one.name not in ("gradserve_client.torch", "gradserve_client.cli"):
             with contextlib.suppress(ImportError):
-                yield importlib.import_module(f"gradserve_client.{one.name}")
+                yield importlib.import_module(one.name)
 
 
 def examples() -> list[doctest.DocTest]:

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen, _policy
+from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen
+from gradserve_client._http import policy
 
 from tests.clients.both import connected
 from tests.clients.proxy import FAULTS, Proxy
@@ -112,7 +113,7 @@ def test_takes_on_a_bad_network_lose_and_repeat_nothing(process: Server, plain: 
 
 
 def test_adds_through_kills_of_the_server_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_policy, "LONGEST_DELAY", 0.2)
+    monkeypatch.setattr(policy, "LONGEST_DELAY", 0.2)
     chance = random.Random(0)
     with Server(tmp_path / "store") as process, Client(process.url) as server:
         server.buffers["w"].create((3,), dtype="float64")

@@ -21,10 +21,8 @@ from gradserve_client import (
     TooLarge,
     TooManyBuffers,
     Unavailable,
-    _channels,
-    _policy,
-    _runner,
 )
+from gradserve_client._http import channels, policy, runner
 
 from tests.clients.both import connected
 from tests.clients.scripted import (
@@ -340,5 +338,5 @@ def test_a_client_timeout_that_is_not_positive_is_refused(kind: str, url: str, s
 
 
 def test_the_clients_use_the_clock_of_these_tests(clock: Clock) -> None:
-    assert all(vars(module)["time"] is clock for module in (_policy, _runner, _channels))
+    assert all(vars(module)["time"] is clock for module in (policy, runner, channels))
     assert time.monotonic() != clock.monotonic()

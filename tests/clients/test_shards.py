@@ -28,9 +28,9 @@ from gradserve_client import (
     KeyReused,
     NotFound,
     StaleEpoch,
-    _policy,
 )
-from gradserve_client._placement import Placement, balanced
+from gradserve_client._http import policy
+from gradserve_client._http.placement import Placement, balanced
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -345,7 +345,7 @@ def test_epochs_close_exactly_through_kills(
     processes: list[Server], durable: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three workers add to all servers, one of them with `await`, while servers are killed."""
-    monkeypatch.setattr(_policy, "LONGEST_DELAY", 0.2)
+    monkeypatch.setattr(policy, "LONGEST_DELAY", 0.2)
     create(durable, *NAMES[:6], dtype="float64", quorum=3, keep=100)
     ended = threading.Event()
     counts = [0, 0, 0]

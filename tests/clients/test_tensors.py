@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed, _answers
-from gradserve_client._buffer_calls import on
-from gradserve_client._calls import operators, run
-from gradserve_client._journal import Journal
-from gradserve_client._outcomes import Answer
-from gradserve_client._policy import Echo, Patience, exchange
-from gradserve_client._tensors import DTYPES, as_array, decode, encode
+from gradserve_client import AsyncClient, Client, GradserveError, InvalidInput, ServerFailed
+from gradserve_client._http.log import Log
+from gradserve_client._http.outcomes import Answer
+from gradserve_client._http.policy import RequestIds, Timeouts, steps_of
+from gradserve_client._wire import answers
+from gradserve_client._wire.calls import operators, run
+from gradserve_client._wire.specs import on
+from gradserve_client._wire.tensors import DTYPES, as_array, decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -288,7 +289,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 CALLS: list[Any] = [
     run("ReluGrad", {}, {}),
-    on("w", "POST", "/take", _answers.taken, key="mine"),
+    on("w", "POST", "/take", answers.taken, key="mine"),
     operators(),
 ]
 
@@ -297,7 +298,7 @@ CALLS: list[Any] = [
 @settings(max_examples=500)
 def test_a_damaged_answer_raises_server_failed(body: bytes) -> None:
     for call in CALLS:
-        steps = exchange(call, Patience(10, 10, 0), Echo(), Journal("here"), "asked")
+        steps = steps_of(call, Timeouts(10, 10, 0), RequestIds(), Log("here"), "asked")
         next(steps)
         with pytest.raises((StopIteration, ServerFailed)) as ended:
             steps.send(Answer(200, httpx.Headers(), bytearray(body)))

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from gradserve_client import Client, Conflict, ConnectionFailed, InvalidInput, _policy
+from gradserve_client import Client, Conflict, ConnectionFailed, InvalidInput
+from gradserve_client._http import policy
 from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.test_torch import assert_close, backward, grads, net, own
@@ -90,7 +91,7 @@ def restart(server: Server) -> None:
 def test_three_servers_and_kills_give_the_bits_of_one(
     processes: list[Server], url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_policy, "LONGEST_DELAY", 0.2)
+    monkeypatch.setattr(policy, "LONGEST_DELAY", 0.2)
     with Client(url) as one:
         expected = train(one, prefix)
     with Client([process.url for process in processes]) as server:

@@ -25,11 +25,11 @@ from gradserve_client import (
     ServerFailed,
     TimedOut,
     TooLarge,
-    _transport,
 )
-from gradserve_client._address import parsed
-from gradserve_client._transport import EXPECT_CONTINUE_BYTES, Transport
-from gradserve_client._wire import JOINED_BYTES
+from gradserve_client._http import transport
+from gradserve_client._http.address import parsed
+from gradserve_client._http.transport import EXPECT_CONTINUE_BYTES, Transport
+from gradserve_client._http.wire import JOINED_BYTES
 from safetensors.numpy import save
 
 from tests.clients.both import connected
@@ -255,8 +255,8 @@ def transports() -> Iterator[Callable[[str], Callable[[int], int]]]:
         return post
 
     yield connect
-    for transport in opened:
-        transport.close()
+    for one in opened:
+        one.close()
 
 
 def test_a_large_body_is_sent_when_the_server_wants_it(transports: Any) -> None:
@@ -269,7 +269,7 @@ def test_a_large_body_is_sent_when_the_server_wants_it(transports: Any) -> None:
 
 
 def test_a_silent_server_gets_the_body_and_is_not_asked_again(transports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_transport, "CONTINUE_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "CONTINUE_SECONDS", 0.1)
     with Asked(b"", b"") as server:
         post = transports(server.url)
         assert [post(EXPECT_CONTINUE_BYTES) for _ in range(2)] == [200, 200]
@@ -347,7 +347,7 @@ def test_a_call_that_never_connected_leaves_no_doubt(kind: str) -> None:
             waiting.setblocking(False)
             waiting.connect_ex(silent.getsockname())
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with connected(kind, url, timeout=0.5) as server, pytest.raises(TimedOut) as caught:
+        with connected(kind, url, timeout=2) as server, pytest.raises(TimedOut) as caught:
             server.buffers["w"].accumulate([1])
         assert (caught.value.maybe_done, caught.value.idempotency_key is None) == (False, False)
 

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from gradserve_client import Client, GradserveError
-from gradserve_client._address import parsed
-from gradserve_client._sender import Sender
+from gradserve_client._http.address import parsed
+from gradserve_client._http.requests import Requests
 from gradserve_client.errors import ConnectionFailed, InvalidInput
 
 from service.keys import add
@@ -101,7 +101,7 @@ def test_a_prefix_behind_the_socket() -> None:
     assert (str(address.url), address.socket) == ("http://localhost/grad", "/run/gradserve.sock")
     assert address.text == "http+unix://%2Frun%2Fgradserve.sock/grad"
     assert parsed(address.text) == address
-    assert Sender("unix:/run/a?b#c", None).place == "unix:/run/a?b#c"
+    assert Requests("unix:/run/a?b#c", None).place == "unix:/run/a?b#c"
 
 
 @pytest.mark.parametrize(

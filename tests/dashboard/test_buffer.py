@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
-from gradserve_client import _output as client
+from gradserve_client._cli import output as client
 from gradserve_client.models import BufferInfo
 from playwright.sync_api import Page, Request, expect
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from gradserve_client import _output as client
-from gradserve_client._watch import COLUMNS
+from gradserve_client._cli import output as client
+from gradserve_client._cli.watch import COLUMNS
 from gradserve_client.models import BufferInfo
 from playwright.sync_api import Page, expect
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradserve_client import _output as client
+from gradserve_client._cli import output as client
 from gradserve_client.models import BufferInfo
 from playwright.sync_api import Page
 

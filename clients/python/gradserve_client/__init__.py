@@ -1,9 +1,8 @@
 """The client of gradserve: gradient kernels as calls, and gradients that count exactly once."""
 
-from gradserve_client._async_buffer import AsyncBuffer
-from gradserve_client._async_buffers import AsyncBuffers
-from gradserve_client._async_client import AsyncClient
-from gradserve_client._rows import Rows
+from gradserve_client._async.buffer import AsyncBuffer
+from gradserve_client._async.buffers import AsyncBuffers
+from gradserve_client._async.client import AsyncClient
 from gradserve_client.buffer import Buffer
 from gradserve_client.buffers import Buffers
 from gradserve_client.client import Client
@@ -39,6 +38,7 @@ from gradserve_client.models import (
     Taken,
     TensorInfo,
 )
+from gradserve_client.rows import Rows
 
 __all__ = [
     "AsyncBuffer",

@@ -8,14 +8,14 @@ from typing import Unpack, overload
 
 import numpy.typing as npt
 
-from gradserve_client import _answers
-from gradserve_client._answers import JSON
-from gradserve_client._arguments import as_dtype, as_key, as_query
-from gradserve_client._buffer_calls import Reduce, add_query, matching, on, rules_json, spec_json
-from gradserve_client._rows import Rows, tensors_of
-from gradserve_client._runner import Runner
-from gradserve_client._tensors import MEDIA_TYPE, Array, TensorLike, encode
+from gradserve_client._http.runner import Runner
+from gradserve_client._wire import answers
+from gradserve_client._wire.answers import JSON
+from gradserve_client._wire.arguments import as_dtype, as_key, as_query
+from gradserve_client._wire.specs import Reduce, add_query, matching, on, rules_json, spec_json
+from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, encode
 from gradserve_client.models import BufferInfo, BufferName, BufferRules, Receipt, Statistics, Taken
+from gradserve_client.rows import Rows, tensors_of
 
 
 class Buffer(BufferName):
@@ -62,7 +62,7 @@ class Buffer(BufferName):
                 self.name,
                 "PUT",
                 "",
-                _answers.info,
+                answers.info,
                 headers=headers,
                 body=[json.dumps(spec).encode()],
                 key=as_key(idempotency_key),
@@ -85,7 +85,7 @@ class Buffer(BufferName):
         """
         body, headers = [json.dumps(rules_json(rules)).encode()], {"Content-Type": JSON, **matching(if_match)}
         return self._runner.run(
-            on(self.name, "PATCH", "", _answers.info, headers=headers, body=body, key=as_key(idempotency_key))
+            on(self.name, "PATCH", "", answers.info, headers=headers, body=body, key=as_key(idempotency_key))
         )
 
     @overload
@@ -111,9 +111,9 @@ class Buffer(BufferName):
         ('quorum', {'rank0': 1})
         """
         if epoch is None:
-            return self._runner.run(on(self.name, "GET", "", _answers.info))
+            return self._runner.run(on(self.name, "GET", "", answers.info))
         query = as_query({"epoch": epoch})
-        return self._runner.run(on(self.name, "GET", "", _answers.receipt, query=query, wait=timeout))
+        return self._runner.run(on(self.name, "GET", "", answers.receipt, query=query, wait=timeout))
 
     def accumulate(
         self,
@@ -151,7 +151,7 @@ class Buffer(BufferName):
                 self.name,
                 "POST",
                 "/accumulate",
-                _answers.receipt_with_value if return_value else _answers.receipt,
+                answers.receipt_with_value if return_value else answers.receipt,
                 query={**query, "return": "value"} if return_value else query,
                 headers={"Content-Type": MEDIA_TYPE, "Accept": accept, **matching(if_match)},
                 body=encode(tensors_of(gradient, "gradient")),
@@ -180,7 +180,7 @@ class Buffer(BufferName):
         query = as_query({"epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)})
         accept = {"Accept": MEDIA_TYPE}
         return self._runner.run(
-            on(self.name, "GET", "/value", _answers.value, query=query, headers=accept, wait=timeout)
+            on(self.name, "GET", "/value", answers.value, query=query, headers=accept, wait=timeout)
         )
 
     def statistics(self, *, epoch: int | None = None, heat_map: int | None = None) -> Statistics:
@@ -193,7 +193,7 @@ class Buffer(BufferName):
         0.0
         """
         query = as_query({"epoch": epoch, "heat_map": heat_map})
-        return self._runner.run(on(self.name, "GET", "/statistics", _answers.statistics, query=query))
+        return self._runner.run(on(self.name, "GET", "/statistics", answers.statistics, query=query))
 
     def take(
         self,
@@ -222,7 +222,7 @@ class Buffer(BufferName):
                 self.name,
                 "POST",
                 "/take",
-                _answers.taken,
+                answers.taken,
                 query=as_query({"min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
                 headers={"Accept": MEDIA_TYPE, **matching(if_match)},
                 key=as_key(idempotency_key),
@@ -237,7 +237,7 @@ class Buffer(BufferName):
         1
         """
         headers, key = matching(if_match), as_key(idempotency_key)
-        return self._runner.run(on(self.name, "POST", "/zero", _answers.receipt, headers=headers, key=key))
+        return self._runner.run(on(self.name, "POST", "/zero", answers.receipt, headers=headers, key=key))
 
     def delete(self, *, if_match: str | None = None, idempotency_key: str | None = None) -> None:
         """Delete the buffer, its value and its closed epochs. Raises `NotFound`.
@@ -245,4 +245,4 @@ class Buffer(BufferName):
         >>> server.buffers["w1"].delete()
         """
         headers, key = matching(if_match), as_key(idempotency_key)
-        return self._runner.run(on(self.name, "DELETE", "", _answers.deleted, headers=headers, key=key))
+        return self._runner.run(on(self.name, "DELETE", "", answers.deleted, headers=headers, key=key))

@@ -7,13 +7,13 @@ from typing import Unpack
 
 import numpy.typing as npt
 
-from gradserve_client import _bulk_calls
-from gradserve_client._buffer_calls import Reduce
-from gradserve_client._rows import Rows
-from gradserve_client._runner import Runner
-from gradserve_client._tensors import Array, TensorLike
+from gradserve_client._http.runner import Runner
+from gradserve_client._wire import bulk
+from gradserve_client._wire.specs import Reduce
+from gradserve_client._wire.tensors import Array, TensorLike
 from gradserve_client.buffer import Buffer
 from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Statistics, Taken
+from gradserve_client.rows import Rows
 
 
 class Buffers:
@@ -43,7 +43,7 @@ class Buffers:
         for shard in self._runner.shards:
             cursor: str | None = ""
             while cursor is not None:
-                page, cursor = shard.run(_bulk_calls.page(prefix, cursor))
+                page, cursor = shard.run(bulk.page(prefix, cursor))
                 infos += page
         return sorted(infos, key=lambda info: info.name)
 
@@ -59,7 +59,7 @@ class Buffers:
         >>> made["v1"].quorum, made["v2"].shape
         (8, (3,))
         """
-        return self._runner.run(_bulk_calls.create(specs, idempotency_key=idempotency_key))
+        return self._runner.run(bulk.create(specs, idempotency_key=idempotency_key))
 
     def accumulate(
         self,
@@ -79,7 +79,7 @@ class Buffers:
         (1, 32.0)
         """
         return self._runner.run(
-            _bulk_calls.accumulate(
+            bulk.accumulate(
                 gradients,
                 weight=weight,
                 epoch=epoch,
@@ -105,9 +105,7 @@ class Buffers:
         >>> server.buffers.value(["w1", "w2"])
         {'w1': array([[0., 0.]], dtype=float32), 'w2': array([0.], dtype=float32)}
         """
-        return self._runner.run(
-            _bulk_calls.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout)
-        )
+        return self._runner.run(bulk.value(names, prefix, epoch=epoch, reduce=reduce, dtype=dtype, timeout=timeout))
 
     def statistics(
         self, names: Collection[str] | None = None, *, prefix: str | None = None
@@ -120,7 +118,7 @@ class Buffers:
         >>> server.buffers.statistics(["w1"])["w1"].zeros
         2
         """
-        return self._runner.run(_bulk_calls.statistics(names, prefix))
+        return self._runner.run(bulk.statistics(names, prefix))
 
     def take(
         self,
@@ -140,7 +138,7 @@ class Buffers:
         ['layer1.bias', 'layer1.weight']
         """
         return self._runner.run(
-            _bulk_calls.take(
+            bulk.take(
                 names,
                 prefix,
                 min_count=min_count,
@@ -160,7 +158,7 @@ class Buffers:
         >>> server.buffers.zero(["w1"])["w1"].epoch
         1
         """
-        return self._runner.run(_bulk_calls.zero(names, prefix, idempotency_key=idempotency_key))
+        return self._runner.run(bulk.zero(names, prefix, idempotency_key=idempotency_key))
 
     def set_rules(
         self,
@@ -180,7 +178,7 @@ class Buffers:
         >>> [changed[name].updated for name in sorted(changed)]
         [True, True]
         """
-        return self._runner.run(_bulk_calls.set_rules(names, prefix, rules, all=all, idempotency_key=idempotency_key))
+        return self._runner.run(bulk.set_rules(names, prefix, rules, all=all, idempotency_key=idempotency_key))
 
     def delete(
         self, *, prefix: str | None = None, all: bool = False, idempotency_key: str | None = None
@@ -195,4 +193,4 @@ class Buffers:
         >>> server.buffers.delete(prefix="layer1.")
         {}
         """
-        return self._runner.run(_bulk_calls.delete(prefix, all=all, idempotency_key=idempotency_key))
+        return self._runner.run(bulk.delete(prefix, all=all, idempotency_key=idempotency_key))

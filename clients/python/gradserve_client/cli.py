@@ -54,7 +54,7 @@ _INTERRUPTED_EXIT_CODE = 130
 def main() -> None:
     """Run the command, and exit."""
     try:
-        from gradserve_client._commands import command
+        from gradserve_client._cli.commands import command
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):

@@ -8,15 +8,15 @@ from typing import Any, Self, Unpack
 
 import httpx
 
-from gradserve_client import _calls
-from gradserve_client._calls import Adding, Input, Into
-from gradserve_client._channels import channel
-from gradserve_client._placement import Placement
-from gradserve_client._policy import Patience
-from gradserve_client._runner import Runner
-from gradserve_client._sender import Sender
-from gradserve_client._shards import Shard, Shards
-from gradserve_client._tensors import Array
+from gradserve_client._http.channels import channel
+from gradserve_client._http.placement import Placement
+from gradserve_client._http.policy import Timeouts
+from gradserve_client._http.requests import Requests
+from gradserve_client._http.runner import Runner
+from gradserve_client._http.shards import Shard, Shards
+from gradserve_client._wire import calls
+from gradserve_client._wire.calls import Adding, Input, Into
+from gradserve_client._wire.tensors import Array
 from gradserve_client.buffers import Buffers
 from gradserve_client.errors import GradserveError
 from gradserve_client.models import OperatorInfo, Receipt
@@ -53,14 +53,15 @@ class Client:
         max_retries: int | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        senders = [Sender(one, api_key) for one in ([url] if url is None or isinstance(url, str) else url)]
-        self._placement = Placement([sender.address.text for sender in senders])
-        self._sender = senders[0]
-        patience = Patience(timeout, attempt_timeout, max_retries)
-        if len(senders) == 1:
-            self._runner = Runner(self._sender, patience, channel(self._sender, transport))
+        urls = [url] if url is None or isinstance(url, str) else url
+        servers = [Requests(one, api_key) for one in urls]
+        self._placement = Placement([one.address.text for one in servers])
+        self._requests = servers[0]
+        timeouts = Timeouts(timeout, attempt_timeout, max_retries)
+        if len(servers) == 1:
+            self._runner = Runner(self._requests, timeouts, channel(self._requests, transport))
         else:
-            shards = [Shard(sender, patience, channel(sender, transport)) for sender in senders]
+            shards = [Shard(one, timeouts, channel(one, transport)) for one in servers]
             self._runner = Shards(shards, self._placement)
         self.ops = Ops(self._runner)
         """The operators, a method each."""
@@ -101,7 +102,7 @@ class Client:
         >>> server.run("LeakyReluGrad", {"dY": [1, 2], "Y": [3, -4]}, {"alpha": 0.5})
         {'dX': array([1., 1.], dtype=float32)}
         """
-        return self._runner.run(_calls.run(op, tensors, attributes or {}, outputs=outputs, into=into, **add))
+        return self._runner.run(calls.run(op, tensors, attributes or {}, outputs=outputs, into=into, **add))
 
     def operators(self) -> list[OperatorInfo]:
         """Return the operators of the server.
@@ -109,7 +110,7 @@ class Client:
         >>> next(operator.formula for operator in server.operators() if operator.name == "TanhGrad")
         'dX = dY * (1 - Y * Y).'
         """
-        return self._runner.run(_calls.operators())
+        return self._runner.run(calls.operators())
 
     def places(self, prefix: str = "") -> dict[str, str]:
         """Return the URL of the server of each buffer whose name begins with `prefix`, as all servers list them.
@@ -139,10 +140,10 @@ class Client:
         >>> server.is_ready()
         True
         """
-        self._sender.check_open()
+        self._requests.check_open()
         for shard in self._runner.shards:
             try:
-                shard.run(_calls.ready())
+                shard.run(calls.ready())
             except GradserveError:
                 return False
         return True

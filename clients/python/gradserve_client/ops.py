@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Unpack, overload
 
-from gradserve_client import _calls
-from gradserve_client._calls import Adding, Input, Into
-from gradserve_client._runner import Runner
-from gradserve_client._tensors import Array
+from gradserve_client._http.runner import Runner
+from gradserve_client._wire import calls
+from gradserve_client._wire.calls import Adding, Input, Into
+from gradserve_client._wire.tensors import Array
 from gradserve_client.models import Receipt
 
 
@@ -102,7 +102,7 @@ class Ops:
                [3.5, 3.5]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "InPlaceAccumulator",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "do_update": do_update},
                 {},
@@ -164,7 +164,7 @@ class Ops:
         array([ True])
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "InPlaceAccumulatorV2",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "overwrite": overwrite},
                 {},
@@ -205,7 +205,7 @@ class Ops:
                [0., 0.]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "ZeroGradient",
                 {"old_gradient": old_gradient, "reset_signal": reset_signal},
                 {},
@@ -235,7 +235,7 @@ class Ops:
                [3., 0.]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "ReluGrad", {"dY": dY, "X": X}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
@@ -265,7 +265,7 @@ class Ops:
                [ 3. ,  0.5]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "LeakyReluGrad",
                 {"dY": dY, "Y": Y},
                 {"alpha": alpha},
@@ -295,7 +295,7 @@ class Ops:
                [ 0.5625,  0.    ]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "SigmoidGrad", {"dY": dY, "Y": Y}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
@@ -320,7 +320,7 @@ class Ops:
                [ 1.3125,  0.    ]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "TanhGrad", {"dY": dY, "Y": Y}, {}, gives=("dX",), into=None if into is None else {"dX": into}, **add
             )
         )
@@ -350,7 +350,7 @@ class Ops:
                [3.2214463 , 0.25      ]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "QuickGeluGrad",
                 {"dY": dY, "X": X},
                 {"alpha": alpha},
@@ -387,7 +387,7 @@ class Ops:
         array([2])
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "BroadcastGradientArgs",
                 {"A_shape": A_shape, "B_shape": B_shape},
                 {},
@@ -438,7 +438,7 @@ class Ops:
                [3., 4.]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "GatherGrad",
                 {"shape": shape, "indices": indices, "grad": grad},
                 {"axis": axis},
@@ -551,7 +551,7 @@ class Ops:
                [[[-0.03472763]]]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "GRUTraining",
                 {"X": X, "W": W, "R": R, "B": B, "SL": SL, "H0": H0},
                 {
@@ -695,7 +695,7 @@ class Ops:
                [[0.7675781 ]]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "GRUGrad",
                 {
                     "X": X,
@@ -752,7 +752,7 @@ class Ops:
         array([[-0.3125, -0.0625,  0.375 ]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "SoftmaxGrad",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
@@ -783,7 +783,7 @@ class Ops:
         array([[-0.33878088,  0.2809713 ,  0.16580081]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "LogSoftmaxGrad",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
@@ -812,7 +812,7 @@ class Ops:
         array([[-0.3125, -0.0625,  0.375 ]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "SoftmaxGrad_13",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},
@@ -843,7 +843,7 @@ class Ops:
         array([[-0.33878088,  0.2809713 ,  0.16580081]], dtype=float32)
         """
         results = self._runner.run(
-            _calls.run(
+            calls.run(
                 "LogSoftmaxGrad_13",
                 {"dY": dY, "Y": Y},
                 {"axis": axis},

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, Unpack, overload
 
-from gradserve_client._arguments import as_contributor, check_choice, mistaken
-from gradserve_client._broadcast import Broadcast
-from gradserve_client._buffer_calls import Reduce, rules_json
-from gradserve_client._model import Model
-from gradserve_client._names import checked_prefix, quoted
-from gradserve_client._parameters import HALF_DTYPES
-from gradserve_client._pushes import Pushes
-from gradserve_client._start import Start, fitting
-from gradserve_client._sums import Sums, explained
 from gradserve_client._torch import torch
+from gradserve_client._torch.broadcast import Broadcast
+from gradserve_client._torch.model import Model
+from gradserve_client._torch.names import checked_prefix, quoted
+from gradserve_client._torch.parameters import HALF_DTYPES
+from gradserve_client._torch.pushes import Pushes
+from gradserve_client._torch.register import Start, fitting
+from gradserve_client._torch.sums import Sums, explained
+from gradserve_client._wire.arguments import as_contributor, check_choice, mistaken
+from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
 from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused
 from gradserve_client.models import BufferRules, Pulled, Pushed

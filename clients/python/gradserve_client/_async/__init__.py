@@ -1,0 +1,1 @@
+"""The asynchronous client. Most of it is generated from the synchronous client."""

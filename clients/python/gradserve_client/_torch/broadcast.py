@@ -1,0 +1,81 @@
+"""The parameters and buffers of one worker's model, sent to the others through buffers of the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradserve_client._torch.parts import rounds
+from gradserve_client._torch.state import State
+from gradserve_client._wire.tensors import Array
+from gradserve_client.client import Client
+from gradserve_client.errors import EpochGone, EpochOpen
+
+_KEEP = 2
+"""Broadcasts that a worker can read: it may begin with the last when the next comes."""
+
+
+class Broadcast:
+    """The tensors of a model in buffers that close with each add: their epochs count the broadcasts.
+
+    The last buffer of a broadcast is the list: the epoch of the training, and the epoch of each buffer.
+    """
+
+    def __init__(self, server: Client, model: Any, prefix: str, request_bytes: int, ttl: float | None) -> None:
+        self._state, self._server = State(model, f"{prefix}::state.", request_bytes), server
+        self._parts = self._state.parts
+        self._rounds = [list(one.parts(self._parts)) for one in rounds(self._parts, {}, request_bytes)]
+        self._list, self._ttl = server.buffers[f"{prefix}::state"], ttl
+
+    def _create(self) -> None:
+        """Create the buffers that do not exist: they may have expired since the last broadcast."""
+        rules: Any = {"quorum": 1, "keep": _KEEP, "ttl_seconds": self._ttl}
+        for names in self._rounds:
+            parts = {name: self._parts[name] for name in names}
+            specs: dict[str, Any] = {
+                name: {**rules, "shape": part.shape, "dtype": part.dtype} for name, part in parts.items()
+            }
+            self._server.buffers.create_many(specs)
+        self._list.create(1 + len(self._parts), dtype="float64", **rules)
+
+    def send(self, epoch: int) -> None:
+        """Send the tensors of a worker in this epoch."""
+        self._create()
+        numbers, epochs = self._state.numbers(), []
+        for names in self._rounds:
+            receipts = self._server.buffers.accumulate({name: numbers[name] for name in names}, overwrite=True)
+            epochs += [receipts[name].epoch for name in names]
+        self._list.accumulate(np.array([epoch, *epochs], np.float64), overwrite=True)
+
+    def receive(self, epoch: int, timeout: float) -> int:
+        """Set the tensors to those that were sent in this epoch or later, and return their epoch.
+
+        Raises `EpochOpen` if nobody sends them within `timeout` seconds.
+        """
+        self._create()
+        end = time.monotonic() + timeout
+        number = max(self._list.info().epoch - 1, 0)
+        while True:
+            try:
+                sent, *epochs = self._list.value(epoch=number, timeout=max(end - time.monotonic(), 0.0)).tolist()
+                if sent >= epoch:
+                    self._state.set(self._read(list(map(int, epochs))))
+                    return int(sent)
+                number += 1
+            except EpochGone:  # by two newer broadcasts
+                number = self._list.info().epoch - 1
+            except EpochOpen as error:
+                error.detail = f"Nobody has sent the parameters of epoch {epoch} or later within {timeout:g} seconds"
+                error.args = (error.detail,)
+                raise
+
+    def _read(self, epochs: list[int]) -> Mapping[str, Array]:
+        of = dict(zip((name for names in self._rounds for name in names), epochs, strict=True))
+        found: dict[str, Array] = {}
+        for names in self._rounds:
+            for epoch in sorted({of[name] for name in names}):
+                found |= self._server.buffers.value([name for name in names if of[name] == epoch], epoch=epoch)
+        return found

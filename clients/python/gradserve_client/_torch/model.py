@@ -1,0 +1,123 @@
+"""A PyTorch model between its gradients and the buffers of their sums."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradserve_client._torch import torch
+from gradserve_client._torch.names import buffer_name
+from gradserve_client._torch.parameters import (
+    Trained,
+    gradient_of,
+    named_parameters,
+    numbers_of,
+    set_gradients,
+    trained,
+)
+from gradserve_client._torch.parts import Part, joined, parts
+from gradserve_client._torch.sums import Summed
+from gradserve_client.errors import InvalidInput
+from gradserve_client.rows import Gradient, Rows
+
+
+class Model:
+    """The trained parameters of a model, and their buffers, each of at most `limit` bytes.
+
+    Raises `InvalidInput` for a model that cannot be accumulated.
+    """
+
+    def __init__(self, model: torch.nn.Module, prefix: str, wire: Any, limit: int) -> None:
+        self._model, self._wire = model, wire
+        self._trained = {buffer_name(prefix, one.name): one for one in trained(model)}
+        if not self._trained:
+            raise InvalidInput("The model has no parameter that requires a gradient")
+        self._parts = {
+            name: parts(name, one.shape, one.sum_dtype, one.answered(wire), limit)
+            for name, one in self._trained.items()
+        }
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The buffers by their names."""
+        return {name: part for some in self._parts.values() for name, part in some.items()}
+
+    def form(self) -> str:
+        """Return what the models of all workers have alike."""
+        dtypes = [str(one.parameter.dtype) for one in self._trained.values()]
+        return repr(([one.name for one in self._trained.values()], dtypes, self.parts))
+
+    def weights(self) -> str:
+        """Return a hash of the trained parameters. All ranks of a DTensor call this."""
+        digest = hashlib.sha256()
+        for one in self._trained.values():
+            digest.update(numbers_of(one.parameter.detach(), one.name).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def gradients(self) -> dict[str, Any]:
+        """Return the gradients that are not None."""
+        return {name: one.parameter.grad for name, one in self._trained.items() if one.parameter.grad is not None}
+
+    def numbers(self, gradients: Mapping[str, Any], weight: float) -> tuple[dict[str, Gradient], set[str]]:
+        """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""
+        zero: Gradient = np.zeros((), np.float32)  # broadcasts to every shape
+        numbers, used = dict.fromkeys(self.parts, zero), set[str]()
+        for name, gradient in gradients.items():
+            whole = gradient_of(
+                gradient, self._trained[name].name, self._wire
+            )  # at weight 0 too: all ranks of a DTensor do this
+            if weight:
+                numbers |= self._divided(name, whole)
+                used |= self._parts[name].keys()
+        return numbers, used
+
+    def _divided(self, name: str, whole: Gradient) -> dict[str, Gradient]:
+        """Return the parts of a gradient."""
+        parts = self._parts[name]
+        if isinstance(whole, Rows):
+            if all(part.shape[1:] == whole.rows.shape[1:] for part in parts.values()):
+                return {part: one.of_rows(whole) for part, one in parts.items()}
+            whole = whole.whole(self._trained[name].shape)
+        return {part: one.of(whole) for part, one in parts.items()}
+
+    def clear(self, sent: Mapping[str, Any]) -> None:
+        """Set the gradients to None after these were sent."""
+        for name, gradient in sent.items():
+            self._trained[name].sent(gradient)
+        for one in self._trained.values():
+            one.parameter.grad = None
+
+    def set(self, summed: Summed, *, zeros: bool) -> None:
+        """Set the gradients, all or none. Those that nobody had become None, or `zeros`."""
+        set_gradients(
+            {
+                name: (one, self._gradient(name, one, summed, zeros))
+                for name, one in self._trained.items()
+                if one.parameter.requires_grad
+            }
+        )
+
+    def _gradient(self, name: str, one: Trained, summed: Summed, zeros: bool) -> Any:
+        names = self._parts[name]
+        if not (summed.values.keys() >= names.keys() and (zeros or summed.used & names.keys())):
+            return None
+        return one.gradient(joined([summed.values.pop(part) for part in names]).reshape(one.shape))
+
+    def check(self) -> None:
+        """Raise `InvalidInput` if the model trains parameters that it did not have when the accumulator was made."""
+        current = named_parameters(self._model)
+        before = {one.name: one.parameter for one in self._trained.values()}
+        for name, parameter in current.items():
+            if parameter.requires_grad and name not in before:
+                raise _changed(f"{name!r} requires a gradient now, but did not")
+            if parameter.requires_grad and parameter is not before[name]:
+                raise _changed(f"{name!r} is another parameter than")
+        for name in before.keys() - current.keys():
+            raise _changed(f"{name!r} is not in the model any more, but was")
+
+
+def _changed(change: str) -> InvalidInput:
+    return InvalidInput(f"{change} when this accumulator was made; make a new one, with another prefix")

@@ -1,0 +1,70 @@
+"""The names of a model's parameters: without those of wrappers, and as names of buffers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+from gradserve_client._wire.arguments import as_name
+from gradserve_client.errors import InvalidInput
+
+MAX_PREFIX_CHARACTERS = 100
+"""Characters of a prefix with its run: the rest of a buffer's 200 is for the parameter."""
+
+MAX_NAME_CHARACTERS = 180
+"""Characters of a parameter's buffer: the server allows 200, and pieces and tallies add a few."""
+
+_DIGEST_CHARACTERS = 32
+"""Characters of the hash in a name that is too long: 128 bits never collide by chance."""
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""The names that torch.compile and activation checkpointing put into those of parameters, at any depth."""
+
+_PARALLEL = "module."
+"""The prefix that DistributedDataParallel, DataParallel and DeepSpeed put before the names of all parameters."""
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names without wrappers, by the names in the model. A wrapped worker and a plain worker then meet."""
+    plain = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names}
+    while plain and all(one.startswith(_PARALLEL) for one in plain.values()):
+        plain = {name: one.removeprefix(_PARALLEL) for name, one in plain.items()}
+    by_plain: dict[str, str] = {}
+    for name, one in plain.items():
+        if one in by_plain:
+            raise InvalidInput(f"{by_plain[one]!r} and {name!r} are both {one!r} without wrappers: rename a module")
+        by_plain[one] = name
+    return plain
+
+
+def checked_prefix(prefix: str) -> str:
+    """Return the prefix. Raises `InvalidInput` if no buffer's name can begin with it."""
+    as_name(f"{prefix}x")
+    if len(prefix) > MAX_PREFIX_CHARACTERS:
+        raise InvalidInput(
+            f"The prefix with its run has {len(prefix)} characters, but at most {MAX_PREFIX_CHARACTERS} leave room for"
+            " the parameters' names"
+        )
+    return prefix
+
+
+def quoted(name: str) -> str:
+    """Return a name with each byte that a buffer's name cannot have as `:` and two digits, as URLs do it with `%`.
+
+    `urllib.parse.unquote(quoted.replace(":", "%"))` is the original.
+    """
+    return re.sub(
+        r"[^A-Za-z0-9._-]",
+        lambda found: "".join(f":{byte:02X}" for byte in found[0].encode(errors="surrogatepass")),
+        name,
+    )
+
+
+def buffer_name(prefix: str, name: str) -> str:
+    """Return the name of a parameter's buffer. A name that is too long ends with a hash."""
+    whole = prefix + quoted(name)
+    if len(whole) <= MAX_NAME_CHARACTERS:
+        return whole
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    return f"{whole[: MAX_NAME_CHARACTERS - len(digest) - 2]}::{digest}"

@@ -1,0 +1,127 @@
+"""The buffers of a model's parameters, in groups that one request can carry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+
+from gradserve_client._wire.tensors import Array
+from gradserve_client.rows import Gradient, Rows
+
+MAX_GROUP_BUFFERS = 4096
+"""Buffers in one request at most: the server allows 16384 tensors, and each costs it 20 us."""
+
+
+BUFFER_BYTES = 320
+"""Bytes of a request for a buffer beside its numbers: its name of up to 200 characters in JSON, and its tally."""
+
+_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of a number in a buffer."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A buffer for a parameter, or for a range of a parameter that is larger than a request."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    answered: str | None
+    """The dtype of its values in answers; None: the buffer's."""
+    range: slice | None = None
+    """Its rows of the parameter; None: all. A row that is larger than a request is divided: then its elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the sum."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+    def of(self, numbers: Array) -> Array:
+        """Return this part of a parameter's numbers."""
+        return numbers if self.range is None else numbers.reshape(-1, *self.shape[1:])[self.range]
+
+    def of_rows(self, rows: Rows) -> Gradient:
+        """Return this part of some rows of a parameter, in the form that takes fewer bytes of a request."""
+        some = rows if self.range is None else rows.within(self.range)
+        whole = math.prod(self.shape) * some.rows.itemsize
+        return some if some.nbytes + BUFFER_BYTES < whole else some.whole(self.shape)
+
+
+def parts(name: str, shape: tuple[int, ...], dtype: str, answered: str | None, limit: int) -> dict[str, Part]:
+    """Return the buffers of a parameter, each of at most `limit` bytes: one, or several for ranges of it."""
+    length, size = max(limit // _ITEM_BYTES[dtype], 1), math.prod(shape)
+    if size <= length:
+        return {name: Part(shape, dtype, answered)}
+    row = shape[1:] if math.prod(shape[1:]) <= length else ()
+    height, count = length // math.prod(row), size // math.prod(row)
+    ranges = [slice(start, min(start + height, count)) for start in range(0, count, height)]
+    return {
+        f"{name}::{number}": Part((one.stop - one.start, *row), dtype, answered, one)
+        for number, one in enumerate(ranges)
+    }
+
+
+def joined(numbers: Sequence[Array]) -> Array:
+    """Return the numbers of a parameter from those of its parts."""
+    return numbers[0] if len(numbers) == 1 else np.concatenate(numbers)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Buffers of one server that change together, and the buffer of their tally."""
+
+    names: tuple[str, ...]
+
+    @property
+    def tally(self) -> str:
+        """A buffer that every push adds to: whether each buffer of the group got a gradient, and more."""
+        return f"{self.names[0]}::tally"
+
+
+@dataclass(frozen=True)
+class Round:
+    """Groups, one on each server, that one call adds to."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The buffers."""
+        return [name for group in self.groups for name in (*group.names, group.tally)]
+
+    def parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """Return those parts that are in this round."""
+        return {name: parts[name] for group in self.groups for name in group.names}
+
+    def reads(self, parts: Mapping[str, Part]) -> dict[str | None, list[str]]:
+        """Return the buffers by the dtype of their answers. The tallies are in the first read."""
+        reads: dict[str | None, list[str]] = {None: [group.tally for group in self.groups]}
+        for group in self.groups:
+            for name in group.names:
+                reads.setdefault(parts[name].answered, []).append(name)
+        return reads
+
+
+def rounds(parts: Mapping[str, Part], places: Mapping[str, str], limit: int) -> list[Round]:
+    """Return the buffers in rounds whose groups have at most `limit` bytes. All workers of a model agree."""
+    by_place: dict[str, list[str]] = {}
+    for name in parts:
+        by_place.setdefault(places.get(name, ""), []).append(name)
+    groups = [list(_packed(names, parts, limit)) for _, names in sorted(by_place.items())]
+    return [Round(tuple(group for group in one if group is not None)) for one in zip_longest(*groups)]
+
+
+def _packed(names: Sequence[str], parts: Mapping[str, Part], limit: int) -> Iterator[Group]:
+    some: list[str] = []
+    held = 0
+    for name in names:
+        size = parts[name].nbytes + BUFFER_BYTES
+        if some and (held + size > limit or len(some) == MAX_GROUP_BUFFERS):
+            yield Group(tuple(some))
+            some, held = [], 0
+        some.append(name)
+        held += size
+    yield Group(tuple(some))

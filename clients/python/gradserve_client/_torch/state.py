@@ -1,0 +1,69 @@
+"""All parameters and buffers of a PyTorch model as numbers, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradserve_client._torch import torch
+from gradserve_client._torch.names import buffer_name, plain_names
+from gradserve_client._torch.parameters import distributed, dtype_name, numbers_of, tensor_of
+from gradserve_client._torch.parts import Part, joined, parts
+from gradserve_client._wire.tensors import Array
+from gradserve_client.errors import InvalidInput
+
+_SENT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes that are sent as they are. Integers travel as float64, and complex numbers as pairs."""
+
+
+class State:
+    """The parameters and buffers of a model, also the frozen ones, in parts of at most `limit` bytes."""
+
+    def __init__(self, model: torch.nn.Module, prefix: str, limit: int) -> None:
+        named = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._tensors = {buffer_name(prefix, plain): named[name] for name, plain in plain_names(named).items()}
+        self._parts = {
+            name: parts(name, _shape(tensor), dtype_name(_sent_dtype(tensor)), None, limit)
+            for name, tensor in self._tensors.items()
+        }
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The buffers on the server by their names."""
+        return {name: part for some in self._parts.values() for name, part in some.items()}
+
+    def numbers(self) -> dict[str, Array]:
+        """Return the numbers of all parts. Raises `InvalidInput` for integers beyond 2**53."""
+        numbers: dict[str, Array] = {}
+        for name, tensor in self._tensors.items():
+            whole = numbers_of(_as_sent(tensor.detach(), name), name)
+            numbers |= {part: one.of(whole) for part, one in self._parts[name].items()}
+        return numbers
+
+    def set(self, numbers: Mapping[str, Array]) -> None:
+        """Set all tensors, or none."""
+        found = {}
+        for name, tensor in self._tensors.items():
+            whole = joined([numbers[part] for part in self._parts[name]]).reshape(_shape(tensor))
+            found[name] = distributed(tensor_of(whole, tensor.dtype).to(tensor.device, tensor.dtype), tensor)
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(found[name])
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+
+
+def _sent_dtype(tensor: Any) -> Any:
+    dtype = tensor.dtype.to_real()
+    return dtype if dtype in _SENT else torch.float64
+
+
+def _as_sent(tensor: Any, name: str) -> Any:
+    if tensor.dtype.to_real() in _SENT:
+        return tensor
+    wide = tensor.to(torch.float64)
+    if not torch.equal(wide.to(tensor.dtype), tensor):
+        raise InvalidInput(f"{name!r} has integers beyond 2**53, which float64 cannot hold")
+    return wide

@@ -1,0 +1,283 @@
+"""The sums of a model's gradients on a server: pushes and pulls of all buffers, in requests below a size."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from gradserve_client._http.placement import balanced
+from gradserve_client._http.policy import Call
+from gradserve_client._torch.parts import Group, Part, Round, rounds
+from gradserve_client._wire import answers, bulk
+from gradserve_client._wire.specs import Reduce
+from gradserve_client._wire.tensors import Array
+from gradserve_client.client import Client
+from gradserve_client.errors import Conflict, GradserveError, InvalidInput, KeyReused, NothingToAverage, StaleEpoch
+from gradserve_client.models import BufferInfo, BufferRules, Receipt
+from gradserve_client.rows import Gradient
+
+T = TypeVar("T")
+
+Read: TypeAlias = tuple[Array | None, Mapping[str, Any]]
+"""A value of a closed epoch with its receipt. A mean of weights that sum to 0 is None."""
+
+_TALLIED = 2
+"""Numbers at the end of a tally: the scale of the gradients, and its square."""
+
+_SAME_SCALE = 1e-9
+"""The relative variance up to which scales are the same: float64 rounds it to 1e-15, and scales differ by factors."""
+
+
+@dataclass
+class Summed:
+    """The sums or means of a closed epoch."""
+
+    values: dict[str, Array] = field(default_factory=dict)
+    """By the names of the buffers. A mean of weights that sum to 0 is missing."""
+    used: set[str] = field(default_factory=set)
+    """The buffers that got a gradient from any push."""
+    receipts: list[Mapping[str, Any]] = field(default_factory=list)
+    """A receipt of each group."""
+    has_one_scale: bool = True
+    """Whether all pushes had gradients of the same scale."""
+
+    def enter(self, one: Round, found: Mapping[str, Read], reduce: Reduce) -> None:
+        """Add what was read of a round: sums or means."""
+        tallies = {group.tally for group in one.groups}
+        self.values |= {name: value for name, (value, _) in found.items() if value is not None and name not in tallies}
+        for group in one.groups:
+            tally, receipt = found[group.tally]
+            self.receipts.append(receipt)
+            if tally is None or not receipt["weight"]:
+                continue
+            *used, scale, square = (tally / receipt["weight"] if reduce == "sum" else tally).tolist()
+            self.used |= {name for name, part in zip(group.names, used, strict=True) if part}
+            self.has_one_scale &= abs(square - scale * scale) <= _SAME_SCALE * square
+
+
+class Sums:
+    """The buffers of a model, `parts` by their names, and their tallies. Of the buffers' `rules`, None is omitted."""
+
+    def __init__(self, server: Client, parts: Mapping[str, Part], rules: Mapping[str, Any], request_bytes: int) -> None:
+        self._server, self._parts, self._request_bytes = server, parts, request_bytes
+        self._rules = {name: rule for name, rule in rules.items() if rule is not None}
+        self.places: Mapping[str, str] = {}
+        """The URLs of the buffers' servers, if the client has several servers."""
+
+    @property
+    def closes_itself(self) -> bool:
+        """Whether epochs close by themselves: by their quorum or a deadline."""
+        return _closes_itself(self._rules)
+
+    def found_places(self, prefix: str, register: str) -> dict[str, str]:
+        """Return the servers of the buffers, and of the register: where they exist, else balanced by bytes."""
+        found = self._server.places(prefix)
+        new = balanced({name: part.nbytes for name, part in self._parts.items()}, self._server.urls)
+        new[register] = min(new.values())
+        return {name: found.get(name, url) for name, url in new.items()}
+
+    def open(self, places: Mapping[str, str]) -> None:
+        """Create the buffers that do not exist, on the servers of these URLs by name if there are several servers."""
+        self._rounds = rounds(self._parts, places, self._request_bytes)
+        groups = [group for one in self._rounds for group in one.groups]
+        if places:
+            self.places = {**places, **{group.tally: places[group.names[0]] for group in groups}}
+        self._server.place(self.places)
+        created = [info.created_at for info in self._create()]
+        self._hash = hashlib.sha256(repr(([*self._parts], created)).encode()).hexdigest()
+
+    def _create(self) -> list[BufferInfo]:
+        tally = {name: rule for name, rule in self._rules.items() if name != "max_norm"}
+        infos: list[BufferInfo] = []
+        for one in self._rounds:
+            specs: dict[str, Any] = {}
+            for group in one.groups:
+                for name in group.names:
+                    specs[name] = {"shape": self._parts[name].shape, "dtype": self._parts[name].dtype, **self._rules}
+                specs[group.tally] = {"shape": len(group.names) + _TALLIED, "dtype": "float64", **tally}
+            infos += self._server.buffers.create_many(specs).values()
+        return infos
+
+    def set_rules(self, rules: BufferRules) -> None:
+        """Change rules of all buffers. Raises `InvalidInput` if epochs would begin or cease to close by themselves."""
+        new = {name: rule for name, rule in {**self._rules, **rules}.items() if rule is not None}
+        if _closes_itself(new) != self.closes_itself:
+            raise InvalidInput(
+                "The new rules would change whether epochs close by themselves: take another run for that",
+                code="invalid_parameter",
+            )
+        of_all: Any = {name: rule for name, rule in rules.items() if name != "max_norm"}
+        for one in self._rounds:
+            if of_all:
+                self._server.buffers.set_rules(one.names, **of_all)
+            if "max_norm" in rules:  # not of the tallies, whose numbers are no gradients
+                names = [name for group in one.groups for name in group.names]
+                self._server.buffers.set_rules(names, max_norm=rules["max_norm"])
+        self._rules = new
+
+    def identity(self, worker: str) -> str:
+        """Return what the keys of a worker's changes begin with.
+
+        The server may still remember the keys of earlier buffers with the same names.
+        """
+        return hashlib.sha256(f"{self._hash} {worker}".encode()).hexdigest()[:32]
+
+    def state(self) -> Receipt:
+        """Return the state of the buffers: that of a buffer in the earliest epoch, with the most gradients.
+
+        Groups may be an epoch apart, if a worker was killed between its requests. Raises `Conflict` if the buffers do
+        not belong to the same model.
+        """
+        receipts: dict[str, Receipt] = {}
+        units: set[tuple[object, ...]] = set()
+        for number, one in enumerate(self._rounds):
+            found = self._server.buffers.accumulate(dict.fromkeys(one.names, 0.0), do_update=False)
+            for answered, names in one.reads(self._parts).items():
+                units |= {(number, answered, self.places.get(name), found[name].epoch) for name in names}
+            receipts |= found
+        epochs = dict(sorted((receipt.epoch, name) for name, receipt in receipts.items()))
+        if len({unit[:-1] for unit in units}) < len(units) or max(epochs) - min(epochs) > 1:
+            (first_epoch, first), *_, (second_epoch, second) = epochs.items()
+            raise Conflict(
+                f"The buffers do not belong to the same model: {first!r} is in epoch {first_epoch}, {second!r} in"
+                f" {second_epoch}; use another prefix, or delete the buffers"
+            )
+        return min(receipts.values(), key=lambda receipt: (receipt.epoch, -receipt.count, -receipt.version))
+
+    def add(
+        self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float = 1.0, **named: Any
+    ) -> list[Receipt]:
+        """Add `weight` times the numbers, and return a receipt of each group. The `used` buffers have a gradient.
+
+        A request that is refused because the epoch has closed or the key is known does not keep the others back: all
+        requests of a push count, or will never count. Raises `StaleEpoch` or `KeyReused` after them.
+        """
+        receipts: list[Receipt] = []
+        refusals: list[GradserveError] = []
+        for number, one in enumerate(self._rounds):
+            found = {name: numbers[name] for group in one.groups for name in group.names}
+            found |= {group.tally: _tally(group, used, scale, weight) for group in one.groups}
+            try:
+                answered = self._run(self._added(found, number, weight=weight, **named))
+            except (StaleEpoch, KeyReused) as error:
+                refusals.append(error)
+            else:
+                receipts += [answered[group.tally] for group in one.groups]
+        try:
+            if refusals:
+                raise next((error for error in refusals if isinstance(error, StaleEpoch)), refusals[0])
+        finally:  # the error's traceback holds this frame: a cycle that would keep the numbers in memory
+            del refusals
+        return receipts
+
+    def _added(
+        self,
+        numbers: Mapping[str, Gradient],
+        number: int,
+        *,
+        weight: float,
+        epoch: int,
+        key: str,
+        contributor: str | None,
+    ) -> Call[dict[str, Receipt]]:
+        """Return the call of a round of a push."""
+        return bulk.accumulate(
+            numbers,
+            weight=weight,
+            epoch=epoch,
+            overwrite=False,
+            do_update=True,
+            contributor=contributor,
+            idempotency_key=f"{key}-{number}",
+        )
+
+    def pull(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
+        """Return the sums or means of the epoch: once it has closed, or close it if it does not close by itself.
+
+        Workers that close the same epoch get the same.
+        """
+        return self._closed(epoch, reduce, timeout) if self.closes_itself else self._taken(epoch, reduce)
+
+    def _closed(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
+        end = time.monotonic() + timeout
+
+        def fetch(names: Sequence[str], number: int, dtype: str | None, reduce: Reduce) -> Call[Any]:
+            rest = max(end - time.monotonic(), 0.0)
+            return bulk.value(names, None, epoch=epoch, reduce=reduce, dtype=dtype, timeout=rest)
+
+        return self._summed(fetch, reduce)
+
+    def _taken(self, epoch: int, reduce: Reduce) -> Summed:
+
+        def fetch(names: Sequence[str], number: int, dtype: str | None, reduce: Reduce) -> Call[Any]:
+            return bulk.take(
+                names,
+                None,
+                min_count=1,
+                epoch=epoch,
+                timeout=0.0,
+                reduce=reduce,
+                dtype=dtype,
+                idempotency_key=f"{self.identity('')}-{epoch}-take-{number}-{dtype}-{reduce}",
+            )
+
+        try:
+            return self._summed(fetch, reduce)
+        except StaleEpoch as error:
+            raise explained(
+                error, f"Another client closed epoch {epoch}: without a quorum, only one worker may pull"
+            ) from None
+
+    def _summed(self, fetch: Callable[..., Call[Any]], reduce: Reduce) -> Summed:
+        """Read all rounds. The first read of a round has the tallies: after a take of them, no push counts any more."""
+        summed = Summed()
+        for number, one in enumerate(self._rounds):
+            found: dict[str, Read] = {}
+            wanted = reduce
+            for dtype, names in one.reads(self._parts).items():
+                try:
+                    found |= self._read(fetch(names, number, dtype, wanted))
+                except NothingToAverage:
+                    wanted = "sum"
+                    found |= self._read(fetch(names, number, dtype, wanted))
+            summed.enter(one, found if wanted == reduce else _means(found), reduce)
+        return summed
+
+    def _read(self, call: Call[Any]) -> dict[str, Read]:
+        return self._run(replace(call, read=answers.values_with_receipts))
+
+    def _run(self, call: Call[T]) -> T:
+        return self._server.buffers._runner.run(call)
+
+
+def _closes_itself(rules: Mapping[str, Any]) -> bool:
+    return not rules.keys().isdisjoint({"quorum", "quorum_weight", "deadline_seconds"})
+
+
+def explained(error: GradserveError, sentence: str) -> GradserveError:
+    """Return the error with a further sentence."""
+    error.detail = f"{error.detail}. {sentence}"
+    error.args = (error.detail,)
+    return error
+
+
+def _tally(group: Group, used: set[str], scale: float, weight: float) -> Array:
+    """Return what a push adds to the tally of a group: a push of weight 0 adds nothing."""
+    if not weight:
+        return np.zeros(())
+    return np.array([*(name in used for name in group.names), scale, scale * scale], np.float64)
+
+
+def _means(found: Mapping[str, Read]) -> dict[str, Read]:
+    """Return the means of these sums, with None for a mean of nothing."""
+    means = {}
+    for name, (value, receipt) in found.items():
+        weight = receipt["weight"]
+        assert value is not None
+        means[name] = (np.divide(value, weight, out=value) if weight else None, receipt)
+    return means

@@ -1,0 +1,1 @@
+"""The calls of the API: arguments and arrays become requests, and answers become results."""

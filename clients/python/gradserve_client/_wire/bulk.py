@@ -1,0 +1,221 @@
+"""The calls of several buffers at once: what to send, and how to read the answer. Both clients share them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy.typing as npt
+
+from gradserve_client._http.policy import Call
+from gradserve_client._wire import answers
+from gradserve_client._wire.answers import JSON
+from gradserve_client._wire.arguments import as_dtype, as_key, as_name, as_query, check_some, mistaken
+from gradserve_client._wire.specs import Reduce, add_query, rules_json, spec_json
+from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, encode
+from gradserve_client.errors import InvalidInput
+from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Statistics, Taken
+from gradserve_client.rows import Rows, tensors_of
+
+PAGE_BUFFERS = 1000
+"""Buffers that one request lists: the most that the server allows."""
+
+
+def page(prefix: str, cursor: str) -> Call[tuple[list[BufferInfo], str | None]]:
+    """List some buffers, and tell where the next ones begin."""
+    if not isinstance(prefix, str):
+        raise mistaken("prefix", f"is {prefix!r}, but must be a string")
+    query = {"prefix": prefix, "cursor": cursor, "limit": PAGE_BUFFERS}
+    return Call("GET", "/v1/buffers", answers.page, query=query, headers={"Accept": JSON})
+
+
+def create(specs: Mapping[str, BufferSpec], *, idempotency_key: str | None) -> Call[dict[str, BufferInfo]]:
+    """Create several buffers."""
+    check_some("specs", specs)
+    described = {as_name(name): _described(name, spec) for name, spec in specs.items()}
+
+    def body(names: Collection[str]) -> list[bytes | memoryview]:
+        return [json.dumps({"buffers": {name: described[name] for name in names}}).encode()]
+
+    return Call(
+        "POST",
+        "/v1/buffers/create",
+        answers.infos,
+        headers={"Content-Type": JSON, "Accept": JSON},
+        body=body(described),
+        key=as_key(idempotency_key),
+        buffers=described,
+        body_for=body,
+    )
+
+
+def _described(name: str, spec: BufferSpec) -> dict[str, Any]:
+    try:
+        return spec_json(**spec)
+    except TypeError as error:
+        fault = str(error).removeprefix(f"{spec_json.__name__}() ")
+        raise InvalidInput(f"The specification of {name!r}: {fault}", code="invalid_parameter") from None
+
+
+def accumulate(
+    gradients: Mapping[str, TensorLike | Rows],
+    *,
+    weight: float,
+    epoch: int | None,
+    overwrite: bool,
+    do_update: bool,
+    contributor: str | None,
+    idempotency_key: str | None,
+) -> Call[dict[str, Receipt]]:
+    """Add a gradient to each of several buffers."""
+    check_some("gradients", gradients)
+    tensors = {name: tensors_of(gradient, name) for name, gradient in gradients.items()}
+
+    def body(names: Collection[str]) -> list[bytes | memoryview]:
+        return encode({place: array for name in names for place, array in tensors[name].items()})
+
+    return Call(
+        "POST",
+        "/v1/buffers/accumulate",
+        answers.receipts,
+        query=add_query(weight, epoch, overwrite, do_update, contributor),
+        headers={"Content-Type": MEDIA_TYPE, "Accept": JSON},
+        body=body(tensors),
+        key=as_key(idempotency_key),
+        buffers=tensors,
+        body_for=body,
+    )
+
+
+def value(
+    names: Collection[str] | None,
+    prefix: str | None,
+    *,
+    epoch: int | None,
+    reduce: Reduce,
+    dtype: npt.DTypeLike | None,
+    timeout: float,
+) -> Call[dict[str, Array]]:
+    """Read the values of several buffers."""
+    return Call(
+        "POST",
+        "/v1/buffers/value",
+        answers.values,
+        query=as_query({"prefix": prefix, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
+        wait=timeout,
+        **_naming(names, prefix, accept=MEDIA_TYPE),
+    )
+
+
+def statistics(names: Collection[str] | None, prefix: str | None) -> Call[dict[str, Statistics | None]]:
+    """Read the statistics of several buffers."""
+    return Call(
+        "POST",
+        "/v1/buffers/statistics",
+        answers.statistics_by_name,
+        query=as_query({"prefix": prefix}),
+        **_naming(names, prefix, accept=JSON),
+    )
+
+
+def take(
+    names: Collection[str] | None,
+    prefix: str | None,
+    *,
+    min_count: int,
+    epoch: int | None,
+    timeout: float,
+    reduce: Reduce,
+    dtype: npt.DTypeLike | None,
+    idempotency_key: str | None,
+) -> Call[dict[str, Taken]]:
+    """Close the epochs of several buffers, and return their values."""
+    parameters = {"prefix": prefix, "min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}
+    return Call(
+        "POST",
+        "/v1/buffers/take",
+        answers.taken_by_name,
+        query=as_query(parameters),
+        key=as_key(idempotency_key),
+        wait=timeout,
+        **_naming(names, prefix, accept=MEDIA_TYPE),
+    )
+
+
+def zero(names: Collection[str] | None, prefix: str | None, *, idempotency_key: str | None) -> Call[dict[str, Receipt]]:
+    """Discard the sums of several buffers, and begin their next epochs."""
+    return Call(
+        "POST",
+        "/v1/buffers/zero",
+        answers.receipts,
+        query=as_query({"prefix": prefix}),
+        key=as_key(idempotency_key),
+        **_naming(names, prefix, accept=JSON),
+    )
+
+
+def set_rules(
+    names: Collection[str] | None,
+    prefix: str | None,
+    rules: BufferRules,
+    *,
+    all: bool,
+    idempotency_key: str | None,
+) -> Call[dict[str, Receipt]]:
+    """Change some rules of several buffers."""
+    described = rules_json(rules)
+
+    def body(names: Collection[str]) -> list[bytes | memoryview]:
+        return [json.dumps({"names": [*names], **described}).encode()]
+
+    if names is not None and prefix is None and not all:
+        naming = _naming(names, None, accept=JSON)
+        sent = {**naming, "body": body(naming["buffers"]), "body_for": body}
+    else:
+        sent = {"body": [json.dumps(described).encode()], "query": _wide(names, prefix, all), "buffers": None}
+        sent["headers"] = {"Content-Type": JSON, "Accept": JSON}
+    return Call("PATCH", "/v1/buffers", answers.receipts, key=as_key(idempotency_key), **sent)
+
+
+def delete(prefix: str | None, *, all: bool, idempotency_key: str | None) -> Call[dict[str, Receipt]]:
+    """Delete all buffers with a prefix."""
+    return Call(
+        "DELETE",
+        "/v1/buffers",
+        answers.receipts,
+        query=_wide(None, prefix, all),
+        headers={"Accept": JSON},
+        key=as_key(idempotency_key),
+        buffers=None,
+    )
+
+
+def _wide(names: Collection[str] | None, prefix: str | None, all: bool) -> dict[str, Any]:
+    """Return the query of a request for all buffers with a prefix, or for all buffers."""
+    if not isinstance(prefix, str | None):
+        raise mistaken("prefix", f"is {prefix!r}, but must be a string")
+    if (names is not None) + bool(prefix) + bool(all) != 1:
+        raise InvalidInput(
+            "Give either a prefix that is not empty, or all=True for all buffers" + ", or names" * (names is not None),
+            code="invalid_parameter",
+        )
+    return as_query({"all": True} if all else {"prefix": prefix})
+
+
+def _naming(names: Collection[str] | None, prefix: str | None, *, accept: str) -> dict[str, Any]:
+    """Return the fields of a request for several buffers that depend on their names."""
+    if (names is None) is (prefix is None):
+        raise InvalidInput("Give either names or prefix", code="invalid_parameter")
+    if names is None:
+        return {"headers": {"Accept": accept}, "buffers": None}
+    if isinstance(names, str):
+        raise mistaken("names", f"is {names!r}, but must be a list of names")
+    headers = {"Content-Type": JSON, "Accept": accept}
+    check_some("names", names)
+    names = [as_name(name) for name in names]
+    return {"headers": headers, "body": _named(names), "buffers": names, "body_for": _named}
+
+
+def _named(names: Collection[str]) -> list[bytes | memoryview]:
+    return [json.dumps({"names": [*names]}).encode()]
