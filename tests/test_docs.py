@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
-from gradserve_client._commands import command as gradserve_client_command
+from gradserve_client._cli.commands import command as gradserve_client_command
 
 from service.api.telemetry.metrics import FAMILIES
 from service.settings import Settings
