@@ -10,7 +10,6 @@ from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
-import shtab
 from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises it for a bad setting
 
 from service.api.app import store_at
@@ -29,9 +28,6 @@ from service.kernels import OPERATORS
 from service.keys import KeyFileInvalid
 from service.limits import Limits
 from service.settings import VARIABLES, Settings
-
-SHELLS = ("bash", "zsh", "fish")
-"""The shells with completion."""
 
 SIMILARITY = 0.92
 """The least likeness, from 0 to 1, to call a variable a misspelt setting. KEY passes for KEYS; API_KEY does not."""
@@ -73,18 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run the server")
     serve.add_argument("--host", help="address to listen on; overrides GRADSERVE_HOST")
     serve.add_argument("--port", help="port to listen on; overrides GRADSERVE_PORT")
-    serve.add_argument("--socket", help="UNIX socket to listen on; overrides GRADSERVE_SOCKET").complete = shtab.FILE  # type: ignore[attr-defined]
+    serve.add_argument("--socket", help="UNIX socket to listen on; overrides GRADSERVE_SOCKET")
     commands.add_parser("ops", help="list the operators")
     examining = commands.add_parser("doctor", help="check the buffer store for damage and summarise its content")
     exporting = commands.add_parser("export", help="write a snapshot of buffers to a safetensors file")
-    written = exporting.add_argument(
-        "path", metavar="PATH", help="file to write; an existing one is replaced; - is stdout"
-    )
+    exporting.add_argument("path", metavar="PATH", help="file to write; an existing one is replaced; - is stdout")
     exporting.add_argument("--prefix", default="", help="write only buffers whose names start with PREFIX")
     importing = commands.add_parser("import", help="create buffers from a file that export wrote")
-    read = importing.add_argument("path", metavar="PATH", help="file to read; - is stdin")
-    for path in (written, read):
-        path.complete = shtab.FILE  # type: ignore[attr-defined]
+    importing.add_argument("path", metavar="PATH", help="file to read; - is stdin")
     forgetting = commands.add_parser(
         "keys-forget", help="forget Idempotency-Keys: a full store has room again, but a retry may count twice"
     )
@@ -96,8 +88,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--store", help="buffer store, such as lmdb:PATH; overrides GRADSERVE_STORE")
     add_key_commands(commands.add_parser("keys", help="manage the API keys in the file GRADSERVE_KEYS"))
     commands.add_parser("settings", help="list the settings with their values and meanings")
-    completing = commands.add_parser("completion", help="print a script that completes commands in a shell")
-    completing.add_argument("shell", choices=SHELLS, help="eval the script, or write it where the shell looks for it")
     return parser
 
 
@@ -147,8 +137,6 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
             return _export(settings, _path(options.path), options.prefix)
         case "import":
             return _import(settings, _path(options.path))
-        case "completion":
-            return _completion(options.shell)
         case "keys-forget":
             return _forget(settings, options.older_than, options.namespace)
         case "keys":
@@ -173,11 +161,6 @@ def _settings(settings: Settings) -> int:
         value = getattr(settings, name)
         print(f"GRADSERVE_{name.upper()}={without_password(value) if name == 'store' else value}")
         print(f"    {field.description}")
-    return 0
-
-
-def _completion(shell: str) -> int:
-    print(shtab.complete(_parser(), shell))
     return 0
 
 

@@ -490,3 +490,13 @@ def test_the_readme_is_true(server: Client, tmp_path: Path) -> None:
     )
     assert (done.stdout, done.stderr) == (blocks[1][1], "")
     assert load_file(tmp_path / "sum.safetensors")["w1"].tolist() == [[64, 128], [192, 256]]
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"), [("buf", {"buffers"}), ("buffers s", {"show", "set-rules"}), ("buffers rm --pre", {"--prefix"})]
+)
+def test_it_completes_commands_in_a_shell(typed: str, found: set[str]) -> None:
+    asked = {"COMP_WORDS": f"gradserve-client {typed}", "COMP_CWORD": str(len(typed.split()))}
+    given = {**os.environ, "_GRADSERVE_CLIENT_COMPLETE": "complete_bash", **asked}
+    done = subprocess.run([COMMAND], env=given, capture_output=True, text=True, timeout=60)
+    assert set(done.stdout.split()) == found, done.stderr
