@@ -13,7 +13,7 @@ import pytest
 
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_record
-from service.buffers.postgres import PostgresStore, deltas, folder, transaction, writer
+from service.buffers.postgres import PostgresStore, compactor, deltas, transaction, writer
 from tests.buffers.calls import PATIENCE, SMALL_CHUNK
 
 
@@ -82,7 +82,7 @@ class Schema:
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
     """Stage gradients of a few elements, in several chunks, and fold a value after every second delta."""
-    for module in (writer, transaction, folder, deltas):
+    for module in (writer, transaction, compactor, deltas):
         patch.setattr(module, "INLINE_BYTES", SMALL_CHUNK // 2)
     patch.setattr(deltas, "CHUNK_BYTES", SMALL_CHUNK)
     for name in ("FOLD_EVERY", "FOLD_EVERY_SMALL"):

@@ -11,15 +11,16 @@ from psycopg import errors
 from service.buffers import batches
 from service.buffers.changes import Add
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres import PostgresStore, turns
+from service.buffers.postgres import PostgresStore, deltas
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.exchange import COMMIT, Connection, Statement, bigint, bigints, byteas, double, texts
+from service.buffers.postgres.exchange import Connection, Statement
+from service.buffers.postgres.statements import COMMIT
 from tests.buffers.calls import PATIENCE, Gate, add, create, ones, value
 from tests.buffers.postgres import Schema
 
-DIVIDE = Statement("select 1 / $1::bigint", bigint)
-HALVE = Statement("select $1::double precision / 2", double)
-ARRAYS = Statement("select $1::text[], $2::bigint[], $3::bytea[]", texts, bigints, byteas)
+DIVIDE = Statement("select 1 / $1::bigint")
+HALVE = Statement("select $1::double precision / 2")
+ARRAYS = Statement("select $1::text[], $2::bigint[], $3::bytea[]")
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_statement_that_fails_leaves_the_connection_usable(connection: Connect
 
 
 def test_an_ended_backend_fails_the_exchange(connection: Connection) -> None:
-    end = Statement("select pg_terminate_backend(pg_backend_pid()), $1::bigint", bigint)
+    end = Statement("select pg_terminate_backend(pg_backend_pid()), $1::bigint")
     with pytest.raises((errors.AdminShutdown, errors.OperationalError)):
         connection.exchange([end(1), HALVE(1.0)])
 
@@ -64,9 +65,9 @@ def test_an_ended_backend_fails_the_exchange(connection: Connection) -> None:
 def test_a_large_gradient_waits_for_small_requests_at_each_turn(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "TURN_SECONDS", PATIENCE)
-    monkeypatch.setattr(turns, "RECENT_SECONDS", PATIENCE)
-    size = 4 * turns.TURN_BYTES // 4
+    monkeypatch.setattr(deltas, "TURN_SECONDS", PATIENCE)
+    monkeypatch.setattr(deltas, "RECENT_SECONDS", PATIENCE)
+    size = 4 * deltas.TURN_BYTES // 4
     create(store, "small")
     create(store, "large", shape=(size,))
     add(store, "small", 1.0)
@@ -80,10 +81,10 @@ def test_a_large_gradient_waits_for_small_requests_at_each_turn(
 
 
 def test_a_large_gradient_alone_waits_for_nobody(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TURN_SECONDS", 10 * PATIENCE)
-    monkeypatch.setattr(turns, "RECENT_SECONDS", 0.0)
-    create(store, "large", shape=(turns.TURN_BYTES,))
-    assert add(store, "large", ones(turns.TURN_BYTES))["count"] == 1
+    monkeypatch.setattr(deltas, "TURN_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr(deltas, "RECENT_SECONDS", 0.0)
+    create(store, "large", shape=(deltas.TURN_BYTES,))
+    assert add(store, "large", ones(deltas.TURN_BYTES))["count"] == 1
 
 
 @pytest.mark.parametrize("size", [2, 40_000])

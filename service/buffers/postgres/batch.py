@@ -19,146 +19,29 @@ from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.connections import Database, NoStandbyError
-from service.buffers.postgres.deltas import INSERT
-from service.buffers.postgres.exchange import (
-    COMMIT,
-    Connection,
-    Statement,
-    bigints,
-    byteas,
-    double,
-    doubles,
-    integer,
-    integers,
-    text,
-    texts,
-)
+from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import FREED_SECONDS
+from service.buffers.postgres.statements import (
+    BY_INDEX,
+    CLAIM,
+    COMMIT,
+    COUNTS,
+    DELETE,
+    FREE,
+    INSERT,
+    KEY_LOCK,
+    KEYS,
+    LOCK,
+    LOCKED_RECORDS,
+    NAMESPACE_LOCK,
+    PUT,
+    REMEMBER,
+    STAGE,
+    TIME,
+    WIDE_RECORDS,
+)
 from service.buffers.postgres.transaction import Changes, Found, Stored
 from service.errors import BufferCorrupt, GradserveError
-
-KEY_LOCK = 1
-"""The class of the advisory locks of keys."""
-
-NAMESPACE_LOCK = 2
-"""The class of the advisory locks of namespaces."""
-
-_BY_INDEX = Statement("select set_config('enable_seqscan', $1, true)", text)
-"""Lets the database plan for full tables: it keeps the plans that it made while they were empty."""
-
-_LOCK = Statement("select pg_advisory_xact_lock($1, lock) from unnest($2::integer[]) as lock", integer, integers)
-
-_TIME = Statement(
-    """
-    select coalesce($1::double precision, extract(epoch from clock_timestamp())),
-           current_setting('synchronous_standby_names')
-    """,
-    double,
-)
-
-_KEYS = Statement("select digest, at, outcome from keys where digest = any($1::bytea[]) order by at", byteas)
-
-_COUNTS = Statement(
-    """
-    select namespace, count(*) from buffers
-    where namespace = any($1::text[])
-        and (expires is null or expires > coalesce($2::double precision, extract(epoch from clock_timestamp())))
-    group by namespace
-    """,
-    texts,
-    double,
-)
-
-_RECORDS = Statement(
-    """
-    select buffers.namespace, buffers.name, buffers.record, buffers.seq
-    from unnest($1::text[], $2::text[]) as wanted(namespace, name)
-    join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
-    order by buffers.namespace, buffers.name for update of buffers
-    """,
-    texts,
-    texts,
-)
-
-_WIDE_RECORDS = Statement(
-    """
-    select namespace, name, record, seq from buffers
-    where (namespace, name) in (
-        select namespace collate "C", name collate "C" from unnest($1::text[], $2::text[]) as wanted(namespace, name)
-        union
-        select buffers.namespace, buffers.name from unnest($3::text[], $4::text[]) as wanted(namespace, prefix)
-        join buffers on buffers.namespace = wanted.namespace collate "C"
-            and buffers.name >= wanted.prefix collate "C" and starts_with(buffers.name, wanted.prefix)
-    )
-    order by namespace, name for update of buffers
-    """,
-    texts,
-    texts,
-    texts,
-    texts,
-)
-"""The same with all buffers of some prefixes: in one statement, which locks them in the order of their names."""
-
-_CLAIM = Statement(
-    "with claimed as (delete from loose where blob = any($1::bigint[]) returning 1) select count(*) from claimed",
-    bigints,
-)
-
-_DELETE = Statement(
-    """
-    delete from buffers using unnest($1::text[], $2::text[]) as gone(namespace, name)
-    where buffers.namespace = gone.namespace collate "C" and buffers.name = gone.name collate "C"
-    """,
-    texts,
-    texts,
-)
-
-_PUT = Statement(
-    """
-    insert into buffers (namespace, name, record, seq, expires, due)
-    select * from unnest($1::text[], $2::text[], $3::bytea[], $4::bigint[], $5::double precision[],
-                         $6::double precision[])
-    on conflict (namespace, name) do update
-    set record = excluded.record, seq = excluded.seq, expires = excluded.expires, due = excluded.due
-    """,
-    texts,
-    texts,
-    byteas,
-    bigints,
-    doubles,
-    doubles,
-)
-
-FREE = Statement(
-    """
-    with gone as (delete from deltas where value = any($1::bigint[]) returning blob)
-    insert into loose
-    select blob, extract(epoch from clock_timestamp()) + $2::double precision from gone where blob is not null
-    """,
-    bigints,
-    double,
-)
-
-STAGE = Statement(
-    """
-    insert into loose
-    select blob, extract(epoch from clock_timestamp()) + $1::double precision from unnest($2::bigint[]) as blob
-    """,
-    double,
-    bigints,
-)
-
-_REMEMBER = Statement(
-    """
-    insert into keys (digest, namespace, at, outcome)
-    select digest, namespace, $1::double precision, outcome
-    from unnest($2::bytea[], $3::text[], $4::bytea[]) as made(digest, namespace, outcome)
-    """,
-    double,
-    byteas,
-    texts,
-    byteas,
-)
 
 
 class StagedLostError(Exception):
@@ -212,14 +95,14 @@ class Batch:
         _, ((*_, self.server),), *_, keys, counts, rows, claimed, ((self.now, standbys),) = connection.exchange(
             [
                 *database.beginning(),
-                _BY_INDEX("off"),
-                _LOCK(KEY_LOCK, sorted(map(_number, digests))),
-                _LOCK(NAMESPACE_LOCK, locks) if locks else None,
-                _KEYS(digests),
-                _COUNTS(growing, clock) if growing else None,
-                _WIDE_RECORDS(*_columns(names, 2), *_columns(wide, 2)) if wide else _RECORDS(*_columns(names, 2)),
-                _CLAIM(blobs) if blobs else None,
-                _TIME(clock),
+                BY_INDEX(),
+                LOCK(KEY_LOCK, sorted(map(_number, digests))),
+                LOCK(NAMESPACE_LOCK, locks) if locks else None,
+                KEYS(digests),
+                COUNTS(growing, clock) if growing else None,
+                WIDE_RECORDS(*_columns(names, 2), *_columns(wide, 2)) if wide else LOCKED_RECORDS(*_columns(names, 2)),
+                CLAIM(blobs) if blobs else None,
+                TIME(clock),
             ],
         )
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
@@ -254,12 +137,12 @@ class Batch:
         keys = [(digest, key.caller, pack_known(known)) for digest, (key, known) in changes.keys.items()]
         connection.exchange(
             [
-                _DELETE(*_columns(gone, 2)) if gone else None,
-                _PUT(*_columns(put, 6)) if put else None,
+                DELETE(*_columns(gone, 2)) if gone else None,
+                PUT(*_columns(put, 6)) if put else None,
                 INSERT(*_columns(deltas, 9)) if deltas else None,
-                FREE(changes.freed, FREED_SECONDS) if changes.freed else None,
+                FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
                 STAGE(0.0, unused) if unused else None,
-                _REMEMBER(self.now, *_columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
+                REMEMBER(self.now, *_columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
                 COMMIT(),
             ],
         )

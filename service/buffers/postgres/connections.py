@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import errors
 
-from service.buffers.postgres.exchange import COMMIT, PATIENCE_SECONDS, Call, Connection, Rows, Statement, double, text
+from service.buffers.postgres.exchange import PATIENCE_SECONDS, Call, Connection, Rows, Statement
+from service.buffers.postgres.statements import BACKEND, COMMIT, FENCE, HAS_STANDBY, NOW, SETTINGS
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
@@ -43,26 +44,6 @@ READERS = 6
 WORKERS = 6
 """Connections for the other threads: three that stage, and one each that folds, keeps, takes ids or probes."""
 
-_SETTINGS = Statement(
-    """
-    select set_config('search_path', quote_ident($1), true), set_config('synchronous_commit', $2, true),
-           set_config('lock_timeout', $3, true), set_config('idle_in_transaction_session_timeout', $4, true),
-           set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true),
-           pg_postmaster_start_time()::text
-    """,
-    text,
-    text,
-    text,
-    text,
-)
-
-_STANDBYS = """
-    select current_setting('synchronous_standby_names') <> '' and exists (
-        select 1 from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum')
-    )
-"""
-"""Whether there is a synchronous standby. The state of a standby is null for a user who may not see it."""
-
 _FINAL = (
     errors.InsufficientPrivilege,
     errors.InvalidAuthorizationSpecification,
@@ -83,12 +64,6 @@ _PASSING = (
     errors.UniqueViolation,
 )
 """Errors after which the same request may succeed, unless they are final."""
-
-
-_NOW = Statement("select coalesce($1::double precision, extract(epoch from now()))", double)
-
-_FENCE = "select pg_logical_emit_message(true, 'gradserve', '')"
-"""Writes to the log: once the commit returns, the standby has everything that came before."""
 
 
 MAX_SCHEMA_CHARACTERS = 24
@@ -186,14 +161,14 @@ class Database:
             connect_timeout=CONNECT_SECONDS,
             fallback_application_name=application_of(self.schema) + _server(),
         )
-        if connection.execute("select pg_backend_pid()").fetchall() == [(connection.info.backend_pid,)]:
+        if connection.ask(BACKEND()) == [(connection.info.backend_pid,)]:
             connection.prepared = {}  # else a pooler is between
         return connection
 
     def beginning(self, *, durable: bool = True, isolation: str = "read committed") -> list[Call]:
         """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits."""
         commit = ("on" if self.replicated else "local") if durable else "off"
-        settings = _SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
+        settings = SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
         return [Statement(f"begin isolation level {isolation}, read write")(), settings]
 
     def reader(self, patience: float) -> AbstractContextManager[Connection]:
@@ -235,19 +210,19 @@ class Database:
 
     def now(self, connection: Connection) -> float:
         """Return the time, in seconds since 1970: that of the transaction's begin by the database's clock."""
-        (((now,),),) = connection.exchange([_NOW(self.clock())])
+        ((now,),) = connection.ask(NOW(self.clock()))
         return float(now)
 
     def cross(self, connection: Connection) -> str:
         """Wait until the standby has everything that was committed before. Return the name of the server."""
         with self._within(connection):
             self.check_standby(connection)
-            connection.execute(_FENCE)
+            connection.ask(FENCE())
             return connection.server
 
     def check_standby(self, connection: Connection) -> None:
         """Raise `NoStandbyError` if the commits have to wait for a synchronous standby that is not there."""
-        if self.replicated and connection.execute(_STANDBYS).fetchall() != [(True,)]:
+        if self.replicated and connection.ask(HAS_STANDBY()) != [(True,)]:
             raise NoStandbyError("it has no synchronous standby just now")
 
 

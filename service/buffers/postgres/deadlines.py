@@ -8,22 +8,12 @@ import time
 from service.buffers.perform import Request
 from service.buffers.postgres.batch import Job
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.exchange import Connection, Statement, double
+from service.buffers.postgres.exchange import Connection
+from service.buffers.postgres.statements import DUE
 from service.buffers.rules import CloseIfDue
 
 LOOK_SECONDS = 0.5
 """The longest pause between looks: the server that has set a deadline may be gone when it ends."""
-
-MOST_DUE = 256
-"""Epochs that a transaction closes: as many as the requests of a batch."""
-
-_FIRST = Statement(
-    f"""
-    select namespace, name, due - coalesce($1::double precision, extract(epoch from clock_timestamp()))
-    from buffers where due is not null order by due limit {MOST_DUE}
-    """,
-    double,
-)
 
 
 class Deadlines:
@@ -44,6 +34,6 @@ class Deadlines:
     def due(self, connection: Connection) -> list[Job]:
         """Return a request for each epoch that is due, and expect the next deadline."""
         self._next = time.monotonic() + LOOK_SECONDS
-        rows = self._database.ask(connection, _FIRST(self._database.clock()))
+        rows = self._database.ask(connection, DUE(self._database.clock()))
         self.expect(min((seconds for _, _, seconds in rows if seconds > 0), default=math.inf))
         return [Job(Request([CloseIfDue(name=name)]), namespace) for namespace, name, seconds in rows if seconds <= 0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,9 +14,9 @@ import numpy as np
 import orjson
 
 from service.buffers.gradients import Dense, Gradient, add_whole
-from service.buffers.postgres.exchange import Connection, Statement, bigints, booleans, byteas, doubles, texts
+from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import CHUNK_BYTES, INLINE_BYTES
-from service.buffers.postgres.turns import TURN_BYTES, Turns
+from service.buffers.postgres.statements import DELTAS
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.dtypes import DTYPES, NAMES, Array
@@ -28,6 +30,15 @@ _ROW = struct.Struct("!hiqiii")
 
 _FOUND = struct.Struct("!hi")
 """A row of one field up to its data."""
+
+TURN_BYTES = 1 << 18
+"""Bytes of a large gradient that are written in a turn: they prolong a commit by a third."""
+
+TURN_SECONDS = 0.02
+"""The longest wait for a commit: a large gradient must not wait for a database that is slow."""
+
+RECENT_SECONDS = 0.05
+"""How long after a small request the next is expected."""
 
 
 @dataclass
@@ -91,6 +102,29 @@ def payload_of(gradient: Array | Gradient) -> Payload:
     return Payload(gradient)
 
 
+class Turns:
+    """Tells threads that write large gradients when a transaction with small requests has been made.
+
+    A commit waits until the disks, and those of the standby, have all that was written to the log before. Beside
+    gradients of 64 MB that is up to eight times as long. So a large gradient is written in pieces, each after a commit.
+    """
+
+    def __init__(self) -> None:
+        self._made, self._last = threading.Condition(), 0.0
+
+    def tell(self) -> None:
+        """Say that a transaction with small requests has been made."""
+        self._last = time.monotonic()
+        with self._made:
+            self._made.notify_all()
+
+    def wait(self) -> None:
+        """Wait for the next such transaction, if there was one just now."""
+        if time.monotonic() - self._last < RECENT_SECONDS:
+            with self._made:
+                self._made.wait(TURN_SECONDS)
+
+
 def write_blobs(connection: Connection, payloads: Iterable[tuple[int, Payload]], turns: Turns | None = None) -> None:
     """Write the numbers of each payload under its blob's id. Give way at the `turns`."""
     with connection.cursor().copy("copy chunks from stdin (format binary)") as copy:
@@ -125,37 +159,10 @@ def read_numbers(connection: Connection, delta: Delta) -> Array:
     return numbers
 
 
-SELECT = Statement(
-    """
-    select value, seq, weight, overwrite, dtype, shape, bytes, blob, data from deltas
-    where value = any($1::bigint[]) order by value, seq
-    """,
-    bigints,
-)
-
-
-INSERT = Statement(
-    """
-    insert into deltas (value, seq, weight, overwrite, dtype, shape, bytes, blob, data)
-    select * from unnest($1::bigint[], $2::bigint[], $3::double precision[], $4::boolean[], $5::text[], $6::text[],
-                         $7::bigint[], $8::bigint[], $9::bytea[])
-    """,
-    bigints,
-    bigints,
-    doubles,
-    booleans,
-    texts,
-    texts,
-    bigints,
-    bigints,
-    byteas,
-)
-
-
 def read_deltas(connection: Connection, values: Sequence[int]) -> dict[int, list[Delta]]:
     """Return the deltas of each value, in order."""
     found: dict[int, list[Delta]] = {value: [] for value in values}
-    for row in connection.exchange([SELECT(values)])[0]:
+    for row in connection.exchange([DELTAS(values)])[0]:
         found[row[0]].append(Delta(*row))
     return found
 

@@ -6,6 +6,7 @@ The pipelines of psycopg wait for the socket at each statement: 100 us of this p
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from psycopg.pq import ExecStatus, Format
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
-Encode: TypeAlias = Callable[[Any], bytes | None]
+Encode: TypeAlias = Callable[[Any], bytes]
 """Returns a parameter in PostgreSQL's binary form."""
 
 Rows: TypeAlias = list[tuple[Any, ...]]
@@ -38,15 +39,46 @@ _LENGTH = struct.Struct("!i")
 
 _NULL = _LENGTH.pack(-1)
 
+_TYPES: dict[str, tuple[int, Encode]] = {
+    "text": (25, str.encode),
+    "double precision": (701, struct.Struct("!d").pack),
+    "bigint": (20, struct.Struct("!q").pack),
+    "integer": (23, struct.Struct("!i").pack),
+    "boolean": (16, struct.Struct("!?").pack),
+    "bytea": (17, bytes),
+}
+"""The number of each type in PostgreSQL's catalog, and the encoder of its values."""
+
+_PARAMETER = re.compile(rf"\$(\d+)::({'|'.join(_TYPES)})(\[\])?")
+
+
+def _encoder(name: str, brackets: str) -> Encode:
+    """Return the encoder of a type, or of an array."""
+    oid, encode = _TYPES[name]
+
+    def encode_array(values: Sequence[Any]) -> bytes:
+        if not values:
+            return struct.pack("!iiI", 0, 0, oid)
+        items = [None if value is None else encode(value) for value in values]
+        parts = [_ARRAY.pack(1, None in items, oid, len(items), 1)]
+        for item in items:
+            parts += (_NULL,) if item is None else (_LENGTH.pack(len(item)), item)
+        return b"".join(parts)
+
+    return encode_array if brackets else encode
+
 
 class Statement:
-    """A statement with `$1`, `$2`, ... for its parameters, which are encoded by `encoders`."""
+    """A statement with `$1::TYPE`, `$2::TYPE`, ... for its parameters."""
 
-    def __init__(self, query: str, *encoders: Encode) -> None:
-        self.query, self.encoders = query.encode(), encoders
+    def __init__(self, query: str) -> None:
+        self.query = query.encode()
+        found = {int(number): _encoder(*of) for number, *of in _PARAMETER.findall(query)}
+        self.encoders = [found[number] for number in sorted(found)]
 
-    def __call__(self, *values: object) -> Call:
-        return Call(self, [encode(value) for encode, value in zip(self.encoders, values, strict=True)])
+    def __call__(self, *values: Any) -> Call:
+        encoded = zip(self.encoders, values, strict=True)
+        return Call(self, [None if value is None else encode(value) for encode, value in encoded])
 
 
 class Call(NamedTuple):
@@ -54,58 +86,6 @@ class Call(NamedTuple):
 
     statement: Statement
     values: Sequence[Buffer | None]
-
-
-def text(value: str) -> bytes:
-    return value.encode()
-
-
-def double(value: float | None) -> bytes | None:
-    return None if value is None else struct.pack("!d", value)
-
-
-def bigint(value: int | None) -> bytes | None:
-    return None if value is None else struct.pack("!q", value)
-
-
-def integer(value: int) -> bytes:
-    return struct.pack("!i", value)
-
-
-def boolean(value: bool) -> bytes:
-    return b"\1" if value else b"\0"
-
-
-def bytea(value: bytes | None) -> bytes | None:
-    return value
-
-
-_OIDS = {text: 25, double: 701, bigint: 20, integer: 23, boolean: 16, bytea: 17}
-"""The numbers of the types in PostgreSQL's catalog."""
-
-
-def array_of(encode: Encode) -> Encode:
-    """Return the encoder of an array."""
-    oid = _OIDS[encode]
-
-    def encode_array(values: Sequence[Any]) -> bytes:
-        if not values:
-            return struct.pack("!iiI", 0, 0, oid)
-        items = [encode(value) for value in values]
-        parts = [_ARRAY.pack(1, None in items, oid, len(items), 1)]
-        for item in items:
-            parts += (_NULL,) if item is None else (_LENGTH.pack(len(item)), item)
-        return b"".join(parts)
-
-    return encode_array
-
-
-texts, doubles, bigints = array_of(text), array_of(double), array_of(bigint)
-
-integers, booleans, byteas = array_of(integer), array_of(boolean), array_of(bytea)
-
-
-COMMIT = Statement("commit")
 
 
 _numbers = itertools.count()
@@ -137,11 +117,15 @@ class Connection(psycopg.Connection[Any]):
         connection.add_notice_handler(lambda warning: setattr(connection, "is_unsure", True))
         return connection
 
-    def exchange(self, calls: Sequence[Call | None]) -> list[Rows]:
+    def ask(self, call: Call) -> Rows:
+        """Make one call, which the database plans for the tables as they are."""
+        return self.exchange([call], prepares=False)[0]
+
+    def exchange(self, calls: Sequence[Call | None], *, prepares: bool = True) -> list[Rows]:
         """Make the calls in one round trip, and return the rows of each. Raises the error of the first that fails."""
         self.pgconn.enter_pipeline_mode()
         for call in filter(None, calls):
-            self._send(call)
+            self._send(call, prepares)
         self.pgconn.pipeline_sync()
         results = self.wait(_results(self.pgconn))
         self.pgconn.exit_pipeline_mode()
@@ -181,10 +165,10 @@ class Connection(psycopg.Connection[Any]):
             result: R = done.value
             return result
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: Call, prepares: bool) -> None:
         query, values = call.statement.query, call.values
         formats = [Format.BINARY] * len(values)
-        if self.prepared is None or not values:
+        if self.prepared is None or not (prepares and values):
             self.pgconn.send_query_params(query, values, None, formats, Format.BINARY)
             return
         name = self.prepared.get(call.statement)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_record
 from service.buffers.perform import Outcome, Request
-from service.buffers.postgres.batch import FREE, KEY_LOCK
 from service.buffers.postgres.connections import HANGING_SECONDS, Database, retried
 from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
+from service.buffers.postgres.statements import DELETE, EXPIRED, FORGET, FREE, HANGING, KEY_BYTES, SWEEP, USED
 from service.buffers.room import check_keys, room_for, store_full
+from service.errors import BufferCorrupt
 
 logger = logging.getLogger(__name__)
 
@@ -35,52 +37,8 @@ EXPIRED_AT_ONCE = 200
 KEYS_AT_ONCE = 10_000
 """Keys that a transaction forgets: no server waits long for the locks of more."""
 
-_SWEEP = """
-    with gone as (delete from loose where blob in (
-        select blob from loose where due < extract(epoch from clock_timestamp())
-        order by due limit %s for update skip locked
-    ) returning blob)
-    delete from chunks using gone where chunks.blob = gone.blob
-"""
-
-_HANGING = f"""
-    select pg_terminate_backend(pid) from pg_stat_activity
-    where datname = current_database() and usename = current_user and state like 'idle in transaction%%'
-        and state_change < clock_timestamp() - make_interval(secs => %s)
-        and pid in (select pid from pg_locks where locktype = 'advisory' and classid = {KEY_LOCK} and objsubid = 2)
-"""
-"""Ends the transactions of writers that hang.
-
-The database's own time-out does not: after its `Sync`, a pipeline of psycopg sends a `Flush`, which stops that clock.
-"""
-
-_EXPIRED = """
-    select namespace, name, record from buffers where expires <= %s
-    order by namespace, name limit %s for update skip locked
-"""
-
-_USED = """
-    select (select coalesce(sum(bytes), 0) from deltas)
-         + (select coalesce(sum(pg_total_relation_size(relid)), 0) from pg_partition_tree('keys'))
-         + pg_total_relation_size('buffers')
-"""
-
-
-KEY_BYTES = 120
+BYTES_PER_KEY = 120
 """What the database takes for a key beside its outcome."""
-
-_KEY_BYTES = f"select namespace, sum(length(outcome) + {KEY_BYTES})::bigint from keys where outcome <> '' group by 1"
-
-_FORGET = """
-    with old as (
-        select digest, at from keys
-        where outcome <> '' and at <= extract(epoch from clock_timestamp()) - %s
-            and namespace = coalesce(%s, namespace)
-        limit %s for update skip locked
-    ), gone as (delete from keys using old where keys.digest = old.digest and keys.at = old.at returning 1)
-    select count(*) from gone
-"""
-"""The rows without an outcome are marks of transactions: a server may still ask for them."""
 
 
 class Janitor:
@@ -106,7 +64,7 @@ class Janitor:
     def used(self) -> int:
         """Return the bytes in use."""
         with self._database.transaction() as connection:
-            return int(connection.execute(_USED).fetchall()[0][0])
+            return int(connection.ask(USED())[0][0])
 
     def close(self) -> None:
         self._closed.set()
@@ -123,7 +81,7 @@ class Janitor:
 
     def _round(self) -> None:
         with self._database.transaction() as connection:
-            connection.execute(_HANGING, (HANGING_SECONDS,))
+            connection.ask(HANGING(HANGING_SECONDS))
             now = self._database.now(connection)
         make_partitions(self._database, now, TURN_SECONDS)
         drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
@@ -133,22 +91,24 @@ class Janitor:
             pass
         self._used = self.used()
         with self._database.transaction() as connection:
-            self._key_bytes = dict(connection.execute(_KEY_BYTES).fetchall())
+            self._key_bytes = dict(connection.ask(KEY_BYTES(BYTES_PER_KEY)))
 
     def _sweep(self) -> bool:
         """Delete some loose blobs. Return whether there may be more."""
         with self._database.transaction(durable=False) as connection:
-            return connection.execute(_SWEEP, (BLOBS_AT_ONCE,)).rowcount > 0
+            return connection.ask(SWEEP(BLOBS_AT_ONCE)) != [(0,)]
 
     def _expire(self, now: float) -> bool:
         """Delete some expired buffers. Return whether there may be more."""
         with self._database.transaction() as connection:
-            rows = connection.execute(_EXPIRED, (now, EXPIRED_AT_ONCE), binary=True).fetchall()
-            records = [unpack_record(BufferName(namespace, name), packed) for namespace, name, packed in rows]
-            for record in records:
-                connection.execute("delete from buffers where namespace = %s and name = %s", record.full_name)
-            connection.exchange([FREE([value for record in records for value in record.values], FREED_SECONDS)])
-        return bool(records)
+            rows = connection.ask(EXPIRED(now, EXPIRED_AT_ONCE))
+            values: list[int] = []
+            for namespace, name, packed in rows:
+                with suppress(BufferCorrupt):
+                    values += unpack_record(BufferName(namespace, name), packed).values
+            names = [row[0] for row in rows], [row[1] for row in rows]
+            connection.exchange([DELETE(*names), FREE(values, None, FREED_SECONDS)])
+        return bool(rows)
 
 
 def forget(url: str, schema: str, seconds: float, namespace: str | None) -> int:
@@ -170,7 +130,7 @@ def forget(url: str, schema: str, seconds: float, namespace: str | None) -> int:
 
 def _forget_some(database: Database, seconds: float, namespace: str | None) -> int:
     with database.transaction() as connection:
-        count: int = connection.execute(_FORGET, (seconds, namespace, KEYS_AT_ONCE)).fetchall()[0][0]
+        count: int = connection.ask(FORGET(seconds, namespace, KEYS_AT_ONCE))[0][0]
     return count
 
 

@@ -11,14 +11,30 @@ from functools import partial
 
 import numpy as np
 import psycopg
-from psycopg import sql
 
 from service.buffers.names import BufferName
 from service.buffers.packed import FORMAT, unpack_known, unpack_record
 from service.buffers.postgres.connections import as_client_error
 from service.buffers.postgres.deltas import check_complete, read_deltas, total
-from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.schema import ID_BLOCK, check_version
+from service.buffers.postgres.exchange import Call, Connection
+from service.buffers.postgres.schema import check_version
+from service.buffers.postgres.statements import (
+    ALL_RECORDS,
+    BLOBS_OF_NOTHING,
+    COMMIT,
+    GRADIENTS,
+    HAS_TABLES,
+    LAST_ID,
+    LOOSE,
+    LOOSE_IN_USE,
+    NEXT_ID,
+    NOW,
+    ORPHANS,
+    OUTCOMES,
+    PATIENT_SETTINGS,
+    READ_ONLY,
+    VERSION,
+)
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
@@ -27,49 +43,8 @@ from service.errors import BufferCorrupt, StoreFailed
 CONNECT_SECONDS = 10
 """Seconds that a host of the URL has to accept a connection."""
 
-_BEGIN = "begin isolation level repeatable read, read only"
-"""All that the transaction sees is of one moment."""
-
-_SETTINGS = """
-    select set_config('search_path', quote_ident(%s), true), set_config('statement_timeout', '0', true),
-           set_config('idle_in_transaction_session_timeout', '0', true)
-"""
-"""A large value, or a slow reader of the export, takes longer than requests may."""
-
-_JOINED = "case when namespace = '' then name else '~' || namespace || '/' || name end"
-"""`BufferName.joined` in SQL."""
-
-_RECORDS = f"""
-    select namespace, name, record, seq from buffers where starts_with({_JOINED}, %s) order by namespace, name
-"""
-
 KEYS_AT_ONCE = 10_000
 """Keys that a statement reads: a longer one would make the server that drops old keys, and so all adds, wait."""
-
-_ORPHANS = "select distinct value from deltas where value <> all(%s) order by value"
-
-_LOOSE_IN_USE = "select blob, value from deltas join loose using (blob) order by blob"
-
-_LOOSE = "select count(distinct blob), coalesce(sum(octet_length(data)), 0) from loose join chunks using (blob)"
-
-_BLOBS_OF_NOTHING = """
-    select blob, sum(octet_length(data)) from chunks
-    where not exists (select 1 from loose where loose.blob = chunks.blob)
-        and not exists (select 1 from deltas where deltas.blob = chunks.blob)
-    group by blob order by blob
-"""
-
-_GRADIENTS = "select count(*), count(blob), coalesce(sum(bytes), 0) from deltas"
-
-_NEXT_ID = f"select last_value + {ID_BLOCK} from ids"
-
-_LAST_ID = """
-    select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks))
-"""
-
-_KEYS = """
-    select digest, at, outcome from {} where (digest, at) > (%s, %s) order by digest, at limit %s
-"""
 
 
 class PostgresMoment:
@@ -81,9 +56,7 @@ class PostgresMoment:
         """The `seq` of the last delta of each running value, as the records have it."""
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
-        with self._connection.cursor(binary=True) as cursor:
-            rows = cursor.execute(_RECORDS, (prefix,)).fetchall()
-        for namespace, name, packed, seq in rows:
+        for namespace, name, packed, seq in self._connection.ask(ALL_RECORDS(prefix)):
             full_name = BufferName(namespace, name)
             try:
                 record = unpack_record(full_name, packed)
@@ -125,15 +98,13 @@ class PostgresReadOnly:
 
     def now(self) -> float:
         with _client_errors():
-            query = "select extract(epoch from clock_timestamp())::double precision"
-            now: float = self._connection.execute(query).fetchall()[0][0]
-            return now
+            ((now,),) = self._connection.ask(NOW(None))
+            return float(now)
 
     @contextmanager
     def reading(self) -> Iterator[PostgresMoment]:
         with _client_errors():
-            self._connection.execute(_BEGIN)
-            self._connection.execute(_SETTINGS, (self._schema,))
+            self._connection.exchange(_beginning(self._schema))
             yield PostgresMoment(self._connection, self._connect, self._schema)
             self._connection.execute("rollback")
 
@@ -146,11 +117,16 @@ def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
         connection = connect()
     with connection:
         with _client_errors():
-            if connection.execute("select to_regclass(%s)", (f'"{schema}".meta',)).fetchall() == [(None,)]:
+            connection.exchange(_beginning(schema))
+            if connection.ask(HAS_TABLES()) == [(False,)]:
                 raise StoreFailed(f"There is no store in the PostgreSQL schema {schema!r}")
-            meta = sql.SQL("select version from {}").format(sql.Identifier(schema, "meta"))
-            check_version(schema, connection.execute(meta).fetchall())
+            check_version(schema, connection.ask(VERSION()))
+            connection.execute("rollback")
         yield PostgresReadOnly(connection, connect, schema)
+
+
+def _beginning(schema: str) -> list[Call]:
+    return [READ_ONLY(), PATIENT_SETTINGS(schema)]
 
 
 @contextmanager
@@ -164,27 +140,26 @@ def _client_errors() -> Iterator[None]:
 
 def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]:
     """Yield lines about gradients and blobs, as the transaction of the connection sees them."""
-    count, blobs, size = connection.execute(_GRADIENTS).fetchall()[0]
+    ((count, blobs, size),) = connection.ask(GRADIENTS())
     yield f"{count} gradients, {blobs} of them in blobs; {size} bytes"
-    count, size = connection.execute(_LOOSE).fetchall()[0]
+    ((count, size),) = connection.ask(LOOSE())
     yield f"{count} blobs of {size} bytes are staged, or wait for their deletion"
-    for (value,) in connection.execute(_ORPHANS, ([*values],)):
+    for (value,) in connection.ask(ORPHANS([*values])):
         yield f"{WRONG}value {value} belongs to no buffer that can be read"
-    for blob, value in connection.execute(_LOOSE_IN_USE):
+    for blob, value in connection.ask(LOOSE_IN_USE()):
         yield f"{WRONG}the blob {blob} of the value {value} will be deleted, although it is used"
-    for blob, size in connection.execute(_BLOBS_OF_NOTHING):
+    for blob, size in connection.ask(BLOBS_OF_NOTHING()):
         yield f"{WRONG}the blob {blob} of {size} bytes belongs to no gradient"
-    (following,), (last,) = (connection.execute(query).fetchall()[0] for query in (_NEXT_ID, _LAST_ID))
+    (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID())[0]
     if last is not None and last >= following:
         yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: set it higher"
 
 
 def _damaged_keys(connection: Connection, schema: str) -> Iterator[str]:
     """Yield lines about the idempotency keys. They are of many moments: no statement holds their table for long."""
-    query = sql.SQL(_KEYS).format(sql.Identifier(schema, "keys"))
     count = damaged = 0
     place: tuple[bytes, float] = (b"", 0.0)
-    while rows := connection.execute(query, (*place, KEYS_AT_ONCE), binary=True).fetchall():
+    while rows := connection.exchange([*_beginning(schema), OUTCOMES(*place, KEYS_AT_ONCE), COMMIT()])[2]:
         outcomes = [bytes(outcome) for _, _, outcome in rows if outcome]  # a transaction's own mark has none
         count += len(outcomes)
         damaged += sum(not _is_known(outcome) for outcome in outcomes)

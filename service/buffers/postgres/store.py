@@ -19,15 +19,14 @@ from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
-from service.buffers.postgres.connections import Database, retried
-from service.buffers.postgres.deltas import check_complete, read_deltas, total
-from service.buffers.postgres.exchange import Call, Connection, Rows, Statement, double, texts
+from service.buffers.postgres.compactor import Compactor
+from service.buffers.postgres.connections import Database, application_of, retried
+from service.buffers.postgres.deltas import Turns, check_complete, read_deltas, total
+from service.buffers.postgres.exchange import Call, Connection, Rows
 from service.buffers.postgres.fence import Fence
-from service.buffers.postgres.folder import Folder
 from service.buffers.postgres.janitor import Janitor
-from service.buffers.postgres.measures import measures, replicas
+from service.buffers.postgres.statements import COUNT, LISTED, MEASURES, OUTCOME, RECORDS, REPLICAS, VERSION
 from service.buffers.postgres.transaction import Stored
-from service.buffers.postgres.turns import Turns
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.record import Key, Known, Record, Snapshot
@@ -51,18 +50,6 @@ READ_SECONDS = 10.0
 
 CHECK_SECONDS = 2.0
 """How long a probe waits for the database."""
-
-_RECORDS = Statement(
-    """
-    select buffers.namespace, buffers.name, buffers.record, buffers.seq,
-           coalesce($3::double precision, extract(epoch from now()))
-    from unnest($1::text[], $2::text[]) as wanted(namespace, name)
-    join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
-    """,
-    texts,
-    texts,
-    double,
-)
 
 
 class _Ids:
@@ -112,7 +99,7 @@ class PostgresStore(Store):
         self._ids = _Ids(lambda: retried(lambda: tables.take_ids(self._database)))
         self._fence = Fence(self._database)
         turns = Turns()
-        self._folder = Folder(self._database, self._ids, allocate, turns)
+        self._compactor = Compactor(self._database, self._ids, allocate, turns)
         self._watcher = Watcher(self._database)
         self._janitor = Janitor(self._database, max_bytes=max_bytes, key_seconds=key_seconds)
         self._writer = Writer(
@@ -124,7 +111,7 @@ class PostgresStore(Store):
             changed=self._watcher.tell,
             janitor=self._janitor,
             max_buffers=max_buffers,
-            fold=self._folder.submit,
+            fold=self._compactor.submit,
             turns=turns,
         )
 
@@ -151,7 +138,7 @@ class PostgresStore(Store):
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         found = {}
         wanted = [name.namespace for name in names], [name.name for name in names]
-        for namespace, name, packed, _, now in self._ask(_RECORDS(*wanted, self._database.clock())):
+        for namespace, name, packed, _, now in self._ask(RECORDS(*wanted, self._database.clock())):
             with suppress(BufferCorrupt):
                 record = unpack_record(BufferName(namespace, name), packed)
                 if record.lives(now):
@@ -161,19 +148,11 @@ class PostgresStore(Store):
     def records(
         self, prefix: str = "", after: str = "", limit: int | None = None, *, strict: bool = False
     ) -> list[Record]:
-        query = """
-            select name, record from buffers
-            where namespace = %s and starts_with(name, %s) and name > %s and name >= %s
-                and (expires is null or expires > %s)
-            order by name limit %s
-        """
-
         def find(connection: Connection) -> list[Record]:
             found: list[Record] = []
-            start, now = after, self._database.now(connection)
+            start = after
             while True:
-                arguments = (self.namespace, prefix, start, prefix, now, limit)
-                rows = connection.execute(query, arguments, binary=True).fetchall()
+                rows = connection.ask(LISTED(self.namespace, prefix, start, self._database.clock(), limit))
                 for name, packed in rows:
                     try:
                         found.append(unpack_record(BufferName(self.namespace, name), packed))
@@ -213,14 +192,8 @@ class PostgresStore(Store):
             return retried(attempt)
 
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
-        query = "select outcome from keys where digest = %s and at + %s > %s"
-
-        def find(connection: Connection) -> Known | None:
-            arguments = (digest_of(key), self._key_seconds, self._database.now(connection))
-            rows = connection.execute(query, arguments, binary=True).fetchall()
-            return unpack_known(rows[0][0], names) if rows else None
-
-        return self._read(find)
+        rows = self._ask(OUTCOME(digest_of(key), self._key_seconds, self._database.clock()))
+        return unpack_known(rows[0][0], names) if rows else None
 
     def generation(self) -> int:
         return self._watcher.generation
@@ -228,29 +201,29 @@ class PostgresStore(Store):
     def check(self) -> None:
         def attempt() -> None:
             with self._database.transaction(patience=CHECK_SECONDS) as connection:
-                connection.execute("select 1 from meta")
+                connection.ask(VERSION())
                 self._database.check_standby(connection)
 
         retried(attempt, seconds=CHECK_SECONDS)
 
     def size(self) -> tuple[int, int]:
-        count = self._read(lambda connection: connection.execute("select count(*) from buffers").fetchall()[0][0])
-        return count, self._janitor.used()
+        return self._ask(COUNT())[0][0], self._janitor.used()
 
     def measures(self) -> dict[str, float]:
-        return self._read(measures)
+        return dict(self._ask(MEASURES()))
 
     def replicas(self) -> int | None:
-        return self._read(lambda connection: replicas(connection, self._database.schema))
+        ((count,),) = self._ask(REPLICAS(application_of(self._database.schema)))
+        return count or None  # a pooler gives the connections a name of its own
 
     def close(self) -> None:
         if self._writer.close():
-            for helper in (self._folder, self._watcher, self._janitor):
+            for helper in (self._compactor, self._watcher, self._janitor):
                 helper.close()
             self._database.close()
 
     def _records(self, names: Sequence[str]) -> Call:
-        return _RECORDS([self.namespace] * len(names), names, self._database.clock())
+        return RECORDS([self.namespace] * len(names), names, self._database.clock())
 
     def _read(self, work: Callable[[Connection], R]) -> R:
         """Return what `work` reads, all of it of one moment."""

@@ -15,9 +15,9 @@ import numpy as np
 from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known
+from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.deltas import Delta, Payload, check_complete, delta_of, payload_of, read_deltas, total
 from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.folder import Fold
 from service.buffers.postgres.schema import INLINE_BYTES
 from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.buffers.store import Allocate

@@ -10,7 +10,8 @@ import psycopg
 from psycopg import sql
 
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.exchange import COMMIT, Connection, Statement, text
+from service.buffers.postgres.exchange import Connection
+from service.buffers.postgres.statements import BACKEND, COMMIT, NOTIFY, SNAPSHOT
 
 QUIET_SECONDS = 0.25
 """Without a notification the watcher asks after this time: a notification can be lost, and poolers pass none on."""
@@ -23,8 +24,6 @@ PAUSE_SECONDS = 0.2
 
 CLOSING_SECONDS = 1.0
 """How long `close` waits for each thread: a silent database would hold it for 30 seconds, or for 40 as it connects."""
-
-_NOTIFY = Statement("select pg_notify($1, '')", text)
 
 
 class Watcher:
@@ -67,7 +66,7 @@ class Watcher:
                 time.sleep(PAUSE_SECONDS)
 
     def _listen(self, connection: Connection) -> None:
-        (pid,) = connection.execute("select pg_backend_pid()").fetchall()[0]
+        ((pid,),) = connection.ask(BACKEND())
         if pid == connection.info.backend_pid:  # else a pooler is between, which would pass notes on to others
             connection.execute(sql.SQL("listen {}").format(sql.Identifier(self._database.schema)))
         self.generation += 1  # anything may have changed while there was no connection
@@ -85,11 +84,11 @@ class Watcher:
         while not self._closed:
             self._told.wait()
             self._told.clear()
-            connection.exchange([*self._database.beginning(durable=False), _NOTIFY(self._database.schema), COMMIT()])
+            connection.exchange([*self._database.beginning(durable=False), NOTIFY(self._database.schema), COMMIT()])
             time.sleep(COALESCE_SECONDS)
 
 
 def _snapshot(connection: Connection) -> str:
     """Return a text that differs once a transaction has been committed."""
-    text: str = connection.execute("select pg_current_snapshot()::text").fetchall()[0][0]
+    text: str = connection.ask(SNAPSHOT())[0][0]
     return text

@@ -20,16 +20,16 @@ from service.buffers.batches import BUFFER_BYTES, Batches
 from service.buffers.changes import Add, Restore
 from service.buffers.gradients import Rows, is_nothing
 from service.buffers.perform import Outcome, Request, perform, resolved
-from service.buffers.postgres.batch import STAGE, Batch, Job, StagedLostError
+from service.buffers.postgres.batch import Batch, Job, StagedLostError
+from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.connections import Database, MovedError, retried
-from service.buffers.postgres.deadlines import MOST_DUE, Deadlines
-from service.buffers.postgres.deltas import Payload, payload_of, write_blobs
+from service.buffers.postgres.deadlines import Deadlines
+from service.buffers.postgres.deltas import Payload, Turns, payload_of, write_blobs
 from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.folder import Fold
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
+from service.buffers.postgres.statements import MOST_DUE, STAGE
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
-from service.buffers.postgres.turns import Turns
 from service.buffers.store import Allocate, Committed, without_traceback
 from service.engine.pool import Pool
 from service.errors import GradserveError, StoreFailed

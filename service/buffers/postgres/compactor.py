@@ -1,4 +1,4 @@
-"""The folder thread: it replaces the first deltas of a value by their sum, so that a read has few of them to add.
+"""The compactor thread: it replaces the first deltas of a value by their sum, so that a read has few of them to add.
 
 A fold locks one buffer, and only while it swaps the deltas. It changes no sum: it adds the same numbers in the same
 order as every reader.
@@ -17,41 +17,22 @@ import psycopg
 from service.buffers.names import BufferName
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deltas import (
-    INSERT,
-    SELECT,
     Delta,
+    Turns,
     check_complete,
     delta_of,
     payload_of,
     total,
     write_blobs,
 )
-from service.buffers.postgres.exchange import Connection, Statement, bigint, double, integer, text
+from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import FREED_SECONDS, INLINE_BYTES
-from service.buffers.postgres.turns import Turns
+from service.buffers.postgres.statements import DELTAS, FREE, INSERT, LEASE, LOCKED
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
 from service.errors import GradserveError
 
 logger = logging.getLogger(__name__)
-
-_LEASE = Statement("select pg_try_advisory_xact_lock(3, $1)", integer)
-
-_LOCK = Statement("select from buffers where namespace = $1 and name = $2 for update", text, text)
-
-_FOLDED = Statement(
-    """
-    with gone as (delete from deltas where value = $1 and seq <= $2 returning blob),
-    loosened as (
-        insert into loose
-        select blob, extract(epoch from clock_timestamp()) + $3::double precision from gone where blob is not null
-    )
-    select count(*) from gone
-    """,
-    bigint,
-    bigint,
-    double,
-)
 
 
 class Fold(NamedTuple):
@@ -66,12 +47,12 @@ class _OvertakenError(Exception):
     """Another transaction has changed the value meanwhile."""
 
 
-class Folder:
-    """The folder thread. It ends with `close`."""
+class Compactor:
+    """The compactor thread. It ends with `close`."""
 
     def __init__(self, database: Database, next_id: Callable[[], int], allocate: Allocate, turns: Turns) -> None:
         self._database, self._next_id, self._allocate, self._turns = database, next_id, allocate, turns
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradserve-folder")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradserve-compactor")
 
     def submit(self, fold: Fold) -> None:
         """Make the fold soon."""
@@ -94,7 +75,7 @@ class Folder:
 
     def _make(self, connection: Connection, fold: Fold) -> None:
         name, spec, value = fold
-        leased, rows = connection.exchange([_LEASE(value & 0x7FFFFFFF), SELECT([value])])
+        leased, rows = connection.exchange([LEASE(value & 0x7FFFFFFF), DELTAS([value])])
         deltas = [Delta(*row) for row in rows]
         if leased == [(False,)] or len(deltas) < 2:
             return  # another process folds the value, or has
@@ -104,7 +85,7 @@ class Folder:
         if blob is not None:
             write_blobs(connection, [(blob, payload)], self._turns)
         last = deltas[-1].seq
-        _, gone = connection.exchange([_LOCK(*name), _FOLDED(value, last, FREED_SECONDS)])
+        _, gone = connection.exchange([LOCKED(*name), FREE([value], last, FREED_SECONDS)])
         if gone != [(len(deltas),)]:
             raise _OvertakenError  # the value has been freed: otherwise it only grows while it is leased
         connection.exchange([INSERT(*zip(delta_of(value, last, payload, 1.0, True, blob), strict=False))])

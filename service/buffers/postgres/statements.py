@@ -1,0 +1,297 @@
+"""All statements of the store but those that make its tables, which `schema.py` has.
+
+`clock` parameters are the time that a test sets; null for the database's own.
+"""
+
+from __future__ import annotations
+
+from service.buffers.postgres.exchange import Statement
+
+KEY_LOCK = 1
+"""The class of the advisory locks of keys."""
+
+NAMESPACE_LOCK = 2
+"""The class of the advisory locks of namespaces."""
+
+FOLD_LOCK = 3
+"""The class of the advisory locks of values that a process folds."""
+
+# ----- every transaction -----
+
+SETTINGS = Statement("""
+    select set_config('search_path', quote_ident($1::text), true), set_config('synchronous_commit', $2::text, true),
+           set_config('lock_timeout', $3::text, true),
+           set_config('idle_in_transaction_session_timeout', $4::text, true),
+           set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true),
+           pg_postmaster_start_time()::text
+""")
+"""Its last column names the server."""
+
+COMMIT = Statement("commit")
+
+NOW = Statement("select coalesce($1::double precision, extract(epoch from now()))")
+
+BACKEND = Statement("select pg_backend_pid()")
+
+FENCE = Statement("select pg_logical_emit_message(true, 'gradserve', '')")
+"""Writes to the log: once the commit returns, the standby has everything that came before."""
+
+HAS_STANDBY = Statement("""
+    select current_setting('synchronous_standby_names') <> '' and exists (
+        select 1 from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum')
+    )
+""")
+"""Whether there is a synchronous standby. The state of a standby is null for a user who may not see it."""
+
+# ----- a batch of requests: the first round trip -----
+
+BY_INDEX = Statement("select set_config('enable_seqscan', 'off', true)")
+"""Lets the database plan for full tables: it keeps the plans that it made while they were empty."""
+
+LOCK = Statement("select pg_advisory_xact_lock($1::integer, lock) from unnest($2::integer[]) as lock")
+
+KEYS = Statement("select digest, at, outcome from keys where digest = any($1::bytea[]) order by at")
+
+COUNTS = Statement("""
+    select namespace, count(*) from buffers
+    where namespace = any($1::text[])
+        and (expires is null or expires > coalesce($2::double precision, extract(epoch from clock_timestamp())))
+    group by namespace
+""")
+
+LOCKED_RECORDS = Statement("""
+    select buffers.namespace, buffers.name, buffers.record, buffers.seq
+    from unnest($1::text[], $2::text[]) as wanted(namespace, name)
+    join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
+    order by buffers.namespace, buffers.name for update of buffers
+""")
+
+WIDE_RECORDS = Statement("""
+    select namespace, name, record, seq from buffers
+    where (namespace, name) in (
+        select namespace collate "C", name collate "C" from unnest($1::text[], $2::text[]) as wanted(namespace, name)
+        union
+        select buffers.namespace, buffers.name from unnest($3::text[], $4::text[]) as wanted(namespace, prefix)
+        join buffers on buffers.namespace = wanted.namespace collate "C"
+            and buffers.name >= wanted.prefix collate "C" and starts_with(buffers.name, wanted.prefix)
+    )
+    order by namespace, name for update of buffers
+""")
+"""The same with all buffers of some prefixes: in one statement, which locks them in the order of their names."""
+
+CLAIM = Statement(
+    "with claimed as (delete from loose where blob = any($1::bigint[]) returning 1) select count(*) from claimed"
+)
+
+TIME = Statement("""
+    select coalesce($1::double precision, extract(epoch from clock_timestamp())),
+           current_setting('synchronous_standby_names')
+""")
+
+# ----- the second round trip -----
+
+DELETE = Statement("""
+    delete from buffers using unnest($1::text[], $2::text[]) as gone(namespace, name)
+    where buffers.namespace = gone.namespace collate "C" and buffers.name = gone.name collate "C"
+""")
+
+PUT = Statement("""
+    insert into buffers (namespace, name, record, seq, expires, due)
+    select * from unnest($1::text[], $2::text[], $3::bytea[], $4::bigint[], $5::double precision[],
+                         $6::double precision[])
+    on conflict (namespace, name) do update
+    set record = excluded.record, seq = excluded.seq, expires = excluded.expires, due = excluded.due
+""")
+
+INSERT = Statement("""
+    insert into deltas (value, seq, weight, overwrite, dtype, shape, bytes, blob, data)
+    select * from unnest($1::bigint[], $2::bigint[], $3::double precision[], $4::boolean[], $5::text[], $6::text[],
+                         $7::bigint[], $8::bigint[], $9::bytea[])
+""")
+
+FREE = Statement("""
+    with gone as (
+        delete from deltas where value = any($1::bigint[]) and seq <= coalesce($2::bigint, seq) returning blob
+    ), freed as (
+        insert into loose
+        select blob, extract(epoch from clock_timestamp()) + $3::double precision from gone where blob is not null
+    )
+    select count(*) from gone
+""")
+"""Frees the first deltas of a value, or all deltas of some values."""
+
+STAGE = Statement("""
+    insert into loose
+    select blob, extract(epoch from clock_timestamp()) + $1::double precision from unnest($2::bigint[]) as blob
+""")
+
+REMEMBER = Statement("""
+    insert into keys (digest, namespace, at, outcome)
+    select digest, namespace, $1::double precision, outcome
+    from unnest($2::bytea[], $3::text[], $4::bytea[]) as made(digest, namespace, outcome)
+""")
+
+# ----- reads -----
+
+RECORDS = Statement("""
+    select buffers.namespace, buffers.name, buffers.record, buffers.seq,
+           coalesce($3::double precision, extract(epoch from now()))
+    from unnest($1::text[], $2::text[]) as wanted(namespace, name)
+    join buffers on buffers.namespace = wanted.namespace collate "C" and buffers.name = wanted.name collate "C"
+""")
+
+LISTED = Statement("""
+    select name, record from buffers
+    where namespace = $1::text and starts_with(name, $2::text) and name > $3::text and name >= $2::text
+        and (expires is null or expires > coalesce($4::double precision, extract(epoch from now())))
+    order by name limit $5::bigint
+""")
+
+DELTAS = Statement("""
+    select value, seq, weight, overwrite, dtype, shape, bytes, blob, data from deltas
+    where value = any($1::bigint[]) order by value, seq
+""")
+
+OUTCOME = Statement("""
+    select outcome from keys where digest = $1::bytea
+        and at + $2::double precision > coalesce($3::double precision, extract(epoch from now()))
+""")
+
+COUNT = Statement("select count(*) from buffers")
+
+SNAPSHOT = Statement("select pg_current_snapshot()::text")
+"""A text that differs once a transaction has been committed."""
+
+NOTIFY = Statement("select pg_notify($1::text, '')")
+
+# ----- folds -----
+
+LEASE = Statement(f"select pg_try_advisory_xact_lock({FOLD_LOCK}, $1::integer)")
+
+LOCKED = Statement("select from buffers where namespace = $1::text and name = $2::text for update")
+
+# ----- deadlines, and what the janitor does -----
+
+MOST_DUE = 256
+"""Epochs that a transaction closes: as many as the requests of a batch."""
+
+DUE = Statement(f"""
+    select namespace, name, due - coalesce($1::double precision, extract(epoch from clock_timestamp()))
+    from buffers where due is not null order by due limit {MOST_DUE}
+""")
+
+HANGING = Statement(f"""
+    select pg_terminate_backend(pid) from pg_stat_activity
+    where datname = current_database() and usename = current_user and state like 'idle in transaction%'
+        and state_change < clock_timestamp() - make_interval(secs => $1::double precision)
+        and pid in (select pid from pg_locks where locktype = 'advisory' and classid = {KEY_LOCK} and objsubid = 2)
+""")
+"""Ends the transactions of writers that hang.
+
+The database's own time-out does not: after its `Sync`, a pipeline of psycopg sends a `Flush`, which stops that clock.
+"""
+
+SWEEP = Statement("""
+    with gone as (delete from loose where blob in (
+        select blob from loose where due < extract(epoch from clock_timestamp())
+        order by due limit $1::bigint for update skip locked
+    ) returning blob), swept as (delete from chunks using gone where chunks.blob = gone.blob)
+    select count(*) from gone
+""")
+
+EXPIRED = Statement("""
+    select namespace, name, record from buffers
+    where expires <= coalesce($1::double precision, extract(epoch from now()))
+    order by namespace, name limit $2::bigint for update skip locked
+""")
+
+USED = Statement("""
+    select (select coalesce(sum(bytes), 0)::bigint from deltas)
+         + (select coalesce(sum(pg_total_relation_size(relid)), 0)::bigint from pg_partition_tree('keys'))
+         + pg_total_relation_size('buffers')
+""")
+
+KEY_BYTES = Statement("""
+    select namespace, sum(length(outcome) + $1::integer)::bigint from keys where outcome <> '' group by namespace
+""")
+
+FORGET = Statement("""
+    with old as (
+        select digest, at from keys
+        where outcome <> '' and at <= extract(epoch from clock_timestamp()) - $1::double precision
+            and namespace = coalesce($2::text, namespace)
+        limit $3::bigint for update skip locked
+    ), gone as (delete from keys using old where keys.digest = old.digest and keys.at = old.at returning 1)
+    select count(*) from gone
+""")
+"""The rows without an outcome are marks of transactions: a server may still ask for them."""
+
+# ----- metrics -----
+
+MEASURES = Statement("""
+    with synchronous as (select * from pg_stat_replication where sync_state is null or sync_state in ('sync', 'quorum'))
+    select * from (values
+        ('connections', (select count(*) from pg_stat_activity where datname = current_database())),
+        ('connections_limit', current_setting('max_connections')::bigint),
+        ('standbys', (select count(*) from synchronous)),
+        ('lag_bytes', (select min(pg_wal_lsn_diff(pg_current_wal_lsn(), flush_lsn))::bigint from synchronous)),
+        ('loose_bytes', (select coalesce(sum(octet_length(data)), 0)::bigint from loose join chunks using (blob))),
+        ('unfolded_bytes', (select coalesce(sum(bytes), 0)::bigint from deltas where not overwrite))
+    ) as measured(name, value) where value is not null
+""")
+"""The state and the lag of standbys are null for a user who may not see them."""
+
+REPLICAS = Statement("""
+    select count(distinct application_name) from pg_stat_activity
+    where datname = current_database() and starts_with(application_name, $1::text)
+""")
+
+# ----- doctor and export -----
+
+READ_ONLY = Statement("begin isolation level repeatable read, read only")
+"""All that the transaction sees is of one moment."""
+
+PATIENT_SETTINGS = Statement("""
+    select set_config('search_path', quote_ident($1::text), true), set_config('statement_timeout', '0', true),
+           set_config('idle_in_transaction_session_timeout', '0', true)
+""")
+"""A large value, or a slow reader of the export, takes longer than requests may."""
+
+HAS_TABLES = Statement("select to_regclass('meta') is not null")
+
+VERSION = Statement("select version from meta")
+
+ALL_RECORDS = Statement("""
+    select namespace, name, record, seq from buffers
+    where starts_with(case when namespace = '' then name else '~' || namespace || '/' || name end, $1::text)
+    order by namespace, name
+""")
+"""The records of the buffers whose `BufferName.joined` has a prefix."""
+
+GRADIENTS = Statement("select count(*), count(blob), coalesce(sum(bytes), 0)::bigint from deltas")
+
+LOOSE = Statement("""
+    select count(distinct blob), coalesce(sum(octet_length(data)), 0) from loose join chunks using (blob)
+""")
+
+ORPHANS = Statement("select distinct value from deltas where value <> all($1::bigint[]) order by value")
+
+LOOSE_IN_USE = Statement("select blob, value from deltas join loose using (blob) order by blob")
+
+BLOBS_OF_NOTHING = Statement("""
+    select blob, sum(octet_length(data)) from chunks
+    where not exists (select 1 from loose where loose.blob = chunks.blob)
+        and not exists (select 1 from deltas where deltas.blob = chunks.blob)
+    group by blob order by blob
+""")
+
+NEXT_ID = Statement("select last_value + seqincrement from ids, pg_sequence where seqrelid = 'ids'::regclass")
+
+LAST_ID = Statement("""
+    select greatest((select max(value) from deltas), (select max(blob) from deltas), (select max(blob) from chunks))
+""")
+
+OUTCOMES = Statement("""
+    select digest, at, outcome from keys where (digest, at) > ($1::bytea, $2::double precision)
+    order by digest, at limit $3::bigint
+""")
