@@ -24,7 +24,7 @@ def serving(**settings: Any) -> Iterator[str]:
     given = Settings(**{"port": 0, "store": "memory:", **settings})
     config = server_config(given)
     server = uvicorn.Server(config)
-    with listening(given, config) as sockets:
+    with listening(given) as sockets:
         thread = threading.Thread(target=server.run, args=[sockets])
         thread.start()
         try:

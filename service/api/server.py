@@ -6,12 +6,9 @@ import fcntl
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from inspect import signature
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import AF_UNIX, socket
 from tempfile import TemporaryDirectory
@@ -37,7 +34,7 @@ from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics
 from service.api.telemetry.observer import Observer
 from service.api.telemetry.workers import STARTED_AT, Workers, stop_without_parent
 from service.errors import NotReady
-from service.host import unix_socket
+from service.host import tcp, unix_socket
 from service.host.shared_memory import Regions
 from service.host.system import keep_freed_memory
 from service.settings import Settings
@@ -93,8 +90,6 @@ def server_config(settings: Settings) -> uvicorn.Config:
         create_app(settings) if settings.workers == 1 else "service.api.server:in_worker",
         factory=settings.workers > 1,
         workers=settings.workers,
-        host=settings.host,
-        port=settings.port,
         loop="auto" if settings.socket is None or settings.tls_certificate is None else "service.api.http.loop:Loop",
         timeout_graceful_shutdown=settings.drain_timeout,
         timeout_keep_alive=settings.keep_alive,
@@ -111,19 +106,16 @@ def server_config(settings: Settings) -> uvicorn.Config:
 
 
 @contextmanager
-def listening(settings: Settings, config: uvicorn.Config) -> Iterator[list[socket] | None]:
-    """Yield the sockets of the server; None if uvicorn opens the port by itself, on every address of the host.
+def listening(settings: Settings) -> Iterator[list[socket]]:
+    """Yield the sockets of the server: one for each address of the host, and the UNIX socket.
 
-    Raises `SocketPathInvalid` and OSError.
+    Raises `HostInvalid`, `SocketPathInvalid`, and OSError if an address is in use.
     """
-    sockets = []
-    if settings.uses_tcp and (settings.socket is not None or settings.workers > 1):
-        sockets.append(config.bind_socket())
-    if settings.socket is None:
-        yield sockets or None
-        return
-    with unix_socket.listening(settings.socket, settings.socket_mode) as listener:
-        yield [*sockets, listener]
+    with ExitStack() as stack:
+        sockets = stack.enter_context(tcp.bound(settings.host, settings.port)) if settings.uses_tcp else []
+        if settings.socket is not None:
+            sockets.append(stack.enter_context(unix_socket.listening(settings.socket, settings.socket_mode)))
+        yield sockets
 
 
 SILENT_SECONDS = 30
@@ -149,24 +141,19 @@ SAME_SECONDS = 0.25
 """Seconds until a repeated signal counts as a second one: `timeout`, say, signals a process and then its group."""
 
 
-def run(settings: Settings, buffers: int) -> None:
-    """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT. The store has this number of buffers at the start."""
+def run(settings: Settings, sockets: list[socket], buffers: int) -> None:
+    """Serve on `sockets` until SIGTERM, SIGINT, SIGHUP or SIGQUIT. The store has `buffers` buffers at the start."""
     raise_limit()
-    config = server_config(settings)
+    config, line = server_config(settings), start_line(settings, _port(sockets[0]), buffers)
     for number in ALSO_STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
-    with listening(settings, config) as sockets:
-        if sockets is None or settings.workers == 1:
-            server = _Server(config, partial(start_line, settings, buffers=buffers))
-            server.run(sockets)
-            if not server.started:  # up to uvicorn 0.49; later releases exit so themselves
-                sys.exit(3)
-        else:
-            with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
-                os.environ[METRICS_DIRECTORY], os.environ[STARTED_AT] = directory, str(time.time())
-                line = start_line(settings, _port(sockets[0]), buffers)
-                _Workers(config, sockets, line, Workers(settings.workers, Path(directory))).run()
+    if settings.workers == 1:
+        _Server(config, line).run(sockets)
+    else:
+        with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
+            os.environ[METRICS_DIRECTORY], os.environ[STARTED_AT] = directory, str(time.time())
+            _Workers(config, sockets, line, Workers(settings.workers, Path(directory))).run()
     for number in STOPPING:  # the same signal may come again, as SAME_SECONDS says
         signal.signal(number, signal.SIG_IGN)
 
@@ -190,15 +177,14 @@ def _locked(directory: str) -> Iterator[None]:
 class _Server(uvicorn.Server):
     _signalled_at = 0.0
 
-    def __init__(self, config: uvicorn.Config, line: Callable[[int], str]) -> None:
+    def __init__(self, config: uvicorn.Config, line: str) -> None:
         super().__init__(config)
         self._line = line
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Log the start line, made of the port, once the server listens."""
+        """Log the start line once the server listens."""
         await super().startup(sockets)
-        if self.started:  # up to uvicorn 0.49 a failed start returns, too
-            logger.info(self._line(_port(self.servers[0].sockets[0])))
+        logger.info(self._line)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         logger.info(_STOPPING, self.config.timeout_graceful_shutdown)
@@ -222,9 +208,7 @@ class _Workers(Multiprocess):
         self._line: str | None = line
         self._workers = workers
         ignored = [number for number in ALSO_STOPPING if signal.getsignal(number) is signal.SIG_IGN]
-        parameters = signature(Multiprocess).parameters
-        target = {"target": uvicorn.Server(config).run} if "target" in parameters else {}  # up to uvicorn 0.50
-        super().__init__(config, sockets=sockets, **target)
+        super().__init__(config, sockets=sockets)
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN if number in ignored else self._stop_gracefully)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises it for a bad setting
 
 from service.api.app import store_at
-from service.api.server import run
+from service.api.server import listening, run
 from service.buffers import doctor, transfer
 from service.buffers.forget import age, forget
 from service.buffers.readonly import WRONG
@@ -23,6 +23,7 @@ from service.commands.keys import add_key_commands, run_key_command
 from service.commands.preflight import UsageError
 from service.errors import GradserveError, StoreFailed, shown
 from service.host.system import keep_freed_memory
+from service.host.tcp import HostInvalid
 from service.host.unix_socket import SocketPathInvalid
 from service.kernels import OPERATORS
 from service.keys import KeyFileInvalid
@@ -45,11 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 1
-    except UsageError as error:
+    except (UsageError, HostInvalid, SocketPathInvalid) as error:
         for line in error.args:
             _complain(line)
         return 2
-    except (GradserveError, KeyFileInvalid, SocketPathInvalid, OSError) as error:
+    except (GradserveError, KeyFileInvalid, OSError) as error:
         _complain(str(error))
         return 1
 
@@ -216,8 +217,9 @@ def _serve(settings: Settings) -> int:
     if unused := preflight.unused_variables():
         _complain(f"variables without effect: {', '.join(unused)}")
     preflight.check(settings)
-    with closing(store_at(settings)) as store:  # a fault of the store is reported here, rather than by every worker
-        buffers, _ = store.size()
-    keep_freed_memory(settings.reuse_bytes)
-    run(settings, buffers)
+    with listening(settings) as sockets:
+        with closing(store_at(settings)) as store:  # a fault of the store is reported here, rather than by every worker
+            buffers, _ = store.size()
+        keep_freed_memory(settings.reuse_bytes)
+        run(settings, sockets, buffers)
     return 0

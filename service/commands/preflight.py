@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 import ssl
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from service.errors import shown
-from service.host import unix_socket
+from service.host import tcp, unix_socket
 from service.host.files import open_regular
 from service.host.shared_memory import OBJECTS
 from service.keys import KeyFileInvalid, load
@@ -26,14 +24,13 @@ class UsageError(Exception):
 
 
 def check(settings: Settings) -> None:
-    """Raise `UsageError` if no server can or may start with these settings, OSError if port or socket is not free."""
-    addresses = _addresses(settings) if settings.uses_tcp else []
+    """Raise `UsageError` or `HostInvalid` if no server can or may start with these settings."""
+    if settings.uses_tcp:
+        tcp.addresses(settings.host, settings.port)
     _check_access(settings)
     _check_certificate(settings)
     _check_tracing(settings)
     _check_shared_memory(settings)
-    _check_free(addresses)
-    _check_socket(settings.socket)
 
 
 def check_backup(path: Path | None, store: Path | None) -> None:
@@ -49,18 +46,6 @@ def unused_variables() -> list[str]:
     """Return the GRADSERVE_ variables that neither the server nor a client reads, sorted."""
     used = VARIABLES | OF_CLIENTS
     return sorted(name for name in os.environ if name.startswith("GRADSERVE_") and name.upper() not in used)
-
-
-def _addresses(settings: Settings) -> list[Any]:
-    """Return what `socket.getaddrinfo` makes of the host. Raises `UsageError`."""
-    try:
-        host = settings.host or None
-        return socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):
-        raise UsageError(
-            f"GRADSERVE_HOST is {shown(settings.host)}, but must be an IP address or a host name, without port and"
-            " without brackets"
-        ) from None
 
 
 def _check_access(settings: Settings) -> None:
@@ -125,32 +110,3 @@ def _check_tracing(settings: Settings) -> None:
 def _check_shared_memory(settings: Settings) -> None:
     if settings.shared_memory and not OBJECTS.is_dir():
         raise UsageError(f"GRADSERVE_SHARED_MEMORY needs {OBJECTS}, which this system does not have")
-
-
-def _check_free(addresses: list[Any]) -> None:
-    """Raise OSError if the server cannot listen on one of the addresses."""
-    for family, kind, protocol, _, address in addresses:
-        try:
-            probe = socket.socket(family, kind, protocol)
-        except OSError:
-            continue  # this machine lacks the family, such as IPv6; the server skips it, too
-        with probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _try_to_bind(probe, address)
-
-
-def _try_to_bind(probe: socket.socket, address: tuple[Any, ...]) -> None:
-    try:
-        probe.bind(address)
-    except OSError as error:
-        raise OSError(
-            f"Cannot listen on {address[0]}, port {address[1]} (GRADSERVE_HOST, GRADSERVE_PORT): {error.strerror}"
-        ) from None
-
-
-def _check_socket(path: Path | None) -> None:
-    if path is not None:
-        try:
-            unix_socket.check(path)
-        except unix_socket.SocketPathInvalid as error:
-            raise UsageError(str(error)) from None

@@ -30,19 +30,12 @@ def is_private(mode: str) -> bool:
     return not int(mode, 8) & _OTHERS
 
 
-def check(path: Path) -> None:
-    """Raise `SocketPathInvalid` if no socket can be made at this path, OSError if a server listens there."""
-    try:
-        _is_stale(path)
-    except OSError as error:
-        raise _cannot_listen(path, error) from None
-
-
 @contextmanager
 def listening(path: Path, mode: str) -> Iterator[socket]:
     """Yield a listening socket whose file has this octal mode. Replace a socket that no process listens on.
 
-    At the end remove the file, unless another server has put its own there. Raises as `check` does.
+    At the end remove the file, unless another server has put its own there. Raises `SocketPathInvalid` if no socket can
+    be made at this path, OSError if a server listens there.
     """
     with socket(AF_UNIX) as listener:
         try:
@@ -59,6 +52,7 @@ def listening(path: Path, mode: str) -> Iterator[socket]:
 
 def _listen(listener: socket, path: Path, mode: int) -> tuple[int, ...]:
     """Let the socket listen at the path, and return the identity of its file."""
+    _check_place(path)
     with _locked(path.parent):
         if _is_stale(path):
             path.unlink()
@@ -71,14 +65,18 @@ def _listen(listener: socket, path: Path, mode: int) -> tuple[int, ...]:
         return _identity(path)
 
 
-def _is_stale(path: Path) -> bool:
-    """Return whether a socket that no process listens on is at the path. Raises `SocketPathInvalid` and OSError."""
+def _check_place(path: Path) -> None:
+    """Raise `SocketPathInvalid` for a path that is too long, or in no directory."""
     if (size := len(os.fsencode(path))) > MAX_PATH_BYTES:
         raise SocketPathInvalid(
             f"GRADSERVE_SOCKET is {path}, which has {size} bytes; a socket's path has {MAX_PATH_BYTES} at most"
         )
     if not path.parent.is_dir():
         raise SocketPathInvalid(f"GRADSERVE_SOCKET is {path}, but {path.parent} is not a directory")
+
+
+def _is_stale(path: Path) -> bool:
+    """Return whether a socket that no process listens on is at the path. Raises `SocketPathInvalid` and OSError."""
     try:
         kind = stat.S_IFMT(path.lstat().st_mode)
     except FileNotFoundError:
