@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import heapq
 import threading
 import time
 from collections import Counter
@@ -133,22 +132,13 @@ class MemoryStore(Store):
         return _Transaction(self._state, self._allocate, self._max_buffers, self._max_bytes)
 
     def _expire(self, now: float) -> None:
-        keys, deadlines, dues = self._state.keys, self._state.deadlines, self._state.dues
+        keys = self._state.keys
         while keys and keys[oldest := next(iter(keys))][0] + self._key_seconds <= now:
             self._state.forget(oldest)
-        while deadlines and deadlines[0][0] <= now:
-            _, number, name = heapq.heappop(deadlines)
-            record = self._state.records.get(name)
-            if record is None or record.id != number or record.expires is None:
-                continue
-            if record.lives(now):
-                heapq.heappush(deadlines, (record.expires, number, name))
-            else:
+        for record in [*self._state.timed.values()]:
+            if not record.lives(now):
                 self._change(_Transaction.remove, record)
-        while dues and dues[0][0] <= now:
-            due, number, name = heapq.heappop(dues)
-            record = self._state.records.get(name)
-            if record is not None and record.id == number and record.due == due:
+            elif record.due is not None and record.due <= now:
                 self._change(close_if_due, record, now)
 
     def _change(self, change: Callable[..., object], *arguments: object) -> None:
@@ -175,10 +165,8 @@ class _Transaction:
     def commit(self) -> None:
         for namespace, change in self._counted.items():
             self._state.counts[namespace] += change
-        for name, record in self._records.items():
-            if record is not None:
-                self._state.schedule(record, self._state.records.get(name))
         _merge(self._state.records, self._records)
+        _merge(self._state.timed, {name: _timed(record) for name, record in self._records.items()})
         self._state.value_bytes += self._more_value_bytes()
         _merge(self._state.values, self._values)
         for key, stored in self._keys.items():
@@ -186,7 +174,6 @@ class _Transaction:
             self._state.keys[key] = stored
             self._state.key_bytes[key[0]] += room_of(stored[1])
         self._state.last_id = self._last_id
-        self._state.drop_times()
 
     def used(self) -> int:
         """Return the bytes of all values and keys after these changes."""
@@ -257,6 +244,11 @@ class _Transaction:
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self._keys[key.caller, key.text] = (now, copy.deepcopy(known))
+
+
+def _timed(record: Record | None) -> Record | None:
+    """Return the record if its buffer may expire, or is due at some time."""
+    return None if record is None or (record.expires is None and record.due is None) else record
 
 
 def _merge(stored: dict[K, V], changes: Mapping[K, V | None]) -> None:

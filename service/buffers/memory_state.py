@@ -1,8 +1,7 @@
-"""The data of a store in memory: buffers, values and keys, and when they expire or are due."""
+"""The data of a store in memory: buffers, values and keys."""
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 
 from service.buffers.names import BufferName
@@ -28,15 +27,13 @@ class State:
         self.keys: dict[tuple[str, str], tuple[float, Known]] = {}  # the oldest first
         self.counts: Counter[str] = Counter()  # buffers by namespace
         self.key_bytes: Counter[str] = Counter()  # bytes of keys by namespace
-        self.deadlines: list[tuple[float, int, BufferName]] = []  # a heap: when a buffer may expire, and its id
-        self.dues: list[tuple[float, int, BufferName]] = []  # a heap: when an epoch is due, and the buffer's id
+        self.timed: dict[BufferName, Record] = {}  # those that may expire, or whose epochs are due at some time
         self.last_id = self.generation = self.value_bytes = 0
         self.closed = False
 
     def close(self) -> None:
         self.closed, self.value_bytes = True, 0
-        self.records, self.values, self.keys = {}, {}, {}
-        for each in (self.counts, self.key_bytes, self.deadlines, self.dues):
+        for each in (self.records, self.timed, self.values, self.keys, self.counts, self.key_bytes):
             each.clear()
 
     @property
@@ -49,26 +46,6 @@ class State:
         if key in self.keys:
             namespace, _ = key
             self.key_bytes[namespace] -= room_of(self.keys.pop(key)[1])
-
-    def schedule(self, record: Record, old: Record | None) -> None:
-        """Put the times at which the changed record may expire, and is due, into the heaps if they are new."""
-        if record.spec.ttl_seconds is None and record.began is None:
-            return
-        ttl, due = (None, None) if old is None or old.id != record.id else (old.spec.ttl_seconds, old.due)
-        if record.expires is not None and record.spec.ttl_seconds != ttl:
-            heapq.heappush(self.deadlines, (record.expires, record.id, record.full_name))
-        if record.due is not None and record.due != due:
-            heapq.heappush(self.dues, (record.due, record.id, record.full_name))
-
-    def drop_times(self) -> None:
-        """Rebuild a heap that has many times of buffers that are deleted, or that have changed."""
-        most, records = 2 * len(self.records) + 100, self.records.values()
-        if len(self.deadlines) > most:
-            self.deadlines[:] = [(one.expires, one.id, one.full_name) for one in records if one.expires is not None]
-            heapq.heapify(self.deadlines)
-        if len(self.dues) > most:
-            self.dues[:] = [(one.due, one.id, one.full_name) for one in records if one.due is not None]
-            heapq.heapify(self.dues)
 
 
 def room_of(known: Known) -> int:
