@@ -12,7 +12,7 @@ import numpy as np
 from service.dtypes import Array, DType, compute_dtype
 from service.errors import InvalidParameter, InvalidTensor, ShapeMismatch, shown
 from service.kernels._blocks import claim, new_output, spare_memory
-from service.kernels._gru_rows import EvenRows, RaggedRows, RowLayout
+from service.kernels._gru_rows import EvenRows, RaggedRows
 
 BLOCK_SEQUENCES = 32
 """Sequences in a block, as a rule: enough rows for an efficient product with R."""
@@ -50,7 +50,7 @@ class Plan:
     linear_before_reset: bool
 
     @cached_property
-    def rows(self) -> RowLayout:
+    def rows(self) -> EvenRows:
         """The rows to compute."""
         if self.lengths is None:
             return EvenRows(self.N, self.steps)

@@ -1,7 +1,7 @@
 """The rows of a batch, one for each step of each sequence: where GRUTraining and GRUGrad keep them in memory.
 
 The caller's arrays are [S, N, I] (`X`), [D, N, H] (the states) or [S, D, N, K] (a history: one vector for each step,
-direction and sequence). The passes through time work on arrays by rows, whose first dimensions are `RowLayout.shape`.
+direction and sequence). The passes through time work on arrays by rows, whose first dimensions are `EvenRows.shape`.
 
 `EvenRows` serves sequences of one length, and its arrays by rows are views. `RaggedRows` serves sequences of several
 lengths. It sorts the sequences and packs their rows, so that no product contains a step beyond a sequence's end.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -20,56 +19,72 @@ from service.dtypes import Array
 from service.kernels._blocks import spare_memory
 
 
-class RowLayout(Protocol):
-    """The order of a batch's rows. `d` numbers a direction; `steps`, `chunk` and `block` are slices of S, S and N."""
+class EvenRows:
+    """The order of a batch's rows, for sequences of one length: arrays by rows are [steps, N, ...].
 
-    shape: tuple[int, ...]
-    """The first dimensions of an array by rows."""
+    Its methods return views of the caller's arrays, so that nothing is left to write back. `d` numbers a direction;
+    `steps`, `chunk` and `block` are slices of S, S and N.
+    """
+
+    def __init__(self, N: int, steps: int) -> None:
+        self.shape: tuple[int, ...] = (steps, N)
+        """The first dimensions of an array by rows."""
+        self._steps = steps
 
     def running_steps(self, steps: slice, block: slice) -> slice:
         """The part of `steps` that some sequence of the block runs. It stops before it starts if no sequence runs."""
+        return steps
 
     def chunk_rows(self, chunk: slice) -> slice:
         """The place of a chunk of steps in an array by rows."""
+        return chunk
 
     def view_rows(self, array: Array, steps: slice, block: slice) -> Array:
         """View the rows of `array` that belong to a block in `steps`, which lie in one chunk and which it runs."""
+        return array[steps, block]
 
     def split_by_step(self, rows: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
         """View what `view_rows` returned step by step, in the order of time or backwards.
 
         All views are made at once: to make each when its step comes would take as long as a small step.
         """
+        return rows[:: -1 if back else 1]
 
     def running_states(self, states: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
         """View, for each step, the part of `states` that belongs to sequences that run the step.
 
         `states` has a vector for each sequence of the block, sorted.
         """
+        return itertools.repeat(states)
 
     def sort_states(self, states: Array) -> Array:
         """Return [D, N, H] in the order of the blocks: `states` itself, or a copy."""
+        return states
 
     def unsort_states(self, states: Array, ordered: Array) -> None:
         """Write what `sort_states` returned back into `states`."""
 
     def gather_rows(self, X: Array) -> Array:
         """Return [S, N, I] by rows: a view, or a copy."""
+        return X
 
     def empty_rows(self, X: Array) -> Array:
         """Return memory for the rows that `scatter_rows` will write into `X`: `X` itself, or uninitialised memory."""
+        return X
 
     def scatter_rows(self, X: Array, chunk: slice, rows: Array) -> None:
         """Write a chunk's rows into `X` [S, N, I], and zeros beyond the sequences' ends."""
 
     def empty_history_rows(self, history: Array) -> Array:
         """Return [D, *shape, K] for the rows that `scatter_history` will write: a view, or uninitialised memory."""
+        return history.swapaxes(0, 1)
 
     def clear_padding(self, history: Array, d: int, chunk: slice) -> None:
         """Write zeros into [S, D, N, K] beyond the sequences' ends."""
 
     def gather_history(self, history: Array, d: int, steps: slice, block: slice) -> Array:
         """Return a block's rows of [S, D, N, K]: a view, or a copy."""
+        return history[steps, d, block]
 
     def scatter_history(self, history: Array, d: int, steps: slice, block: slice, rows: Array) -> None:
         """Write a block's rows into [S, D, N, K]."""
@@ -81,60 +96,6 @@ class RowLayout(Protocol):
 
         Where a sequence has no such step, `out` gets its vector in `initial` [D, N, H], or zeros if that is None.
         """
-
-
-class EvenRows:
-    """Sequences of one length: arrays by rows are [steps, N, ...], and methods return views of the caller's arrays."""
-
-    def __init__(self, N: int, steps: int) -> None:
-        self.shape: tuple[int, ...] = (steps, N)
-        self._steps = steps
-
-    def running_steps(self, steps: slice, block: slice) -> slice:
-        return steps
-
-    def chunk_rows(self, chunk: slice) -> slice:
-        return chunk
-
-    def view_rows(self, array: Array, steps: slice, block: slice) -> Array:
-        return array[steps, block]
-
-    def split_by_step(self, rows: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
-        return rows[:: -1 if back else 1]
-
-    def running_states(self, states: Array, steps: slice, block: slice, *, back: bool) -> Iterable[Array]:
-        return itertools.repeat(states)
-
-    def sort_states(self, states: Array) -> Array:
-        return states
-
-    def unsort_states(self, states: Array, ordered: Array) -> None:
-        pass  # `ordered` is `states`
-
-    def gather_rows(self, X: Array) -> Array:
-        return X
-
-    def empty_rows(self, X: Array) -> Array:
-        return X
-
-    def scatter_rows(self, X: Array, chunk: slice, rows: Array) -> None:
-        pass  # `rows` is a view of `X`
-
-    def empty_history_rows(self, history: Array) -> Array:
-        return history.swapaxes(0, 1)
-
-    def clear_padding(self, history: Array, d: int, chunk: slice) -> None:
-        pass  # all sequences run all steps
-
-    def gather_history(self, history: Array, d: int, steps: slice, block: slice) -> Array:
-        return history[steps, d, block]
-
-    def scatter_history(self, history: Array, d: int, steps: slice, block: slice, rows: Array) -> None:
-        pass  # `rows` is a view of `history`
-
-    def gather_previous(
-        self, history: Array, initial: Array | None, d: int, steps: slice, block: slice, out: Array, *, back: bool
-    ) -> None:
         vectors, beyond = history[:, d, block], 0 if initial is None else initial[d, block]
         start, stop = steps.start, steps.stop
         if back:
@@ -145,7 +106,7 @@ class EvenRows:
             out[0] = vectors[start - 1] if start else beyond
 
 
-class RaggedRows:
+class RaggedRows(EvenRows):
     """Sequences of several lengths: arrays by rows are [rows, ...], ordered by chunk, block, step and sequence.
 
     The longest sequence comes first, so the sequences of a block that run a step are the first ones of the block.
