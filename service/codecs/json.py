@@ -63,6 +63,8 @@ class Document:
         self._text = Text(body)
         self._limits = limits
         self._lists = ListReader()
+        self.encoding: Encoding = "list"
+        """How the tensors read so far were written: base64 if any was, else lists."""
         self._shape_lists = 0
         """How many lists in the body are shapes."""
         members = members_of(parse(self._text), "The body")
@@ -91,6 +93,7 @@ class Document:
 
     def base64(self, name: str, text: str, dtype: DType, shape: Sequence[int]) -> Array:
         """Return the tensor `name`, a read-only view of the decoded bytes. Raises the same errors as `tensor`."""
+        self.encoding = "base64"
         self._check_shape(name, shape, dtype)
         place, size = f"{name}.base64", len(text) * 3 // 4
         if size > math.prod(shape) * dtype.itemsize + 4:  # do not decode a text that is far too long

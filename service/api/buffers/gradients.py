@@ -15,7 +15,7 @@ from service.api.buffers.request import Received
 from service.api.http.answer import JSON
 from service.api.http.call import Call
 from service.api.http.offload import header_of, is_quick
-from service.api.http.tensor_forms import Form, form_of_answer, parse_form, tensor_of
+from service.api.http.tensor_forms import read_tensor
 from service.buffers.changes import Add
 from service.buffers.gradients import Rows
 from service.buffers.names import BufferName
@@ -64,34 +64,28 @@ def _decode(call: Call, received: Received) -> tuple[Gradients, json_codec.Encod
 
 def _from_json(body: memoryview, limits: Limits) -> tuple[Gradients, json_codec.Encoding]:
     document = json_codec.Document(body, limits)
-    dense: dict[str, Form] = {}
-    sparse: dict[str, dict[str, Form]] = {}
+    tensors: dict[str, Array] = {}
+    parts: Parts = {}
     for name, member in document.members.items():
         if isinstance(member, dict) and not PARTS.keys().isdisjoint(member):
-            sparse[name] = _forms_of_parts(document, name, member)
+            parts[name] = _parts(document, name, member)
         else:
-            dense[name] = parse_form(name, member)
-    tensors = {name: tensor_of(document, name, form, FLOATS.default) for name, form in dense.items()}
-    parts: Parts = {}
-    forms = [*dense.values()]
-    for name, each in sparse.items():
-        parts[name] = {
-            part: tensor_of(document, f"{name}/{part}", form, PARTS[part].default) for part, form in each.items()
-        }
-        forms += each.values()
-    limits.check_count(len(forms))
+            tensors[name] = read_tensor(document, name, member, FLOATS.default)
+    limits.check_count(len(tensors) + sum(map(len, parts.values())))
     document.finish()
-    return _checked(tensors, parts), form_of_answer(forms)
+    return _checked(tensors, parts), document.encoding
 
 
-def _forms_of_parts(document: json_codec.Document, name: str, members: Mapping[str, object]) -> dict[str, Form]:
+def _parts(document: json_codec.Document, name: str, members: Mapping[str, object]) -> dict[str, Array]:
     for member in members:
         if member not in PARTS:
             raise InvalidTensor(
                 f"{name}.{member} is unknown; the members of a sparse gradient are {', '.join(PARTS)}", tensor=name
             )
+    places = {part: f"{name}/{part}" for part in members}
     return {
-        part: parse_form(f"{name}/{part}", document.member(f"{name}/{part}", value)) for part, value in members.items()
+        part: read_tensor(document, place, document.member(place, members[part]), PARTS[part].default)
+        for part, place in places.items()
     }
 
 

@@ -5,20 +5,23 @@ pydantic never sees the numbers: they stay with the codec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     StrictInt,
     ValidationError,
+    ValidationInfo,
     create_model,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import with_info_plain_validator_function
 from typing_extensions import TypeAliasType
 
 from service.codecs import json as json_codec
@@ -50,9 +53,8 @@ class Form(BaseModel):
         return self
 
 
-def parse_form(name: str, value: Any) -> Form:
-    """Return the member `name` of a request as a `Form`. Raises `InvalidTensor`."""
-    members = value if isinstance(value, dict) else {"data": value}
+def parse_form(name: str, members: dict[str, Any]) -> Form:
+    """Return the object `name` of a request as a `Form`. Raises `InvalidTensor`."""
     for member in members:  # pydantic would make an error of each
         if member not in Form.model_fields:
             known = ", ".join(Form.model_fields)
@@ -66,17 +68,36 @@ def parse_form(name: str, value: Any) -> Form:
         raise InvalidTensor(f"{place}: {error['msg']}{actual}", tensor=name) from None
 
 
-def tensor_of(document: json_codec.Document, name: str, form: Form, default: str) -> Array:
-    """Return the tensor of the member `name` of the document. A list without a dtype has the `default` dtype."""
+def read_tensor(document: json_codec.Document, name: str, value: Any, default: str) -> Array:
+    """Return the tensor of a member of the document. A list without a dtype has the `default` dtype.
+
+    Raises what `parse_form` and `Document.tensor` raise.
+    """
+    if not isinstance(value, dict):
+        return document.tensor(name, value, DTYPES[default])
+    form = parse_form(name, value)
     dtype = DTYPES[form.dtype or default]
     if form.base64 is None:
         return document.tensor(name, form.data, dtype, form.shape)
     return document.base64(name, form.base64, dtype, form.shape or [])
 
 
-def form_of_answer(forms: Iterable[Form]) -> json_codec.Encoding:
-    """Return the default form of tensors in an answer: base64 if the request has any, else lists."""
-    return "base64" if any(form.base64 is not None for form in forms) else "list"
+class _Reader(NamedTuple):
+    """Reads the input `name` from the document that is pydantic's context."""
+
+    name: str
+    default: str
+
+    def read(self, value: Any, info: ValidationInfo[json_codec.Document]) -> Array:
+        return read_tensor(info.context, self.name, value, self.default)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return with_info_plain_validator_function(self.read, json_schema_input_schema=handler(source))
+
+
+def tensor_field(name: str, kind: Kind) -> Any:
+    """Return the type of an input in a model: OpenAPI shows the forms of a tensor, and our decoder reads it."""
+    return Annotated[input_type(kind), _Reader(name, kind.default)]
 
 
 Number = TypeAliasType("Number", 'float | Literal["NaN", "Infinity", "-Infinity"]')

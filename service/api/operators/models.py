@@ -1,8 +1,9 @@
-"""The request and the answer of each operator, as pydantic models for OpenAPI."""
+"""The request and the answer of each operator, as pydantic models. OpenAPI shows both; the first reads requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from pydantic import (
@@ -14,7 +15,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from service.api.buffers.models import Receipt
-from service.api.http.tensor_forms import absent, input_type, output_type
+from service.api.http.tensor_forms import absent, output_type, tensor_field
 from service.dtypes import FLOATS
 from service.kernels import Operator, Tensor
 
@@ -22,12 +23,13 @@ FloatTensorOrReceipt = TypeAliasType("FloatTensorOrReceipt", output_type(FLOATS)
 """An output that may go to a buffer, with `into`."""
 
 
+@cache
 def request_model(operator: Operator) -> type[BaseModel]:
     """Return the model of the operator's request."""
 
     def field(tensor: Tensor) -> Any:
         note = "Optional." if tensor.optional else "Required, here or by `from`."
-        return (input_type(tensor.kind), Field(default_factory=absent, description=note))
+        return (tensor_field(tensor.name, tensor.kind), Field(default_factory=absent, description=note))
 
     return _model(f"{operator.name}Request", ((tensor.name, field(tensor)) for tensor in operator.inputs))
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer, json_answer
@@ -17,9 +17,9 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import media_types, wanted_coding
 from service.api.http.offload import header_of, is_quick
 from service.api.http.routing import access
-from service.api.http.tensor_forms import form_of_answer, parse_form, tensor_of
 from service.api.operators import openapi
 from service.api.operators.job import BufferUse, Job, buffers_of, find, unknown_operator
+from service.api.operators.models import request_model
 from service.api.operators.run import Result, run
 from service.codecs import json as json_codec
 from service.codecs import safetensors
@@ -174,17 +174,16 @@ def decode_json(
     # A request needs no body if all its inputs come from buffers.
     document = json_codec.Document(body if len(body) or not query.sources else b"{}", call.engine.limits)
     buffers = _buffers(operator, query)
-    check_names(operator, {**document.members, **buffers.sources})
-    forms = {name: parse_form(name, value) for name, value in document.members.items()}
-    tensors = {
-        tensor.name: tensor_of(document, tensor.name, forms[tensor.name], tensor.kind.default)
-        for tensor in operator.inputs
-        if tensor.name in forms
-    }
+    try:
+        given = request_model(operator).model_validate(document.members, context=document)
+    except ValidationError:
+        check_names(operator, document.members)
+        raise
+    names = [tensor.name for tensor in operator.inputs if tensor.name in given.model_fields_set]
     document.finish()
-    job = _job(operator, query, body, tensors, buffers)
+    job = _job(operator, query, body, {name: getattr(given, name) for name in names}, buffers)
     call.spent["decode"] = time.perf_counter_ns() - began
-    return job, form_of_answer(forms.values())
+    return job, document.encoding
 
 
 def decode_safetensors(
