@@ -6,6 +6,7 @@ encodes the safetensors file, makes a key for each change, and decodes arrays.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import itertools
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
-from gradserve_client import BufferSpec, Client
+from gradserve_client import AsyncClient, BufferSpec, Client
 from gradserve_client._wire.tensors import MEDIA_TYPE, encode
 
 from benchmarks.accumulator import accumulator_rows
@@ -80,6 +81,9 @@ def main() -> None:
         work = stack.enter_context(tempfile.TemporaryDirectory())
         server = stack.enter_context(serving(gradserve(store=f"lmdb:{work}/data"), "/v2/health/ready"))
         client, connection = stack.enter_context(Client(server.url)), Bare(server)
+        loop, asynchronous = asyncio.new_event_loop(), AsyncClient(server.url)
+        stack.callback(loop.close)
+        stack.callback(lambda: loop.run_until_complete(asynchronous.close()))
         for name, size in SIZES.items():
             g = numbers(size)
             buffer = client.buffers[f"g.{size}"]
@@ -91,6 +95,14 @@ def main() -> None:
                 lambda g=g: client.ops.relu_grad(g, g),  # type: ignore[misc]
                 keyed=False,
                 target=TARGETS[name],
+            )
+            row(
+                f"the same by AsyncClient, {name}, ms",
+                b"".join(encode({"dY": g, "X": g})),
+                "/v1/ops/ReluGrad",
+                lambda g=g: loop.run_until_complete(asynchronous.ops.relu_grad(g, g)),  # type: ignore[misc]
+                keyed=False,
+                target=None,
             )
             row(
                 f"accumulate, {name}, ms",
