@@ -24,9 +24,8 @@ from service.api.http.call import Call, Services
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
 from service.api.http.waiting import Waiting
-from service.api.telemetry.metrics import Metrics
+from service.api.telemetry.metrics import IN_FLIGHT_BYTES, Metrics
 from service.api.telemetry.observer import Observer
-from service.api.telemetry.workers import Workers
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
 from service.engine.engine import Engine
@@ -49,7 +48,6 @@ class Application(FastAPI):
         routers: Sequence[APIRouter],
         observers: Sequence[Observer],
         metrics: Metrics,
-        workers: Workers,
         history: History,
         regions: Regions | None = None,
     ) -> None:
@@ -60,7 +58,7 @@ class Application(FastAPI):
             lifespan=_lifespan,
             openapi_url=None,  # `static.py` serves it
         )
-        self.metrics, self.workers, self.history, self.observers = metrics, workers, history, observers
+        self.metrics, self.history, self.observers = metrics, history, observers
         self.table = Table(routers)
         self._keys = keys = None if settings.keys is None else KeyFile(settings.keys)
         admission = Admission(
@@ -68,7 +66,7 @@ class Application(FastAPI):
             settings.max_waiting,
             settings.max_body_bytes,
             is_shared=lambda: keys is not None and keys.have_several_namespaces,
-            changed=partial(metrics.set, "gradserve_in_flight_bytes"),
+            changed=partial(metrics.set, IN_FLIGHT_BYTES),
         )
         self.services = Services(settings, admission, regions=regions)
         for router in routers:
@@ -203,7 +201,7 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
     services.engine, services.store, services.waiting = engine, store, Waiting(store)
     try:
         async with app.history.recording(engine, store):
-            with app.workers.serving():
+            with app.metrics.serving():
                 yield
     finally:
         services.engine = services.store = None

@@ -14,8 +14,7 @@ from starlette.responses import PlainTextResponse
 from service.api.http.answer import Answer, json_answer
 from service.api.http.call import CurrentCall
 from service.api.http.routing import access
-from service.api.telemetry.metrics import Metrics
-from service.api.telemetry.workers import Workers
+from service.api.telemetry.metrics import WAITING, Metrics
 from service.buffers.store import Store
 from service.errors import NotReady
 
@@ -49,8 +48,8 @@ def _gauges(store: Store, limit: int) -> dict[str, float]:
     return {f"gradserve_{name}": value for name, value in known.items()}
 
 
-def routes(metrics: Metrics, workers: Workers) -> APIRouter:
-    """Return the endpoints, which report these metrics and workers."""
+def routes(metrics: Metrics) -> APIRouter:
+    """Return the endpoints, which report these metrics."""
     router = APIRouter(tags=["health"])
 
     @router.get(
@@ -76,7 +75,7 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
         store has failed."""
         store = call.store
         with _reading_files():
-            workers.check()
+            metrics.check_workers()
         await call.look_up(1, store.check)
         return json_answer({"ready": True})
 
@@ -89,7 +88,7 @@ def routes(metrics: Metrics, workers: Workers) -> APIRouter:
     @access("admin", label="metrics")
     async def prometheus(call: CurrentCall) -> Answer:
         """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""
-        metrics.set("gradserve_waiting", call.engine.waiting)
+        metrics.set(WAITING, call.engine.waiting)
         metrics.gauges = await call.look_up(1, partial(_gauges, call.store, call.settings.store_bytes))
         with _reading_files():
             return Answer([metrics.text()], CONTENT_TYPE_LATEST)

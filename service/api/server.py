@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,9 +32,8 @@ from service.api.operators import catalogue, open_inference, rest, shared_memory
 from service.api.operators.statistics import Statistics
 from service.api.start_line import start_line
 from service.api.telemetry import logs
-from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics
+from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics, check_workers
 from service.api.telemetry.observer import Observer
-from service.api.telemetry.workers import STARTED_AT, Workers, stop_without_parent
 from service.errors import NotReady
 from service.host import tcp, unix_socket
 from service.host.shared_memory import Regions
@@ -42,11 +43,15 @@ from service.settings import Settings
 logger = logging.getLogger("gradserve")
 
 
+STARTED_AT = "GRADSERVE_STARTED_AT"
+"""The environment variable with the time when the server of these processes started, in seconds since 1970."""
+
+
 def create_app(settings: Settings) -> Application:
     """Return the service as an ASGI application. Its engine and its store live from startup to shutdown."""
     directory = os.environ.get(METRICS_DIRECTORY) if settings.workers > 1 else None
     shared = None if directory is None else Path(directory)
-    metrics, statistics, workers = Metrics(shared), Statistics(), Workers(settings.workers, shared)
+    metrics, statistics = Metrics(shared, settings.workers), Statistics()
     history = History(metrics, settings.store_bytes)
     started_at = float(os.environ.get(STARTED_AT, time.time())) if shared else time.time()
     observers: list[Observer] = [metrics, statistics]
@@ -64,24 +69,36 @@ def create_app(settings: Settings) -> Application:
         routes.router,
         many.router,
         buffer_statistics.routes(BufferStatistics()),
-        health.routes(metrics, workers),
+        health.routes(metrics),
         limits.router,
         service.routes(history, started_at),
         static.routes(lambda: app.openapi()),
     ]
     regions = Regions(shared) if settings.shared_memory else None
-    app = Application(settings, routers, observers, metrics, workers, history, regions)
+    app = Application(settings, routers, observers, metrics, history, regions)
     return app
 
 
 def in_worker() -> Application:
     """Return the application of a worker process, with the settings of the environment."""
-    stop_without_parent()
+    _stop_without_parent()
     for number in (signal.SIGINT, *ALSO_STOPPING):  # a terminal signals every process; the parent stops the workers
         signal.signal(number, signal.SIG_IGN)
     settings = Settings()
     keep_freed_memory(settings.reuse_bytes)
     return create_app(settings)
+
+
+def _stop_without_parent() -> None:
+    """Send SIGTERM to this worker process when its parent ends: a killed parent cannot."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def server_config(settings: Settings) -> uvicorn.Config:
@@ -153,7 +170,7 @@ def run(settings: Settings, sockets: list[socket], buffers: int) -> None:
     else:
         with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
             os.environ[METRICS_DIRECTORY], os.environ[STARTED_AT] = directory, str(time.time())
-            _Workers(config, sockets, line, Workers(settings.workers, Path(directory))).run()
+            _Workers(config, sockets, line, Path(directory)).run()
     for number in STOPPING:  # the same signal may come again, as SAME_SECONDS says
         signal.signal(number, signal.SIG_IGN)
 
@@ -204,9 +221,9 @@ class _Workers(Multiprocess):
     _signalled_at = 0.0
     _crash: int | None = None  # how a worker died last
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket], line: str, workers: Workers) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: list[socket], line: str, directory: Path) -> None:
         self._line: str | None = line
-        self._workers = workers
+        self._directory = directory
         ignored = [number for number in ALSO_STOPPING if signal.getsignal(number) is signal.SIG_IGN]
         super().__init__(config, sockets=sockets)
         for number in STOPPING:
@@ -241,7 +258,7 @@ class _Workers(Multiprocess):
 
     def _all_serve(self) -> bool:
         try:
-            self._workers.check()
+            check_workers(self._directory, self.processes_num)
         except NotReady:
             return False
         return True

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save
 
-from service.api.telemetry.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES, Metrics
+from service.api.telemetry.metrics import FAMILIES, GAUGES, IN_FLIGHT, PHASES, ROUTES, STATUSES, WORKERS, Metrics
 from service.api.telemetry.processes import INFORMATION, PROCESSES
 from service.kernels import OPERATORS
 from service.keys import add
@@ -337,11 +337,12 @@ def test_metrics_open_decides_who_reads_the_metrics(tmp_path: Path, rule: str, n
 def test_a_new_process_keeps_the_counts_of_an_ended_one(tmp_path: Path) -> None:
     before = Metrics(tmp_path)
     before.committed(1, 0.1)
-    before.set("gradserve_in_flight", 1)
+    before.set(IN_FLIGHT, 1)
     del before  # as if its process had ended
     gc.collect()
     now = Metrics(tmp_path)
     now.committed(1, 0.1)
+    now.set(WORKERS, 1)
     found = {one.name: one.value for family in now.collect() for one in family.samples}
     assert found["gradserve_commit_requests_count"] == 2
     assert (found["gradserve_in_flight"], found["gradserve_workers"]) == (0, 1)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from service.api.dashboard.sample import StoreState, sample_of
-from service.api.telemetry.metrics import Metrics
+from service.api.telemetry.metrics import WAITING, Metrics
 from service.buffers.store import Store
 from service.engine.engine import Engine
 
@@ -60,7 +60,7 @@ class History:
     async def _take_samples(self, engine: Engine) -> None:
         before, began = None, 0.0
         while not self._stopped.is_set():
-            self._metrics.set("gradserve_waiting", engine.waiting)
+            self._metrics.set(WAITING, engine.waiting)
             with suppress(OSError):  # no file descriptor may be free just now
                 after, ended, at = await asyncio.to_thread(self._metrics.totals), time.monotonic(), time.time()
                 if before is not None:

@@ -14,8 +14,10 @@ import logging
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -27,7 +29,7 @@ from service.api.http.call import Call
 from service.api.telemetry.observer import Observer
 from service.api.telemetry.processes import describe
 from service.api.telemetry.tables import new_table, read_tables
-from service.errors import Busy, tree
+from service.errors import Busy, NotReady, tree
 from service.kernels import OPERATORS
 
 logger = logging.getLogger(__name__)
@@ -58,57 +60,75 @@ Labels: TypeAlias = tuple[str, ...]
 """A value for each label of a metric."""
 
 
-class Family(NamedTuple):
+class Family:
     """A metric: its kind, name and meaning, the values of its labels, and the buckets of a histogram."""
 
-    kind: str
-    name: str
-    help: str
-    labels: dict[str, tuple[object, ...]] = {}
-    buckets: tuple[float, ...] = ()
+    size = 0
+    """The numbers of all families, which lie in a table one after another."""
 
-    @property
-    def width(self) -> int:
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        help: str,
+        labels: Mapping[str, tuple[object, ...]] = MappingProxyType({}),
+        buckets: tuple[float, ...] = (),
+    ) -> None:
+        self.kind, self.name, self.help, self.labels, self.buckets = kind, name, help, labels, buckets
+        self.width = len(buckets) + 2 if buckets else 1
         """Numbers for a set of labels. A histogram has a number for each bucket, one for larger values, and the sum."""
-        return len(self.buckets) + 2 if self.buckets else 1
+        sets: list[Labels] = [tuple(map(str, values)) for values in product(*labels.values())]
+        self.places = {one: Family.size + self.width * number for number, one in enumerate(sets)}
+        """Where in the table the numbers of each set of labels begin."""
+        self.at = {one[0]: self.places[one] for one in reversed(sets) if one}
+        """Where the numbers of the first set with each value of the first label begin."""
+        self.start = Family.size
+        Family.size += self.width * len(sets)
 
     @property
     def series(self) -> str:
         """The name as it is exported. A histogram has the series `_bucket`, `_sum` and `_count` of its name."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
-    @property
-    def sets(self) -> list[Labels]:
-        return [tuple(map(str, values)) for values in product(*self.labels.values())]
 
+REQUESTS = Family("counter", "gradserve_requests", "Requests answered.", {"route": ROUTES, "status": _ALL_STATUSES})
+REQUEST_SECONDS = Family(
+    "histogram", "gradserve_request_seconds", "Seconds from head to answer.", {"route": ROUTES}, SECONDS
+)
+PHASE_SECONDS = Family(
+    "histogram", "gradserve_phase_seconds", "Seconds in each phase of requests.", {"phase": PHASES}, SECONDS
+)
+OPERATOR_REQUESTS = Family(
+    "counter",
+    "gradserve_operator_requests",
+    "Requests to operators that were admitted.",
+    {"op": tuple(OPERATORS), "status": _ALL_STATUSES},
+)
+KERNEL_SECONDS = Family(
+    "histogram", "gradserve_kernel_seconds", "Seconds of kernels.", {"op": tuple(OPERATORS)}, SECONDS
+)
+RECEIVED_BYTES = Family("counter", "gradserve_received_bytes", "Bytes of request bodies received.")
+SENT_BYTES = Family("counter", "gradserve_sent_bytes", "Bytes of answer bodies sent.")
+REFUSED = Family("counter", "gradserve_refused", "Requests refused with 429, to be tried again.")
+ERRORS = Family("counter", "gradserve_errors", "Requests answered with an error.", {"code": CODES})
+COMMIT_REQUESTS = Family("histogram", "gradserve_commit_requests", "Requests in each commit of the store.", {}, SIZES)
+COMMIT_SECONDS = Family("histogram", "gradserve_commit_seconds", "Seconds of each commit of the store.", {}, SECONDS)
+IN_FLIGHT = Family("gauge", "gradserve_in_flight", "Requests without an answer yet.")
+IN_FLIGHT_BYTES = Family(
+    "gauge", "gradserve_in_flight_bytes", "Bytes that large requests hold, until the client has the answer."
+)
+WAITING = Family("gauge", "gradserve_waiting", "Requests that wait for a thread.")
+WORKERS = Family("gauge", "gradserve_workers", "Processes that serve requests.")
 
 FAMILIES = (
-    Family("counter", "gradserve_requests", "Requests answered.", {"route": ROUTES, "status": _ALL_STATUSES}),
-    Family("histogram", "gradserve_request_seconds", "Seconds from head to answer.", {"route": ROUTES}, SECONDS),
-    Family("histogram", "gradserve_phase_seconds", "Seconds in each phase of requests.", {"phase": PHASES}, SECONDS),
-    Family(
-        "counter",
-        "gradserve_operator_requests",
-        "Requests to operators that were admitted.",
-        {"op": tuple(OPERATORS), "status": _ALL_STATUSES},
-    ),
-    Family("histogram", "gradserve_kernel_seconds", "Seconds of kernels.", {"op": tuple(OPERATORS)}, SECONDS),
-    Family("counter", "gradserve_received_bytes", "Bytes of request bodies received."),
-    Family("counter", "gradserve_sent_bytes", "Bytes of answer bodies sent."),
-    Family("counter", "gradserve_refused", "Requests refused with 429, to be tried again."),
-    Family("counter", "gradserve_errors", "Requests answered with an error.", {"code": CODES}),
-    Family("histogram", "gradserve_commit_requests", "Requests in each commit of the store.", {}, SIZES),
-    Family("histogram", "gradserve_commit_seconds", "Seconds of each commit of the store.", {}, SECONDS),
-    Family("gauge", "gradserve_in_flight", "Requests without an answer yet."),
-    Family("gauge", "gradserve_in_flight_bytes", "Bytes that large requests hold, until the client has the answer."),
-    Family("gauge", "gradserve_waiting", "Requests that wait for a thread."),
+    *(REQUESTS, REQUEST_SECONDS, PHASE_SECONDS, OPERATOR_REQUESTS, KERNEL_SECONDS, RECEIVED_BYTES, SENT_BYTES, REFUSED),
+    *(ERRORS, COMMIT_REQUESTS, COMMIT_SECONDS, IN_FLIGHT, IN_FLIGHT_BYTES, WAITING, WORKERS),
 )
 
 GAUGES = {
     "gradserve_buffers": "Buffers in the store.",
     "gradserve_store_bytes": "Bytes in use in the store.",
     "gradserve_store_limit_bytes": "Bytes that the store may hold, at most.",
-    "gradserve_workers": "Processes that serve requests.",
     "gradserve_database_connections": "Connections to the PostgreSQL database, of all clients.",
     "gradserve_database_connections_limit": "Connections that PostgreSQL takes, at most.",
     "gradserve_database_standbys": "Synchronous standbys that follow the database.",
@@ -119,42 +139,7 @@ GAUGES = {
 """Gauges that are read when a client asks for the metrics. Only a PostgreSQL store has those of the database."""
 
 
-def _layout() -> tuple[dict[str, int], int]:
-    """Return the index in the table where each family begins, and the length of the table."""
-    places, end = {}, 0
-    for family in FAMILIES:
-        places[family.name] = end
-        end += family.width * len(family.sets)
-    return places, end
-
-
-_PLACES, _SIZE = _layout()
-_SETS = {family.name: family.sets for family in FAMILIES}
-
-
-def _starts(name: str, width: int = 1) -> dict[str, int]:
-    """Return where in the table the numbers of each value of the family's first label begin."""
-    starts: dict[str, int] = {}
-    for number, labels in enumerate(_SETS[name]):
-        starts.setdefault(labels[0], _PLACES[name] + number * width)
-    return starts
-
-
-_HISTOGRAM_WIDTH = len(SECONDS) + 2
-_REQUESTS = _starts("gradserve_requests")
-_ROUTES = _starts("gradserve_request_seconds", _HISTOGRAM_WIDTH)
-_PHASES = _starts("gradserve_phase_seconds", _HISTOGRAM_WIDTH)
-_OPERATOR_REQUESTS = _starts("gradserve_operator_requests")
-_KERNELS = _starts("gradserve_kernel_seconds", _HISTOGRAM_WIDTH)
-_ERRORS = _starts("gradserve_errors")
 _STATUSES = {status: number for number, status in enumerate(STATUSES)}
-_OTHER = len(STATUSES)
-_IN_FLIGHT = _PLACES["gradserve_in_flight"]
-_REFUSED = _PLACES["gradserve_refused"]
-_RECEIVED = _PLACES["gradserve_received_bytes"]
-_SENT = _PLACES["gradserve_sent_bytes"]
-_COMMIT_REQUESTS = _PLACES["gradserve_commit_requests"]
-_COMMIT_SECONDS = _PLACES["gradserve_commit_seconds"]
 
 
 class Totals(NamedTuple):
@@ -167,59 +152,73 @@ class Totals(NamedTuple):
 
     @property
     def workers(self) -> int:
-        return len(self.pids)
+        return round(self.numbers[WORKERS.name][()][0])
 
 
 class Metrics(Collector, Observer):
-    """The metrics of this process, and of all processes that share `directory`."""
+    """The metrics of this process, and of the `workers` processes that share `directory`."""
 
-    def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory
-        self._numbers: Any = [0.0] * _SIZE
+    def __init__(self, directory: Path | None = None, workers: int = 1) -> None:
+        self._directory, self._workers = directory, workers
+        self._numbers: Any = [0.0] * Family.size
         if directory is not None:
             try:
-                self._numbers = new_table(directory, _SIZE)
+                self._numbers = new_table(directory, Family.size)
             except OSError as error:
-                logger.warning("The metrics leave out the requests of process %s: %s", os.getpid(), error)
+                logger.warning("Process %s is not counted, so the server is not ready: %s", os.getpid(), error)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.gauges: dict[str, float] = {}
         """What the store said when a client last asked for the metrics, by name."""
 
-    def set(self, name: str, value: float) -> None:
-        self._numbers[_PLACES[name]] = value
+    def set(self, family: Family, value: float) -> None:
+        """Set a gauge."""
+        self._numbers[family.start] = value
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count this process among those that serve meanwhile, or until it ends: then its table loses its lock."""
+        self.set(WORKERS, 1)
+        yield
+        self.set(WORKERS, 0)
+
+    def check_workers(self) -> None:
+        """Raise `NotReady` unless all processes serve."""
+        if self._directory is not None:
+            check_workers(self._directory, self._workers)
 
     def began(self, call: Call) -> None:
-        self._numbers[_IN_FLIGHT] += 1
+        self._numbers[IN_FLIGHT.start] += 1
 
     def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
         numbers = self._numbers
-        numbers[_IN_FLIGHT] -= 1
-        status = _STATUSES.get(call.status, _OTHER)
-        numbers[_REQUESTS[call.label] + status] += 1
+        numbers[IN_FLIGHT.start] -= 1
+        status = _STATUSES.get(call.status, len(STATUSES))
+        numbers[REQUESTS.at[call.label] + status] += 1
         if call.status >= 400:
             self._failed(call)
-        numbers[_RECEIVED] += call.received
-        numbers[_SENT] += call.sent
-        self._observe(_ROUTES[call.label], NANOSECONDS, nanoseconds, 1e-9)
+        numbers[RECEIVED_BYTES.start] += call.received
+        numbers[SENT_BYTES.start] += call.sent
+        self._observe(REQUEST_SECONDS.at[call.label], NANOSECONDS, nanoseconds, 1e-9)
+        starts, last = PHASE_SECONDS.at, PHASE_SECONDS.width - 1
         for phase, spent in call.spent.items():  # as `_observe`, which takes twice as long
-            place = _PHASES[phase]
+            place = starts[phase]
             numbers[place + bisect_left(NANOSECONDS, spent)] += 1
-            numbers[place + _HISTOGRAM_WIDTH - 1] += spent * 1e-9
+            numbers[place + last] += spent * 1e-9
         if call.operator is not None:
-            numbers[_OPERATOR_REQUESTS[call.operator] + status] += 1
+            numbers[OPERATOR_REQUESTS.at[call.operator] + status] += 1
             if "kernel" in call.spent:
-                self._observe(_KERNELS[call.operator], NANOSECONDS, call.spent["kernel"], 1e-9)
+                self._observe(KERNEL_SECONDS.at[call.operator], NANOSECONDS, call.spent["kernel"], 1e-9)
 
     def _failed(self, call: Call) -> None:
         if call.status == Busy.status:
-            self._numbers[_REFUSED] += 1
+            self._numbers[REFUSED.start] += 1
         if call.code is not None:
-            self._numbers[_ERRORS[call.code]] += 1
+            self._numbers[ERRORS.at[call.code]] += 1
 
     def committed(self, requests: int, seconds: float) -> None:
-        self._observe(_COMMIT_REQUESTS, SIZES, requests)
-        self._observe(_COMMIT_SECONDS, SECONDS, seconds)
+        self._observe(COMMIT_REQUESTS.start, SIZES, requests)
+        self._observe(COMMIT_SECONDS.start, SECONDS, seconds)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -229,24 +228,21 @@ class Metrics(Collector, Observer):
         totals = self.totals()
         for family in FAMILIES:
             yield _metric(family, totals.numbers[family.name])
-        values = {**self.gauges, "gradserve_workers": totals.workers}
         for name, meaning in GAUGES.items():
-            if name in values:
-                yield GaugeMetricFamily(name, meaning, values[name])
+            if name in self.gauges:
+                yield GaugeMetricFamily(name, meaning, self.gauges[name])
         yield from describe(totals.pids)
 
     def totals(self) -> Totals:
         """Return the numbers of all processes, added up. It reads files. Raises OSError."""
         own = [(self._numbers, os.getpid())]
-        tables = own if self._directory is None else [*read_tables(self._directory, _SIZE)]
+        tables = own if self._directory is None else [*read_tables(self._directory, Family.size)]
         sums = _added(numbers for numbers, _ in tables)
         living = _added(numbers for numbers, pid in tables if pid is not None)
         found: dict[str, dict[Labels, list[float]]] = {}
         for family in FAMILIES:
-            numbers, start = living if family.kind == "gauge" else sums, _PLACES[family.name]
-            places = range(start, start + family.width * len(_SETS[family.name]), family.width)
-            rows = (numbers[place : place + family.width] for place in places)
-            found[family.name] = dict(zip(_SETS[family.name], rows, strict=True))
+            numbers = living if family.kind == "gauge" else sums
+            found[family.name] = {one: numbers[at : at + family.width] for one, at in family.places.items()}
         return Totals(found, [pid for _, pid in tables if pid is not None])
 
     def _observe(self, place: int, buckets: Sequence[float], value: float, unit: float = 1.0) -> None:
@@ -255,8 +251,17 @@ class Metrics(Collector, Observer):
         numbers[place + len(buckets) + 1] += value * unit
 
 
+def check_workers(directory: Path, count: int) -> None:
+    """Raise `NotReady` unless `count` processes that share the directory serve. Raises OSError."""
+    tables = read_tables(directory, Family.size)
+    missing = count - sum(round(numbers[WORKERS.start]) for numbers, pid in tables if pid is not None)
+    if missing > 0:
+        verb = "is" if missing == 1 else "are"
+        raise NotReady(f"{missing} of {count} worker processes {verb} starting, or being replaced")
+
+
 def _added(tables: Iterable[Sequence[float]]) -> list[float]:
-    return [sum(column) for column in zip([0.0] * _SIZE, *tables, strict=True)]
+    return [sum(column) for column in zip([0.0] * Family.size, *tables, strict=True)]
 
 
 def _metric(family: Family, totals: Mapping[Labels, Sequence[float]]) -> Metric:

@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from service.api.telemetry.workers import is_locked
 from service.host.system import reserve
 
 
@@ -33,3 +32,15 @@ def read_tables(directory: Path, size: int) -> Iterator[tuple[Sequence[float], i
         data = file.read_bytes()
         if len(data) == size * 8:
             yield memoryview(data).cast("d"), int(file.name.partition("-")[0]) if is_locked(file) else None
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether the process that locked this file lives. A process id would not tell: the kernel reuses ids."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False

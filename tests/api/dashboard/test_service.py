@@ -17,7 +17,7 @@ import pytest
 
 from service.api.dashboard import history
 from service.api.dashboard.sample import StoreState, percentiles, sample_of
-from service.api.telemetry.metrics import SECONDS, Metrics
+from service.api.telemetry.metrics import SECONDS, WORKERS, Metrics
 from service.keys import add
 from service.settings import Settings
 from tests.faults.servers import Server
@@ -238,6 +238,8 @@ def test_workers_are_sampled_together(tmp_path: Path) -> None:
 
 def test_no_rate_is_negative_when_the_table_of_a_process_goes(tmp_path: Path) -> None:
     metrics, other = Metrics(tmp_path / "shared"), Metrics(tmp_path / "shared")
+    metrics.set(WORKERS, 1)
+    other.set(WORKERS, 1)
     metrics.committed(1, 0.1)
     other.committed(1, 0.1)
     before = metrics.totals()

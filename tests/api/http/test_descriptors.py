@@ -14,7 +14,6 @@ import pytest
 
 from service.api.http.descriptors import max_connections, raise_limit
 from service.api.telemetry.metrics import Metrics
-from service.api.telemetry.workers import Workers
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.test_body import Connection
 from tests.faults.servers import Server
@@ -104,14 +103,12 @@ def test_idle_connections_that_have_asked_keep_nobody_out(server: Server) -> Non
     assert_serves(server.url)
 
 
-@pytest.mark.parametrize(("path", "part", "name"), [(PROBES[1], Workers, "check"), (PROBES[2], Metrics, "text")])
-def test_a_probe_without_a_free_descriptor_is_503(
-    path: str, part: type, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("path", "name"), [(PROBES[1], "check_workers"), (PROBES[2], "text")])
+def test_a_probe_without_a_free_descriptor_is_503(path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files", "secret")
 
-    monkeypatch.setattr(part, name, fail)
+    monkeypatch.setattr(Metrics, name, fail)
     with serving() as url:
         answer = httpx.get(url + path)
         if path.startswith("/v2"):
