@@ -30,7 +30,7 @@ import psycopg
 from benchmarks.buffers import RATE_SECONDS, Client, Table, check, file, numbers, wrk
 from benchmarks.servers import Server, gradserve, serving
 from benchmarks.timing import alternate, table, verdict, watched
-from service.buffers.postgres.schema import CHUNK_BYTES
+from service.buffers.postgres.schema import ROW_BYTES
 from service.dtypes import Array
 from tests.postgres import Cluster, binaries, cluster
 
@@ -84,14 +84,14 @@ class Setting(NamedTuple):
 
 def copied(setting: Setting, size: int) -> Callable[[], None]:
     """Return a function that copies these bytes into a table of 64 KB rows, and commits."""
-    row = b"\0\1" + CHUNK_BYTES.to_bytes(4, "big") + numbers(CHUNK_BYTES // 4).tobytes()
-    piece = row * min(16, size // CHUNK_BYTES)
+    row = b"\0\1" + ROW_BYTES.to_bytes(4, "big") + numbers(ROW_BYTES // 4).tobytes()
+    piece = row * min(16, size // ROW_BYTES)
     connection = setting.database
 
     def copy() -> None:
         with connection.cursor().copy("copy bare from stdin (format binary)") as stream:
             stream.write(b"PGCOPY\n\xff\r\n\0" + bytes(8))
-            for _ in range(size // CHUNK_BYTES * len(row) // len(piece)):
+            for _ in range(size // ROW_BYTES * len(row) // len(piece)):
                 stream.write(piece)
             stream.write(b"\xff\xff")
 

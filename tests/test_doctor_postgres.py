@@ -77,7 +77,7 @@ DAMAGE = {
     ],
     "delete from buffers where name = 'small'": ["value N belongs to no buffer that can be read"],
     "insert into chunks values (990, 0, 'abc')": ["the blob N of N bytes belongs to no gradient"],
-    "insert into loose select min(blob), 0 from deltas": [
+    "insert into unowned select min(blob), 0 from deltas": [
         "the blob N of the value N will be deleted, although it is used"
     ],
     "update keys set outcome = 'x' where digest = (select max(digest) from keys where outcome <> '')": [

@@ -68,9 +68,9 @@ class Schema:
         queries = {
             "blobs that nothing refers to": """
                 select distinct blob from chunks
-                where blob not in (select blob from deltas where blob is not null union select blob from loose)
+                where blob not in (select blob from deltas where blob is not null union select blob from unowned)
             """,
-            "blobs that are used and loose": "select blob from deltas join loose using (blob)",
+            "blobs that are used and unowned": "select blob from deltas join unowned using (blob)",
             "blobs that are missing": """
                 select blob from deltas where blob is not null and blob not in (select blob from chunks)
             """,
@@ -83,8 +83,7 @@ class Schema:
 def shrink(patch: pytest.MonkeyPatch) -> None:
     """Stage gradients of a few elements, in several chunks, and fold a value after every second delta."""
     for module in (writer, transaction, compactor, deltas):
-        patch.setattr(module, "INLINE_BYTES", SMALL_CHUNK // 2)
-    patch.setattr(deltas, "CHUNK_BYTES", SMALL_CHUNK)
+        patch.setattr(module, "ROW_BYTES", SMALL_CHUNK // 2)
     for name in ("FOLD_EVERY", "FOLD_EVERY_SMALL"):
         patch.setattr(transaction, name, 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,15 @@ from service.buffers.lmdb import LmdbStore
 from service.buffers.packed import FORMAT
 from service.errors import EpochGone, StoreFailed
 from tests.buffers.calls import MAX_BYTES, add, value
+from tests.buffers.postgres import Schema
 from tests.commands import called
 
 MADE = Path(__file__).parent / "format1"
-"""A store of format 1 and the export of it. That version wrote both: see `make` there."""
+"""A store of format 1, the export of it, and tables of it. That version wrote them: see `make` there."""
+
+COMMANDS = (["doctor"], ["export", "-"], ["keys-forget", "--older-than", "1h"])
+
+BOTH = r"has format 1, but .* knows format \d+\. .*`gradserve export FILE`.*`gradserve import FILE`"
 
 
 @pytest.fixture
@@ -34,7 +40,35 @@ def test_a_store_of_the_format_before_is_refused_and_left_alone(before: Path) ->
         LmdbStore(before, max_bytes=MAX_BYTES)
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["export", "-"], ["keys-forget", "--older-than", "1h"]])
+@pytest.fixture
+def tables(postgres_url: str) -> Iterator[Schema]:
+    schema = Schema(postgres_url)
+    schema.ask(f"create schema {schema.name}")
+    schema.ask((MADE / "tables.sql").read_text())
+
+    def rows() -> list[object]:
+        return [schema.ask(f"select * from {table}") for table in ("meta", "buffers", "deltas", "keys")]
+
+    made = rows()
+    yield schema
+    assert rows() == made
+    schema.drop()
+
+
+def test_tables_of_the_format_before_are_refused_and_left_alone(tables: Schema) -> None:
+    with pytest.raises(StoreFailed, match=BOTH):
+        tables.open()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_refuse_such_tables(tables: Schema, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setenv("GRADSERVE_POSTGRES_SCHEMA", tables.name)
+    status, out, err = called(*command, "--store", tables.url)
+    assert (status, out) == (1, "")
+    assert re.search(BOTH, err)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_refuse_it_and_name_what_carries_it_over(before: Path, command: list[str]) -> None:
     status, out, err = called(*command, "--store", f"lmdb:{before}")
     assert (status, out) == (1, "")

@@ -62,6 +62,17 @@ def test_a_damaged_record_harms_no_other_buffer(schema: Schema) -> None:
     assert [record.name for record in store.records(strict=True)] == ["hurt", "later", "well"]
 
 
+def test_a_damaged_record_does_not_stop_the_janitor(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.01)
+    store = schema.open()
+    create(store, "hurt", "well", ttl_seconds=1000.0)
+    add(store, "well", 1.0)
+    schema.ask("update buffers set record = '[]' where name = 'hurt'")
+    schema.ask("update buffers set expires = 0")
+    until(lambda: schema.ask("select name from buffers") == [], "the expired buffers stay")
+    assert schema.ask("select value from deltas") == []
+
+
 def test_many_servers_make_the_tables_at_once(schema: Schema) -> None:
     with ThreadPoolExecutor(4) as threads:
         stores = list(threads.map(lambda _: schema.open(), range(4)))

@@ -113,7 +113,7 @@ def test_blobs_lost_by_a_crash_are_staged_again(schema: Schema, monkeypatch: pyt
 
     def lose() -> None:
         schema.ask(
-            "with gone as (delete from loose returning *) delete from chunks using gone where chunks.blob = gone.blob"
+            "with gone as (delete from unowned returning *) delete from chunks using gone where chunks.blob = gone.blob"
         )
 
     staged = Once(monkeypatch, "staged", lose)
@@ -131,7 +131,7 @@ def test_the_writer_outlives_a_gradient_that_cannot_be_staged_again(
     create(store, "small")
 
     def lose() -> None:
-        schema.ask("delete from loose")
+        schema.ask("delete from unowned")
         schema.ask("alter table chunks rename to elsewhere")
 
     Once(monkeypatch, "staged", lose)
@@ -229,7 +229,7 @@ def test_a_staged_blob_that_nobody_takes_is_swept(schema: Schema, monkeypatch: p
     Once(monkeypatch, "staged", fail)
     with pytest.raises(MemoryError):
         added(store, LARGE, None).result(PATIENCE)
-    assert schema.ask("select count(*) from loose") == [(1,)]
+    assert schema.ask("select count(*) from unowned") == [(1,)]
     until(lambda: schema.ask("select count(*) from chunks") == [(0,)], "the blob is not swept")
     assert added(store, LARGE, None).result(PATIENCE).receipts["w"]["count"] == 1
     create(store, "z", shape=(LARGE,))

@@ -61,7 +61,7 @@ def test_the_janitor_delays_no_deadline(schema: Schema, monkeypatch: pytest.Monk
     monkeypatch.setattr(janitor, "ROUND_SECONDS", 0.01)
     store = schema.open()
     with schema.connected() as other, other.transaction():
-        other.execute("lock table loose in access exclusive mode")
+        other.execute("lock table unowned in access exclusive mode")
         until(
             lambda: schema.ask("select count(*) from pg_locks where not granted") == [(1,)], "the janitor does not wait"
         )

@@ -26,7 +26,7 @@ from service.buffers.postgres.deltas import (
     write_blobs,
 )
 from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.schema import FREED_SECONDS, INLINE_BYTES
+from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.postgres.statements import DELTAS, FREE, INSERT, LEASE, LOCKED
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
@@ -81,7 +81,7 @@ class Compactor:
             return  # another process folds the value, or has
         check_complete(value, deltas)
         payload = payload_of(total(connection, spec, deltas, self._allocate))
-        blob = self._next_id() if payload.nbytes > INLINE_BYTES else None
+        blob = self._next_id() if payload.nbytes > ROW_BYTES else None
         if blob is not None:
             write_blobs(connection, [(blob, payload)], self._turns)
         last = deltas[-1].seq

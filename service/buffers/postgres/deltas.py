@@ -15,7 +15,7 @@ import orjson
 
 from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.schema import CHUNK_BYTES, INLINE_BYTES
+from service.buffers.postgres.schema import ROW_BYTES
 from service.buffers.postgres.statements import DELTAS
 from service.buffers.record import Spec
 from service.buffers.store import Allocate
@@ -59,7 +59,7 @@ class Payload:
     def pieces(self) -> Iterator[memoryview]:
         """Yield the numbers in pieces of a chunk; a piece of zeros may be empty."""
         gradient = self.gradient
-        step = CHUNK_BYTES // gradient.dtype.itemsize
+        step = ROW_BYTES // gradient.dtype.itemsize
         size = self.nbytes // gradient.dtype.itemsize
         for start in range(0, size, step):
             piece = gradient.piece(start, min(start + step, size))
@@ -67,7 +67,7 @@ class Payload:
 
     def inline(self) -> bytes | None:
         """Return all numbers, or None if they are too large for a row."""
-        if self.nbytes > INLINE_BYTES:
+        if self.nbytes > ROW_BYTES:
             return None
         size = self.nbytes // self.gradient.dtype.itemsize
         piece = self.gradient.piece(0, size) if size else np.empty(0, self.gradient.dtype)
@@ -132,7 +132,7 @@ def write_blobs(connection: Connection, payloads: Iterable[tuple[int, Payload]],
         for blob, payload in payloads:
             for number, data in enumerate(payload.pieces()):
                 copy.write(_ROW.pack(3, 8, blob, 4, number, len(data)) + data)
-                if turns is not None and (number + 1) % (TURN_BYTES // CHUNK_BYTES) == 0:
+                if turns is not None and (number + 1) % (TURN_BYTES // ROW_BYTES) == 0:
                     turns.wait()
         copy.write(b"\xff\xff")
 
@@ -151,7 +151,7 @@ def read_numbers(connection: Connection, delta: Delta) -> Array:
             count, length = _FOUND.unpack_from(row, start) if len(row) - start >= _FOUND.size else (_END, 0)
             if count == _END:
                 continue
-            stop = min(filled + (length or CHUNK_BYTES), len(flat))
+            stop = min(filled + (length or ROW_BYTES), len(flat))
             flat[filled:stop] = np.frombuffer(row, np.uint8, length, start + _FOUND.size) if length else 0
             filled = stop
     if filled != len(flat):

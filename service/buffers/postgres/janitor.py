@@ -94,7 +94,7 @@ class Janitor:
             self._key_bytes = dict(connection.ask(KEY_BYTES(BYTES_PER_KEY)))
 
     def _sweep(self) -> bool:
-        """Delete some loose blobs. Return whether there may be more."""
+        """Delete some unowned blobs. Return whether there may be more."""
         with self._database.transaction(durable=False) as connection:
             return connection.ask(SWEEP(BLOBS_AT_ONCE)) != [(0,)]
 

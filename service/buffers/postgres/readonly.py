@@ -17,23 +17,21 @@ from service.buffers.packed import FORMAT, unpack_known, unpack_record
 from service.buffers.postgres.connections import as_client_error
 from service.buffers.postgres.deltas import check_complete, read_deltas, total
 from service.buffers.postgres.exchange import Call, Connection
-from service.buffers.postgres.schema import check_version
+from service.buffers.postgres.schema import has_tables
 from service.buffers.postgres.statements import (
     ALL_RECORDS,
     BLOBS_OF_NOTHING,
     COMMIT,
     GRADIENTS,
-    HAS_TABLES,
     LAST_ID,
-    LOOSE,
-    LOOSE_IN_USE,
     NEXT_ID,
     NOW,
     ORPHANS,
     OUTCOMES,
     PATIENT_SETTINGS,
     READ_ONLY,
-    VERSION,
+    UNOWNED,
+    UNOWNED_IN_USE,
 )
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
@@ -118,9 +116,8 @@ def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
     with connection:
         with _client_errors():
             connection.exchange(_beginning(schema))
-            if connection.ask(HAS_TABLES()) == [(False,)]:
+            if not has_tables(connection, schema):
                 raise StoreFailed(f"There is no store in the PostgreSQL schema {schema!r}")
-            check_version(schema, connection.ask(VERSION()))
             connection.execute("rollback")
         yield PostgresReadOnly(connection, connect, schema)
 
@@ -142,11 +139,11 @@ def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]
     """Yield lines about gradients and blobs, as the transaction of the connection sees them."""
     ((count, blobs, size),) = connection.ask(GRADIENTS())
     yield f"{count} gradients, {blobs} of them in blobs; {size} bytes"
-    ((count, size),) = connection.ask(LOOSE())
+    ((count, size),) = connection.ask(UNOWNED())
     yield f"{count} blobs of {size} bytes are staged, or wait for their deletion"
     for (value,) in connection.ask(ORPHANS([*values])):
         yield f"{WRONG}value {value} belongs to no buffer that can be read"
-    for blob, value in connection.ask(LOOSE_IN_USE()):
+    for blob, value in connection.ask(UNOWNED_IN_USE()):
         yield f"{WRONG}the blob {blob} of the value {value} will be deleted, although it is used"
     for blob, size in connection.ask(BLOBS_OF_NOTHING()):
         yield f"{WRONG}the blob {blob} of {size} bytes belongs to no gradient"

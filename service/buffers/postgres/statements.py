@@ -1,4 +1,4 @@
-"""All statements of the store but those that make its tables, which `schema.py` has.
+"""All statements of the store but those that make its tables and partitions, which `schema.py` has.
 
 `clock` parameters are the time that a test sets; null for the database's own.
 """
@@ -80,7 +80,7 @@ WIDE_RECORDS = Statement("""
 """The same with all buffers of some prefixes: in one statement, which locks them in the order of their names."""
 
 CLAIM = Statement(
-    "with claimed as (delete from loose where blob = any($1::bigint[]) returning 1) select count(*) from claimed"
+    "with claimed as (delete from unowned where blob = any($1::bigint[]) returning 1) select count(*) from claimed"
 )
 
 TIME = Statement("""
@@ -113,7 +113,7 @@ FREE = Statement("""
     with gone as (
         delete from deltas where value = any($1::bigint[]) and seq <= coalesce($2::bigint, seq) returning blob
     ), freed as (
-        insert into loose
+        insert into unowned
         select blob, extract(epoch from clock_timestamp()) + $3::double precision from gone where blob is not null
     )
     select count(*) from gone
@@ -121,7 +121,7 @@ FREE = Statement("""
 """Frees the first deltas of a value, or all deltas of some values."""
 
 STAGE = Statement("""
-    insert into loose
+    insert into unowned
     select blob, extract(epoch from clock_timestamp()) + $1::double precision from unnest($2::bigint[]) as blob
 """)
 
@@ -192,8 +192,8 @@ The database's own time-out does not: after its `Sync`, a pipeline of psycopg se
 """
 
 SWEEP = Statement("""
-    with gone as (delete from loose where blob in (
-        select blob from loose where due < extract(epoch from clock_timestamp())
+    with gone as (delete from unowned where blob in (
+        select blob from unowned where due < extract(epoch from clock_timestamp())
         order by due limit $1::bigint for update skip locked
     ) returning blob), swept as (delete from chunks using gone where chunks.blob = gone.blob)
     select count(*) from gone
@@ -235,7 +235,7 @@ MEASURES = Statement("""
         ('connections_limit', current_setting('max_connections')::bigint),
         ('standbys', (select count(*) from synchronous)),
         ('lag_bytes', (select min(pg_wal_lsn_diff(pg_current_wal_lsn(), flush_lsn))::bigint from synchronous)),
-        ('loose_bytes', (select coalesce(sum(octet_length(data)), 0)::bigint from loose join chunks using (blob))),
+        ('loose_bytes', (select coalesce(sum(octet_length(data)), 0)::bigint from unowned join chunks using (blob))),
         ('unfolded_bytes', (select coalesce(sum(bytes), 0)::bigint from deltas where not overwrite))
     ) as measured(name, value) where value is not null
 """)
@@ -257,7 +257,7 @@ PATIENT_SETTINGS = Statement("""
 """)
 """A large value, or a slow reader of the export, takes longer than requests may."""
 
-HAS_TABLES = Statement("select to_regclass('meta') is not null")
+HAS_TABLE = Statement("select to_regclass($1::text) is not null")
 
 VERSION = Statement("select version from meta")
 
@@ -270,17 +270,17 @@ ALL_RECORDS = Statement("""
 
 GRADIENTS = Statement("select count(*), count(blob), coalesce(sum(bytes), 0)::bigint from deltas")
 
-LOOSE = Statement("""
-    select count(distinct blob), coalesce(sum(octet_length(data)), 0) from loose join chunks using (blob)
+UNOWNED = Statement("""
+    select count(distinct blob), coalesce(sum(octet_length(data)), 0) from unowned join chunks using (blob)
 """)
 
 ORPHANS = Statement("select distinct value from deltas where value <> all($1::bigint[]) order by value")
 
-LOOSE_IN_USE = Statement("select blob, value from deltas join loose using (blob) order by blob")
+UNOWNED_IN_USE = Statement("select blob, value from deltas join unowned using (blob) order by blob")
 
 BLOBS_OF_NOTHING = Statement("""
     select blob, sum(octet_length(data)) from chunks
-    where not exists (select 1 from loose where loose.blob = chunks.blob)
+    where not exists (select 1 from unowned where unowned.blob = chunks.blob)
         and not exists (select 1 from deltas where deltas.blob = chunks.blob)
     group by blob order by blob
 """)

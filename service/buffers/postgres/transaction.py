@@ -18,7 +18,7 @@ from service.buffers.packed import digest_of, unpack_known
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.deltas import Delta, Payload, check_complete, delta_of, payload_of, read_deltas, total
 from service.buffers.postgres.exchange import Connection
-from service.buffers.postgres.schema import INLINE_BYTES
+from service.buffers.postgres.schema import ROW_BYTES
 from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.buffers.store import Allocate
 from service.dtypes import Array
@@ -86,7 +86,7 @@ class Changes:
 
 
 class PostgresTransaction:
-    """The changes of a request, which `perform` makes. `done` has those of the requests before it in the batch.
+    """The changes of a request, which `perform` makes. `earlier` has those of the requests before it in the batch.
 
     `staged` has the blobs of the request's gradients, by the identity of their arrays.
     """
@@ -95,7 +95,7 @@ class PostgresTransaction:
         self,
         connection: Connection,
         found: Found,
-        done: Changes,
+        earlier: Changes,
         staged: Mapping[int, int],
         next_id: Callable[[], int],
         allocate: Allocate,
@@ -103,12 +103,12 @@ class PostgresTransaction:
         now: float,
         admit_key: Callable[[str], None],
     ) -> None:
-        self._connection, self._found, self._done, self._staged = connection, found, done, staged
+        self._connection, self._found, self._earlier, self._staged = connection, found, earlier, staged
         self.new_id, self._allocate, self._max_buffers = next_id, allocate, max_buffers
         self.changes, self._now, self._admit_key = Changes(), now, admit_key
 
     def _stored(self, name: BufferName) -> Stored | None:
-        for records in (self.changes.records, self._done.records):
+        for records in (self.changes.records, self._earlier.records):
             if name in records:
                 return records[name]
         found = self._found.records.get(name)
@@ -122,12 +122,12 @@ class PostgresTransaction:
 
     def names(self, namespace: str, prefix: str) -> list[str]:
         known = {name: stored for name, stored in self._found.records.items() if name.namespace == namespace}
-        known |= {name: stored for name, stored in self._done.records.items() if name.namespace == namespace}
+        known |= {name: stored for name, stored in self._earlier.records.items() if name.namespace == namespace}
         return sorted(name.name for name, stored in known.items() if stored and name.name.startswith(prefix))
 
     def count_new(self, name: BufferName, now: float) -> None:
         own = name.namespace
-        count = self._found.counts[own] + self._done.counts[own] + self.changes.counts[own]
+        count = self._found.counts[own] + self._earlier.counts[own] + self.changes.counts[own]
         if count >= self._max_buffers:
             raise too_many(count, self._max_buffers)
         self.changes.counts[own] += 1
@@ -176,7 +176,7 @@ class PostgresTransaction:
         payload = payload_of(gradient)
         source = gradient.array if isinstance(gradient, Dense) else gradient
         blob = self._staged.get(id(source))
-        if blob is None and payload.nbytes > INLINE_BYTES:
+        if blob is None and payload.nbytes > ROW_BYTES:
             blob = self.new_id()
             self.changes.blobs[blob] = payload
         self.changes.deltas.setdefault(value, []).append(delta_of(value, seq + 1, payload, weight, overwrite, blob))
@@ -196,15 +196,15 @@ class PostgresTransaction:
         deltas: list[Delta] = []
         if value is not None:
             deltas = read_deltas(self._connection, [value])[value]
-            new = [*self._done.deltas.get(value, ()), *self.changes.deltas.get(value, ())]
+            new = [*self._earlier.deltas.get(value, ()), *self.changes.deltas.get(value, ())]
             deltas += new
             check_complete(value, deltas, new[-1].seq if new else self._found.seqs.get(value))
-        return total(self._connection, spec, deltas, self._allocate, {**self._done.blobs, **self.changes.blobs})
+        return total(self._connection, spec, deltas, self._allocate, {**self._earlier.blobs, **self.changes.blobs})
 
     def recall(self, key: Key, names: Sequence[str]) -> Known | None:
         digest = digest_of(key)
-        if digest in self._done.keys:
-            return self._done.keys[digest][1]
+        if digest in self._earlier.keys:
+            return self._earlier.keys[digest][1]
         packed = self._found.keys.get(digest)
         return None if packed is None else unpack_known(packed, names)
 

@@ -27,7 +27,7 @@ from service.buffers.postgres.deadlines import Deadlines
 from service.buffers.postgres.deltas import Payload, Turns, payload_of, write_blobs
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.janitor import Janitor
-from service.buffers.postgres.schema import INLINE_BYTES, make_partitions
+from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
 from service.buffers.store import Allocate, Committed, without_traceback
@@ -250,12 +250,12 @@ class Writer:
             raise MovedError("it has failed over")
 
     def _perform(
-        self, connection: Connection, batch: Batch, job: Job, found: Found, done: Changes
+        self, connection: Connection, batch: Batch, job: Job, found: Found, earlier: Changes
     ) -> Outcome | GradserveError:
         txn = PostgresTransaction(
             connection,
             found,
-            done,
+            earlier,
             job.staged,
             self._next_id,
             self._allocate,
@@ -269,7 +269,7 @@ class Writer:
             self._janitor.check_room(request, outcome)
         except GradserveError as error:
             return without_traceback(error)
-        done.merge(txn.changes)
+        earlier.merge(txn.changes)
         batch.replayed |= outcome.replayed
         return outcome
 
@@ -291,5 +291,5 @@ def _large(job: Job) -> dict[int, Payload]:
     arrays = [change.value for change in changes if isinstance(change, Restore)]
     payloads = {id(one): payload_of(one) for one in (*gradients, *arrays) if one is not None}
     sizes = {key: payload.nbytes for key, payload in payloads.items()}
-    job.unstaged_bytes = sum(size for size in sizes.values() if size <= INLINE_BYTES)
-    return {key: payload for key, payload in payloads.items() if sizes[key] > INLINE_BYTES}
+    job.unstaged_bytes = sum(size for size in sizes.values() if size <= ROW_BYTES)
+    return {key: payload for key, payload in payloads.items() if sizes[key] > ROW_BYTES}
