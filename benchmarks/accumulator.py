@@ -22,12 +22,10 @@ def flat(megabytes: int) -> Any:
     return torch.nn.ParameterList([torch.zeros(megabytes * MEGABYTES // 32) for _ in range(8)])
 
 
-def pushing(
-    server: Client, prefix: str, megabytes: int, *, weight: float = 1.0, **options: Any
-) -> Callable[[], object]:
+def pushing(server: Client, run: str, megabytes: int, *, weight: float = 1.0, **options: Any) -> Callable[[], object]:
     """Return a call that pushes the gradients of a model, closing an epoch each time."""
     model = flat(megabytes)
-    gradients = GradientAccumulator(model, server, prefix=prefix, quorum=1, **options)
+    gradients = GradientAccumulator(model, server, run=run, quorum=1, **options)
     numbers = [torch.ones_like(parameter) for parameter in model]
 
     def push() -> None:
@@ -39,11 +37,11 @@ def pushing(
     return push
 
 
-def stepping(server: Client, prefix: str, *, wait: bool) -> Callable[[], object]:
+def stepping(server: Client, run: str, *, wait: bool) -> Callable[[], object]:
     """Return a call that makes a step of several micro-batches on a model of 16 MB."""
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])
     samples = torch.randn(128, 1024)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -60,16 +58,16 @@ def stepping(server: Client, prefix: str, *, wait: bool) -> Callable[[], object]
 def accumulator_rows(server: Client) -> list[list[str]]:
     """Return the rows of the table: a case, its median time, what it is compared with, and the ratio."""
     torch.set_num_threads(1)  # the server on this machine needs the other cores
-    full = pushing(server, "full.", 16, worker="0")
+    full = pushing(server, "full", 16, worker="0")
     cases = {
-        "push of nothing, 16 MB, ms": (pushing(server, "nothing.", 16, worker="0", weight=0), full),
+        "push of nothing, 16 MB, ms": (pushing(server, "nothing", 16, worker="0", weight=0), full),
         "push of 64 MB in 16 requests, not 1, ms": (
-            pushing(server, "split.", 64, worker="0", request_bytes=4 * MEGABYTES),
-            pushing(server, "whole.", 64, worker="0", request_bytes=64 * MEGABYTES),
+            pushing(server, "split", 64, worker="0", request_bytes=4 * MEGABYTES),
+            pushing(server, "whole", 64, worker="0", request_bytes=64 * MEGABYTES),
         ),
         "step of 4 pushes of 16 MB, wait=False, ms": (
-            stepping(server, "overlapped.", wait=False),
-            stepping(server, "waiting.", wait=True),
+            stepping(server, "overlapped", wait=False),
+            stepping(server, "waiting", wait=True),
         ),
     }
     rows = []
@@ -80,6 +78,6 @@ def accumulator_rows(server: Client) -> list[list[str]]:
         print(f"  {case}: {ratio:.2f}", flush=True)
     model = torch.nn.ParameterList([torch.zeros(8) for _ in range(MANY)])
     start = time.perf_counter()
-    GradientAccumulator(model, server, prefix="many.")
+    GradientAccumulator(model, server, run="many")
     rows.append([f"constructor, {MANY} parameters, ms", f"{(time.perf_counter() - start) * 1e3:.0f}", "-", "-"])
     return rows

@@ -44,9 +44,7 @@ def main() -> None:
         serving(gradserve(store=f"lmdb:{work}/data"), "/v2/health/ready") as server,
         Client(server.url) as client,
     ):
-        gradients = GradientAccumulator(
-            model, client, prefix="large.", worker="0", quorum=1, request_bytes=REQUEST_BYTES
-        )
+        gradients = GradientAccumulator(model, client, run="large", worker="0", quorum=1, request_bytes=REQUEST_BYTES)
         for number, parameter in enumerate(model):
             parameter.grad = torch.full((1,), float(number)).expand(ELEMENTS)
         print(f"started with {peak_megabytes(server.pid):.0f} MB", flush=True)

@@ -92,7 +92,7 @@ class Step:
 # ----- a worker -----
 
 
-def work(name: str, url: str, prefix: str, arrays: Any, plan: Plan, start: Barrier | None, results: Connection) -> None:
+def work(name: str, url: str, run: str, arrays: Any, plan: Plan, start: Barrier | None, results: Connection) -> None:
     """Train as one of the processes, from the start or, without a barrier, from where the others are.
 
     The first worker sends each step to the launcher. All send the bits of their parameters in the end.
@@ -103,8 +103,7 @@ def work(name: str, url: str, prefix: str, arrays: Any, plan: Plan, start: Barri
         gradients = GradientAccumulator(
             model,
             server,
-            prefix=prefix,
-            run="disturbed" if plan.disturbed else "undisturbed",
+            run=run,
             worker=name,
             quorum=len(WORKERS),
             deadline_seconds=plan.deadline,
@@ -154,9 +153,9 @@ def train(
 class Launcher:
     """Starts the processes of a run, and disturbs them."""
 
-    def __init__(self, url: str, prefix: str, arrays: Any, plan: Plan) -> None:
+    def __init__(self, url: str, run: str, arrays: Any, plan: Plan) -> None:
         self._context, self._plan = processes(), plan
-        self._arguments = (url, prefix, arrays, plan)
+        self._arguments = (url, run, arrays, plan)
         self._processes: dict[str, ForkServerProcess] = {}
         self._results: dict[str, Connection] = {}
 
@@ -259,13 +258,13 @@ def main() -> None:
     options = parser.parse_args()
     if not 20 <= options.steps <= 1000:  # the server keeps up to 1000 closed epochs
         parser.error(f"--steps is {options.steps}, but must be from 20 to 1000")
-    prefix, arrays = f"elastic_workers.{uuid.uuid4().hex[:8]}.", load()
+    run, arrays = f"elastic_workers-{uuid.uuid4().hex[:8]}", load()
     runs: dict[str, list[Step]] = {}
     with running_server(options.url) as url:
         for name in "undisturbed", "disturbed":
             plan = Plan(options.steps, options.deadline, name == "disturbed")
-            runs[name] = Launcher(url, prefix, arrays, plan).run()
-        delete_buffers(url, prefix)
+            runs[name] = Launcher(url, f"{run}-{name}", arrays, plan).run()
+        delete_buffers(url, run)
     for name, steps in runs.items():
         print_members(name, steps)
     print_losses(runs)

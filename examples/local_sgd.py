@@ -110,21 +110,21 @@ class Result:
     parameters: bytes
 
 
-def work(number: int, train: Training, url: str, prefix: str, arrays: Any, steps: int) -> Result:
+def work(number: int, train: Training, url: str, run: str, arrays: Any, steps: int) -> Result:
     """Train as one of the processes."""
     torch.set_num_threads(1)
     model, digits = network(), Digits(arrays)
     with Client(url) as server:
-        gradients = GradientAccumulator(model, server, prefix=prefix, run=train.__name__, quorum=WORKERS)
+        gradients = GradientAccumulator(model, server, run=f"{run}-{train.__name__}", quorum=WORKERS)
         worker = Worker(number, digits, model, gradients)
         train(worker, steps)
     loss, accuracy = digits.evaluate(model)
     return Result(worker.sent, loss, accuracy, parameter_bytes(model))
 
 
-def train_together(train: Training, url: str, prefix: str, arrays: Any, steps: int) -> Result:
+def train_together(train: Training, url: str, run: str, arrays: Any, steps: int) -> Result:
     """Train in all processes, and print a line. All must end with the same bits."""
-    job = partial(work, train=train, url=url, prefix=prefix, arrays=arrays, steps=steps)
+    job = partial(work, train=train, url=url, run=run, arrays=arrays, steps=steps)
     with ProcessPoolExecutor(WORKERS, mp_context=processes()) as workers:
         results = list(workers.map(job, range(WORKERS)))
     if len({result.parameters for result in results}) > 1:
@@ -141,14 +141,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 1 or options.steps % INNER_STEPS:
         parser.error(f"--steps is {options.steps}, but must be a multiple of {INNER_STEPS}, and at least that")
-    prefix = f"local_sgd.{uuid.uuid4().hex[:8]}."
+    run = f"local_sgd-{uuid.uuid4().hex[:8]}"
     arrays = load()
     print(f"{'':14}  {'bytes sent':>10}  {'loss':>6}  {'accuracy':>8}")
     with running_server(options.url) as url:
         together, local = (
-            train_together(train, url, prefix, arrays, options.steps) for train in (data_parallel, local_steps)
+            train_together(train, url, run, arrays, options.steps) for train in (data_parallel, local_steps)
         )
-        delete_buffers(url, prefix)
+        delete_buffers(url, run)
     print(f"local steps sent 1/{together.sent / local.sent:g} of the bytes, for the same number of samples")
     if local.accuracy < together.accuracy - LARGEST_DIFFERENCE:
         sys.exit(f"Local steps recognize over {LARGEST_DIFFERENCE:.0%} fewer digits than data-parallel training")

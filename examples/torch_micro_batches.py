@@ -161,14 +161,14 @@ def largest(differences: Iterator[Any]) -> float:
     return max(float(one.abs().max()) for one in differences)
 
 
-def train(server: Client, prefix: str, steps: int) -> float:
+def train(server: Client, run: str, steps: int) -> float:
     """Train two models alike, one through the server. Return the largest difference of gradients or parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     own = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     own_optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
 
     worst = 0.0
     for step in range(steps):
@@ -204,11 +204,11 @@ def main() -> None:
     parser.add_argument("--url", help="a server; by default that of `make run`, or a new one")
     parser.add_argument("--short", action="store_true", help="6 steps in place of 50")
     options = parser.parse_args()
-    prefix = f"torch_micro_batches.{uuid.uuid4().hex[:8]}."
+    run = f"torch_micro_batches-{uuid.uuid4().hex[:8]}"
     with running_server(options.url) as url, proxy_to(url) as proxy:
         with Client(proxy.url, attempt_timeout=ATTEMPT_SECONDS) as server:
-            worst = train(server, prefix, steps=6 if options.short else 50)
-            for buffer in server.buffers.list(prefix):
+            worst = train(server, run, steps=6 if options.short else 50)
+            for buffer in server.buffers.list(f"{run}."):
                 server.buffers[buffer.name].delete()
     print(f"The proxy saw {proxy.requests} requests, and did harm to {proxy.harm.total()}:")
     for harm, meaning in HARM.items():

@@ -190,12 +190,12 @@ def test_no_secret_is_shown(kind_of_client: Any) -> None:
 
 def test_an_accumulator_says_where_it_is(url: str) -> None:
     with Client(url, api_key=SECRET) as server:
-        accumulator = GradientAccumulator(net(), server, prefix="shown.", run="1", worker="rank0")
+        accumulator = GradientAccumulator(net(), server, run="shown", worker="rank0")
         try:
             assert repr(accumulator) == (
-                f"GradientAccumulator('rank0', prefix='shown.1::', epoch=0, server=Client({url!r}))"
+                f"GradientAccumulator('rank0', prefix='shown.', epoch=0, server=Client({url!r}))"
             )
-            plain = GradientAccumulator(net(), server, prefix="shown.", run="1")
-            assert repr(plain).startswith("GradientAccumulator(prefix='shown.1::'")
+            plain = GradientAccumulator(net(), server, run="shown")
+            assert repr(plain).startswith("GradientAccumulator(prefix='shown.'")
         finally:
             server.buffers.delete(prefix="shown.")

@@ -115,15 +115,15 @@ def plain(request: pytest.FixtureRequest, three_urls: list[str]) -> Iterator[Cli
         delete_all(server)
 
 
-def accumulator(server: Client, prefix: str, seed: int = 0, **options: Any) -> tuple[Any, GradientAccumulator]:
+def accumulator(server: Client, run: str, seed: int = 0, **options: Any) -> tuple[Any, GradientAccumulator]:
     model = net(seed)
-    return model, GradientAccumulator(model, server, prefix=prefix, run="1", timeout=5, **options)
+    return model, GradientAccumulator(model, server, run=run, timeout=5, **options)
 
 
 @pytest.mark.parametrize("request_bytes", [None, 400], ids=["one request", "many requests"])
 def test_a_worker_leaves_and_the_quorum_follows(plain: Client, request_bytes: int | None) -> None:
-    prefix = f"{uuid.uuid4().hex}."
-    workers = [accumulator(plain, prefix, quorum=3, request_bytes=request_bytes) for _ in range(2)]
+    run = uuid.uuid4().hex
+    workers = [accumulator(plain, run, quorum=3, request_bytes=request_bytes) for _ in range(2)]
     for seed, (model, worker) in enumerate(workers):
         backward(model, 2, seed)
         worker.push(weight=2)
@@ -131,39 +131,39 @@ def test_a_worker_leaves_and_the_quorum_follows(plain: Client, request_bytes: in
     pulled = [worker.pull() for _, worker in workers]
     assert [(one.count, one.closed_by) for one in pulled] == [(2, "quorum")] * 2
     assert all((one == other).all() for one, other in zip(*(grads(model) for model, _ in workers), strict=True))
-    infos = [info for info in plain.buffers.list(prefix) if not info.name.endswith("::start")]
+    infos = [info for info in plain.buffers.list(run) if not info.name.endswith("::start")]
     assert {info.quorum for info in infos} == {2}
     assert {(info.name.endswith("::tally"), info.max_norm) for info in infos} == {(True, None), (False, 1e9)}
-    accumulator(plain, prefix, start="any", quorum=2, max_norm=1e9, request_bytes=request_bytes)
+    accumulator(plain, run, start="any", quorum=2, max_norm=1e9, request_bytes=request_bytes)
     with pytest.raises(Conflict, match="quorum 2, not 3"):
-        accumulator(plain, prefix, start="any", quorum=3, max_norm=1e9, request_bytes=request_bytes)
+        accumulator(plain, run, start="any", quorum=3, max_norm=1e9, request_bytes=request_bytes)
 
 
 def test_whether_epochs_close_by_themselves_stays(plain: Client) -> None:
-    prefix = f"{uuid.uuid4().hex}."
-    _, closing = accumulator(plain, prefix, quorum=3)
-    _, taking = accumulator(plain, f"{prefix}x")
+    run = uuid.uuid4().hex
+    _, closing = accumulator(plain, run, quorum=3)
+    _, taking = accumulator(plain, f"{run}-x")
     for worker, rules in ((closing, {"quorum": None}), (taking, {"deadline_seconds": 3.0})):
         with pytest.raises(InvalidInput, match="whether epochs close by themselves"):
             worker.set_rules(**rules)
     closing.set_rules(quorum=None, quorum_weight=7.0)
-    assert {info.quorum_weight for info in plain.buffers.list(prefix) if info.name.endswith("::tally")} == {7.0, None}
+    assert {info.quorum_weight for info in plain.buffers.list(run) if info.name.endswith("::tally")} == {7.0, None}
 
 
 def test_all_buffers_of_a_run_expire(plain: Client) -> None:
-    prefix = f"{uuid.uuid4().hex}."
-    model, worker = accumulator(plain, prefix, ttl_seconds=1000.0)
+    run = uuid.uuid4().hex
+    model, worker = accumulator(plain, run, ttl_seconds=1000.0)
     backward(model, 2, 0)
     worker.push()
     worker.broadcast_parameters(send=True)
-    infos = plain.buffers.list(prefix)
+    infos = plain.buffers.list(run)
     assert {info.name.rpartition("::")[2].partition(".")[0] for info in infos} >= {"start", "state", "tally"}
     assert {info.ttl_seconds for info in infos} == {1000.0}
 
 
 def test_a_broadcast_survives_the_expiry_of_the_last(plain: Client) -> None:
-    prefix = f"{uuid.uuid4().hex}."
-    workers = [accumulator(plain, prefix, seed, start="any", ttl_seconds=1000.0) for seed in range(2)]
+    run = uuid.uuid4().hex
+    workers = [accumulator(plain, run, seed, start="any", ttl_seconds=1000.0) for seed in range(2)]
     for _ in range(2):
         workers[0][1].broadcast_parameters(send=True)
         workers[1][1].broadcast_parameters(send=False)
@@ -173,10 +173,10 @@ def test_a_broadcast_survives_the_expiry_of_the_last(plain: Client) -> None:
 
 
 def test_a_run_is_deleted_by_its_prefix(plain: Client) -> None:
-    prefix = f"{uuid.uuid4().hex}."
-    model, worker = accumulator(plain, prefix)
+    run = uuid.uuid4().hex
+    model, worker = accumulator(plain, run)
     backward(model, 2, 0)
     worker.push()
     plain.buffers.delete(prefix=worker.prefix)
-    assert plain.buffers.list(prefix) == []
-    accumulator(plain, prefix, seed=1)
+    assert plain.buffers.list(run) == []
+    accumulator(plain, run, seed=1)

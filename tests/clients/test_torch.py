@@ -40,8 +40,8 @@ def server(url: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
 def net(seed: int = 0) -> Any:
@@ -98,10 +98,10 @@ class Watched(httpx.HTTPTransport):
 # ----- one worker -----
 
 
-def test_micro_batches_of_any_size_are_as_pytorch_accumulates_them(server: Client, prefix: str) -> None:
+def test_micro_batches_of_any_size_are_as_pytorch_accumulates_them(server: Client, run: str) -> None:
     model, steps = net(), [[(8, 1), (3, 2), (5, 3)], [(1, 4), (6, 5)]]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     for epoch, batches in enumerate(steps):
         expected = own(model, batches)
         for number, (size, seed) in enumerate(batches):
@@ -115,15 +115,15 @@ def test_micro_batches_of_any_size_are_as_pytorch_accumulates_them(server: Clien
         assert gradients.epoch == epoch + 1
         optimizer.step()
         optimizer.zero_grad()
-    names = {one.name.removeprefix(prefix) for one in server.buffers.list(prefix)}
+    names = {one.name.removeprefix(f"{run}.") for one in server.buffers.list(run)}
     assert {name for name in names if "::" not in name} == {name for name, _ in model.named_parameters()}
 
 
-def test_a_push_is_one_request_and_so_is_a_pull(url: str, prefix: str) -> None:
+def test_a_push_is_one_request_and_so_is_a_pull(url: str, run: str) -> None:
     transport = Watched()
     with Client(url, transport=transport) as server:
         model = net()
-        gradients = GradientAccumulator(model, server, prefix=prefix)
+        gradients = GradientAccumulator(model, server, run=run)
         assert transport.paths.count("/v1/buffers/create") == 1
         transport.paths.clear()
         backward(model, 4, 1)
@@ -158,11 +158,11 @@ class Mixed(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
 WORDS = (torch.tensor([1, 1, 4]), torch.tensor([7]))
 
 
-def test_parameters_of_every_kind(server: Client, prefix: str) -> None:
+def test_parameters_of_every_kind(server: Client, run: str) -> None:
     model, reference = Mixed(), Mixed()
     for words in WORDS:
         (reference(words) * len(words) / 4).backward()
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     for words in WORDS:
         model(words).backward()
         gradients.push(weight=len(words))
@@ -180,8 +180,8 @@ def test_parameters_of_every_kind(server: Client, prefix: str) -> None:
             found = parameter.grad.coalesce() if name == "words.weight" else parameter.grad
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-6)
     counts = {
-        one.name.removeprefix(prefix): (one.count, one.dtype)
-        for one in server.buffers.list(prefix)
+        one.name.removeprefix(f"{run}."): (one.count, one.dtype)
+        for one in server.buffers.list(run)
         if "::" not in one.name
     }
     assert "frozen" not in counts
@@ -191,12 +191,12 @@ def test_parameters_of_every_kind(server: Client, prefix: str) -> None:
     assert model.scale.grad.shape == ()
 
 
-def test_sparse_gradients_stay_sparse_for_sparse_adam(server: Client, prefix: str) -> None:
+def test_sparse_gradients_stay_sparse_for_sparse_adam(server: Client, run: str) -> None:
     """Also for a worker that had no sparse gradient."""
     models = [torch.nn.Embedding(6, 2, sparse=True) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.SparseAdam(model.parameters()) for model in models]
-    workers = [GradientAccumulator(model, server, prefix=prefix, quorum=2) for model in models]
+    workers = [GradientAccumulator(model, server, run=run, quorum=2) for model in models]
     before = models[0].weight.detach().clone()
     models[0](torch.tensor([3, 5, 3])).sum().backward()
     workers[0].push(weight=3)
@@ -210,7 +210,7 @@ def test_sparse_gradients_stay_sparse_for_sparse_adam(server: Client, prefix: st
     assert (models[0].weight != before).any(dim=1).tolist() == [False, False, False, True, False, True]
 
 
-def test_gradients_are_as_sparse_as_they_were_pushed(server: Client, prefix: str) -> None:
+def test_gradients_are_as_sparse_as_they_were_pushed(server: Client, run: str) -> None:
     model, words = torch.nn.Module(), torch.tensor([1])
     model.functional = torch.nn.Parameter(torch.ones(3, 2))
     model.tied = torch.nn.Embedding(3, 2, sparse=True)
@@ -218,15 +218,15 @@ def test_gradients_are_as_sparse_as_they_were_pushed(server: Client, prefix: str
     (rows.sum() + functional.embedding(words, model.functional, sparse=True).sum()).backward()
     layouts = [torch.sparse_coo, torch.strided]
     assert [one.layout for one in grads(model)] == layouts
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     gradients.push()
     gradients.pull()
     assert [one.layout for one in grads(model)] == layouts
 
 
-def test_a_layer_unused_in_a_step_still_counts(server: Client, prefix: str) -> None:
+def test_a_layer_unused_in_a_step_still_counts(server: Client, run: str) -> None:
     used, unused = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    gradients = GradientAccumulator(torch.nn.ModuleList([used, unused]), server, prefix=prefix, quorum=2)
+    gradients = GradientAccumulator(torch.nn.ModuleList([used, unused]), server, run=run, quorum=2)
     ones = torch.ones(1, 1)
     used(ones).sum().backward()
     assert not gradients.push().closed
@@ -236,21 +236,21 @@ def test_a_layer_unused_in_a_step_still_counts(server: Client, prefix: str) -> N
     assert (used.weight.grad.item(), unused.weight.grad.item()) == (1.0, 0.5)
 
 
-def test_small_gradients_do_not_vanish_in_half_precision(server: Client, prefix: str) -> None:
+def test_small_gradients_do_not_vanish_in_half_precision(server: Client, run: str) -> None:
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     for one in [1024.0] + [1.0] * 8:
         model.x.grad = torch.full_like(model.x, one)
         gradients.push()
     gradients.pull()
-    assert server.buffers[f"{prefix}x"].value(epoch=0).item() == 1032
+    assert server.buffers[f"{run}.x"].value(epoch=0).item() == 1032
     assert model.x.grad.dtype == torch.bfloat16
 
 
-def test_infinity_and_nan_come_back(server: Client, prefix: str) -> None:
+def test_infinity_and_nan_come_back(server: Client, run: str) -> None:
     model = torch.nn.Embedding(3, 1, sparse=True)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     (model(torch.tensor([0, 2])) * torch.tensor([[torch.inf], [torch.nan]])).sum().backward()
     gradients.push()
     gradients.pull()
@@ -262,7 +262,7 @@ def test_infinity_and_nan_come_back(server: Client, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_all_workers_get_the_same_correct_bits(url: str, prefix: str, count: int) -> None:
+def test_all_workers_get_the_same_correct_bits(url: str, run: str, count: int) -> None:
     steps, micro_batches = 3, 2
     models = [net() for _ in range(count)]  # not in the threads, which share PyTorch's seed
 
@@ -274,7 +274,7 @@ def test_all_workers_get_the_same_correct_bits(url: str, prefix: str, count: int
         optimizer = torch.optim.Adam(model.parameters())
         with Client(url) as server:
             quorum = count * micro_batches
-            gradients = GradientAccumulator(model, server, prefix=prefix, run="1", quorum=quorum, timeout=20)
+            gradients = GradientAccumulator(model, server, run=run, quorum=quorum, timeout=20)
             for step in range(steps):
                 expected.append(own(model, [one for other in range(count) for one in batches(other, step)]))
                 for size, seed in batches(worker, step):
@@ -297,9 +297,9 @@ def test_all_workers_get_the_same_correct_bits(url: str, prefix: str, count: int
     assert sum(closed for _, _, closed, _ in results) == steps
 
 
-def test_a_pull_waits_for_all_pushes_and_can_be_repeated(server: Client, prefix: str) -> None:
+def test_a_pull_waits_for_all_pushes_and_can_be_repeated(server: Client, run: str) -> None:
     models = [net(), net()]
-    first, second = [GradientAccumulator(one, server, prefix=prefix, quorum=2, timeout=0.05) for one in models]
+    first, second = [GradientAccumulator(one, server, run=run, quorum=2, timeout=0.05) for one in models]
     backward(models[0], 4, 1)
     assert not first.push().closed
     with pytest.raises(EpochOpen, match="1 of 2") as caught:
@@ -313,9 +313,9 @@ def test_a_pull_waits_for_all_pushes_and_can_be_repeated(server: Client, prefix:
     assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
 
 
-def test_a_late_push_is_refused_and_the_error_names_the_remedy(server: Client, prefix: str) -> None:
+def test_a_late_push_is_refused_and_the_error_names_the_remedy(server: Client, run: str) -> None:
     models = [net(), net()]
-    fast, slow = [GradientAccumulator(one, server, prefix=prefix, quorum=1) for one in models]
+    fast, slow = [GradientAccumulator(one, server, run=run, quorum=1) for one in models]
     backward(models[1], 4, 2)
     backward(models[0], 4, 1)
     fast.push()
@@ -335,9 +335,9 @@ def test_a_late_push_is_refused_and_the_error_names_the_remedy(server: Client, p
     assert slow.epoch == 1
 
 
-def test_keep_says_how_far_behind_a_worker_may_be(server: Client, prefix: str) -> None:
+def test_keep_says_how_far_behind_a_worker_may_be(server: Client, run: str) -> None:
     models = [net(), net()]
-    fast, slow = [GradientAccumulator(one, server, prefix=prefix, quorum=1, keep=2) for one in models]
+    fast, slow = [GradientAccumulator(one, server, run=run, quorum=1, keep=2) for one in models]
     for seed in (1, 2):
         models[0].zero_grad()
         backward(models[0], 4, seed)
@@ -352,12 +352,12 @@ def test_keep_says_how_far_behind_a_worker_may_be(server: Client, prefix: str) -
 
 
 @pytest.mark.parametrize("worker", [None, "rank3"])
-def test_a_push_repeated_after_a_lost_answer_counts_once(url: str, prefix: str, worker: str | None) -> None:
+def test_a_push_repeated_after_a_lost_answer_counts_once(url: str, run: str, worker: str | None) -> None:
     transport = Watched()
     with Client(url, transport=transport, max_retries=0) as server:
         model = net()
         expected = own(model, [(4, 1), (2, 2)])
-        gradients = GradientAccumulator(model, server, prefix=prefix, worker=worker)
+        gradients = GradientAccumulator(model, server, run=run, worker=worker)
         backward(model, 4, 1)
         transport.losing = True
         with pytest.raises(ConnectionFailed):
@@ -373,7 +373,7 @@ def test_a_push_repeated_after_a_lost_answer_counts_once(url: str, prefix: str, 
         transport.losing = False
         gradients.pull()
         assert_close(grads(model), expected)
-        assert server.buffers[f"{prefix}0.weight"].info().epoch == gradients.epoch == 1
+        assert server.buffers[f"{run}.0.weight"].info().epoch == gradients.epoch == 1
 
 
 @pytest.fixture
@@ -383,17 +383,17 @@ def durable(tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
-def test_the_server_is_killed_between_push_and_pull(durable: Server, prefix: str) -> None:
+def test_the_server_is_killed_between_push_and_pull(durable: Server, run: str) -> None:
     model, other = net(), net()
     expected = own(model, [(4, 1), (2, 2)])
     with Client(durable.url) as server, ThreadPoolExecutor(1) as threads:
-        first = GradientAccumulator(model, server, prefix=prefix, quorum=2, worker="0", timeout=30)
+        first = GradientAccumulator(model, server, run=run, quorum=2, worker="0", timeout=30)
         backward(model, 4, 1)
         first.push(weight=4)
         durable.kill()
         waiting = threads.submit(first.pull)  # the server is down
         durable.start()
-        second = GradientAccumulator(other, server, prefix=prefix, quorum=2, worker="1", timeout=30, resume=True)
+        second = GradientAccumulator(other, server, run=run, quorum=2, worker="1", timeout=30)
         backward(other, 2, 2)
         assert second.push(weight=2).closed
         durable.kill()
@@ -404,19 +404,19 @@ def test_the_server_is_killed_between_push_and_pull(durable: Server, prefix: str
     assert all(torch.equal(one, other) for one, other in zip(grads(model), grads(other), strict=True))
 
 
-def trainer(server: Client, prefix: str, **options: Any) -> tuple[Any, GradientAccumulator]:
+def trainer(server: Client, run: str, **options: Any) -> tuple[Any, GradientAccumulator]:
     model = net()
-    return model, GradientAccumulator(model, server, prefix=prefix, worker="rank3", resume=True, **options)
+    return model, GradientAccumulator(model, server, run=run, worker="rank3", **options)
 
 
-def test_a_restarted_trainer_counts_once(server: Client, prefix: str) -> None:
-    model, gradients = trainer(server, prefix)
+def test_a_restarted_trainer_counts_once(server: Client, run: str) -> None:
+    model, gradients = trainer(server, run)
     expected = own(model, [(4, 1), (2, 2), (3, 3)])
     for size, seed in [(4, 1), (2, 2)]:
         backward(model, size, seed)
         gradients.push(weight=size)
 
-    model, gradients = trainer(server, prefix)
+    model, gradients = trainer(server, run)
     found = []
     for size, seed in [(4, 1), (2, 2), (3, 3)]:
         backward(model, size, seed)
@@ -430,16 +430,16 @@ def test_a_restarted_trainer_counts_once(server: Client, prefix: str) -> None:
         backward(model, 4, 1)  # as in the first epoch, whose keys are others
         pushed = gradients.push(weight=4)
         assert (pushed.epoch, pushed.count, pushed.replayed) == (1, 1, replayed)
-        model, gradients = trainer(server, prefix)
+        model, gradients = trainer(server, run)
 
 
-def test_a_restarted_trainer_with_other_gradients_learns_that_its_push_counts(server: Client, prefix: str) -> None:
-    model, gradients = trainer(server, prefix)
+def test_a_restarted_trainer_with_other_gradients_learns_that_its_push_counts(server: Client, run: str) -> None:
+    model, gradients = trainer(server, run)
     expected = own(model, [(4, 1), (2, 2)])
     backward(model, 4, 1)
     gradients.push(weight=4)
 
-    model, gradients = trainer(server, prefix)
+    model, gradients = trainer(server, run)
     backward(model, 4, 7)
     with pytest.raises(KeyReused, match="push 0 of epoch 0 before.*that push counts"):
         gradients.push(weight=4)
@@ -449,8 +449,8 @@ def test_a_restarted_trainer_with_other_gradients_learns_that_its_push_counts(se
     assert_close(grads(model), expected)
 
 
-def test_a_trainer_continues_from_its_checkpoint_after_the_epoch_has_closed(server: Client, prefix: str) -> None:
-    model, gradients = trainer(server, prefix, quorum=2)
+def test_a_trainer_continues_from_its_checkpoint_after_the_epoch_has_closed(server: Client, run: str) -> None:
+    model, gradients = trainer(server, run, quorum=2)
     expected = own(model, [(4, 1), (2, 2)])
     backward(model, 4, 1)
     gradients.push(weight=4)
@@ -458,7 +458,7 @@ def test_a_trainer_continues_from_its_checkpoint_after_the_epoch_has_closed(serv
     backward(model, 2, 2)
     assert gradients.push(weight=2).closed
 
-    model, gradients = trainer(server, prefix, quorum=2)
+    model, gradients = trainer(server, run, quorum=2)
     assert gradients.epoch == 1
     gradients.load_state_dict(checkpoint)
     assert gradients.epoch == 0
@@ -467,16 +467,16 @@ def test_a_trainer_continues_from_its_checkpoint_after_the_epoch_has_closed(serv
     assert (pushed.replayed, pushed.closed, pushed.count) == (True, True, 2)
     gradients.pull()
     assert_close(grads(model), expected)
-    assert server.buffers[f"{prefix}0.weight"].info().count == 0
+    assert server.buffers[f"{run}.0.weight"].info().count == 0
 
 
-def test_a_trainer_returns_to_an_older_checkpoint_in_a_new_epoch(server: Client, prefix: str) -> None:
-    model, gradients = trainer(server, prefix)
+def test_a_trainer_returns_to_an_older_checkpoint_in_a_new_epoch(server: Client, run: str) -> None:
+    model, gradients = trainer(server, run)
     for seed in (1, 2):
         backward(model, 4, seed)
         gradients.push()
-    server.buffers.zero(prefix=prefix)
-    model, gradients = trainer(server, prefix)
+    server.buffers.zero(prefix=f"{run}.")
+    model, gradients = trainer(server, run)
     expected = own(model, [(4, 3)])
     backward(model, 4, 3)
     assert gradients.push().count == 1
@@ -484,24 +484,24 @@ def test_a_trainer_returns_to_an_older_checkpoint_in_a_new_epoch(server: Client,
     assert_close(grads(model), expected)
 
 
-def test_a_new_run_under_old_names_counts_again(server: Client, prefix: str) -> None:
+def test_a_new_run_under_old_names_counts_again(server: Client, run: str) -> None:
     for _ in range(2):
-        model, gradients = trainer(server, prefix)
+        model, gradients = trainer(server, run)
         backward(model, 4, 1)
         pushed = gradients.push(weight=4)
         assert (pushed.count, pushed.replayed) == (1, False)
-        for one in server.buffers.list(prefix):
+        for one in server.buffers.list(run):
             server.buffers[one.name].delete()
     backward(model, 4, 1)
     with pytest.raises(NotFound):
         gradients.push(weight=4)
 
 
-def test_workers_without_names_are_distinct(server: Client, prefix: str) -> None:
+def test_workers_without_names_are_distinct(server: Client, run: str) -> None:
     for count in (1, 2):
         model = net()
         backward(model, 4, 1)
-        assert GradientAccumulator(model, server, prefix=prefix, run="1").push().count == count
+        assert GradientAccumulator(model, server, run=run).push().count == count
 
 
 # ----- mistakes -----
@@ -521,16 +521,16 @@ def freeze(model: Any) -> Any:
 )
 def test_models_that_cannot_be_accumulated(server: Client, model: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
-        GradientAccumulator(model, server, prefix="")
+        GradientAccumulator(model, server, run="wrong")
 
 
-def test_different_buffers_are_refused(server: Client, prefix: str) -> None:
-    GradientAccumulator(net(), server, prefix=prefix, quorum=2)
+def test_different_buffers_are_refused(server: Client, run: str) -> None:
+    GradientAccumulator(net(), server, run=run, quorum=2)
     with pytest.raises(Conflict, match="quorum"):
-        GradientAccumulator(net(), server, prefix=prefix, quorum=3)
-    server.buffers[f"{prefix}0.bias"].zero()
+        GradientAccumulator(net(), server, run=run, quorum=3)
+    server.buffers[f"{run}.0.bias"].zero()
     with pytest.raises(Conflict, match=r"0\.bias' is in epoch 1|0\.bias' in 1"):
-        GradientAccumulator(net(), server, prefix=prefix, quorum=2)
+        GradientAccumulator(net(), server, run=run, quorum=2)
 
 
 def unfreeze(model: Any) -> None:
@@ -558,22 +558,22 @@ def removed(model: Any) -> None:
     ],
     ids=["no backward", "unfrozen", "replaced", "removed"],
 )
-def test_mistaken_pushes_are_refused(server: Client, prefix: str, happens: Callable[[Any], None], words: str) -> None:
+def test_mistaken_pushes_are_refused(server: Client, run: str, happens: Callable[[Any], None], words: str) -> None:
     model = net()
     model[2].requires_grad_(False)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     happens(model)
     with pytest.raises(InvalidInput, match=words):
         gradients.push()
-    assert server.buffers[f"{prefix}0.weight"].info().count == 0
+    assert server.buffers[f"{run}.0.weight"].info().count == 0
     if "push" not in words:
         with pytest.raises(InvalidInput, match=words):
             gradients.pull()
 
 
-def test_a_layer_frozen_later_is_not_changed(server: Client, prefix: str) -> None:
+def test_a_layer_frozen_later_is_not_changed(server: Client, run: str) -> None:
     model = net()
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     model[2].requires_grad_(False)
     backward(model, 2, 1)
     gradients.push()
@@ -581,17 +581,17 @@ def test_a_layer_frozen_later_is_not_changed(server: Client, prefix: str) -> Non
     assert [one is None for one in grads(model)] == [False, False, True, True]
 
 
-def test_a_pull_without_pushes_fails_at_once(server: Client, prefix: str) -> None:
+def test_a_pull_without_pushes_fails_at_once(server: Client, run: str) -> None:
     with pytest.raises(EpochOpen, match="0"):
-        GradientAccumulator(net(), server, prefix=prefix).pull()
+        GradientAccumulator(net(), server, run=run).pull()
 
 
-def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Client, prefix: str) -> None:
+def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Client, run: str) -> None:
     model = net()
-    first = GradientAccumulator(model, server, prefix=prefix)
-    server.buffers.zero(prefix=prefix)
+    first = GradientAccumulator(model, server, run=run)
+    server.buffers.zero(prefix=f"{run}.")
     backward(model, 2, 1)
-    second = GradientAccumulator(model, server, prefix=prefix, resume=True)
+    second = GradientAccumulator(model, server, run=run)
     second.push()
     backward(model, 2, 2)
     with pytest.raises(StaleEpoch, match="its gradients do not count$"):
@@ -601,37 +601,32 @@ def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Cli
     second.pull()  # the other's epoch was left alone
 
 
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_run_without_a_name_does_not_mix_with_an_earlier_run(server: Client, prefix: str, closes: bool) -> None:
-    model, gradients = net(), GradientAccumulator(net(), server, prefix=prefix)
-    gradients.push(weight=0)
-    GradientAccumulator(model, server, prefix=prefix, resume=True).push(weight=0)
-    if closes:
-        gradients.pull()
-    state = "epoch 1, at count 0" if closes else "epoch 0, at count 2"
-    with pytest.raises(
-        Conflict, match=f"The buffers are in {state} and weight 0, of an earlier run.*run=.*resume=True"
-    ):
-        GradientAccumulator(model, server, prefix=prefix)
-    assert GradientAccumulator(model, server, prefix=prefix, resume=True).epoch == closes
-
-
-def test_runs_of_different_names_do_not_mix_and_workers_of_one_run_meet(server: Client, prefix: str) -> None:
-    for value, run in enumerate(["one", "läuft/2"]):
+def test_runs_of_different_names_do_not_mix_and_workers_of_one_run_meet(server: Client, run: str) -> None:
+    for value, name in enumerate([f"{run}-one", f"{run}-läuft/2.1"]):
         models = [net(), net()]
         for number, model in enumerate(models):
-            gradients = GradientAccumulator(model, server, prefix=prefix, run=run, quorum=2)  # the second is late
+            gradients = GradientAccumulator(model, server, run=name, quorum=2)  # the second is late
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, float(10 * value + number))
             assert gradients.push().count == number + 1
         gradients.pull()
         assert {gradient.mean().item() for gradient in grads(model)} == {10 * value + 0.5}
         assert {info.count for info in server.buffers.list(gradients.prefix) if not info.name.endswith("start")} == {0}
-    assert gradients.prefix == f"{prefix}l:C3:A4uft:2F2::"
+    assert gradients.prefix == f"{run}-l:C3:A4uft:2F2:2E1."
 
 
-def test_a_state_without_a_worker_is_refused(server: Client, prefix: str) -> None:
-    gradients = GradientAccumulator(net(), server, prefix=prefix)
+def test_another_run_does_not_take_the_buffers_of_a_prefix(server: Client, run: str) -> None:
+    for _ in range(2):
+        gradients = GradientAccumulator(net(), server, run="one", prefix=f"{run}-shared.")
+        assert {one.name for one in server.buffers.list(run)} >= {f"{run}-shared.0.weight", f"{run}-shared.2.bias"}
+    with pytest.raises(Conflict, match="under this prefix has another run"):
+        GradientAccumulator(net(), server, run="two", prefix=f"{run}-shared.")
+    server.buffers.delete(prefix=gradients.prefix)
+    GradientAccumulator(net(), server, run="two", prefix=f"{run}-shared.")
+
+
+def test_a_state_without_a_worker_is_refused(server: Client, run: str) -> None:
+    gradients = GradientAccumulator(net(), server, run=run)
     with pytest.raises(InvalidInput, match="has no name.*worker=f'rank"):
         gradients.load_state_dict(gradients.state_dict())
 

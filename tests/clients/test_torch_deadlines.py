@@ -31,27 +31,27 @@ def server(request: pytest.FixtureRequest, urls: list[str]) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
-def workers(server: Client, prefix: str, number: int, **options: Any) -> list[tuple[Any, GradientAccumulator]]:
+def workers(server: Client, run: str, number: int, **options: Any) -> list[tuple[Any, GradientAccumulator]]:
     """Return models with accumulators of workers named rank0, rank1 and so on."""
     models, options = [net() for _ in range(number)], {"timeout": 30, **options}
     return [
-        (model, GradientAccumulator(model, server, prefix=prefix, run="1", worker=f"rank{rank}", **options))
+        (model, GradientAccumulator(model, server, run=run, worker=f"rank{rank}", **options))
         for rank, model in enumerate(models)
     ]
 
 
 @pytest.mark.parametrize("request_bytes", [None, 400], ids=["one request", "many requests"])
 def test_an_epoch_ends_without_a_dead_and_without_a_slow_worker(
-    server: Client, prefix: str, request_bytes: int | None
+    server: Client, run: str, request_bytes: int | None
 ) -> None:
     """Of four workers one never pushes, and one pushes after the deadline. The next epoch has its quorum."""
     expected = {"contributors": ["rank0", "rank1", "rank2", "rank3"]}
     rules = {"quorum": 3, "deadline_seconds": DEADLINE_SECONDS, "min_count": 2, "request_bytes": request_bytes}
-    several = workers(server, prefix, 3, **rules, **expected)
+    several = workers(server, run, 3, **rules, **expected)
     mean = own(several[0][0], [(4, 0), (2, 1)])
     for number, (model, worker) in enumerate(several[:2]):
         backward(model, 4 - 2 * number, number)
@@ -80,9 +80,9 @@ def test_an_epoch_ends_without_a_dead_and_without_a_slow_worker(
         assert (pulled.closed_by, pulled.contributors) == ("quorum", {"rank0": 1, "rank1": 1, "rank2": 1})
 
 
-def test_a_deadline_without_a_quorum_waits_for_min_count(server: Client, prefix: str) -> None:
+def test_a_deadline_without_a_quorum_waits_for_min_count(server: Client, run: str) -> None:
     rules = {"deadline_seconds": 0.05, "min_count": 2}
-    (first, one), (second, two) = workers(server, prefix, 2, timeout=0.2, **rules)
+    (first, one), (second, two) = workers(server, run, 2, timeout=0.2, **rules)
     backward(first, 4, 1)
     assert not one.push().closed
     with pytest.raises(EpochOpen, match="whose count is 1"):
@@ -94,9 +94,9 @@ def test_a_deadline_without_a_quorum_waits_for_min_count(server: Client, prefix:
         assert (pulled.closed_by, pulled.count, pulled.contributors) == ("deadline", 2, {"rank0": 1, "rank1": 1})
 
 
-def test_an_open_epoch_names_the_workers_that_are_missing(server: Client, prefix: str) -> None:
+def test_an_open_epoch_names_the_workers_that_are_missing(server: Client, run: str) -> None:
     names = ["rank0", "rank1", "rank2"]
-    ((model, worker),) = workers(server, prefix, 1, timeout=0, quorum=3, contributors=names)
+    ((model, worker),) = workers(server, run, 1, timeout=0, quorum=3, contributors=names)
     backward(model, 4, 1)
     worker.push()
     with pytest.raises(EpochOpen, match="rank1 and rank2 are missing") as caught:
@@ -106,8 +106,8 @@ def test_an_open_epoch_names_the_workers_that_are_missing(server: Client, prefix
     assert {info.missing for info in infos} == {("rank1", "rank2")}
 
 
-def test_a_smaller_quorum_ends_an_epoch_that_a_dead_worker_holds_up(server: Client, prefix: str) -> None:
-    several = workers(server, prefix, 3, quorum=3)[:2]
+def test_a_smaller_quorum_ends_an_epoch_that_a_dead_worker_holds_up(server: Client, run: str) -> None:
+    several = workers(server, run, 3, quorum=3)[:2]
     for model, worker in several:
         backward(model, 4, 1)
         worker.push()
@@ -117,18 +117,18 @@ def test_a_smaller_quorum_ends_an_epoch_that_a_dead_worker_holds_up(server: Clie
     for _, worker in several:
         pulled = worker.pull()
         assert (pulled.closed_by, pulled.contributors) == ("quorum", {"rank0": 1, "rank1": 1})
-    ((_, later),) = workers(server, prefix, 1, quorum=2)
+    ((_, later),) = workers(server, run, 1, quorum=2)
     assert later.epoch == 1
     with pytest.raises(Conflict, match="quorum"):
-        workers(server, prefix, 1, quorum=3)
+        workers(server, run, 1, quorum=3)
 
 
 # ----- micro-batches -----
 
 
 @pytest.mark.parametrize("quorum", [None, 5])
-def test_micro_batches_of_a_worker_all_count(server: Client, prefix: str, quorum: int | None) -> None:
-    (model, worker), (other, two) = workers(server, prefix, 2, quorum=quorum)
+def test_micro_batches_of_a_worker_all_count(server: Client, run: str, quorum: int | None) -> None:
+    (model, worker), (other, two) = workers(server, run, 2, quorum=quorum)
     for number in range(3):
         backward(model, 2, number)
         assert worker.push(weight=2).count == number + 1
@@ -140,8 +140,8 @@ def test_micro_batches_of_a_worker_all_count(server: Client, prefix: str, quorum
     assert pulled.closed_by == ("take" if quorum is None else "quorum")
 
 
-def test_a_limit_of_pushes_of_a_worker(server: Client, prefix: str) -> None:
-    (model, worker), (other, two) = workers(server, prefix, 2, quorum=2, per_contributor=1)
+def test_a_limit_of_pushes_of_a_worker(server: Client, run: str) -> None:
+    (model, worker), (other, two) = workers(server, run, 2, quorum=2, per_contributor=1)
     backward(model, 4, 1)
     worker.push()
     backward(model, 4, 2)
@@ -156,9 +156,9 @@ def test_a_limit_of_pushes_of_a_worker(server: Client, prefix: str) -> None:
     assert worker.push().count == 1
 
 
-def test_workers_without_names_are_no_contributors(server: Client, prefix: str) -> None:
+def test_workers_without_names_are_no_contributors(server: Client, run: str) -> None:
     model = net()
-    gradients = GradientAccumulator(model, server, prefix=prefix, quorum=2)
+    gradients = GradientAccumulator(model, server, run=run, quorum=2)
     for seed in range(2):
         backward(model, 4, seed)
         gradients.push()
@@ -167,13 +167,13 @@ def test_workers_without_names_are_no_contributors(server: Client, prefix: str) 
 
 
 @pytest.mark.parametrize("worker", ["", "rank\n0", "x" * 101, 3])
-def test_names_that_a_contributor_cannot_have_are_refused_at_once(server: Client, prefix: str, worker: Any) -> None:
+def test_names_that_a_contributor_cannot_have_are_refused_at_once(server: Client, run: str, worker: Any) -> None:
     with pytest.raises(InvalidInput, match="worker is .*, but must be 1 to 100 printable characters"):
-        GradientAccumulator(net(), server, prefix=prefix, worker=worker)
+        GradientAccumulator(net(), server, run=run, worker=worker)
 
 
-def test_a_mistaken_rule_fails_before_any_request(server: Client, prefix: str) -> None:
+def test_a_mistaken_rule_fails_before_any_request(server: Client, run: str) -> None:
     for mistaken, error in ({"quorm": 3}, TypeError), ({"deadline_seconds": "soon"}, InvalidInput):
         with pytest.raises(error, match=next(iter(mistaken))):
-            workers(server, prefix, 1, **mistaken)
-    assert server.buffers.list(prefix) == []
+            workers(server, run, 1, **mistaken)
+    assert server.buffers.list(run) == []

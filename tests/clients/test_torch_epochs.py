@@ -23,14 +23,14 @@ def server(url: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
-def workers(server: Client, prefix: str, **options: Any) -> list[tuple[Any, GradientAccumulator]]:
+def workers(server: Client, run: str, **options: Any) -> list[tuple[Any, GradientAccumulator]]:
     """Return two models with accumulators of one quorum."""
     models = [net(), net()]
-    return [(model, GradientAccumulator(model, server, prefix=prefix, quorum=2, **options)) for model in models]
+    return [(model, GradientAccumulator(model, server, run=run, quorum=2, **options)) for model in models]
 
 
 class Sizes(httpx.HTTPTransport):
@@ -52,8 +52,8 @@ class Sizes(httpx.HTTPTransport):
 
 
 @pytest.mark.parametrize("unused", ["none", "zeros"])
-def test_an_epoch_without_weight_is_no_dead_end(server: Client, prefix: str, unused: Any) -> None:
-    both = workers(server, prefix, unused=unused, worker=None)
+def test_an_epoch_without_weight_is_no_dead_end(server: Client, run: str, unused: Any) -> None:
+    both = workers(server, run, unused=unused, worker=None)
     for model, worker in both:
         backward(model, 2, 1)
         worker.push(weight=0)
@@ -71,9 +71,9 @@ def test_an_epoch_without_weight_is_no_dead_end(server: Client, prefix: str, unu
         assert_close(grads(model), expected)
 
 
-def test_a_single_worker_closes_an_epoch_without_weight(server: Client, prefix: str) -> None:
+def test_a_single_worker_closes_an_epoch_without_weight(server: Client, run: str) -> None:
     model = net()
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     gradients.push(weight=0)
     assert (gradients.pull().weight, grads(model), gradients.epoch) == (0, [None] * 4, 1)
     backward(model, 4, 1)
@@ -84,10 +84,10 @@ def test_a_single_worker_closes_an_epoch_without_weight(server: Client, prefix: 
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_push_of_weight_0_sends_no_number(url: str, prefix: str, bad: float) -> None:
+def test_a_push_of_weight_0_sends_no_number(url: str, run: str, bad: float) -> None:
     transport = Sizes()
     with Client(url, transport=transport) as server:
-        (first, one), (second, two) = workers(server, prefix)
+        (first, one), (second, two) = workers(server, run)
         backward(first, 4, 1)
         expected = grads(first)
         one.push()
@@ -105,8 +105,8 @@ def test_a_push_of_weight_0_sends_no_number(url: str, prefix: str, bad: float) -
 # ----- what a pull returns, and sets -----
 
 
-def test_a_pull_returns_its_epoch(server: Client, prefix: str) -> None:
-    for model, worker in workers(server, prefix):
+def test_a_pull_returns_its_epoch(server: Client, run: str) -> None:
+    for model, worker in workers(server, run):
         backward(model, 3, 1)
         worker.push(weight=1.5)
     pulled = worker.pull()
@@ -114,9 +114,9 @@ def test_a_pull_returns_its_epoch(server: Client, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("quorum", [None, 2])
-def test_reduce_sum(server: Client, prefix: str, quorum: int | None) -> None:
+def test_reduce_sum(server: Client, run: str, quorum: int | None) -> None:
     model = net()
-    gradients = GradientAccumulator(model, server, prefix=prefix, quorum=quorum, reduce="sum")
+    gradients = GradientAccumulator(model, server, run=run, quorum=quorum, reduce="sum")
     expected = [6 * gradient for gradient in own(model, [(4, 1), (2, 2)])]
     for size, seed in [(4, 1), (2, 2)]:
         backward(model, size, seed)
@@ -127,12 +127,11 @@ def test_reduce_sum(server: Client, prefix: str, quorum: int | None) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_a_parameter_that_nobody_used_is_none_or_zeros(server: Client, prefix: str, reduce: Any) -> None:
+def test_a_parameter_that_nobody_used_is_none_or_zeros(server: Client, run: str, reduce: Any) -> None:
     """A gradient that is zero is not a missing gradient."""
     for unused in ("none", "zeros"):
         model = torch.nn.ParameterDict({"used": torch.ones(2), "zero": torch.ones(2), "unused": torch.ones(2)})
-        name = f"{prefix}{unused}."
-        gradients = GradientAccumulator(model, server, prefix=name, quorum=2, unused=unused, reduce=reduce)
+        gradients = GradientAccumulator(model, server, run=f"{run}-{unused}", quorum=2, unused=unused, reduce=reduce)
         for number in (0, 1):
             model["used"].grad = torch.ones(2) if number else None  # by one of two
             model["zero"].grad = torch.zeros(2)
@@ -151,28 +150,28 @@ def test_a_parameter_that_nobody_used_is_none_or_zeros(server: Client, prefix: s
         ({"wire_dtype": torch.float64}, "wire_dtype is torch.float64, but must be one of None, torch.float16"),
     ],
 )
-def test_options_that_do_not_exist(server: Client, prefix: str, options: Any, words: str) -> None:
+def test_options_that_do_not_exist(server: Client, run: str, options: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
-        GradientAccumulator(net(), server, prefix=prefix, **options)
+        GradientAccumulator(net(), server, run=run, **options)
 
 
-def test_nonfinite_gradients_are_refused(server: Client, prefix: str) -> None:
+def test_nonfinite_gradients_are_refused(server: Client, run: str) -> None:
     model = net()
-    gradients = GradientAccumulator(model, server, prefix=prefix, nonfinite="reject")
+    gradients = GradientAccumulator(model, server, run=run, nonfinite="reject")
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, math.nan)
     with pytest.raises(InvalidInput, match="infinite or NaN"):
         gradients.push()
     assert all(gradient.isnan().all() for gradient in grads(model))
-    assert server.buffers[f"{prefix}0.weight"].info().count == 0
+    assert server.buffers[f"{run}.0.weight"].info().count == 0
 
 
-def test_rules_reach_the_buffers(server: Client, prefix: str) -> None:
+def test_rules_reach_the_buffers(server: Client, run: str) -> None:
     """Those that are given, and no norm for the tallies."""
     given: dict[str, Any] = {"deadline_seconds": 5.0, "min_count": 2, "quorum_weight": 8.0}
     given |= {"contributors": ("a",), "per_contributor": 3}
-    GradientAccumulator(net(), server, prefix=prefix, quorum=4, max_norm=2.0, **given)
-    found = {one.name.removeprefix(prefix): one for one in server.buffers.list(prefix)}
+    GradientAccumulator(net(), server, run=run, quorum=4, max_norm=2.0, **given)
+    found = {one.name.removeprefix(f"{run}."): one for one in server.buffers.list(run)}
     norms = {name: one.max_norm for name, one in found.items() if name != "::start"}
     names = [name for name, _ in net().named_parameters()]
     assert norms == {**dict.fromkeys(names, 2.0), "0.weight::tally": None}
@@ -196,12 +195,12 @@ def test_rules_reach_the_buffers(server: Client, prefix: str) -> None:
     ids=["float32", "bfloat16", "float16", "float32 as bfloat16", "complex64 as float16"],
 )
 def test_half_precision_travels_as_it_is(
-    url: str, prefix: str, quorum: int | None, dtype: Any, wire: Any, itemsize: int
+    url: str, run: str, quorum: int | None, dtype: Any, wire: Any, itemsize: int
 ) -> None:
     transport, size = Sizes(), 5000
     with Client(url, transport=transport) as server:
         model = torch.nn.ParameterList([torch.zeros(size, dtype=dtype)])
-        gradients = GradientAccumulator(model, server, prefix=prefix, quorum=quorum, wire_dtype=wire)
+        gradients = GradientAccumulator(model, server, run=run, quorum=quorum, wire_dtype=wire)
         model[0].grad = torch.arange(size).remainder(100).to(dtype)
         expected = model[0].grad
         transport.sent.clear()
@@ -225,12 +224,12 @@ class Refusing(httpx.HTTPTransport):
         return super().handle_request(request)
 
 
-def test_a_pull_of_several_dtypes_is_finished_by_another_worker(url: str, prefix: str) -> None:
+def test_a_pull_of_several_dtypes_is_finished_by_another_worker(url: str, run: str) -> None:
     """Without a quorum there is a `take` for each dtype. The first worker dies after the first `take`."""
     transport = Refusing()
     with Client(url, transport=transport, max_retries=0) as server:
         models = [torch.nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]) for _ in range(2)]
-        first = GradientAccumulator(models[0], server, prefix=prefix, run="1")
+        first = GradientAccumulator(models[0], server, run=run)
         for parameter in models[0]:
             parameter.grad = torch.ones_like(parameter)
         first.push()
@@ -238,7 +237,7 @@ def test_a_pull_of_several_dtypes_is_finished_by_another_worker(url: str, prefix
         with pytest.raises(ConnectionFailed):
             first.pull()
         transport.refused = "nothing"
-        second = GradientAccumulator(models[1], server, prefix=prefix, run="1")
+        second = GradientAccumulator(models[1], server, run=run)
         for worker, model in ((second, models[1]), (first, models[0])):
             assert worker.epoch == 0
             assert worker.pull().count == 1

@@ -19,8 +19,8 @@ def server(url: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
 def one(data: Any) -> Any:
@@ -30,10 +30,10 @@ def one(data: Any) -> Any:
     return model
 
 
-def exchanged(server: Client, prefix: str, model: Any, gradient: Any) -> Any:
+def exchanged(server: Client, run: str, model: Any, gradient: Any) -> Any:
     """Return what the parameter gets back for this gradient."""
     model.x.grad = gradient
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     gradients.push()
     gradients.pull()
     return model.x.grad
@@ -48,18 +48,18 @@ def images(*shape: int) -> Any:
     [images(2, 3, 4, 5), torch.randn(4, 6).T, torch.randn(3, 1).expand(3, 1), torch.randn(2, 3, 4).permute(2, 0, 1)],
     ids=["channels_last", "transposed", "thin", "permuted"],
 )
-def test_a_gradient_has_the_strides_that_autograd_gives_it(server: Client, prefix: str, data: Any) -> None:
+def test_a_gradient_has_the_strides_that_autograd_gives_it(server: Client, run: str, data: Any) -> None:
     model = one(data)
     (model.x * torch.arange(model.x.numel()).reshape(model.x.shape)).sum().backward()
     wanted = model.x.grad
-    found = exchanged(server, prefix, model, wanted)
+    found = exchanged(server, run, model, wanted)
     assert torch.equal(found, wanted)
     assert found.stride() == wanted.stride()
 
 
-def test_a_trained_image_model_keeps_channels_last(server: Client, prefix: str) -> None:
+def test_a_trained_image_model_keeps_channels_last(server: Client, run: str) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     model(images(2, 3, 8, 8)).square().mean().backward()
     gradients.push()
     gradients.pull()
@@ -68,20 +68,20 @@ def test_a_trained_image_model_keeps_channels_last(server: Client, prefix: str) 
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.float64, None], ids=str)
-def test_a_parameter_whose_gradient_has_another_dtype(server: Client, prefix: str, kept: Any) -> None:
+def test_a_parameter_whose_gradient_has_another_dtype(server: Client, run: str, kept: Any) -> None:
     model = one(torch.ones(3, dtype=torch.bfloat16))
     model.x.grad_dtype = kept
     dtype = kept or torch.float64
     gradient = torch.tensor([1.0, 1 + 2**-20, 3.0], dtype=dtype)
-    found = exchanged(server, prefix, model, gradient)
+    found = exchanged(server, run, model, gradient)
     assert found.dtype == dtype
     assert torch.equal(found, gradient)
 
 
-def test_a_pull_sets_all_gradients_or_none(server: Client, prefix: str) -> None:
+def test_a_pull_sets_all_gradients_or_none(server: Client, run: str) -> None:
     """Here the second parameter refuses its gradient."""
     model = torch.nn.ParameterList([torch.ones(2), torch.ones(2)])
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     model[0].grad, model[1].grad = torch.ones(2), torch.ones(2)
     gradients.push()
     model[1].data = torch.ones(3)

@@ -24,13 +24,13 @@ def server(url: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
-def names(server: Client, prefix: str) -> set[str]:
+def names(server: Client, run: str) -> set[str]:
     """Return the parameters that have buffers."""
-    found = {info.name.removeprefix(prefix) for info in server.buffers.list(prefix)}
+    found = {info.name.removeprefix(f"{run}.") for info in server.buffers.list(run)}
     return {name for name in found if "::" not in name}
 
 
@@ -79,46 +79,51 @@ def twice() -> Any:
     ids=["lazy", "meta", "subclass", "float8", "zero3", "fsdp1", "twice"],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_models_that_cannot_be_accumulated(server: Client, prefix: str, make: Any, words: str) -> None:
+def test_models_that_cannot_be_accumulated(server: Client, run: str, make: Any, words: str) -> None:
     """They are refused before anything is created, with the way out."""
     with pytest.raises(InvalidInput, match=words):
-        GradientAccumulator(make(), server, prefix=prefix)
-    assert not server.buffers.list(prefix)
+        GradientAccumulator(make(), server, run=run)
+    assert not server.buffers.list(run)
 
 
 @pytest.mark.parametrize(
-    ("prefix", "words"),
-    [("a b.", "'a b.x' is not a buffer name"), ("a" * 101, "prefix with its run has 101 characters")],
+    ("mistaken", "words"),
+    [
+        ({"run": ""}, "run is '', but must be a name"),
+        ({"run": "a" * 100}, r"prefix 'a+\.' has 101 characters"),
+        ({"run": "a", "run": "a b."}, "'a b.x' is not a buffer name"),
+        ({"run": "a", "run": "a" * 101}, "prefix 'a+' has 101 characters"),
+    ],
 )
-def test_prefixes_that_no_buffer_can_have(server: Client, prefix: str, words: str) -> None:
+def test_names_of_runs_that_no_buffer_can_have(server: Client, mistaken: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
-        GradientAccumulator(net(), server, prefix=prefix)
+        GradientAccumulator(net(), server, **mistaken)
 
 
 # ----- names -----
 
 
 @pytest.mark.parametrize("name", ["a b", "läufer/größe", "層", "a:b", "%41", "~", "\n", "a-b_c", "\U0001f600"])
-def test_names_that_the_server_does_not_take_are_quoted(server: Client, prefix: str, name: str) -> None:
+def test_names_that_the_server_does_not_take_are_quoted(server: Client, run: str, name: str) -> None:
     model = torch.nn.ParameterDict({name: torch.ones(1)})
     model[name].grad = torch.ones(1)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     gradients.push()
     gradients.pull()
     assert model[name].grad.tolist() == [1]
-    (quoted,) = names(server, prefix)
+    (quoted,) = names(server, run)
     assert unquote(quoted.replace(":", "%")) == name
 
 
-def test_long_names_stay_distinct(server: Client, prefix: str) -> None:
+def test_long_names_stay_distinct(server: Client, run: str) -> None:
     model = torch.nn.ParameterDict({"é" * 300 + end: torch.full((1,), float(end)) for end in "12"})
     for parameter in model.values():
         parameter.grad = parameter.detach().clone()
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     gradients.push()
     gradients.pull()
     assert [parameter.grad.item() for parameter in model.values()] == [1, 2]
-    assert all(len(info.name) <= 200 for info in server.buffers.list(prefix))
+    assert all(len(info.name) <= 200 for info in server.buffers.list(run))
 
 
 class Wrapped(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
@@ -148,11 +153,11 @@ def inner_compiled() -> Any:
     ],
     ids=["DataParallel", "compiled in parallel", "parallel in compiled", "a compiled layer"],
 )
-def test_a_wrapped_worker_and_a_plain_worker_meet(server: Client, prefix: str, wrap: Any) -> None:
+def test_a_wrapped_worker_and_a_plain_worker_meet(server: Client, run: str, wrap: Any) -> None:
     plain, wrapped = net(), wrap()
     expected = own(plain, [(4, 1), (2, 2)])
-    first = GradientAccumulator(plain, server, prefix=prefix, quorum=2)
-    second = GradientAccumulator(wrapped, server, prefix=prefix, quorum=2)
+    first = GradientAccumulator(plain, server, run=run, quorum=2)
+    second = GradientAccumulator(wrapped, server, run=run, quorum=2)
     backward(plain, 4, 1)
     first.push(weight=4)
     copied = net()
@@ -163,30 +168,30 @@ def test_a_wrapped_worker_and_a_plain_worker_meet(server: Client, prefix: str, w
     for gradients, model in [(first, plain), (second, wrapped)]:
         gradients.pull()
         assert_close(grads(model), expected)
-    assert names(server, prefix) == {name for name, _ in net().named_parameters()}
+    assert names(server, run) == {name for name, _ in net().named_parameters()}
 
 
 # ----- kinds of numbers -----
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_complex_parameters(server: Client, prefix: str, dtype: Any) -> None:
+def test_complex_parameters(server: Client, run: str, dtype: Any) -> None:
     model = torch.nn.Linear(3, 2, dtype=dtype)
     inputs = torch.randn(4, 3, dtype=dtype)
     model(inputs).abs().square().sum().backward()
     expected = grads(model)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     gradients.push(weight=3)
     gradients.pull()
     for found, wanted in zip(grads(model), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
-    assert server.buffers[f"{prefix}weight"].info().shape == (2, 3, 2)
+    assert server.buffers[f"{run}.weight"].info().shape == (2, 3, 2)
 
 
-def test_a_conjugated_complex_gradient(server: Client, prefix: str) -> None:
+def test_a_conjugated_complex_gradient(server: Client, run: str) -> None:
     model = one(torch.ones(2, dtype=torch.complex64))
     model.x.grad = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     gradients.push()
     gradients.pull()
     assert model.x.grad.tolist() == [1 - 2j, 3 + 4j]
@@ -204,7 +209,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore")
-def test_dtensors_meet_plain_tensors(server: Client, prefix: str) -> None:
+def test_dtensors_meet_plain_tensors(server: Client, run: str) -> None:
     """As `fully_shard` makes them: the gradient of each rank is a part, and the whole is sent."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
@@ -215,7 +220,7 @@ def test_dtensors_meet_plain_tensors(server: Client, prefix: str) -> None:
             part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
             setattr(layer, name, torch.nn.Parameter(part))
     expected = own(plain, [(4, 1), (2, 2)])
-    workers = [GradientAccumulator(model, server, prefix=prefix, quorum=2) for model in (plain, sharded)]
+    workers = [GradientAccumulator(model, server, run=run, quorum=2) for model in (plain, sharded)]
     backward(plain, 4, 1)
     workers[0].push(weight=4)
     copied = net()
@@ -233,14 +238,14 @@ def test_dtensors_meet_plain_tensors(server: Client, prefix: str) -> None:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore")
-def test_fully_shard(server: Client, prefix: str) -> None:
+def test_fully_shard(server: Client, run: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     plain, sharded = net(), net()
     expected = own(plain, [(4, 1), (2, 2)])
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    workers = [GradientAccumulator(model, server, prefix=prefix, quorum=2) for model in (plain, sharded)]
+    workers = [GradientAccumulator(model, server, run=run, quorum=2) for model in (plain, sharded)]
     for worker, model, (size, seed) in zip(workers, (plain, sharded), [(4, 1), (2, 2)], strict=True):
         backward(model, size, seed)
         worker.push(weight=size)

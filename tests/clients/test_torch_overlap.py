@@ -52,13 +52,13 @@ def server(url: str, gate: Gate) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
-def test_the_next_forward_and_backward_run_while_a_push_is_on_its_way(server: Client, gate: Gate, prefix: str) -> None:
+def test_the_next_forward_and_backward_run_while_a_push_is_on_its_way(server: Client, gate: Gate, run: str) -> None:
     model = net()
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     batches = [(4, 1), (2, 2), (3, 3)]
     expected = own(model, batches)
     gate.most = 0
@@ -75,24 +75,24 @@ def test_the_next_forward_and_backward_run_while_a_push_is_on_its_way(server: Cl
     assert_close(grads(model), expected)
 
 
-def test_a_pull_waits_for_the_push(server: Client, gate: Gate, prefix: str) -> None:
+def test_a_pull_waits_for_the_push(server: Client, gate: Gate, run: str) -> None:
     model = net()
-    gradients = GradientAccumulator(model, server, prefix=prefix, quorum=1)
+    gradients = GradientAccumulator(model, server, run=run, quorum=1)
     backward(model, 4, 1)
     expected = grads(model)
     gate.open.clear()
     gradients.push(wait=False)
-    assert server.buffers[f"{prefix}0.weight"].info().count == 0
+    assert server.buffers[f"{run}.0.weight"].info().count == 0
     threading.Timer(0.05, gate.open.set).start()
     gradients.pull()
     assert_close(grads(model), expected)
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_call_and_the_push_sent_again(
-    server: Client, gate: Gate, prefix: str
+    server: Client, gate: Gate, run: str
 ) -> None:
     model = net()
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     backward(model, 4, 1)
     expected = grads(model)
     gate.down = True
@@ -106,9 +106,9 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call_and_the_push_sent_aga
     assert_close(grads(model), expected)
 
 
-def test_a_late_push_is_forgotten_after_its_error(server: Client, prefix: str) -> None:
+def test_a_late_push_is_forgotten_after_its_error(server: Client, run: str) -> None:
     models = [net(), net()]
-    fast, slow = [GradientAccumulator(model, server, prefix=prefix, quorum=1, timeout=20) for model in models]
+    fast, slow = [GradientAccumulator(model, server, run=run, quorum=1, timeout=20) for model in models]
     backward(models[0], 4, 1)
     fast.push(wait=False)
     fast.pull()
@@ -120,10 +120,10 @@ def test_a_late_push_is_forgotten_after_its_error(server: Client, prefix: str) -
     assert_close(grads(models[1]), grads(models[0]))
 
 
-def test_a_push_that_was_made_before_counts_and_is_forgotten(server: Client, prefix: str) -> None:
+def test_a_push_that_was_made_before_counts_and_is_forgotten(server: Client, run: str) -> None:
     for seed in (1, 2):
         model = net()
-        gradients = GradientAccumulator(model, server, prefix=prefix, run="1", worker="0")
+        gradients = GradientAccumulator(model, server, run=run, worker="0")
         backward(model, 4, seed)
         gradients.push(wait=False)
         if seed == 1:
@@ -135,10 +135,10 @@ def test_a_push_that_was_made_before_counts_and_is_forgotten(server: Client, pre
     assert_close(grads(model), expected)
 
 
-def test_a_push_that_cannot_succeed_is_forgotten(server: Client, prefix: str) -> None:
+def test_a_push_that_cannot_succeed_is_forgotten(server: Client, run: str) -> None:
     model = torch.nn.Linear(1, 1)
-    gradients = GradientAccumulator(model, server, prefix=prefix)
-    server.buffers[f"{prefix}weight"].delete()
+    gradients = GradientAccumulator(model, server, run=run)
+    server.buffers[f"{run}.weight"].delete()
     gradients.push(weight=0, wait=False)
     with pytest.raises(NotFound):
         gradients.state_dict()

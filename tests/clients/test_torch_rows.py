@@ -22,8 +22,8 @@ def server(url: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
 class Words(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
@@ -47,13 +47,11 @@ BATCHES = [torch.tensor([3, 999, 3, 0]), torch.tensor([3, 500])]
 
 
 @pytest.mark.parametrize("options", [{}, {"reduce": "sum"}, {"unused": "zeros"}, {"request_bytes": 10_000}], ids=repr)
-def test_a_sparse_embedding_gets_the_gradient_of_a_dense_one(
-    server: Client, prefix: str, options: dict[str, Any]
-) -> None:
+def test_a_sparse_embedding_gets_the_gradient_of_a_dense_one(server: Client, run: str, options: dict[str, Any]) -> None:
     found = []
     for sparse in (True, False):
         model = Words(sparse=sparse)
-        gradients = GradientAccumulator(model, server, prefix=f"{prefix}{sparse}.", **options)
+        gradients = GradientAccumulator(model, server, run=f"{run}-{sparse}.", **options)
         for batch in BATCHES:
             model(batch).backward()
             assert (model.words.weight.grad.layout == torch.sparse_coo) is sparse
@@ -64,9 +62,9 @@ def test_a_sparse_embedding_gets_the_gradient_of_a_dense_one(
     assert_close(*found)
 
 
-def test_workers_with_sparse_and_dense_gradients_meet(server: Client, prefix: str) -> None:
+def test_workers_with_sparse_and_dense_gradients_meet(server: Client, run: str) -> None:
     models = [Words(sparse=True), Words(sparse=False)]
-    workers = [GradientAccumulator(model, server, prefix=prefix, run="1", quorum=3) for model in models]
+    workers = [GradientAccumulator(model, server, run=run, quorum=3) for model in models]
     expected = []
     for worker, model, batch in zip(workers, models, BATCHES, strict=True):
         model(batch).backward()
@@ -81,7 +79,7 @@ def test_workers_with_sparse_and_dense_gradients_meet(server: Client, prefix: st
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("wire", [None, torch.float16])
-def test_sparse_gradients_of_every_dtype(server: Client, prefix: str, dtype: Any, wire: Any) -> None:
+def test_sparse_gradients_of_every_dtype(server: Client, run: str, dtype: Any, wire: Any) -> None:
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(40, 20, dtype=dtype))
     values = torch.tensor([[1.0], [2.0], [4.0]]).to(dtype).expand(3, 20) * (1j if dtype.is_complex else 1)
@@ -89,18 +87,18 @@ def test_sparse_gradients_of_every_dtype(server: Client, prefix: str, dtype: Any
     expected = model.x.grad.to_dense()
     transport = Cut()
     with Client(server.url, transport=transport) as noting:
-        gradients = GradientAccumulator(model, noting, prefix=prefix, wire_dtype=wire)
+        gradients = GradientAccumulator(model, noting, run=run, wire_dtype=wire)
         gradients.push()
         gradients.pull()
     assert (model.x.grad.layout, model.x.grad.dtype) == (torch.sparse_coo, dtype)
     assert torch.equal(model.x.grad.to_dense(), expected)
 
 
-def test_only_rows_travel(server: Client, prefix: str) -> None:
+def test_only_rows_travel(server: Client, run: str) -> None:
     transport = Cut()
     with Client(server.url, transport=transport) as noting:
         model = Words(sparse=True, count=3000)
-        gradients = GradientAccumulator(model, noting, prefix=prefix)
+        gradients = GradientAccumulator(model, noting, run=run)
         for wait in (True, False):
             model(BATCHES[0]).backward()
             transport.sent.clear()
@@ -111,12 +109,12 @@ def test_only_rows_travel(server: Client, prefix: str) -> None:
             assert size < 2000  # of 192,000: three rows of 64 bytes, their indices, the head, and names
 
 
-def test_a_split_embedding_sends_each_part_in_the_shorter_form(server: Client, prefix: str) -> None:
+def test_a_split_embedding_sends_each_part_in_the_shorter_form(server: Client, run: str) -> None:
     """The first parts get all rows, as numbers; the others get few. Rows of one number take 12 bytes, not 4."""
     transport = Cut()
     with Client(server.url, transport=transport) as noting:
         model = Words(sparse=True, count=20_000, width=1)
-        gradients = GradientAccumulator(model, noting, prefix=prefix, request_bytes=10_000)
+        gradients = GradientAccumulator(model, noting, run=run, request_bytes=10_000)
         batch = torch.cat([torch.arange(6000), torch.tensor([17_000])])
         model(batch).backward()
         expected = whole(grads(model))
@@ -138,20 +136,20 @@ def test_a_split_embedding_sends_each_part_in_the_shorter_form(server: Client, p
     ],
     ids=["sparse in both", "empty"],
 )
-def test_other_sparse_gradients_travel(server: Client, prefix: str, gradient: Any) -> None:
+def test_other_sparse_gradients_travel(server: Client, run: str, gradient: Any) -> None:
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(4, 4))
     model.x.grad = gradient
     expected = gradient.to_dense()
-    gradients = GradientAccumulator(model, server, prefix=prefix)
+    gradients = GradientAccumulator(model, server, run=run)
     gradients.push()
     gradients.pull()
     assert torch.equal(model.x.grad.to_dense(), expected)
 
 
-def test_a_row_larger_than_a_request_is_divided(server: Client, prefix: str) -> None:
+def test_a_row_larger_than_a_request_is_divided(server: Client, run: str) -> None:
     model = Words(sparse=True, count=4, width=600)
-    gradients = GradientAccumulator(model, server, prefix=prefix, request_bytes=1000)
+    gradients = GradientAccumulator(model, server, run=run, request_bytes=1000)
     model(torch.tensor([3])).backward()
     expected = whole(grads(model))
     gradients.push()
@@ -159,11 +157,11 @@ def test_a_row_larger_than_a_request_is_divided(server: Client, prefix: str) -> 
     assert_close(whole(grads(model)), expected)
 
 
-def test_a_repeated_sparse_push_counts_once(server: Client, prefix: str) -> None:
+def test_a_repeated_sparse_push_counts_once(server: Client, run: str) -> None:
     models = [Words(sparse=True) for _ in range(2)]
     expected = []
     for number, model in enumerate(models):
-        worker = GradientAccumulator(model, server, prefix=prefix, run="1", worker="0")
+        worker = GradientAccumulator(model, server, run=run, worker="0")
         model(BATCHES[0]).backward()
         expected = whole(grads(model))
         assert worker.push().replayed is bool(number)
@@ -171,9 +169,9 @@ def test_a_repeated_sparse_push_counts_once(server: Client, prefix: str) -> None
     assert_close(whole(grads(models[1])), expected)
 
 
-def test_rules_hold_for_sparse_gradients(server: Client, prefix: str) -> None:
+def test_rules_hold_for_sparse_gradients(server: Client, run: str) -> None:
     model = torch.nn.Embedding(100, 4, sparse=True)
-    gradients = GradientAccumulator(model, server, prefix=prefix, max_norm=1.0)
+    gradients = GradientAccumulator(model, server, run=run, max_norm=1.0)
     (100 * model(torch.tensor([1, 1])).sum()).backward()
     with pytest.raises(Exception, match="2-norm 400"):
         gradients.push()

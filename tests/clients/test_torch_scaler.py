@@ -23,18 +23,18 @@ def server(url: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
 class Worker:
     """A worker that trains with autocast and a scaler."""
 
-    def __init__(self, server: Client, prefix: str, dtype: torch.dtype, scale: float = 1024.0) -> None:
+    def __init__(self, server: Client, run: str, dtype: torch.dtype, scale: float = 1024.0) -> None:
         self.model, self.dtype = net(), dtype
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
-        self.gradients = GradientAccumulator(self.model, server, prefix=prefix, quorum=2)
+        self.gradients = GradientAccumulator(self.model, server, run=run, quorum=2)
 
     def push(self, size: int, seed: int, factor: float = 1.0) -> None:
         samples, labels = batch(size, seed)
@@ -51,9 +51,9 @@ class Worker:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_scaled_gradients_train_all_workers_alike(server: Client, prefix: str, dtype: torch.dtype) -> None:
+def test_scaled_gradients_train_all_workers_alike(server: Client, run: str, dtype: torch.dtype) -> None:
     """As one process does. A push with an infinite gradient makes every worker skip the step and halve its scale."""
-    workers = [Worker(server, prefix, dtype), Worker(server, prefix, dtype)]
+    workers = [Worker(server, run, dtype), Worker(server, run, dtype)]
     own, factors = net(), [1.0, 1.0, math.inf, 1.0]
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     for step, factor in enumerate(factors):
@@ -78,9 +78,9 @@ def test_scaled_gradients_train_all_workers_alike(server: Client, prefix: str, d
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 @pytest.mark.parametrize("scale", [2048.0, 1023.9])
-def test_different_scales_are_noticed_by_all(server: Client, prefix: str, reduce: Any, scale: float) -> None:
+def test_different_scales_are_noticed_by_all(server: Client, run: str, reduce: Any, scale: float) -> None:
     models = [net(), net()]
-    workers = [GradientAccumulator(model, server, prefix=prefix, quorum=2, reduce=reduce) for model in models]
+    workers = [GradientAccumulator(model, server, run=run, quorum=2, reduce=reduce) for model in models]
 
     def push(scales: list[float]) -> None:
         for worker, model, one in zip(workers, models, scales, strict=True):
@@ -98,9 +98,9 @@ def test_different_scales_are_noticed_by_all(server: Client, prefix: str, reduce
         assert worker.pull().epoch == 1
 
 
-def test_a_push_of_weight_0_has_no_scale(server: Client, prefix: str) -> None:
+def test_a_push_of_weight_0_has_no_scale(server: Client, run: str) -> None:
     model = net()
-    worker = GradientAccumulator(model, server, prefix=prefix, quorum=2)
+    worker = GradientAccumulator(model, server, run=run, quorum=2)
     worker.push(weight=0, scale=3.0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -109,7 +109,7 @@ def test_a_push_of_weight_0_has_no_scale(server: Client, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_scales_that_cannot_be(server: Client, prefix: str, scale: float) -> None:
-    worker = GradientAccumulator(net(), server, prefix=prefix)
+def test_scales_that_cannot_be(server: Client, run: str, scale: float) -> None:
+    worker = GradientAccumulator(net(), server, run=run)
     with pytest.raises(InvalidInput, match="scale is"):
         worker.push(weight=0, scale=scale)

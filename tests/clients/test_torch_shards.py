@@ -34,8 +34,8 @@ def server(urls: list[str]) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
 class Partial(httpx.HTTPTransport):
@@ -53,15 +53,13 @@ class Partial(httpx.HTTPTransport):
         return super().handle_request(request)
 
 
-def train(server: Client, prefix: str, killed: Sequence[Server] = ()) -> list[Any]:
+def train(server: Client, run: str, killed: Sequence[Server] = ()) -> list[Any]:
     """Train two workers, kill a server in each step, restart a worker after each, and return the final parameters."""
     models = [net(), net()]
     optimizers = [torch.optim.Adam(model.parameters()) for model in models]
 
     def accumulator(worker: int) -> GradientAccumulator:
-        return GradientAccumulator(
-            models[worker], server, prefix=prefix, quorum=4, worker=f"rank{worker}", timeout=30, resume=True
-        )
+        return GradientAccumulator(models[worker], server, run=run, quorum=4, worker=f"rank{worker}", timeout=30)
 
     workers = [accumulator(0), accumulator(1)]
     with ThreadPoolExecutor(1) as threads:
@@ -89,50 +87,50 @@ def restart(server: Server) -> None:
 
 
 def test_three_servers_and_kills_give_the_bits_of_one(
-    processes: list[Server], url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+    processes: list[Server], url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "LONGEST_DELAY", 0.2)
     with Client(url) as one:
-        expected = train(one, prefix)
+        expected = train(one, run)
     with Client([process.url for process in processes]) as server:
-        found = train(server, prefix, processes)
-        assert len({*server.places(prefix).values()}) == 3
-        assert {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("::start")} == {3}
+        found = train(server, run, processes)
+        assert len({*server.places(run).values()}) == 3
+        assert {info.epoch for info in server.buffers.list(run) if not info.name.endswith("::start")} == {3}
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_bytes_are_balanced_and_requests_are_one_for_each_server(urls: list[str], prefix: str) -> None:
+def test_bytes_are_balanced_and_requests_are_one_for_each_server(urls: list[str], run: str) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(30 + number, 50) for number in range(9)])
     transport = Partial()
     with Client(urls, transport=transport) as server:
-        gradients = GradientAccumulator(model, server, prefix=prefix)
+        gradients = GradientAccumulator(model, server, run=run)
         transport.paths.clear()
         gradients.push(weight=0)
         assert transport.paths == {"/v1/buffers/accumulate": 3}
         held = Counter[str]()
-        for info in server.buffers.list(prefix):
+        for info in server.buffers.list(run):
             if "::" not in info.name:
                 held[server.places(info.name)[info.name]] += info.bytes
                 assert server.buffers[info.name].info().count == 1
     assert max(held.values()) - min(held.values()) <= 50 * 4 * 2
     with Client(urls[::-1]) as other:
-        GradientAccumulator(model, other, prefix=prefix, resume=True)
-        names = [info.name for info in other.buffers.list(prefix) if "::" not in info.name]
+        GradientAccumulator(model, other, run=run)
+        names = [info.name for info in other.buffers.list(run) if "::" not in info.name]
         assert len(names) == 18
 
 
-def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], prefix: str) -> None:
+def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], run: str) -> None:
     model = net()
     expected = own(model, [(4, 1), (2, 2)])
     with Client(urls[:2]) as few:
-        first = GradientAccumulator(model, few, prefix=prefix, worker="0")
+        first = GradientAccumulator(model, few, run=run, worker="0")
         backward(model, 4, 1)
         first.push(weight=4)
-        state, places = first.state_dict(), few.places(prefix)
+        state, places = first.state_dict(), few.places(run)
         assert state == {"epoch": 0, "pushes": 1, "shards": places}
     with Client(urls) as more:
-        second = GradientAccumulator(model, more, prefix=prefix, worker="0", resume=True)
-        assert more.places(prefix) == places
+        second = GradientAccumulator(model, more, run=run, worker="0")
+        assert more.places(run) == places
         second.load_state_dict(state)
         backward(model, 2, 2)
         assert second.push(weight=2).count == 2
@@ -140,33 +138,31 @@ def test_buffers_stay_where_they_are_when_servers_are_added(urls: list[str], pre
         assert_close(grads(model), expected)
 
 
-def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, prefix: str) -> None:
-    gradients = GradientAccumulator(net(), server, prefix=prefix, worker="0")
+def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, run: str) -> None:
+    gradients = GradientAccumulator(net(), server, run=run, worker="0")
     state = gradients.state_dict()
     # elsewhere than the first parameter, whose server has a tally of its group under the same name
-    new, old, *_ = sorted(urls, key=lambda url: url == state["shards"][f"{prefix}0.weight"])
-    moved = {prefix + name: new for name, _ in net().named_parameters()}
+    new, old, *_ = sorted(urls, key=lambda url: url == state["shards"][f"{run}.0.weight"])
+    moved = {f"{run}.{name}": new for name, _ in net().named_parameters()}
     gradients.load_state_dict({**state, "shards": moved})
     gradients.push(weight=0)
     assert gradients.state_dict()["shards"].items() >= moved.items()
     with Client(new) as only:
         assert {name: only.buffers[name].info().count for name in moved} == dict.fromkeys(moved, 1)
-        alone = GradientAccumulator(net(), only, prefix=prefix, worker="0", resume=True)
+        alone = GradientAccumulator(net(), only, run=run, worker="0")
         assert "shards" not in alone.state_dict()
         with pytest.raises(InvalidInput, match=f"is on {old}, but the client's servers are {new}"):
             alone.load_state_dict({**state, "shards": dict.fromkeys(moved, old)})
 
 
-def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(urls: list[str], prefix: str) -> None:
+def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(urls: list[str], run: str) -> None:
     models, transport = [net(), net()], Partial()
     expected = own(models[0], [(4, 1), (2, 2)])
 
     with Client(urls, transport=transport, max_retries=0) as server:
 
         def accumulator(worker: int) -> GradientAccumulator:
-            return GradientAccumulator(
-                models[worker], server, prefix=prefix, quorum=2, worker=str(worker), timeout=5, resume=True
-            )
+            return GradientAccumulator(models[worker], server, run=run, quorum=2, worker=str(worker), timeout=5)
 
         workers = [accumulator(0), accumulator(1)]
         backward(models[0], 4, 1)
@@ -177,7 +173,7 @@ def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(ur
             workers[1].push(weight=2)
         assert caught.value.maybe_done
         transport.down = set()
-        assert {info.epoch for info in server.buffers.list(prefix)} == {0, 1}
+        assert {info.epoch for info in server.buffers.list(run)} == {0, 1}
 
         workers[1] = accumulator(1)
         assert workers[1].epoch == 0
@@ -186,16 +182,16 @@ def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(ur
             worker.pull()
             assert_close(grads(model), expected)
         assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
-        assert {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("::start")} == {1}
+        assert {info.epoch for info in server.buffers.list(run) if not info.name.endswith("::start")} == {1}
 
 
 @pytest.mark.parametrize(("name", "epochs"), [("0.weight", 2), ("0.bias", 1)], ids=["alone", "beside another"])
-def test_buffers_of_different_models_are_refused(server: Client, prefix: str, name: str, epochs: int) -> None:
+def test_buffers_of_different_models_are_refused(server: Client, run: str, name: str, epochs: int) -> None:
     """Servers may be an epoch apart, but not two, and the buffers of a server not at all."""
-    GradientAccumulator(net(), server, prefix=prefix)
-    places = server.places(prefix)
-    assert places[f"{prefix}0.bias"] == places[f"{prefix}2.bias"]
+    GradientAccumulator(net(), server, run=run)
+    places = server.places(run)
+    assert places[f"{run}.0.bias"] == places[f"{run}.2.bias"]
     for _ in range(epochs):
-        server.buffers[prefix + name].zero()
-    with pytest.raises(Conflict, match=rf"is in epoch 0, '.*{name}' in {epochs}; use another prefix"):
-        GradientAccumulator(net(), server, prefix=prefix)
+        server.buffers[f"{run}.{name}"].zero()
+    with pytest.raises(Conflict, match=rf"is in epoch 0, '.*{name}' in {epochs}; use another run"):
+        GradientAccumulator(net(), server, run=run)

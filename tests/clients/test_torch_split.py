@@ -33,8 +33,8 @@ def server(urls: list[str]) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
 def wide(seed: int = 0) -> Any:
@@ -52,9 +52,9 @@ def fill(model: Any, seed: int) -> list[Any]:
     return grads(model)
 
 
-def accumulator(model: Any, server: Client, prefix: str, **options: Any) -> GradientAccumulator:
-    given = {"run": "1", "request_bytes": 50_000, "timeout": 20, **options}
-    return GradientAccumulator(model, server, prefix=prefix, **given)
+def accumulator(model: Any, server: Client, run: str, **options: Any) -> GradientAccumulator:
+    given = {"request_bytes": 50_000, "timeout": 20, **options}
+    return GradientAccumulator(model, server, run=run, **given)
 
 
 class Cut(httpx.HTTPTransport):
@@ -75,11 +75,11 @@ class Cut(httpx.HTTPTransport):
 
 @pytest.mark.parametrize("quorum", [None, 2])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_model_of_many_requests(urls: list[str], prefix: str, quorum: int | None, servers: int) -> None:
+def test_a_model_of_many_requests(urls: list[str], run: str, quorum: int | None, servers: int) -> None:
     transport = Cut()
     with Client(urls[:servers], transport=transport) as server:
         model = wide()
-        gradients = accumulator(model, server, prefix, quorum=quorum)
+        gradients = accumulator(model, server, run, quorum=quorum)
         transport.sent.clear()
         first, second = fill(model, 1), None
         assert gradients.push(weight=3).count == 1
@@ -90,29 +90,29 @@ def test_a_model_of_many_requests(urls: list[str], prefix: str, quorum: int | No
         assert gradients.push(weight=1).closed == (quorum is not None)
         assert gradients.pull().count == 2
         assert_close(grads(model), [(3 * one + two) / 4 for one, two in zip(first, second, strict=True)])
-        infos = [info for info in server.buffers.list(prefix) if not info.name.endswith("start")]
+        infos = [info for info in server.buffers.list(run) if not info.name.endswith("start")]
         assert {(info.epoch, info.count, info.closed_epochs) for info in infos} == {(1, 0, (0,))}
 
 
 @pytest.mark.parametrize("done", range(1, 7))
 def test_a_worker_that_dies_between_requests_repeats_its_push(
-    urls: list[str], server: Client, prefix: str, done: int
+    urls: list[str], server: Client, run: str, done: int
 ) -> None:
     """The other worker has pushed before, so that some epochs close and others stay open."""
     models, transport = [wide(), wide()], Cut()
     expected = [fill(model, seed) for seed, model in enumerate(models)]
-    other = accumulator(models[0], server, prefix, quorum=2, worker="0")
+    other = accumulator(models[0], server, run, quorum=2, worker="0")
     other.push(weight=1)
     with Client(urls[0], transport=transport, max_retries=0) as mortal:
-        worker = accumulator(models[1], mortal, prefix, quorum=2, worker="1")
+        worker = accumulator(models[1], mortal, run, quorum=2, worker="1")
         state, transport.left = worker.state_dict(), done
         with pytest.raises(ConnectionFailed):
             worker.push(weight=3)
-    epochs = {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("start")}
+    epochs = {info.epoch for info in server.buffers.list(run) if not info.name.endswith("start")}
     assert epochs == {0, 1}
     model = wide()
     fill(model, 1)
-    again = accumulator(model, server, prefix, quorum=2, worker="1")
+    again = accumulator(model, server, run, quorum=2, worker="1")
     assert again.epoch == 0
     again.load_state_dict(state)
     pushed = again.push(weight=3)
@@ -122,11 +122,11 @@ def test_a_worker_that_dies_between_requests_repeats_its_push(
         assert_close(grads(one), [(one + 3 * two) / 4 for one, two in zip(*expected, strict=True)])
 
 
-def test_a_pull_that_breaks_off_sets_no_gradient(urls: list[str], prefix: str) -> None:
+def test_a_pull_that_breaks_off_sets_no_gradient(urls: list[str], run: str) -> None:
     transport = Cut()
     with Client(urls[0], transport=transport, max_retries=0) as server:
         model = wide()
-        gradients = accumulator(model, server, prefix)
+        gradients = accumulator(model, server, run)
         expected = fill(model, 1)
         gradients.push()
         for done in range(7):
@@ -139,13 +139,11 @@ def test_a_pull_that_breaks_off_sets_no_gradient(urls: list[str], prefix: str) -
         assert_close(grads(model), expected)
 
 
-def test_a_push_with_other_gradients_counts_where_the_first_did_not(
-    urls: list[str], server: Client, prefix: str
-) -> None:
+def test_a_push_with_other_gradients_counts_where_the_first_did_not(urls: list[str], server: Client, run: str) -> None:
     """Each buffer gets one push, so its epoch can close."""
     model, transport = wide(), Cut()
     with Client(urls[0], transport=transport, max_retries=0) as mortal:
-        gradients = accumulator(model, mortal, prefix, quorum=1, worker="0")
+        gradients = accumulator(model, mortal, run, quorum=1, worker="0")
         first = fill(model, 1)
         transport.left = 3
         with pytest.raises(ConnectionFailed):
@@ -161,12 +159,12 @@ def test_a_push_with_other_gradients_counts_where_the_first_did_not(
     assert_close(grads(model)[1:], second[1:])
 
 
-def test_a_late_push_does_not_keep_its_other_requests_back(urls: list[str], server: Client, prefix: str) -> None:
+def test_a_late_push_does_not_keep_its_other_requests_back(urls: list[str], server: Client, run: str) -> None:
     """Of the fast worker's push, one request came through. All buffers end in the same epoch."""
     fast, slow, transport = wide(), wide(), Cut()
     with Client(urls[0], transport=transport, max_retries=0) as mortal:
-        late = accumulator(slow, server, prefix, quorum=1, worker="1")
-        first = accumulator(fast, mortal, prefix, quorum=1, worker="0")
+        late = accumulator(slow, server, run, quorum=1, worker="1")
+        first = accumulator(fast, mortal, run, quorum=1, worker="0")
         transport.left = 1
         fill(fast, 1)
         with pytest.raises(ConnectionFailed):
@@ -175,12 +173,12 @@ def test_a_late_push_does_not_keep_its_other_requests_back(urls: list[str], serv
     with pytest.raises(StaleEpoch):
         late.push()
     late.pull()
-    assert {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("start")} == {1}
+    assert {info.epoch for info in server.buffers.list(run) if not info.name.endswith("start")} == {1}
 
 
-def test_a_gradient_that_is_refused_leaves_no_epoch_open(server: Client, prefix: str) -> None:
+def test_a_gradient_that_is_refused_leaves_no_epoch_open(server: Client, run: str) -> None:
     model = wide()
-    gradients = accumulator(model, server, prefix, quorum=1, nonfinite="reject")
+    gradients = accumulator(model, server, run, quorum=1, nonfinite="reject")
     fill(model, 1)
     model[3].grad[0, 0] = torch.nan
     with pytest.raises(InvalidInput, match="infinite or NaN"):
@@ -189,17 +187,17 @@ def test_a_gradient_that_is_refused_leaves_no_epoch_open(server: Client, prefix:
         gradients.push(weight=0)
     gradients.pull()
     assert model[3].grad is None
-    assert {info.epoch for info in server.buffers.list(prefix) if not info.name.endswith("start")} == {1}
+    assert {info.epoch for info in server.buffers.list(run) if not info.name.endswith("start")} == {1}
 
 
-def test_a_server_that_takes_less_says_so_in_the_constructor(server: Client, prefix: str) -> None:
+def test_a_server_that_takes_less_says_so_in_the_constructor(server: Client, run: str) -> None:
     with pytest.raises(TooLarge, match="request_bytes is 64999, but the server takes 65536"):
-        accumulator(wide(), server, prefix, request_bytes=64_999)
+        accumulator(wide(), server, run, request_bytes=64_999)
 
 
-def test_requests_fit_the_server_by_default(server: Client, prefix: str) -> None:
+def test_requests_fit_the_server_by_default(server: Client, run: str) -> None:
     model = wide()
-    gradients = accumulator(model, server, prefix, request_bytes=None)
+    gradients = accumulator(model, server, run, request_bytes=None)
     expected = fill(model, 1)
     gradients.push()
     gradients.pull()
@@ -207,9 +205,9 @@ def test_requests_fit_the_server_by_default(server: Client, prefix: str) -> None
 
 
 @pytest.mark.parametrize("size", [1, 10, 64_000])
-def test_requests_of_any_size(server: Client, prefix: str, size: int) -> None:
+def test_requests_of_any_size(server: Client, run: str, size: int) -> None:
     model = torch.nn.ParameterList([torch.zeros(5), torch.zeros(size // 4)])
-    gradients = accumulator(model, server, prefix, request_bytes=size)
+    gradients = accumulator(model, server, run, request_bytes=size)
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)
     gradients.push()
@@ -218,6 +216,6 @@ def test_requests_of_any_size(server: Client, prefix: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5])
-def test_request_bytes_that_cannot_be(server: Client, prefix: str, size: Any) -> None:
+def test_request_bytes_that_cannot_be(server: Client, run: str, size: Any) -> None:
     with pytest.raises(InvalidInput, match="request_bytes"):
-        accumulator(wide(), server, prefix, request_bytes=size)
+        accumulator(wide(), server, run, request_bytes=size)

@@ -24,12 +24,12 @@ def server(url: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"{uuid.uuid4().hex}."
+def run() -> str:
+    return uuid.uuid4().hex
 
 
-def joined(model: Any, server: Client, prefix: str, **options: Any) -> GradientAccumulator:
-    return GradientAccumulator(model, server, prefix=prefix, run="1", timeout=20, **options)
+def joined(model: Any, server: Client, run: str, **options: Any) -> GradientAccumulator:
+    return GradientAccumulator(model, server, run=run, timeout=20, **options)
 
 
 # ----- what is compared -----
@@ -48,39 +48,39 @@ def deeper() -> Any:
 
 
 @pytest.mark.parametrize("other", [renamed, half, deeper])
-def test_another_model_is_refused_before_anything_is_created(server: Client, prefix: str, other: Any) -> None:
-    joined(net(), server, prefix)
-    before = [info.name for info in server.buffers.list(prefix)]
-    for options in ({}, {"resume": True, "start": "any"}):
+def test_another_model_is_refused_before_anything_is_created(server: Client, run: str, other: Any) -> None:
+    joined(net(), server, run)
+    before = [info.name for info in server.buffers.list(run)]
+    for options in ({}, {"start": "any"}):
         with pytest.raises(Conflict, match="other parameters: their names, shapes or dtypes differ.*run="):
-            joined(other(), server, prefix, **options)
-    assert [info.name for info in server.buffers.list(prefix)] == before
+            joined(other(), server, run, **options)
+    assert [info.name for info in server.buffers.list(run)] == before
 
 
-def test_requests_of_another_size_are_refused(server: Client, prefix: str) -> None:
-    joined(net(), server, prefix)
+def test_requests_of_another_size_are_refused(server: Client, run: str) -> None:
+    joined(net(), server, run)
     with pytest.raises(Conflict, match="request_bytes"):
-        joined(net(), server, prefix, request_bytes=100)
+        joined(net(), server, run, request_bytes=100)
 
 
-def test_other_weights_are_refused_until_the_first_epoch_has_closed(server: Client, prefix: str) -> None:
+def test_other_weights_are_refused_until_the_first_epoch_has_closed(server: Client, run: str) -> None:
     model = net()
-    first = joined(model, server, prefix, quorum=2)
+    first = joined(model, server, run, quorum=2)
     with pytest.raises(Conflict, match=r"began with other weights.*broadcast_parameters\(\)"):
-        joined(net(seed=1), server, prefix, quorum=2)
-    second = joined(net(), server, prefix, quorum=2)
+        joined(net(seed=1), server, run, quorum=2)
+    second = joined(net(), server, run, quorum=2)
     for worker in (first, second):
         worker.push(weight=0)
-    assert joined(net(seed=1), server, prefix, quorum=2).epoch == 1
+    assert joined(net(seed=1), server, run, quorum=2).epoch == 1
 
 
-def test_of_workers_that_start_at_once_one_is_first(url: str, prefix: str) -> None:
+def test_of_workers_that_start_at_once_one_is_first(url: str, run: str) -> None:
     models = [net(seed=number % 2) for number in range(6)]
 
     def start(model: Any) -> bool:
         with Client(url) as server:
             try:
-                joined(model, server, prefix)
+                joined(model, server, run)
             except Conflict:
                 return False
             return True
@@ -114,13 +114,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_one_worker_sends_its_parameters_and_buffers_to_all(url: str, prefix: str, servers: int) -> None:
+def test_one_worker_sends_its_parameters_and_buffers_to_all(url: str, run: str, servers: int) -> None:
     with serving() as second:
         models = [Kinds(value) for value in (1.0, 2.0, 3.0)]
 
         def work(number: int) -> None:
             with Client([url, second][:servers]) as server:
-                worker = joined(models[number], server, prefix, quorum=3, start="any", request_bytes=3000)
+                worker = joined(models[number], server, run, quorum=3, start="any", request_bytes=3000)
                 worker.broadcast_parameters(send=number == 1)
 
         with ThreadPoolExecutor(3) as threads:
@@ -130,9 +130,9 @@ def test_one_worker_sends_its_parameters_and_buffers_to_all(url: str, prefix: st
     assert same(models[2], models[1])
 
 
-def test_a_late_worker_continues_with_the_others(server: Client, prefix: str) -> None:
+def test_a_late_worker_continues_with_the_others(server: Client, run: str) -> None:
     model, optimizers = net(), []
-    first = joined(model, server, prefix, quorum=1)
+    first = joined(model, server, run, quorum=1)
     optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
     first.broadcast_parameters(send=True)  # of epoch 0, which nobody late may take
     for seed in range(3):
@@ -142,7 +142,7 @@ def test_a_late_worker_continues_with_the_others(server: Client, prefix: str) ->
         optimizers[0].step()
         optimizers[0].zero_grad()
     late = net(seed=1)
-    second = joined(late, server, prefix, quorum=1)
+    second = joined(late, server, run, quorum=1)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(second.broadcast_parameters, send=False)
         first.broadcast_parameters(send=True)
@@ -156,9 +156,9 @@ def test_a_late_worker_continues_with_the_others(server: Client, prefix: str) ->
     assert all(torch.equal(one, other) for one, other in zip(grads(model), grads(late), strict=True))
 
 
-def test_a_worker_that_is_behind_goes_on_to_the_epoch_of_the_parameters(server: Client, prefix: str) -> None:
+def test_a_worker_that_is_behind_goes_on_to_the_epoch_of_the_parameters(server: Client, run: str) -> None:
     models = [net(), net()]
-    fast, slow = [joined(model, server, prefix, quorum=1) for model in models]
+    fast, slow = [joined(model, server, run, quorum=1) for model in models]
     for seed in range(3):
         models[0].zero_grad()
         backward(models[0], 4, seed)
@@ -171,23 +171,23 @@ def test_a_worker_that_is_behind_goes_on_to_the_epoch_of_the_parameters(server: 
     assert slow.push().closed
 
 
-def test_parameters_that_nobody_sends(server: Client, prefix: str) -> None:
+def test_parameters_that_nobody_sends(server: Client, run: str) -> None:
     model = net()
-    worker = GradientAccumulator(model, server, prefix=prefix, timeout=0.05)
+    worker = GradientAccumulator(model, server, run=run, timeout=0.05)
     with pytest.raises(EpochOpen, match="Nobody has sent the parameters of epoch 0 or later within 0.05 seconds"):
         worker.broadcast_parameters(send=False)
     assert same(model, net())
 
 
-def test_integers_that_cannot_be_sent(server: Client, prefix: str) -> None:
+def test_integers_that_cannot_be_sent(server: Client, run: str) -> None:
     model = Kinds(1.0)
     model.count += 2**60
     with pytest.raises(InvalidInput, match="count' has integers beyond"):
-        GradientAccumulator(model, server, prefix=prefix).broadcast_parameters(send=True)
+        GradientAccumulator(model, server, run=run).broadcast_parameters(send=True)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_dtensor_gets_its_part(server: Client, prefix: str, tmp_path: Path) -> None:
+def test_a_dtensor_gets_its_part(server: Client, run: str, tmp_path: Path) -> None:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -198,8 +198,8 @@ def test_a_dtensor_gets_its_part(server: Client, prefix: str, tmp_path: Path) ->
             for name, parameter in [*layer.named_parameters()]:
                 part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
                 setattr(layer, name, torch.nn.Parameter(part))
-        joined(plain, server, prefix).broadcast_parameters(send=True)
-        joined(sharded, server, prefix, start="any").broadcast_parameters(send=False)
+        joined(plain, server, run).broadcast_parameters(send=True)
+        joined(sharded, server, run, start="any").broadcast_parameters(send=False)
         for found, sent in zip(sharded.parameters(), plain.parameters(), strict=True):
             assert isinstance(found, DTensor)
             assert torch.equal(found.full_tensor(), sent)

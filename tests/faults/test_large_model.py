@@ -40,7 +40,7 @@ def test_a_large_model_within_the_servers_memory(tmp_path: Path) -> None:
 
         with Client(process.url, transport=Watching(), timeout=300, attempt_timeout=120) as server:
             model = torch.nn.ParameterList([torch.zeros(total // 16) for _ in range(4)])
-            gradients = GradientAccumulator(model, server, prefix="large.", request_bytes=request)
+            gradients = GradientAccumulator(model, server, run="large", request_bytes=request)
             first = most  # after one request as large as those of the push
             for parameter in model:
                 parameter.grad = torch.full_like(parameter, 0.5)
@@ -55,7 +55,7 @@ def test_a_server_that_is_killed_within_a_split_push_counts_it_once(tmp_path: Pa
     kills = 20 if LONG else 2
     with Server(tmp_path / "store", max_body_bytes=1 << 20) as process, Client(process.url, timeout=120) as server:
         model = torch.nn.ParameterList([torch.zeros(1 << 16) for _ in range(24)])
-        gradients = GradientAccumulator(model, server, prefix="large.", quorum=1, request_bytes=1 << 19)
+        gradients = GradientAccumulator(model, server, run="large", quorum=1, request_bytes=1 << 19)
         for number in range(kills):
             for parameter in model:
                 parameter.grad = torch.full_like(parameter, number + 1.0)

@@ -43,7 +43,7 @@ def worker_of(server: Client, run: str, name: str) -> tuple[Any, GradientAccumul
     """Return a model with gradients of a worker, whose push takes several requests."""
     model = torch.nn.ParameterList([torch.zeros(ELEMENTS) for _ in range(REQUESTS)])
     own: dict[str, Any] = {"quorum": 2, "worker": name, "run": run, "timeout": 60, "request_bytes": 5 * ELEMENTS}
-    accumulator = GradientAccumulator(model, server, prefix="split.", **own)
+    accumulator = GradientAccumulator(model, server, **own)
     fill(model, name)
     return model, accumulator
 

@@ -10,10 +10,10 @@ from typing import Any, Literal, Unpack, overload
 from gradserve_client._torch import torch
 from gradserve_client._torch.broadcast import Broadcast
 from gradserve_client._torch.model import Model
-from gradserve_client._torch.names import checked_prefix, quoted
+from gradserve_client._torch.names import checked_prefix
 from gradserve_client._torch.parameters import HALF_DTYPES
 from gradserve_client._torch.pushes import Pushes
-from gradserve_client._torch.register import Start, fitting
+from gradserve_client._torch.register import FirstWorker, fitting
 from gradserve_client._torch.sums import Sums, explained
 from gradserve_client._wire.arguments import as_contributor, check_choice, mistaken
 from gradserve_client._wire.specs import Reduce, rules_json
@@ -34,42 +34,32 @@ class GradientAccumulator:
     weighted mean. Without a `quorum`, a pull closes the epoch, which suits a single worker. With a `quorum` (workers
     times micro-batches), the `quorum`th push closes the epoch, and every worker pulls the same bits.
 
-    Each parameter that requires a gradient has a buffer named `prefix` + its name, or with a `run` named `prefix` + the
-    run + `::` + its name. The buffers are balanced by bytes if the client has several servers. The last `keep` closed
-    epochs can be pulled.
+    Workers that give the same `run` sum together. Each may join at any time, and again after a restart.
 
-    The rule for buffers that have changed already: with a `run`, this worker joins them, in their running epoch. All
-    workers of a run give the same name, may start at any time, and may start again. Another run takes another name.
-    Without a name, nothing tells a late worker from a new run, so buffers that have changed raise `Conflict`, unless
-    `resume` is true.
+    ===================  ===============================================================================================
+    `run`                the name of the run; another run takes another name
+    `prefix`             what the names of the buffers begin with, by default the run and a dot
+    `worker`             the worker's own name: a push that it repeats after a restart then counts once
+    `quorum`             the number of pushes that closes an epoch
+    `keep`               the number of closed epochs that can be pulled
+    `timeout`            the seconds that `pull` waits
+    `start`              "same": all workers have the same weights in epoch 0; "any": `broadcast_parameters` sends them
+    `reduce`             "mean" or "sum": what `pull` sets
+    `unused`             "none" or "zeros": the gradient of a parameter that nobody had a gradient for
+    `wire_dtype`         torch.float16 or torch.bfloat16: how all gradients travel; by default as they are
+    `request_bytes`      the bytes of a request at most, alike in all workers: 64 MiB, or half of what the server takes
+    `ttl_seconds`        how long after its last change the server deletes a buffer: longer than any pause
+    `per_contributor`    the number of pushes that an epoch takes of each worker, by default any
+    `nonfinite`, others  the other rules of the buffers: docs/buffers.md. None is the server's default
+    ===================  ===============================================================================================
 
-    A repeated push counts once. After a restart too, if the `worker` has a name: the epoch and the place in it then
-    identify each push. Save `state_dict()` with each checkpoint. The name is also the contributor of each push, of 1 to
-    100 printable characters, and an epoch takes up to `per_contributor` pushes of it, by default any number.
-
-    All workers of a run must have parameters of the same names, shapes and dtypes, and in epoch 0 the same weights,
-    unless start="any". Then `broadcast_parameters` sends those of one worker to the others.
-
-    reduce="sum" pulls sums, not means. A parameter that nobody had a gradient for gets None, or zeros with
-    unused="zeros". Gradients in half precision travel as they are, both ways; with `wire_dtype`, torch.float16 or
-    torch.bfloat16, all gradients do. Sparse gradients, as of Embedding(sparse=True), are pushed as rows and indices.
-
-    A larger model travels in several requests, each of at most `request_bytes`, by default 64 MiB, or half of what the
-    server takes. All workers must have the same. A larger parameter has a buffer for each range. Each buffer's epoch
-    closes once, and a repeated push counts once in each.
-
-    `nonfinite`, `max_norm`, `deadline_seconds`, `min_count`, `quorum_weight`, `contributors` and `per_contributor` are
-    rules of the buffers: docs/buffers.md says what they do. A rule that is None is the server's default. With
-    `ttl_seconds`, the server deletes all buffers of the run this long after their last change: take it longer than any
-    pause between two pushes. Without, `server.buffers.delete(prefix=gradients.prefix)` deletes them after the run.
-
-    Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated, and `Conflict` for buffers
-    that differ or have changed.
+    Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated. Raises `Conflict` for
+    buffers with other rules or of another run, and for a model unlike that of the run's first worker.
 
     >>> import torch
     >>> from gradserve_client.torch import GradientAccumulator
     >>> model = torch.nn.Linear(2, 1)
-    >>> gradients = GradientAccumulator(model, server, prefix="linear.")
+    >>> gradients = GradientAccumulator(model, server, run="linear")
     >>> for batch in torch.ones(3, 2), torch.zeros(1, 2):
     ...     model(batch).mean().backward()
     ...     print(gradients.push(weight=len(batch)).weight)
@@ -86,9 +76,8 @@ class GradientAccumulator:
         model: torch.nn.Module,
         server: Client,
         *,
-        prefix: str,
-        run: str | None = None,
-        resume: bool = False,
+        run: str,
+        prefix: str | None = None,
         worker: str | None = None,
         keep: int = 1,
         timeout: float = 600.0,
@@ -107,7 +96,7 @@ class GradientAccumulator:
         rules_json(rules)  # a name or a value that is wrong fails before any request
         if worker is not None:
             as_contributor(worker, "worker")
-        self._prefix = checked_prefix(prefix if run is None else f"{prefix}{quoted(run)}::")
+        self._prefix = checked_prefix(run, prefix)
         self._server, self._timeout = server, timeout
         self._reduce, self._unused, self._worker = reduce, unused, worker
         request_bytes = fitting(server, request_bytes)
@@ -118,19 +107,13 @@ class GradientAccumulator:
         register = f"{self._prefix}::start"
         places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
         server.place(places)
-        began = Start(server, register, self._model, request_bytes, ttl_seconds)
-        began.check_form()
+        first = FirstWorker(server, register, run, self._model, request_bytes, ttl_seconds)
+        first.check_form()
         self._sums.open(places)
-        state = self._sums.state()
-        if run is None and not resume and state.version:
-            raise Conflict(
-                f"The buffers are in epoch {state.epoch}, at count {state.count} and weight {state.weight:g}, of an"
-                " earlier run or of another worker: name the run with run=, the same for all of its workers, to keep"
-                " runs apart; or continue with resume=True"
-            )
-        if start == "same" and state.epoch == 0:
-            began.check_weights()
-        self._pushes = Pushes(self._sums, worker, state.epoch)
+        epoch = self._sums.epoch()
+        if start == "same" and epoch == 0:
+            first.check_weights()
+        self._pushes = Pushes(self._sums, worker, epoch)
         self._new_broadcast = partial(Broadcast, server, model, self._prefix, request_bytes, ttl_seconds)
         self._broadcast: Broadcast | None = None
 
@@ -140,7 +123,7 @@ class GradientAccumulator:
 
     @property
     def prefix(self) -> str:
-        """What the names of all buffers begin with: the prefix, and the run."""
+        """What the names of all buffers begin with."""
         return self._prefix
 
     @property

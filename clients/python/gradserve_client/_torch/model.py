@@ -120,4 +120,4 @@ class Model:
 
 
 def _changed(change: str) -> InvalidInput:
-    return InvalidInput(f"{change} when this accumulator was made; make a new one, with another prefix")
+    return InvalidInput(f"{change} when this accumulator was made; make a new one, with another run")

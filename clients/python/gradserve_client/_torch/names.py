@@ -6,11 +6,11 @@ import hashlib
 import re
 from collections.abc import Iterable
 
-from gradserve_client._wire.arguments import as_name
+from gradserve_client._wire.arguments import as_name, mistaken
 from gradserve_client.errors import InvalidInput
 
 MAX_PREFIX_CHARACTERS = 100
-"""Characters of a prefix with its run: the rest of a buffer's 200 is for the parameter."""
+"""Characters of a prefix: the rest of a buffer's 200 is for the parameter."""
 
 MAX_NAME_CHARACTERS = 180
 """Characters of a parameter's buffer: the server allows 200, and pieces and tallies add a few."""
@@ -38,12 +38,19 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     return plain
 
 
-def checked_prefix(prefix: str) -> str:
-    """Return the prefix. Raises `InvalidInput` if no buffer's name can begin with it."""
+def checked_prefix(run: str, prefix: str | None) -> str:
+    """Return what the names of a run's buffers begin with. Raises `InvalidInput` if no name can begin with it.
+
+    By default it is the run and a dot. Dots in the run are quoted, so that no run's buffers begin as another's do.
+    """
+    if not (isinstance(run, str) and run):
+        raise mistaken("run", f"is {run!r}, but must be a name")
+    if prefix is None:
+        prefix = f"{quoted(run).replace('.', ':2E')}."
     as_name(f"{prefix}x")
     if len(prefix) > MAX_PREFIX_CHARACTERS:
         raise InvalidInput(
-            f"The prefix with its run has {len(prefix)} characters, but at most {MAX_PREFIX_CHARACTERS} leave room for"
+            f"The prefix {prefix!r} has {len(prefix)} characters, but at most {MAX_PREFIX_CHARACTERS} leave room for"
             " the parameters' names"
         )
     return prefix

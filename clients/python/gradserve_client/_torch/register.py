@@ -1,4 +1,4 @@
-"""What all workers of a run must have alike when it starts."""
+"""The register of a run: what its first worker had, which all workers must have alike."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ REQUEST_BYTES = 64 << 20
 """Bytes of a request at most, by default: a quarter of what a server takes by default (GRADSERVE_MAX_BODY_BYTES)."""
 
 
-class Start:
-    """The hashes of the worker that was first in a run: of its model's form, and of its weights."""
+class FirstWorker:
+    """The hashes of the worker that was first in a run: of the run and its model's form, and of its weights."""
 
-    def __init__(self, server: Client, register: str, model: Model, request_bytes: int, ttl: float | None) -> None:
-        form = hashlib.sha256(f"{request_bytes} {model.form()}".encode()).hexdigest()
+    def __init__(
+        self, server: Client, register: str, run: str, model: Model, request_bytes: int, ttl: float | None
+    ) -> None:
+        form = hashlib.sha256(f"{run!r} {request_bytes} {model.form()}".encode()).hexdigest()
         self._ours = np.concatenate([_words(form), _words(model.weights())])
         self._first = _first(server, register, self._ours, ttl)
 
     def check_form(self) -> None:
-        """Raise `Conflict` if the first worker has other parameters."""
+        """Raise `Conflict` if the first worker has another run or other parameters."""
         if not np.array_equal(self._ours[:_WORDS], self._first[:_WORDS]):
             raise Conflict(
-                "The first worker under this name has other parameters: their names, shapes or dtypes differ, or its"
-                " request_bytes; for another model, give another run="
+                "The first worker under this prefix has another run or other parameters: their names, shapes or dtypes"
+                " differ, or its request_bytes; for another model, give another run="
             )
 
     def check_weights(self) -> None:
         """Raise `Conflict` if the first worker began with other weights."""
         if not np.array_equal(self._ours[_WORDS:], self._first[_WORDS:]):
             raise Conflict(
-                "The first worker under this name began with other weights: load the same, or set the same seed before"
+                "The first worker of this run began with other weights: load the same, or set the same seed before"
                 " the model is made; or give start='any' and call broadcast_parameters(); for a new run, give another"
                 " run="
             )

@@ -127,27 +127,25 @@ class Sums:
         """
         return hashlib.sha256(f"{self._hash} {worker}".encode()).hexdigest()[:32]
 
-    def state(self) -> Receipt:
-        """Return the state of the buffers: that of a buffer in the earliest epoch, with the most gradients.
+    def epoch(self) -> int:
+        """Return the earliest epoch of the buffers: groups may be one apart, if a worker was killed between requests.
 
-        Groups may be an epoch apart, if a worker was killed between its requests. Raises `Conflict` if the buffers do
-        not belong to the same model.
+        Raises `Conflict` if the buffers do not belong to the same model.
         """
-        receipts: dict[str, Receipt] = {}
+        epochs: dict[int, str] = {}
         units: set[tuple[object, ...]] = set()
         for number, one in enumerate(self._rounds):
             found = self._server.buffers.accumulate(dict.fromkeys(one.names, 0.0), do_update=False)
             for answered, names in one.reads(self._parts).items():
                 units |= {(number, answered, self.places.get(name), found[name].epoch) for name in names}
-            receipts |= found
-        epochs = dict(sorted((receipt.epoch, name) for name, receipt in receipts.items()))
+            epochs |= {receipt.epoch: name for name, receipt in found.items()}
         if len({unit[:-1] for unit in units}) < len(units) or max(epochs) - min(epochs) > 1:
-            (first_epoch, first), *_, (second_epoch, second) = epochs.items()
+            (first_epoch, first), *_, (second_epoch, second) = sorted(epochs.items())
             raise Conflict(
                 f"The buffers do not belong to the same model: {first!r} is in epoch {first_epoch}, {second!r} in"
-                f" {second_epoch}; use another prefix, or delete the buffers"
+                f" {second_epoch}; use another run, or delete the buffers"
             )
-        return min(receipts.values(), key=lambda receipt: (receipt.epoch, -receipt.count, -receipt.version))
+        return min(epochs)
 
     def add(
         self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float = 1.0, **named: Any
