@@ -8,10 +8,10 @@ from functools import partial
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
+from typing_extensions import TypedDict
 
-from service.api.http.answer import Answer, json_answer
+from service.api.http.answer import Answer, JsonAnswer
 from service.api.http.call import CurrentCall
 from service.api.http.routing import access
 from service.api.telemetry.metrics import WAITING, Metrics
@@ -19,13 +19,13 @@ from service.buffers.store import Store
 from service.errors import NotReady
 
 
-class Live(BaseModel):
+class Live(TypedDict):
     """The process answers."""
 
     live: bool
 
 
-class Ready(BaseModel):
+class Ready(TypedDict):
     """The server takes requests."""
 
     ready: bool
@@ -56,28 +56,26 @@ def routes(metrics: Metrics) -> APIRouter:
         "/v2/health/live",
         summary="Whether the process is alive",
         operation_id="server_live",
-        response_model=Live,
     )
     @access(label="health", open=True)
-    async def live(call: CurrentCall) -> Answer:
+    async def live(call: CurrentCall) -> JsonAnswer[Live]:
         """200 while the process answers at all, also while it starts or stops."""
-        return json_answer({"live": True})
+        return JsonAnswer({"live": True})
 
     @router.get(
         "/v2/health/ready",
         summary="Whether the server is ready for requests",
         operation_id="server_ready",
-        response_model=Ready,
     )
     @access(label="health", open=True)
-    async def ready(call: CurrentCall) -> Answer:
+    async def ready(call: CurrentCall) -> JsonAnswer[Ready]:
         """503 while the server starts or stops, while a worker process that died is being replaced, or if the buffer
         store has failed."""
         store = call.store
         with _reading_files():
             metrics.check_workers()
         await call.look_up(1, store.check)
-        return json_answer({"ready": True})
+        return JsonAnswer({"ready": True})
 
     @router.get(
         "/metrics",

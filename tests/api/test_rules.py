@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from service.api.buffers.models import Metadata, Receipt
 from service.buffers.specs import RULES
 from service.buffers.transfer import read
 from service.errors import MalformedBody
 from service.limits import Limits
-from tests.api.calls import create, fresh
+from tests.api.calls import add, create, fresh
 
 NUMBERS = ["null", "true", '"1"', "-1", "0", "0.5", "1", "1.5", "1e400", "1000", "1001", "1000000000", "1000000001"]
 NAMES = ["[]", '["a"]', '["a", "a"]', '[""]', "[3]", "{}", json.dumps([str(number) for number in range(1001)])]
@@ -68,3 +69,11 @@ def test_a_file_with_more_contributors_than_an_epoch_takes_is_refused(tmp_path: 
     spec = {"shape": [2], "dtype": "float32", "keep": 1000, "contributors": [str(number) for number in range(21)]}
     assert imported(tmp_path / "file", json.dumps(spec)) is None
     assert imported(tmp_path / "file", json.dumps({**spec, "keep": 900})) is not None
+
+
+def test_metadata_and_receipts_have_the_members_of_their_models(client: httpx.Client) -> None:
+    name = create(client, fresh("rule"))
+    assert client.get(f"/v1/buffers/{name}").json().keys() == Metadata.model_fields.keys()
+    add(client, name, [1, 2])
+    taken = client.post(f"/v1/buffers/{name}/take").json()
+    assert taken.keys() == Receipt.model_fields.keys()

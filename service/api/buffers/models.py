@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import (
     BaseModel,
@@ -10,14 +10,16 @@ from pydantic import (
     Field,
     RootModel,
     StrictStr,
+    create_model,
 )
-from typing_extensions import TypeAliasType
+from typing_extensions import TypeAliasType, TypedDict
 
 from service.api.buffers.specs import FloatName, NewRules
 from service.api.http.tensor_forms import absent, input_type, output_type
 from service.buffers.epochs import (
     MAX_CONTRIBUTOR_CHARACTERS,
 )
+from service.buffers.specs import RULES
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS, INTEGERS
 
@@ -59,22 +61,19 @@ class _Query(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Metadata(BaseModel):
+_ANSWERED: dict[str, Any] = {
+    name: (str if get_origin(rule.type) is Literal else rule.type, ...) for name, rule in RULES.items()
+}
+
+_Rules = create_model("_Rules", **_ANSWERED)
+
+
+class Metadata(_Rules):
     """A buffer, without its value."""
 
     name: str
     shape: list[int]
     dtype: str
-    nonfinite: str
-    quorum: int | None
-    keep: int
-    ttl_seconds: float | None
-    deadline_seconds: float | None
-    min_count: int
-    quorum_weight: float | None
-    contributors: list[str] | None
-    per_contributor: int
-    max_norm: float | None
     epoch: int = Field(description="The current epoch, counted from 0.")
     version: int = Field(description="The number of changes so far.")
     count: int = Field(description="The number of gradients in this epoch's sum.")
@@ -101,11 +100,13 @@ class CreatedBuffers(BaseModel):
     buffers: dict[str, CreatedBuffer]
 
 
-class BufferList(BaseModel):
+class BufferList(TypedDict):
     """A page of buffers, in the order of their names."""
 
     buffers: list[Metadata]
-    next_cursor: str | None = Field(description="`cursor` of the request for the next page; null on the last.")
+    next_cursor: Annotated[
+        str | None, Field(description="`cursor` of the request for the next page; null on the last.")
+    ]
 
 
 class AccumulateQuery(_Query):

@@ -26,7 +26,7 @@ from service.api.buffers.receipts import VARY, answer_outcome, read_values, repl
 from service.api.buffers.request import check_no_body, form_of, parse_model, receive, submit
 from service.api.buffers.rules import current, rules_of
 from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules
-from service.api.http.answer import JSON, Answer, json_answer
+from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query, media_types
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
@@ -69,7 +69,7 @@ async def create(call: CurrentCall, name: str) -> Answer:
     receipt = dict(outcome.receipts[name])
     status = 201 if receipt.pop("created") else 200
     tag = f'"{receipt["epoch"]}-{receipt["version"]}"'
-    return json_answer(receipt, status, {"ETag": tag, "Location": f"./{name}", **replayed(outcome)})
+    return JsonAnswer(receipt, status, {"ETag": tag, "Location": f"./{name}", **replayed(outcome)})
 
 
 def _refusal(call: Call, name: str, spec: Spec) -> GradserveError | None:
@@ -95,7 +95,7 @@ def _listed(store: Store, query: ListQuery) -> Answer:
     more = len(records) > query.limit
     records = records[: query.limit]
     cursor = records[-1].name if more else None
-    return json_answer({"buffers": [record.as_json() for record in records], "next_cursor": cursor})
+    return JsonAnswer({"buffers": [record.as_json() for record in records], "next_cursor": cursor})
 
 
 @router.get(
@@ -124,7 +124,7 @@ async def get(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Quer
     fields = {"ETag": record.tag_of(closed or record)}
     if known_tag(call, fields["ETag"]):
         return Answer(status=304, fields=fields)
-    return json_answer(body(), fields=fields)
+    return JsonAnswer(body(), fields=fields)
 
 
 async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
@@ -150,7 +150,7 @@ async def set_rules(call: CurrentCall, name: str) -> Answer:
     rules = rules_of(parse_model(received, NewRules, MAX_RULES_BYTES))
     outcome = await submit(call, received, [SetRules(name=check_name(name), match=match_of(call), rules=rules)])
     receipt = outcome.receipts[name]
-    return json_answer(receipt, fields={"ETag": f'"{receipt["epoch"]}-{receipt["version"]}"', **replayed(outcome)})
+    return JsonAnswer(receipt, fields={"ETag": f'"{receipt["epoch"]}-{receipt["version"]}"', **replayed(outcome)})
 
 
 @router.delete(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, NotRequired
 
-from service.api.http.tensor_forms import absent
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
+
 from service.buffers.epochs import ClosedBy
 
 MAX_CELLS = 256
@@ -31,50 +33,53 @@ class ManyStatisticsQuery(BaseModel):
     prefix: str | None = Field(None, description="Prefix of the buffers' names, in place of names in the body.")
 
 
-class Statistics(BaseModel):
+class Statistics(TypedDict):
     """The statistics of a sum. Extremes, mean and norm are of its finite elements, and null if it has none."""
 
     epoch: int
-    version: int = Field(description="The state of the buffer that was computed.")
-    count: int = Field(description="The number of gradients in the sum.")
+    version: Annotated[int, Field(description="The state of the buffer that was computed.")]
+    count: Annotated[int, Field(description="The number of gradients in the sum.")]
     weight: float
-    size: int = Field(description="The number of elements.")
+    size: Annotated[int, Field(description="The number of elements.")]
     nan: int
     infinite: int
     zeros: int
     min: float | None
     max: float | None
     mean: float | None
-    norm: float | None = Field(description="The 2-norm; null, too, if it is beyond float64.")
+    norm: Annotated[float | None, Field(description="The 2-norm; null, too, if it is beyond float64.")]
 
 
-class ManyStatistics(BaseModel):
+class ManyStatistics(TypedDict):
     """The statistics of several buffers, by name."""
 
-    statistics: dict[str, Statistics | None] = Field(
-        description="Null: not computed yet. An earlier version: the buffer has changed since. Ask again for both."
-    )
+    statistics: Annotated[
+        dict[str, Statistics | None],
+        Field(
+            description="Null: not computed yet. An earlier version: the buffer has changed since. Ask again for both."
+        ),
+    ]
 
 
-class Histogram(BaseModel):
+class Histogram(TypedDict):
     """Finite elements besides zeros, by magnitude."""
 
-    bounds: list[float] = Field(description="Powers of 2, ascending.")
-    counts: list[int] = Field(description=HISTOGRAM)
+    bounds: Annotated[list[float], Field(description="Powers of 2, ascending.")]
+    counts: Annotated[list[int], Field(description=HISTOGRAM)]
 
 
-class EpochStatistics(BaseModel):
+class EpochStatistics(TypedDict):
     """A closed epoch."""
 
     epoch: int
     count: int
     weight: float
     norm: float | None
-    nonfinite: int = Field(description="Elements that are infinite or NaN.")
+    nonfinite: Annotated[int, Field(description="Elements that are infinite or NaN.")]
     closed_by: ClosedBy
 
 
-class HeatMap(BaseModel):
+class HeatMap(TypedDict):
     """Means of the finite elements of cells; null if a cell has none. The last axis runs along the columns."""
 
     rows: int
@@ -86,7 +91,11 @@ class FullStatistics(Statistics):
     """The statistics of one buffer."""
 
     histogram: Histogram
-    epochs: list[EpochStatistics] = Field(
-        description="The closed epochs that the buffer keeps, oldest first. Of large buffers, those computed so far."
-    )
-    heat_map: HeatMap = Field(default_factory=absent)
+    epochs: Annotated[
+        list[EpochStatistics],
+        Field(
+            description="The closed epochs that the buffer keeps, oldest first."
+            " Of large buffers, those computed so far."
+        ),
+    ]
+    heat_map: NotRequired[HeatMap]

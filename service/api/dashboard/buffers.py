@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 
@@ -14,10 +14,17 @@ from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import RECEIPT_BYTES, receive
 from service.api.buffers.routes import READ
 from service.api.buffers.rules import current
-from service.api.dashboard.buffer_models import FullStatistics, ManyStatistics, ManyStatisticsQuery, StatisticsQuery
+from service.api.dashboard.buffer_models import (
+    EpochStatistics,
+    FullStatistics,
+    HeatMap,
+    ManyStatistics,
+    ManyStatisticsQuery,
+    StatisticsQuery,
+)
 from service.api.dashboard.statistics import EPOCHS_ELEMENTS, MAX_EPOCHS, BufferStatistics, Computed, described
 from service.api.dashboard.summary import heat_map
-from service.api.http.answer import Answer, json_answer
+from service.api.http.answer import JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.openapi import body
 from service.api.http.routing import access
@@ -39,10 +46,11 @@ def routes(known: BufferStatistics) -> APIRouter:
         summary="Statistics of many buffers",
         operation_id="statistics_many",
         dependencies=[body(Names, required=False)],
-        response_model=ManyStatistics,
     )
     @access(READ, label="buffers")
-    async def statistics_many(call: CurrentCall, query: Annotated[ManyStatisticsQuery, Query()]) -> Answer:
+    async def statistics_many(
+        call: CurrentCall, query: Annotated[ManyStatisticsQuery, Query()]
+    ) -> JsonAnswer[ManyStatistics]:
         """A request computes for a bounded number of bytes, first for the buffers that have waited longest."""
         refuse_headers(call, "If-Match")
         received = await receive(call, changes=False)
@@ -54,10 +62,11 @@ def routes(known: BufferStatistics) -> APIRouter:
         "/{name}/statistics",
         summary="Statistics of a buffer, with histogram and epochs",
         operation_id="statistics",
-        response_model=FullStatistics,
     )
     @access(READ, label="buffers")
-    async def statistics(call: CurrentCall, name: str, query: Annotated[StatisticsQuery, Query()]) -> Answer:
+    async def statistics(
+        call: CurrentCall, name: str, query: Annotated[StatisticsQuery, Query()]
+    ) -> JsonAnswer[FullStatistics]:
         """Counts, extremes and norms of the running sum or, with `epoch`, of a closed epoch. Raises `unknown_buffer`,
         `epoch_open` and `epoch_gone`.
         """
@@ -74,7 +83,9 @@ def routes(known: BufferStatistics) -> APIRouter:
 # ----- many buffers -----
 
 
-def _answer_many(call: Call, known: BufferStatistics, names: Sequence[str], prefix: str | None) -> Answer:
+def _answer_many(
+    call: Call, known: BufferStatistics, names: Sequence[str], prefix: str | None
+) -> JsonAnswer[ManyStatistics]:
     records = _records(call.store, names) if prefix is None else call.store.records(prefix)
     check_some(records, prefix)
     call.reserve(RECEIPT_BYTES * len(records))
@@ -89,7 +100,7 @@ def _answer_many(call: Call, known: BufferStatistics, names: Sequence[str], pref
         except (UnknownBuffer, BufferCorrupt, Busy, TensorTooLarge):
             continue  # the endpoint of this buffer alone answers the error
     shown = {record.name: found[record.id] for record in records}
-    return json_answer({"statistics": {name: None if one is None else one.text for name, one in shown.items()}})
+    return JsonAnswer({"statistics": {name: None if one is None else one.text for name, one in shown.items()}})
 
 
 def _records(store: Store, names: Sequence[str]) -> list[Record]:
@@ -121,7 +132,7 @@ def _read(call: Call, record: Record, epoch: int | None) -> Iterator[Snapshot]:
 # ----- one buffer -----
 
 
-def _answer_last(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> Answer:
+def _answer_last(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> JsonAnswer[FullStatistics]:
     """Answer for the last closed epoch, or for the running sum if the buffer keeps none. Raises `EpochGone`."""
     tries = 0
     while True:
@@ -135,34 +146,34 @@ def _answer_last(call: Call, known: BufferStatistics, name: str, query: Statisti
                 raise
 
 
-def _answer_one(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> Answer:
+def _answer_one(call: Call, known: BufferStatistics, name: str, query: StatisticsQuery) -> JsonAnswer[FullStatistics]:
     record = call.store.record(name) if query.epoch is None else call.store.closed(name, query.epoch)
     state = record if query.epoch is None else record.closed_epoch(query.epoch)
-    computed, picture = known.of(record, state), {}
+    computed, picture = known.of(record, state), None
     if computed is None or query.heat_map is not None:
         with _read(call, record, query.epoch) as snapshot:
             record, computed = snapshot.record, known.computed(snapshot)
             if query.heat_map is not None:
-                picture = {"heat_map": _picture(snapshot, query.heat_map)}
+                picture = _picture(snapshot, query.heat_map)
     summary = computed.summary
-    return json_answer(
-        {
-            **computed.as_json(),
-            "histogram": {"bounds": summary.bounds, "counts": summary.counts},
-            "epochs": _epochs(call, known, record),
-            **picture,
-        }
-    )
+    answer: FullStatistics = {
+        **computed.as_json(),  # type: ignore[typeddict-item]  # it has no heat map, though it might
+        "histogram": {"bounds": [*summary.bounds], "counts": [*summary.counts]},
+        "epochs": _epochs(call, known, record),
+    }
+    if picture is not None:
+        answer["heat_map"] = picture
+    return JsonAnswer(answer)
 
 
-def _picture(snapshot: Snapshot, cells: int) -> dict[str, Any]:
+def _picture(snapshot: Snapshot, cells: int) -> HeatMap:
     """Return the heat map. JSON writes its NaN as null."""
     means = heat_map(snapshot.value, cells)
     rows, columns = means.shape
     return {"rows": rows, "columns": columns, "values": means.tolist()}
 
 
-def _epochs(call: Call, known: BufferStatistics, record: Record) -> list[dict[str, Any]]:
+def _epochs(call: Call, known: BufferStatistics, record: Record) -> list[EpochStatistics]:
     """Return the closed epochs that the buffer keeps, oldest first. Those not known are computed, newest first."""
     epochs, spent = [], 0
     for closed in record.closed[: -MAX_EPOCHS - 1 : -1]:

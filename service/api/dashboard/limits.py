@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, create_model
 
 from service.api.buffers.models import MAX_LISTED_BUFFERS, MAX_NAMED_BUFFERS, MAX_WAIT_SECONDS
-from service.api.http.answer import Answer, json_answer
+from service.api.http.answer import JsonAnswer
 from service.api.http.call import CurrentCall
 from service.api.http.openapi import MAX_KEY_CHARACTERS
 from service.api.http.routing import access
@@ -62,7 +62,7 @@ def _described() -> type[BaseModel]:
 
 @router.get("/v1/limits", summary="The limits of requests", operation_id="get_limits", response_model=_described())
 @access()
-async def limits(call: CurrentCall) -> Answer:
+async def limits(call: CurrentCall) -> JsonAnswer[dict[str, int | float]]:
     """Each limit has the name of its setting, or, without a setting, of the thing that it limits."""
     constants = {name: value for name, (value, _) in CONSTANTS.items()}
-    return json_answer({name: getattr(call.settings, name) for name in SETTINGS} | constants)
+    return JsonAnswer({name: getattr(call.settings, name) for name in SETTINGS} | constants)

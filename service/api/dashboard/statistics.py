@@ -10,12 +10,14 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import orjson
 
+from service.api.dashboard.buffer_models import EpochStatistics, Statistics
 from service.api.dashboard.summary import Summary, of_zeros, summarize
+from service.api.http.answer import written
 from service.buffers.epochs import Closed
 from service.buffers.record import Record, Snapshot
 
@@ -65,11 +67,11 @@ class Computed:
         return 1024 + 64 * len(self.summary.counts)
 
     @cached_property
-    def text(self) -> orjson.Fragment:
+    def text(self) -> Statistics:
         """The statistics as JSON: 5,000 texts become an answer in a tenth of the time of 5,000 dicts."""
-        return orjson.Fragment(orjson.dumps(self.as_json()))
+        return written(orjson.dumps(self.as_json()), Statistics)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Statistics:
         summary = self.summary
         return {
             "epoch": self.epoch,
@@ -171,7 +173,7 @@ def _key(record: Record, state: Record | Closed) -> Hashable:
     return record.id if state is record else (record.id, state.epoch)
 
 
-def described(closed: Closed, summary: Summary) -> dict[str, Any]:
+def described(closed: Closed, summary: Summary) -> EpochStatistics:
     """Return what the answers say of a closed epoch."""
     return {
         "epoch": closed.epoch,

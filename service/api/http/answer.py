@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args
 
 import orjson
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -15,6 +17,8 @@ from service.api.http.body import deflated
 from service.api.http.call import Call
 from service.codecs import json as json_codec
 from service.dtypes import DTYPES, DType
+
+T = TypeVar("T")
 
 JSON = "application/json"
 
@@ -103,8 +107,20 @@ def coded_tag(tag: str, coding: str) -> str:
     return f'{tag[:-1]}-{coding}"'
 
 
-def json_answer(content: Any, status: int = 200, fields: Mapping[str, str] | None = None) -> Answer:
-    return Answer([orjson.dumps(content)], JSON, fields, status)
+class JsonAnswer(Answer, Generic[T]):
+    """An answer whose body is a value of this type as JSON. OpenAPI shows the type where a handler returns it."""
+
+    def __init__(self, content: T, status: int = 200, fields: Mapping[str, str] | None = None) -> None:
+        super().__init__([orjson.dumps(content)], JSON, fields, status)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(*get_args(source))
+
+
+def written(text: bytes, kind: type[T]) -> T:
+    """Return the JSON text of a value in the place of the value."""
+    return cast(T, orjson.Fragment(text))
 
 
 async def _send(

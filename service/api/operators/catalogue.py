@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
 
 from fastapi import APIRouter
 
-from service.api.http.answer import Answer, json_answer
+from service.api.http.answer import JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.routing import access
 from service.api.operators.job import find
 from service.api.operators.protocol_models import (
+    ConfiguredOutput,
     IndexEntry,
     ModelConfiguration,
     ModelMetadata,
     ModelReady,
     ModelStatistics,
     ServerMetadata,
+    TensorMetadata,
 )
 from service.api.operators.statistics import Statistics
 from service.dtypes import DTYPES, OPEN_INFERENCE
@@ -47,93 +48,86 @@ def routes(statistics: Statistics) -> APIRouter:
         "",
         summary="Describe the server",
         operation_id="server_metadata",
-        response_model=ServerMetadata,
     )
     @access("ops")
-    async def server(call: CurrentCall) -> Answer:
+    async def server(call: CurrentCall) -> JsonAnswer[ServerMetadata]:
         """The name and the version of the server, and the extensions of the protocol that it has."""
         extensions = EXTENSIONS + ["system_shared_memory"] * call.settings.shared_memory
-        return json_answer({"name": "gradserve", "version": metadata.version("gradserve"), "extensions": extensions})
+        return JsonAnswer({"name": "gradserve", "version": metadata.version("gradserve"), "extensions": extensions})
 
     @router.post(
         "/repository/index",
         summary="List the models",
         operation_id="repository_index",
-        response_model=list[IndexEntry],
     )
     @access("ops")
-    async def index(call: CurrentCall) -> Answer:
+    async def index(call: CurrentCall) -> JsonAnswer[list[IndexEntry]]:
         """Every operator is a model. All are ready at all times."""
-        return json_answer([{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS])
+        return JsonAnswer([{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS])
 
     @router.get(
         "/models/{op}",
         summary="A model's inputs and outputs",
         operation_id="model_metadata",
-        response_model=ModelMetadata,
     )
     @router.get("/models/{op}/versions/{version}", include_in_schema=False)
     @access("ops")
-    async def model(call: CurrentCall, op: str) -> Answer:
+    async def model(call: CurrentCall, op: str) -> JsonAnswer[ModelMetadata]:
         """A dimension of any length is -1. 404 if there is no such model."""
-        return json_answer(_described(find_model(call, op)))
+        return JsonAnswer(_described(find_model(call, op)))
 
     @router.get(
         "/models/{op}/config",
         summary="A model's configuration",
         operation_id="model_configuration",
-        response_model=ModelConfiguration,
     )
     @router.get("/models/{op}/versions/{version}/config", include_in_schema=False)
     @access("ops")
-    async def config(call: CurrentCall, op: str) -> Answer:
+    async def config(call: CurrentCall, op: str) -> JsonAnswer[ModelConfiguration]:
         """As Triton describes a model. 404 if there is no such model."""
-        return json_answer(_configuration(find_model(call, op)))
+        return JsonAnswer(_configuration(find_model(call, op)))
 
     @router.get(
         "/models/{op}/ready",
         summary="Whether the model is ready",
         operation_id="model_ready",
-        response_model=ModelReady,
     )
     @router.get("/models/{op}/versions/{version}/ready", include_in_schema=False)
     @access("ops")
-    async def ready(call: CurrentCall, op: str) -> Answer:
+    async def ready(call: CurrentCall, op: str) -> JsonAnswer[ModelReady]:
         """503 while the server starts or stops. 404 if there is no such model."""
         operator = find_model(call, op)
         assert call.engine is not None  # raises NotReady before the startup has finished
-        return json_answer({"name": operator.name, "ready": True})
+        return JsonAnswer({"name": operator.name, "ready": True})
 
     @router.get(
         "/models/stats",
         summary="Statistics of all models",
         operation_id="all_model_statistics",
-        response_model=ModelStatistics,
     )
     @access("ops")
-    async def all_statistics(call: CurrentCall) -> Answer:
+    async def all_statistics(call: CurrentCall) -> JsonAnswer[ModelStatistics]:
         """Counts and nanoseconds of the requests of the caller's namespace."""
         records = [(name, statistics.of(call.caller.namespace, name)) for name in OPERATORS]
-        return json_answer({"model_stats": [record.as_json(name, VERSION) for name, record in records]})
+        return JsonAnswer({"model_stats": [record.as_json(name, VERSION) for name, record in records]})
 
     @router.get(
         "/models/{op}/stats",
         summary="A model's statistics",
         operation_id="model_statistics",
-        response_model=ModelStatistics,
     )
     @router.get("/models/{op}/versions/{version}/stats", include_in_schema=False)
     @access("ops")
-    async def one_statistics(call: CurrentCall, op: str) -> Answer:
+    async def one_statistics(call: CurrentCall, op: str) -> JsonAnswer[ModelStatistics]:
         """Counts and nanoseconds of the requests of the caller's namespace. 404 if there is no such model."""
         name = find_model(call, op).name
-        return json_answer({"model_stats": [statistics.of(call.caller.namespace, name).as_json(name, VERSION)]})
+        return JsonAnswer({"model_stats": [statistics.of(call.caller.namespace, name).as_json(name, VERSION)]})
 
     return router
 
 
-def _described(operator: Operator) -> dict[str, Any]:
-    def described(tensor: Tensor) -> dict[str, Any]:
+def _described(operator: Operator) -> ModelMetadata:
+    def described(tensor: Tensor) -> TensorMetadata:
         return {"name": tensor.name, "datatype": _datatype(tensor), "shape": [-1] * tensor.rank}
 
     return {
@@ -145,8 +139,8 @@ def _described(operator: Operator) -> dict[str, Any]:
     }
 
 
-def _configuration(operator: Operator) -> dict[str, Any]:
-    def described(tensor: Tensor) -> dict[str, Any]:
+def _configuration(operator: Operator) -> ModelConfiguration:
+    def described(tensor: Tensor) -> ConfiguredOutput:
         return {"name": tensor.name, "data_type": f"TYPE_{_datatype(tensor)}", "dims": [-1] * tensor.rank}
 
     return {

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, Required
 
-from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema
+from pydantic import Field, TypeAdapter, WithJsonSchema
 from typing_extensions import TypedDict
 
 from service.dtypes import OPEN_INFERENCE
 
 
-class ServerMetadata(BaseModel):
+class ServerMetadata(TypedDict):
     """The server."""
 
     name: str
     version: str
-    extensions: list[str] = Field(description="Extensions of the protocol.")
+    extensions: Annotated[list[str], Field(description="Extensions of the protocol.")]
 
 
-class IndexEntry(BaseModel):
+class IndexEntry(TypedDict):
     """A model in the list."""
 
     name: str
@@ -27,15 +27,15 @@ class IndexEntry(BaseModel):
     reason: str
 
 
-class TensorMetadata(BaseModel):
+class TensorMetadata(TypedDict):
     """An input or output of a model."""
 
     name: str
-    datatype: str = Field(description="The datatype of the tensor's default dtype; others are taken, too.")
-    shape: list[int] = Field(description="-1 for a dimension of any length.")
+    datatype: Annotated[str, Field(description="The datatype of the tensor's default dtype; others are taken, too.")]
+    shape: Annotated[list[int], Field(description="-1 for a dimension of any length.")]
 
 
-class ModelMetadata(BaseModel):
+class ModelMetadata(TypedDict):
     """A model, and its tensors."""
 
     name: str
@@ -45,7 +45,7 @@ class ModelMetadata(BaseModel):
     outputs: list[TensorMetadata]
 
 
-class ConfiguredOutput(BaseModel):
+class ConfiguredOutput(TypedDict):
     """An output as Triton describes it."""
 
     name: str
@@ -59,7 +59,7 @@ class ConfiguredInput(ConfiguredOutput):
     optional: bool
 
 
-class ModelConfiguration(BaseModel):
+class ModelConfiguration(TypedDict):
     """A model as Triton describes it."""
 
     name: str
@@ -69,21 +69,21 @@ class ModelConfiguration(BaseModel):
     output: list[ConfiguredOutput]
 
 
-class ModelReady(BaseModel):
+class ModelReady(TypedDict):
     """A model that takes requests."""
 
     name: str
     ready: bool
 
 
-class Duration(BaseModel):
+class Duration(TypedDict):
     """The time of some requests."""
 
     count: int
-    ns: int = Field(description="Nanoseconds in all.")
+    ns: Annotated[int, Field(description="Nanoseconds in all.")]
 
 
-class InferenceDurations(BaseModel):
+class InferenceDurations(TypedDict):
     """The times of a model's requests, by phase."""
 
     success: Duration
@@ -96,19 +96,19 @@ class InferenceDurations(BaseModel):
     cache_miss: Duration
 
 
-class OneModelStatistics(BaseModel):
+class OneModelStatistics(TypedDict):
     """The statistics of a model."""
 
     name: str
     version: str
-    last_inference: int = Field(description="Milliseconds since 1970; 0 before the first.")
+    last_inference: Annotated[int, Field(description="Milliseconds since 1970; 0 before the first.")]
     inference_count: int
     execution_count: int
     inference_stats: InferenceDurations
-    batch_stats: list[str] = Field(description="Always empty: no requests are batched.")
+    batch_stats: Annotated[list[str], Field(description="Always empty: no requests are batched.")]
 
 
-class ModelStatistics(BaseModel):
+class ModelStatistics(TypedDict):
     """The statistics of models."""
 
     model_stats: list[OneModelStatistics]

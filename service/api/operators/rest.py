@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from typing_extensions import TypedDict
 
 from service.api.buffers.receipts import receipts_text
-from service.api.http.answer import JSON, Answer, json_answer
+from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.body import read_body
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import media_types, wanted_coding
@@ -30,17 +31,17 @@ from service.kernels import OPERATORS, Operator, Tensor
 router = APIRouter(tags=["operators"])
 
 
-class TensorInfo(BaseModel):
+class TensorInfo(TypedDict):
     """An input or output of an operator."""
 
     name: str
     dtypes: list[str]
-    default_dtype: str = Field(description="The dtype of a JSON list that names none.")
-    type_variable: str | None = Field(description="Tensors of the same type variable share a dtype.")
+    default_dtype: Annotated[str, Field(description="The dtype of a JSON list that names none.")]
+    type_variable: Annotated[str | None, Field(description="Tensors of the same type variable share a dtype.")]
     optional: bool
 
 
-class AttributeInfo(BaseModel):
+class AttributeInfo(TypedDict):
     """An attribute of an operator, a query parameter."""
 
     name: str
@@ -48,7 +49,7 @@ class AttributeInfo(BaseModel):
     default: Any
 
 
-class OperatorInfo(BaseModel):
+class OperatorInfo(TypedDict):
     """An operator: its formula, inputs, outputs and attributes."""
 
     name: str
@@ -57,10 +58,10 @@ class OperatorInfo(BaseModel):
     inputs: list[TensorInfo]
     outputs: list[TensorInfo]
     attributes: list[AttributeInfo]
-    example: dict[str, Any] = Field(description="A request and its answer.")
+    example: Annotated[dict[str, Any], Field(description="A request and its answer.")]
 
 
-class OperatorList(BaseModel):
+class OperatorList(TypedDict):
     """All operators."""
 
     operators: list[OperatorInfo]
@@ -90,18 +91,18 @@ def _tensor_info(tensor: Tensor) -> TensorInfo:
     )
 
 
-@router.get("/v1/ops", summary="List the operators", operation_id="list_operators", response_model=OperatorList)
+@router.get("/v1/ops", summary="List the operators", operation_id="list_operators")
 @access("ops")
-async def list_operators(call: CurrentCall) -> Answer:
+async def list_operators(call: CurrentCall) -> JsonAnswer[OperatorList]:
     """Each with its formula, inputs, outputs, attributes and an example."""
-    return json_answer({"operators": [describe(operator).model_dump() for operator in OPERATORS.values()]})
+    return JsonAnswer({"operators": [describe(operator) for operator in OPERATORS.values()]})
 
 
-@router.get("/v1/ops/{op}", summary="Describe an operator", operation_id="get_operator", response_model=OperatorInfo)
+@router.get("/v1/ops/{op}", summary="Describe an operator", operation_id="get_operator")
 @access("ops")
-async def get_operator(call: CurrentCall, op: str) -> Answer:
+async def get_operator(call: CurrentCall, op: str) -> JsonAnswer[OperatorInfo]:
     """Its formula, inputs, outputs, attributes and an example. Raises `unknown_operator`."""
-    return json_answer(describe(find(op)).model_dump())
+    return JsonAnswer(describe(find(op)))
 
 
 class EndpointQuery(BaseModel):

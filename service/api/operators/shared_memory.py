@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from service.api.buffers.request import Received, parse_model
-from service.api.http.answer import JSON, Answer, json_answer
+from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.body import read_body
 from service.api.http.call import CurrentCall
 from service.api.http.negotiation import check_no_query
@@ -35,7 +34,7 @@ class NewRegion(BaseModel):
     byte_size: int = Field(ge=1, le=MAX_BYTES, strict=True, description="The bytes of the region.")
 
 
-class RegionStatus(BaseModel):
+class RegionStatus(TypedDict):
     """A registered region."""
 
     name: str
@@ -44,20 +43,18 @@ class RegionStatus(BaseModel):
     byte_size: int
 
 
-@router.get("/status", summary="List the regions", operation_id="regions", response_model=list[RegionStatus])
+@router.get("/status", summary="List the regions", operation_id="regions")
 @access(SCOPE)
-async def statuses(call: CurrentCall) -> Answer:
+async def statuses(call: CurrentCall) -> JsonAnswer[list[RegionStatus]]:
     """The regions of the caller's namespace. 404 unless GRADSERVE_SHARED_MEMORY is true, as for all requests here."""
-    return json_answer(list(map(_described, regions_of(call).all(call.caller.namespace))))
+    return JsonAnswer(list(map(_described, regions_of(call).all(call.caller.namespace))))
 
 
-@router.get(
-    "/region/{name}/status", summary="Describe a region", operation_id="region", response_model=list[RegionStatus]
-)
+@router.get("/region/{name}/status", summary="Describe a region", operation_id="region")
 @access(SCOPE)
-async def status(call: CurrentCall, name: str) -> Answer:
+async def status(call: CurrentCall, name: str) -> JsonAnswer[list[RegionStatus]]:
     """A list of one region. Raises `unknown_region`."""
-    return json_answer([_described(regions_of(call).find(call.caller.namespace, name))])
+    return JsonAnswer([_described(regions_of(call).find(call.caller.namespace, name))])
 
 
 @router.post(
@@ -103,5 +100,5 @@ async def unregister_all(call: CurrentCall) -> Answer:
     return Answer()
 
 
-def _described(region: Region) -> dict[str, Any]:
+def _described(region: Region) -> RegionStatus:
     return {"name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.byte_size}

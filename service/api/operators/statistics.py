@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 from service.api.http.call import Call
 from service.api.http.problems import CLIENT_GONE
+from service.api.operators.protocol_models import Duration, OneModelStatistics
 from service.api.telemetry.observer import Observer
 
 
@@ -34,14 +34,11 @@ class OperatorRecord:
         self.compute_output += spent["encode"]
         self.last = time.time_ns() // 1_000_000
 
-    def as_json(self, operator: str, version: str) -> dict[str, Any]:
-        phases = {
-            "queue": self.queue,
-            "compute_input": self.compute_input,
-            "compute_infer": self.compute_infer,
-            "compute_output": self.compute_output,
-        }
-        times = {"success": sum(phases.values()), **phases}
+    def as_json(self, operator: str, version: str) -> OneModelStatistics:
+        def spent(*phases: int) -> Duration:
+            return {"count": self.succeeded, "ns": sum(phases)}
+
+        phases = self.queue, self.compute_input, self.compute_infer, self.compute_output
         return {
             "name": operator,
             "version": version,
@@ -49,7 +46,11 @@ class OperatorRecord:
             "inference_count": self.succeeded,
             "execution_count": self.succeeded,
             "inference_stats": {
-                **{phase: {"count": self.succeeded, "ns": spent} for phase, spent in times.items()},
+                "success": spent(*phases),
+                "queue": spent(self.queue),
+                "compute_input": spent(self.compute_input),
+                "compute_infer": spent(self.compute_infer),
+                "compute_output": spent(self.compute_output),
                 "fail": {"count": self.failed, "ns": self.fail},
                 "cache_hit": {"count": 0, "ns": 0},
                 "cache_miss": {"count": 0, "ns": 0},
