@@ -91,8 +91,8 @@ def test_models_that_cannot_be_accumulated(server: Client, run: str, make: Any, 
     [
         ({"run": ""}, "run is '', but must be a name"),
         ({"run": "a" * 100}, r"prefix 'a+\.' has 101 characters"),
-        ({"run": "a", "run": "a b."}, "'a b.x' is not a buffer name"),
-        ({"run": "a", "run": "a" * 101}, "prefix 'a+' has 101 characters"),
+        ({"run": "a", "prefix": "a b."}, "'a b.x' is not a buffer name"),
+        ({"run": "a", "prefix": "a" * 101}, "prefix 'a+' has 101 characters"),
     ],
 )
 def test_names_of_runs_that_no_buffer_can_have(server: Client, mistaken: dict[str, Any], words: str) -> None:
