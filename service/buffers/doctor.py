@@ -84,7 +84,7 @@ def _examined(moment: Moment) -> Iterator[str]:
             except BufferCorrupt:
                 yield f"{WRONG}{place} of {_shown(name)} is damaged"
     yield f"{records} buffers, {len(values)} values"
-    yield from moment.rest(values)
+    yield from moment.other_findings(values)
 
 
 def _shown(name: BufferName) -> str:

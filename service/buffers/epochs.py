@@ -29,7 +29,7 @@ MAX_KEPT_CONTRIBUTORS = 20_000
 MAX_CONTRIBUTOR_CHARACTERS = 100
 """Characters of a contributor's name: a host, a rank and the name of a run."""
 
-MOST_NAMED = 3
+MOST_MISSING_NAMED = 3
 """Missing contributors that an error names: the metadata lists all."""
 
 
@@ -75,6 +75,6 @@ def described(missing: Sequence[str]) -> str:
     """
     if not missing:
         return ""
-    names = [*missing[:MOST_NAMED], *([f"{len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else [])]
-    *first, last = names
+    more = len(missing) - MOST_MISSING_NAMED
+    *first, last = [*missing[:MOST_MISSING_NAMED], *([f"{more} more"] if more > 0 else [])]
     return f"; {', '.join(first)}{' and ' if first else ''}{last} {'is' if len(missing) == 1 else 'are'} missing"

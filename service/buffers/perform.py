@@ -139,13 +139,13 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     return outcome
 
 
-MOST_NAMED = 100
+MOST_BUFFERS_NAMED = 100
 """Buffers that an error names: their names take up to 20 KB."""
 
 
 def _all_of(errors: Sequence[BufferExists]) -> BufferExists:
     """Return the first error, with the names of the buffers of all."""
-    error, names = errors[0], [each.context["buffer"] for each in errors[:MOST_NAMED]]
+    error, names = errors[0], [each.context["buffer"] for each in errors[:MOST_BUFFERS_NAMED]]
     if len(errors) > 1:
         error.detail += f"; and {len(errors) - 1} more, such as {names[1]!r}; nothing was changed"
         error.context["buffers"] = names

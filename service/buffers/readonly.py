@@ -26,7 +26,7 @@ class Moment(Protocol):
     def faults(self) -> list[str]:
         """Return the damage that forbids to read anything else."""
 
-    def rest(self, values: Collection[int]) -> Iterator[str]:
+    def other_findings(self, values: Collection[int]) -> Iterator[str]:
         """Yield lines about all but the buffers, which have these values. Lines about damage begin with `WRONG`."""
 
 

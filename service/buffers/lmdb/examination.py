@@ -25,7 +25,7 @@ class LmdbMoment(Reader):
     def faults(self) -> list[str]:
         return self.damaged_pages()  # LMDB might end the process
 
-    def rest(self, values: Collection[int]) -> Iterator[str]:
+    def other_findings(self, values: Collection[int]) -> Iterator[str]:
         slots = dict[int, list[int]]()
         for value in values:
             slots.setdefault(value, [])

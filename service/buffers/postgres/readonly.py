@@ -77,7 +77,7 @@ class PostgresMoment:
     def faults(self) -> list[str]:
         return []
 
-    def rest(self, values: Collection[int]) -> Iterator[str]:
+    def other_findings(self, values: Collection[int]) -> Iterator[str]:
         yield from _leftovers(self._connection, values)
         with self._connect() as connection:
             yield from _damaged_keys(connection, self._schema)

@@ -77,7 +77,7 @@ class Writer:
         self._batches: Batches[Job] = Batches(
             _work_of, most=MOST_IN_BATCH, most_bytes=MOST_BYTES_IN_BATCH, long_seconds=LONG_SECONDS
         )
-        self._closed, self._lock = False, threading.Lock()
+        self._closed, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
         self._thread.start()
 
@@ -89,7 +89,7 @@ class Writer:
             self._put(job)
             return job.done
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 _refuse(job)
             else:
                 staging = self._stagers.submit(lambda: self._stage_and_queue(job, payloads), namespace)
@@ -106,9 +106,9 @@ class Writer:
         Requests whose gradients still wait for a thread are refused.
         """
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return False
-            self._closed = True
+            self._closed.set()
         self._stagers.close()
         self._batches.close()
         self._thread.join()
@@ -117,15 +117,17 @@ class Writer:
     # ----- staging -----
 
     def _stage_and_queue(self, job: Job, payloads: dict[int, Payload]) -> None:
-        try:
-            retried(lambda: self._stage(job, payloads), self._is_closed, since=job.since)
-        except Exception as error:
-            job.done.set_exception(without_traceback(error))
-        else:
+        if self._is_staged(job, payloads):
             self._put(job)
 
-    def _is_closed(self) -> bool:
-        return self._closed
+    def _is_staged(self, job: Job, payloads: dict[int, Payload]) -> bool:
+        """Stage the gradients. Return False if that failed: then the request has failed."""
+        try:
+            retried(lambda: self._stage(job, payloads), self._closed.is_set, since=job.since)
+        except Exception as error:
+            job.done.set_exception(without_traceback(error))
+            return False
+        return True
 
     def _stage(self, job: Job, payloads: dict[int, Payload]) -> None:
         """Write the gradients, without waiting for the disk: the commit that admits them waits for it."""
@@ -172,8 +174,8 @@ class Writer:
         try:
             retried(lambda: self._attempt(batch), since=min(job.since for job in jobs))
         except StagedLostError:
-            if staged := [job for job in jobs if self._is_staged_again(job)]:
-                self._make(staged)
+            if ready := [job for job in jobs if not job.staged or self._is_staged(job, _large(job))]:
+                self._make(ready)
             return
         except Exception as error:
             if len(jobs) > 1 and not isinstance(error, StoreFailed):
@@ -190,16 +192,6 @@ class Writer:
                 job.done.set_result(answer)
             else:
                 job.done.set_exception(answer)
-
-    def _is_staged_again(self, job: Job) -> bool:
-        payloads = _large(job)
-        try:
-            if payloads:
-                retried(lambda: self._stage(job, payloads), self._is_closed, since=job.since)
-        except Exception as error:
-            job.done.set_exception(without_traceback(error))
-            return False
-        return True
 
     def _attempt(self, batch: Batch) -> None:
         """Make the batch."""
