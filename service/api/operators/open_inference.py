@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer
@@ -20,6 +20,7 @@ from service.api.http.routing import access
 from service.api.operators import openapi
 from service.api.operators.catalogue import find_model
 from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of
+from service.api.operators.protocol_models import BufferParameters
 from service.api.operators.run import Result, is_small, run
 from service.api.operators.shared_tensors import SCOPE
 from service.api.operators.shared_tensors import read as read_shared
@@ -148,19 +149,7 @@ def _encode(call: Call, operator: Operator, result: Result, reply: Reply) -> Ans
     return answer
 
 
-class _BufferParameters(BaseModel):
-    """The parameters of every model. A parameter that names buffers may name several, with commas."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    sources: str = Field("", alias="from")
-    into: str = ""
-    weight: float | None = Field(None, allow_inf_nan=False)
-    epoch: int | None = Field(None, ge=0)
-    contributor: str | None = None
-
-
-_BUFFER_PARAMETERS = frozenset(parameters_of(_BufferParameters))
+_BUFFER_PARAMETERS = frozenset(parameters_of(BufferParameters))
 
 
 @cache
@@ -189,9 +178,9 @@ def _attributes(operator: Operator, parameters: Mapping[str, Any]) -> tuple[dict
     try:
         attributes = _attribute_model(operator).model_validate(values).model_dump()
         named = {name: parameters[name] for name in _BUFFER_PARAMETERS & parameters.keys()}
-        use = _BufferParameters.model_validate(named)
+        use = BufferParameters.model_validate(named)
     except ValidationError as invalid:
-        known = [*parameters_of(_attribute_model(operator)), *parameters_of(_BufferParameters)]
+        known = [*parameters_of(_attribute_model(operator)), *parameters_of(BufferParameters)]
         error = invalid.errors(include_url=False, include_context=False)[0]
         raise invalid_parameter(error, "parameter", known) from None
     sources, into = (text.split(",") if text else [] for text in (use.sources, use.into))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, Required
 
-from pydantic import Field, TypeAdapter, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
 from typing_extensions import TypedDict
 
+from service.api.http.tensor_forms import absent
 from service.dtypes import OPEN_INFERENCE
 
 
@@ -122,7 +123,7 @@ def _inline(members: Any, *others: str) -> WithJsonSchema:
 
 Bytes = Annotated[int, Field(ge=0)]
 
-_Named = Field(examples=["dW:gru.W"])
+_BUFFERS = ["dW:gru.W"]
 
 
 class SharedParameters(TypedDict, total=False):
@@ -156,18 +157,33 @@ class RequestedOutput(TypedDict):
     parameters: NotRequired[Annotated[dict[str, Any] | None, _inline(OutputParameters, "null")]]
 
 
-InferParameters = TypedDict(
-    "InferParameters",
-    {
-        "from": Annotated[str, Field(description="Inputs to take from buffers, separated by commas."), _Named],
-        "into": Annotated[str, Field(description="Outputs to add to buffers, separated by commas."), _Named],
-        "weight": Annotated[float, Field(description="With `into`: the weight of each added gradient.")],
-        "epoch": Annotated[int, Field(ge=0, description="With `into`: the epoch that the buffers must be in.")],
-        "contributor": Annotated[str, Field(description="With `into`: who adds.")],
-        "binary_data_output": Annotated[bool, Field(description="Whether all outputs travel as bytes.")],
-    },
-    total=False,
-)
+class BufferParameters(BaseModel):
+    """The parameters of every model. A parameter that names buffers may name several, with commas."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    sources: str = Field(
+        alias="from",
+        default_factory=str,
+        description="Inputs to take from buffers, separated by commas.",
+        examples=_BUFFERS,
+    )
+    into: str = Field(
+        default_factory=str, description="Outputs to add to buffers, separated by commas.", examples=_BUFFERS
+    )
+    weight: Annotated[float | None, WithJsonSchema({"type": "number"})] = Field(
+        default_factory=absent, allow_inf_nan=False, description="With `into`: the weight of each added gradient."
+    )
+    epoch: Annotated[int | None, WithJsonSchema({"type": "integer", "minimum": 0})] = Field(
+        default_factory=absent, ge=0, description="With `into`: the epoch that the buffers must be in."
+    )
+    contributor: Annotated[str | None, WithJsonSchema({"type": "string"})] = Field(
+        default_factory=absent, description="With `into`: who adds."
+    )
+
+
+class InferParameters(BufferParameters, extra="ignore"):
+    binary_data_output: bool = Field(default_factory=absent, description="Whether all outputs travel as bytes.")
 
 
 class InferRequest(TypedDict, total=False):
