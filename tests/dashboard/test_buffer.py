@@ -89,6 +89,10 @@ def test_it_shows_closed_epochs_charts_and_a_heat_map(open_page: Open, server: s
     expect(page.get_by_role("img", name="Heat map of 2 by 3 cells")).to_be_visible()
     expect(page.get_by_role("img", name="Magnitudes of 4 elements")).to_be_visible()
     expect(page.get_by_role("img", name="Norm of 2 closed epochs")).to_be_visible()
+    page.locator(".u-over").hover(position={"x": 1, "y": 20})
+    expect(page.locator(".reading")).to_have_text(f"epoch 0   norm {2 * np.linalg.norm(GRADIENT):.4g}")
+    page.mouse.move(5, 5)
+    expect(page.locator(".reading")).to_have_text("")
 
 
 def test_it_follows_the_buffer(open_page: Open, server: str, http: httpx.Client, buffer: str) -> None:

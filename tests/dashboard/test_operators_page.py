@@ -277,6 +277,9 @@ def test_the_curve_is_that_of_the_server(open_page: Open, server: str, name: str
     page.get_by_role("button", name="As numbers").click()
     label = page.get_by_role("img", name="dX over X").get_attribute("aria-label")
     assert f"{float(f'{shown[1.0]:.3g}'):g} at 1" in str(label)
+    page.locator(".curve .u-over").hover(position={"x": 1, "y": 20})
+    said = page.locator(".reading").inner_text()
+    assert float(said.removeprefix("X = -5   dX = ")) == shown[-5.0]
 
 
 def test_the_curve_follows_the_attribute_and_its_slider(open_page: Open, server: str) -> None:

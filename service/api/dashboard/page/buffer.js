@@ -1,10 +1,11 @@
 // One buffer: its epoch, its numbers, and what can be done to it.
 
 import { actions, path } from "./actions.js";
-import { histogram, lines } from "./charts.js";
 import { h, put, say } from "./dom.js";
 import { failure } from "./failure.js";
 import { heatMap } from "./heat.js";
+import { histogram } from "./histogram.js";
+import { plot } from "./plot.js";
 import { bar, isLate, progress, setBar } from "./progress.js";
 import { Receipts } from "./receipts.js";
 import { repeat } from "./repeat.js";
@@ -54,7 +55,7 @@ class Buffer {
     const info = await answer.json();
     if (this.info?.created_at !== info.created_at) [this.page, this.epochs] = [null, []];
     [this.info, this.tag] = [info, answer.headers.get("ETag")];
-    if (this.page === null || !this.page.isConnected) await this.build();
+    if (this.page === null || !this.page.isConnected) this.build();
     this.draw();
     await this.readStatistics();
     await this.closed.show(info, this.epochs);
@@ -85,7 +86,7 @@ class Buffer {
 
   // ----- what the reader sees -----
 
-  async build() {
+  build() {
     const panel = (title, note, content, kind = "") =>
       h(
         "section",
@@ -111,8 +112,18 @@ class Buffer {
       this.readStatistics().catch((error) => this.failed(error));
     });
     this.tiles = h("dl", { class: "tiles values" });
-    this.bars = h("div", { class: "chart" }, h("p", { class: "muted" }, "Not computed yet."));
-    this.norms = h("div", { class: "chart" });
+    this.bars = h("div", {}, h("p", { class: "muted" }, "Not computed yet."));
+    this.chart = plot({
+      signal: this.signal,
+      height: 180,
+      x: { format: String, isWhole: true },
+      y: { format: (each) => words.general(each, 3) },
+      dots: true,
+      moved: (place) => this.drawReading(place),
+    });
+    this.reading = h("p", { class: "muted reading" });
+    this.none = h("p", { class: "muted", hidden: true }, "No epoch has closed yet.");
+    this.norms = h("div", {}, this.chart.element, this.reading);
     this.heat = h("div");
     this.facts = h("dl", { class: "facts" });
     const closed = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Closed epochs" });
@@ -140,7 +151,7 @@ class Buffer {
         "div",
         {},
         running,
-        panel("Norm", "by epoch", this.norms),
+        panel("Norm", "by epoch", [this.norms, this.none]),
         panel("Closed epochs", "the last ones", closed),
         panel("Rules and state", null, this.facts),
       ),
@@ -164,19 +175,6 @@ class Buffer {
     });
     put(this.main, h("header", { class: "title" }, h("div", {}, crumbs, h("h1", {}, this.name)), buttons), this.page);
     this.map = heatMap(this.heat, this.signal);
-    this.chart = await lines(this.norms, {
-      signal: this.signal,
-      x: "epoch",
-      axes: [{ size: 30 }, { size: 60, values: (_, ticks) => ticks.map((each) => words.general(each, 3)) }],
-      series: [
-        {
-          label: "norm",
-          colour: "accent",
-          points: true,
-          value: (_, value) => (value == null ? "" : words.general(value, 4)),
-        },
-      ],
-    });
     clearInterval(this.clock);
     this.clock = setInterval(() => document.visibilityState === "visible" && this.draw(), 1000);
     this.signal.addEventListener("abort", () => clearInterval(this.clock));
@@ -241,20 +239,23 @@ class Buffer {
       tiles.map(([name, text, ill]) => h("div", {}, h("dt", {}, name), h("dd", { class: ill ? "bad" : null }, text))),
     );
     histogram(this.bars, known.histogram);
-    this.drawNorms(this.epochs);
+    this.drawNorms();
     if (known.heat_map) this.map.set(known.heat_map, this.info.shape);
   }
 
-  drawNorms(epochs) {
-    const norms = epochs.map((each) => each.norm);
+  drawNorms() {
+    const norms = this.epochs.map((each) => each.norm);
     const finite = norms.filter((norm) => norm !== null);
-    if (!finite.length) {
-      if (!this.norms.querySelector(".none"))
-        this.norms.prepend(h("p", { class: "none muted" }, "No epoch has closed yet."));
-      return;
-    }
-    this.norms.querySelector(".none")?.remove();
+    this.norms.hidden = finite.length === 0;
+    this.none.hidden = finite.length > 0;
+    if (this.norms.hidden) return;
     const text = `Norm of ${words.many(norms.length, "closed epoch")}; the last is ${words.general(finite.at(-1), 4)}`;
-    this.chart.set([epochs.map((each) => each.epoch), norms], text);
+    this.chart.set(this.epochs.map((each) => each.epoch), [{ label: "norm", colour: "accent", values: norms }], text);
+  }
+
+  /** Say what the chart of norms has at the cursor. */
+  drawReading(place) {
+    const at = this.epochs[place];
+    say(this.reading, at ? `epoch ${at.epoch}   norm ${at.norm === null ? "none" : words.general(at.norm, 4)}` : "");
   }
 }

@@ -1,6 +1,7 @@
 // The picture of an element-wise gradient: dX over X for dY = 1, as the server computes it.
 
-import { h, mark, put, say, svg } from "./dom.js";
+import { h, mark, put, say } from "./dom.js";
+import { asNumbers, plot } from "./plot.js";
 
 /**
  * How to draw each element-wise gradient. `forward` makes Y of X for those that take the output of their activation.
@@ -15,8 +16,8 @@ const CURVES = {
 };
 
 const X = Array.from({ length: 201 }, (_, place) => (place - 100) / 20); // -5 to 5
-const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [560, 300, 44, 28, 12, 12];
 const TABLE_STEP = 5; // the table has each fifth point: 41 rows
+const HINT = "X from -5 to 5. Point at the curve to read it.";
 
 export function hasCurve(name) {
   return Object.hasOwn(CURVES, name);
@@ -26,39 +27,39 @@ export function hasCurve(name) {
 export function curvePanel(operator, { api, form, signal }) {
   const curve = CURVES[operator.name];
   const field = curve.attribute ? form.field(curve.attribute) : null;
-  const plot = h("div", { class: "plot" });
+  let dX = [];
+  const chart = plot({
+    signal,
+    height: 280,
+    x: { format: brief },
+    y: { format: brief, range: (least, most) => padded(Math.min(0, least), Math.max(1, most)) },
+    cross: true,
+    moved: (place) => say(reading, place === null ? HINT : `X = ${X[place]}   dX = ${dX[place]}`),
+  });
   const reading = h("p", { class: "muted reading" });
+  const picture = h("div", {}, chart.element, reading);
   const group = { tabindex: "0", role: "group", "aria-label": "Points of the curve" };
   const table = h("div", { class: "scroll points", hidden: true, ...group });
-  const toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false" }, "As numbers");
-  toggle.addEventListener("click", () => {
-    table.hidden = !table.hidden;
-    plot.hidden = reading.hidden = !table.hidden;
-    mark(toggle, "aria-expanded", String(!table.hidden));
-  });
+  const note = h("span", { class: "muted" }, "for dY = 1, computed by the server");
   const slide = field && slider(curve, field);
-  const element = h(
-    "section",
-    { class: "panel curve" },
-    h("h2", {}, "dX over X", h("span", { class: "muted" }, "for dY = 1, computed by the server"), toggle),
-    plot,
-    reading,
-    table,
-    slide?.element,
-  );
+  const head = h("h2", {}, "dX over X", note, asNumbers(null, table, picture));
+  const element = h("section", { class: "panel curve" }, head, picture, table, slide?.element);
   let asking = new AbortController();
   async function draw() {
     asking.abort();
     asking = new AbortController();
     slide?.follow();
     try {
-      const points = await computed(operator, curve, field, api, AbortSignal.any([signal, asking.signal]));
-      put(plot, picture(points, reading));
-      put(table, numbers(points));
-      mark(plot, "class", "plot");
+      dX = await computed(operator, curve, field, api, AbortSignal.any([signal, asking.signal]));
+      const values = dX.map((each) => (Number.isFinite(each) ? each : null));
+      const words = [-5, -1, 0, 1, 5].map((x) => `${brief(dX[X.indexOf(x)])} at ${x}`).join(", ");
+      chart.set(X, [{ label: "dX", colour: "accent", values }], `dX over X from -5 to 5: ${words}`);
+      put(table, numbers(dX));
+      say(reading, HINT);
+      mark(picture, "class", null);
     } catch (error) {
       if (error.name === "AbortError") return;
-      mark(plot, "class", "plot old");
+      mark(picture, "class", "old");
       if (!(error.parameter && form.refuse(error.parameter, error.message))) say(reading, error.message);
     }
   }
@@ -82,7 +83,7 @@ function slider({ attribute, least, most }, field) {
   };
 }
 
-/** Ask the server for dX at all X. Return [[x, dX], ...]. */
+/** Ask the server for dX at all X. */
 async function computed(operator, { forward }, field, api, signal) {
   const given = field?.value();
   const alpha = Number(given?.text ?? field?.usual);
@@ -91,7 +92,7 @@ async function computed(operator, { forward }, field, api, signal) {
   const named = Object.entries(tensors).map(([name, data]) => [name, { dtype: "float64", data: data.map(written) }]);
   const query = given ? `?${given.name}=${encodeURIComponent(given.text)}` : "";
   const { dX } = await api.post(`v1/ops/${operator.name}${query}`, Object.fromEntries(named), { signal });
-  return X.map((x, place) => [x, Number(dX.data[place])]);
+  return dX.data.map(Number);
 }
 
 /** JSON has no NaN and no infinities: the server reads them as strings. */
@@ -99,79 +100,16 @@ function written(number) {
   return Number.isFinite(number) ? number : String(number);
 }
 
-function numbers(points) {
-  const some = points.filter((_, place) => place % TABLE_STEP === 0);
-  const rows = some.map(([x, y]) => h("tr", {}, h("th", { scope: "row" }, x), h("td", { "data-x": x }, String(y))));
-  return h(
-    "table",
-    { class: "matrix" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "X"), h("th", { scope: "col" }, "dX"))),
-    h("tbody", {}, rows),
-  );
-}
-
-function picture(points, reading) {
-  const finite = points.map(([, y]) => y).filter(Number.isFinite);
-  const [low, high] = padded(Math.min(0, ...finite), Math.max(1, ...finite));
-  const across = (x) => LEFT + ((x + 5) / 10) * (WIDTH - LEFT - RIGHT);
-  const up = (y) => HEIGHT - BOTTOM - ((y - low) / (high - low)) * (HEIGHT - BOTTOM - TOP);
-  const steps = ticks(low, high);
-  const at = (x) => points.find(([each]) => each === x)?.[1];
-  const words = [-5, -1, 0, 1, 5].map((x) => `${brief(at(x))} at ${x}`).join(", ");
-  const hair = svg("line", { class: "hair", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
-  const dot = svg("circle", { class: "dot", r: 4, visibility: "hidden" });
-  const drawing = svg(
-    "svg",
-    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `dX over X from -5 to 5: ${words}` },
-    steps.map((y) => rule(y, up(y))),
-    steps.map((y) => svg("text", { x: LEFT - 8, y: up(y) + 4, "text-anchor": "end" }, brief(y))),
-    svg("line", { class: "zero", x1: across(0), x2: across(0), y1: TOP, y2: HEIGHT - BOTTOM }),
-    [-4, -2, 0, 2, 4].map((x) => svg("text", { x: across(x), y: HEIGHT - 8, "text-anchor": "middle" }, x)),
-    svg("path", { class: "trace", d: pathOf(points, across, up) }),
-    hair,
-    dot,
-  );
-  say(reading, "X from -5 to 5. Point at the curve to read it.");
-  drawing.addEventListener("pointermove", (event) => {
-    const box = drawing.getBoundingClientRect();
-    const x = (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
-    const [px, py] = points[Math.min(200, Math.max(0, Math.round(x * 200)))];
-    for (const name of ["x1", "x2"]) mark(hair, name, across(px));
-    mark(dot, "cx", across(px));
-    mark(dot, "cy", Number.isFinite(py) ? up(py) : up(0));
-    for (const each of [hair, dot]) mark(each, "visibility", "visible");
-    say(reading, `X = ${px}   dX = ${py}`);
-  });
-  return drawing;
-}
-
-function rule(y, height) {
-  return svg("line", { class: y === 0 ? "zero" : "rule", x1: LEFT, x2: WIDTH - RIGHT, y1: height, y2: height });
-}
-
-function pathOf(points, across, up) {
-  let pen = "M";
-  return points.map(([x, y]) => {
-    if (!Number.isFinite(y)) return (pen = "M") && "";
-    const step = `${pen}${across(x).toFixed(2)},${up(y).toFixed(2)}`;
-    pen = "L";
-    return step;
-  }).join("");
+function numbers(dX) {
+  const row = (x, y) => h("tr", {}, h("th", { scope: "row" }, x), h("td", { "data-x": x }, String(y)));
+  const rows = X.flatMap((x, place) => (place % TABLE_STEP === 0 ? [row(x, dX[place])] : []));
+  const titles = ["X", "dX"].map((each) => h("th", { scope: "col" }, each));
+  return h("table", { class: "matrix" }, h("thead", {}, h("tr", {}, titles)), h("tbody", {}, rows));
 }
 
 function padded(low, high) {
   const room = (high - low || 1) * 0.06;
   return [low - room, high + room];
-}
-
-/** Return three to seven round numbers between two. */
-function ticks(low, high) {
-  const rough = (high - low) / 5;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
-  const first = Math.ceil(low / step);
-  const length = Math.floor(high / step) - first + 1;
-  return Array.from({ length }, (_, place) => Number(((first + place) * step).toPrecision(12)));
 }
 
 function brief(number) {

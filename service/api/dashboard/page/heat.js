@@ -1,7 +1,7 @@
 // A heat map: the value of a buffer, or its sum in blocks if it is large.
 
-import { colour, onTheme } from "./charts.js";
 import { h, put, say } from "./dom.js";
+import { colour, onTheme } from "./plot.js";
 import { general } from "./words.js";
 
 /** The share of cells whose magnitude is within the colours' range: a few outliers would make the others pale. */
