@@ -1,4 +1,4 @@
-"""The server of an example: the server at `--url`, the server of `make run`, or a new server."""
+"""The server of an example: the server at `--url`, or a new server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from gradserve_client import Client
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNNING = "http://127.0.0.1:8000"
-"""Where `make run` serves."""
 
 START_SECONDS = 60.0
 STOP_SECONDS = 60.0
@@ -24,14 +22,8 @@ STOP_SECONDS = 60.0
 
 @contextmanager
 def server(url: str | None) -> Iterator[str]:
-    """Yield `url`, else `GRADSERVE_URL`, else the URL of a server that runs at `RUNNING`.
-
-    Without any of them, yield that of a new server on loopback, which keeps nothing after the end.
-    """
-    url = url or os.environ.get("GRADSERVE_URL")
-    if url is None and (url := _running()):
-        print(f"using the server at {url}", file=sys.stderr)
-    if url is not None:
+    """Yield `url`, else `GRADSERVE_URL`, else the URL of a new server on loopback. It keeps nothing after the end."""
+    if url := url or os.environ.get("GRADSERVE_URL"):
         yield url
         return
     port = _free_port()
@@ -58,11 +50,6 @@ def server(url: str | None) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _running() -> str | None:
-    with Client(RUNNING) as client:
-        return RUNNING if client.is_ready() else None
 
 
 def _gets_ready(process: subprocess.Popen[bytes], url: str) -> bool:

@@ -181,7 +181,7 @@ def train_alone(digits: Digits, epochs: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; by default that of `make run`, or a new one")
+    parser.add_argument("--url", help="a server; by default that at GRADSERVE_URL, or a new one")
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
     digits = load()

@@ -251,7 +251,7 @@ def plot_losses(runs: Mapping[str, Sequence[Step]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; by default that of `make run`, or a new one")
+    parser.add_argument("--url", help="a server; by default that at GRADSERVE_URL, or a new one")
     parser.add_argument("--steps", type=int, default=60, help="from 20 to 1000")
     parser.add_argument("--deadline", type=float, default=0.4, help="seconds after which an epoch closes")
     parser.add_argument("--plot", metavar="FILE", help="an image for the losses, with matplotlib")

@@ -113,7 +113,7 @@ def train(server: Client, epochs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; by default that of `make run`, or a new one")
+    parser.add_argument("--url", help="a server; by default that at GRADSERVE_URL, or a new one")
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
     with running_server(options.url) as url, Client(url) as server:

@@ -136,7 +136,7 @@ def train_together(train: Training, url: str, run: str, arrays: Any, steps: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; by default that of `make run`, or a new one")
+    parser.add_argument("--url", help="a server; by default that at GRADSERVE_URL, or a new one")
     parser.add_argument("--steps", type=int, default=240, help=f"a multiple of {INNER_STEPS}")
     options = parser.parse_args()
     if options.steps < 1 or options.steps % INNER_STEPS:

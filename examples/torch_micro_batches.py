@@ -201,7 +201,7 @@ def train(server: Client, run: str, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; by default that of `make run`, or a new one")
+    parser.add_argument("--url", help="a server; by default that at GRADSERVE_URL, or a new one")
     parser.add_argument("--short", action="store_true", help="6 steps in place of 50")
     options = parser.parse_args()
     run = f"torch_micro_batches-{uuid.uuid4().hex[:8]}"
