@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
+import httpx
 import pytest
 from gradserve_client._cli.commands import command as gradserve_client_command
 
@@ -18,7 +19,7 @@ from service.api.telemetry.metrics import FAMILIES
 from service.settings import Settings
 from tests.commands import helps
 from tests.documentation import DOCUMENTS, README, ROOT, TABLES, Block, blocks, rendered, tables
-from tests.serving import serving
+from tests.serving import delete_buffers, serving
 
 MAX_README_BYTES = 8192
 """The README's limit of bytes: a newcomer reads it in five minutes."""
@@ -43,22 +44,35 @@ def examples() -> list[tuple[str, int, Block, str]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    with serving(shared_memory=True) as url:
+        yield url
+
+
+@pytest.fixture
+def url(served: str) -> str:
+    """Return the URL of a server without buffers."""
+    with httpx.Client(base_url=served) as client:
+        delete_buffers(client)
+    return served
+
+
 @pytest.mark.parametrize(
     ("name", "block", "output"),
     [pytest.param(name, block, output, id=f"{name}-{number}") for name, number, block, output in examples()],
 )
-def test_examples_answer_as_printed(name: str, block: Block, output: str) -> None:
+def test_examples_answer_as_printed(url: str, name: str, block: Block, output: str) -> None:
     assert "127.0.0.1:8000" in block.text
-    with serving(shared_memory=True) as url:
-        code = block.text.replace("127.0.0.1:8000", url.removeprefix("http://"))
-        if block.language == "bash":
-            command = ["bash", "-euc", code]
-            printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
-        else:
-            captured = io.StringIO()
-            with contextlib.redirect_stdout(captured):
-                exec(compile(code, name, "exec"), {})
-            printed = captured.getvalue()
+    code = block.text.replace("127.0.0.1:8000", url.removeprefix("http://"))
+    if block.language == "bash":
+        command = ["bash", "-euc", code]
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+    else:
+        captured = io.StringIO()
+        with contextlib.redirect_stdout(captured):
+            exec(compile(code, name, "exec"), {})
+        printed = captured.getvalue()
     assert printed.strip() == output.strip()
 
 

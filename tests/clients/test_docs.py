@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import gradserve_client
+import httpx
 import pytest
 from gradserve_client import AsyncClient, Client, errors
 from gradserve_client._async.buffer import AsyncBuffer
@@ -24,7 +25,7 @@ from gradserve_client.buffers import Buffers
 from gradserve_client.ops import Ops
 
 from service.kernels import OPERATORS
-from tests.serving import serving
+from tests.serving import delete_buffers, serving
 
 generate = importlib.import_module("clients.python.generate")  # which mypy would find under two names
 PACKAGE = generate.PACKAGE
@@ -54,10 +55,17 @@ def examples() -> list[doctest.DocTest]:
 
 
 @pytest.fixture(scope="module")
-def fresh() -> Iterator[str]:
-    """The URL of a server with no other buffers than these tests'."""
+def served() -> Iterator[str]:
     with serving() as url:
         yield url
+
+
+@pytest.fixture
+def fresh(served: str) -> Iterator[str]:
+    """The URL of a server without other buffers."""
+    yield served
+    with httpx.Client(base_url=served) as client:
+        delete_buffers(client)
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda test: test.name.removeprefix("gradserve_client."))
@@ -67,12 +75,8 @@ def test_examples_in_docstrings(fresh: str, example: doctest.DocTest) -> None:
         for name, shape in shapes.items():
             server.buffers[name].create(shape)
         said = io.StringIO()
-        try:
-            example.globs.update(server=server, url=fresh)
-            doctest.DocTestRunner().run(example, out=said.write)
-        finally:
-            for one in server.buffers.list():
-                server.buffers[one.name].delete()
+        example.globs.update(server=server, url=fresh)
+        doctest.DocTestRunner().run(example, out=said.write)
     assert not said.getvalue()
 
 
@@ -87,10 +91,10 @@ def test_every_method_that_calls_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(("code", "output"), EXAMPLES, ids=range(len(EXAMPLES)))
-def test_the_readmes_examples_answer_as_printed(code: str, output: str) -> None:
+def test_the_readmes_examples_answer_as_printed(fresh: str, code: str, output: str) -> None:
     said = io.StringIO()
-    with serving() as url, contextlib.redirect_stdout(said):
-        exec(compile(code.replace("http://127.0.0.1:8000", url), "README.md", "exec"), {})
+    with contextlib.redirect_stdout(said):
+        exec(compile(code.replace("http://127.0.0.1:8000", fresh), "README.md", "exec"), {})
     assert said.getvalue().strip() == output.strip()
 
 
