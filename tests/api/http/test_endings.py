@@ -245,6 +245,12 @@ def test_a_cut_answer_is_logged_with_the_bytes_sent(url: str, logged: pytest.Log
 # ----- the stop -----
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the server wait for half a second only until it aborts a connection that its client does not close."""
+    monkeypatch.setattr(Ending, "max_seconds", 0.5)
+
+
 def test_an_idle_client_does_not_delay_the_stop() -> None:
     with serving() as url:
         connection = Connection(url)
@@ -256,7 +262,7 @@ def test_an_idle_client_does_not_delay_the_stop() -> None:
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_a_missing_body_does_not_delay_the_stop(read: bool) -> None:
+def test_a_missing_body_does_not_delay_the_stop(read: bool, soon: None) -> None:
     with serving(drain_timeout=20) as url:
         connection = Connection(url)
         connection.send(b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
@@ -320,7 +326,7 @@ def assert_lives(connection: ssl.SSLSocket) -> None:
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-def test_an_idle_https_client_does_not_delay_the_stop(certificate: tuple[Path, Path]) -> None:
+def test_an_idle_https_client_does_not_delay_the_stop(certificate: tuple[Path, Path], soon: None) -> None:
     made, key = certificate
     with serving(tls_certificate=made, tls_key=key, drain_timeout=20) as url:
         connection = secure(url, made)
@@ -341,9 +347,8 @@ def test_an_https_client_that_sends_on_reads_the_last_answer(certificate: tuple[
 
 
 def test_https_clients_that_leave_cause_no_error(
-    certificate: tuple[Path, Path], logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    certificate: tuple[Path, Path], logged: pytest.LogCaptureFixture, soon: None
 ) -> None:
-    monkeypatch.setattr(Ending, "max_seconds", 0.5)
     made, key = certificate
     with serving(tls_certificate=made, tls_key=key) as url:
         for sent in (b"nonsense\r\n\r\n", LIVE, b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"):
@@ -356,7 +361,7 @@ def test_https_clients_that_leave_cause_no_error(
     assert errors(logged) == []
 
 
-def test_a_slow_https_client_gets_the_whole_answer(certificate: tuple[Path, Path]) -> None:
+def test_a_slow_https_client_gets_the_whole_answer(certificate: tuple[Path, Path], soon: None) -> None:
     made, key = certificate
     size = 4 << 20
     with serving(tls_certificate=made, tls_key=key) as url:
@@ -366,7 +371,7 @@ def test_a_slow_https_client_gets_the_whole_answer(certificate: tuple[Path, Path
         with secure(url, made) as slow:
             accept = b"Accept: application/vnd.safetensors\r\nConnection: close\r\n\r\n"
             slow.sendall(b"GET /v1/buffers/large/value HTTP/1.1\r\nHost: x\r\n" + accept)
-            time.sleep(3)  # longer than the server waits for a TLS close
+            time.sleep(1)  # longer than the server waits for the client's close
             stream = slow.makefile("rb")
             lines = [*iter(stream.readline, b"\r\n")]
             length = next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length"))
