@@ -1,4 +1,4 @@
-"""The OpenAPI schema: FastAPI's, with the models of every operator and the errors of every endpoint."""
+"""The OpenAPI document: FastAPI's, with the errors of every endpoint, in the forms that client generators need."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def new_spec(members: Mapping[str, Any]) -> Spec:
 
 def check_expected(contributors: Sequence[str] | None) -> None:
     """Raise `InvalidParameter` if a contributor has no valid name, or is expected twice."""
-    for name, count in Counter(contributors or ()).items():
+    if contributors is None:
+        return
+    for name, count in Counter(contributors).items():
         check_contributor(name, "contributors")
         if count > 1:
             raise InvalidParameter(f"contributors has {shown(name)} {count} times, not once", parameter="contributors")

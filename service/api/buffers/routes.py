@@ -276,7 +276,7 @@ def check_may_read(call: Call, query: AccumulateQuery) -> None:
 
 def new_create(call: Call, name: str, new: BaseModel) -> Create:
     """Return the change that creates a buffer. Raises for what no buffer can be."""
-    spec = new_spec(dict(new))
+    spec = new_spec(vars(new))
     refusal = _refusal(call, name, spec)
     if refusal is not None and (len(name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_RANK):
         raise refusal

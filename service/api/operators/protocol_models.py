@@ -116,8 +116,9 @@ class ModelStatistics(TypedDict):
 
 
 def _inline(members: Any, *others: str) -> WithJsonSchema:
-    """Let OpenAPI show an object in its place: it gets no name of its own."""
-    shown = TypeAdapter(members).json_schema()
+    """Let OpenAPI show the members of an object in its place: the object gets no name of its own."""
+    schema = TypeAdapter(members).json_schema()
+    shown: dict[str, Any] = {part: schema[part] for part in ("properties", "required") if part in schema}
     return WithJsonSchema({**shown, "type": ["object", *others] if others else "object"})
 
 
@@ -127,6 +128,8 @@ _BUFFERS = ["dW:gru.W"]
 
 
 class SharedParameters(TypedDict, total=False):
+    """Where a tensor is in shared memory."""
+
     shared_memory_region: Annotated[str, Field(description="The registered region that holds the tensor.")]
     shared_memory_offset: Annotated[Bytes, Field(description="Where in the region the tensor begins.")]
     shared_memory_byte_size: Annotated[
@@ -135,6 +138,8 @@ class SharedParameters(TypedDict, total=False):
 
 
 class TensorParameters(SharedParameters, total=False):
+    """Where the elements of a tensor are, if they are not its data."""
+
     binary_data_size: Annotated[Bytes, Field(description="Bytes of the tensor after the JSON.")]
 
 
@@ -149,10 +154,14 @@ class InferTensor(TypedDict):
 
 
 class OutputParameters(SharedParameters, total=False):
+    """Where an output goes, if it is no text."""
+
     binary_data: Annotated[bool, Field(description="Whether the output travels as bytes.")]
 
 
 class RequestedOutput(TypedDict):
+    """An output to return."""
+
     name: str
     parameters: NotRequired[Annotated[dict[str, Any] | None, _inline(OutputParameters, "null")]]
 
@@ -183,6 +192,8 @@ class BufferParameters(BaseModel):
 
 
 class InferParameters(BufferParameters, extra="ignore"):
+    """The parameters that OpenAPI shows; a model's attributes come with them."""
+
     binary_data_output: bool = Field(default_factory=absent, description="Whether all outputs travel as bytes.")
 
 
@@ -203,6 +214,8 @@ class InferRequest(TypedDict, total=False):
 
 
 class AnswerParameters(TypedDict, total=False):
+    """What an answer has beside its outputs."""
+
     receipts: Annotated[str, Field(description="With `into`: the receipts by output, as JSON.")]
 
 
