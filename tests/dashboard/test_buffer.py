@@ -116,6 +116,7 @@ def test_it_remembers_the_norms_of_epochs_that_are_no_longer_kept(
     http.delete(buffer).raise_for_status()
     http.put(buffer, json=RULES).raise_for_status()
     expect(page.get_by_text("No epoch has closed yet.")).to_be_visible()
+    expect(page.locator(".values dd").first).to_have_text("0")
 
 
 def test_epochs_that_close_fast_are_followed_without_an_error(open_page: Open, server: str, http: httpx.Client) -> None:

@@ -126,11 +126,7 @@ export function download(api, { info }, epoch = null) {
   const which = h("select", { id: "which" }, option("", `epoch ${info.epoch}, running`), epochs);
   if (epoch !== null) which.value = epoch;
   const reduce = h("select", { id: "reduce" }, option("sum", "sum"), option("mean", "mean"));
-  const form = h(
-    "select",
-    { id: "form" },
-    Object.keys(FORMS).map((name) => option(name, name)),
-  );
+  const form = h("select", { id: "form" }, Object.keys(FORMS).map((name) => option(name, name)));
   const field = (label, select) => [h("label", { for: select.id }, label), select];
   ask({
     title: `Download ${info.name}`,

@@ -17,6 +17,8 @@ export class Problem extends Error {
 
 /** The server did not answer. */
 export class Unreachable extends Error {
+  title = "No answer";
+
   constructor() {
     super("The server does not answer");
   }

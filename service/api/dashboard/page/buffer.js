@@ -1,8 +1,7 @@
 // One buffer: its epoch, its numbers, and what can be done to it.
 
 import { actions, path } from "./actions.js";
-import { h, put, say } from "./dom.js";
-import { failure } from "./failure.js";
+import { failure, h, put, say } from "./dom.js";
 import { heatMap } from "./heat.js";
 import { histogram } from "./histogram.js";
 import { plot } from "./plot.js";
@@ -31,12 +30,7 @@ export async function show(main, { api, caller, signal, parameters }) {
     },
     { signal },
   );
-  await repeat(
-    signal,
-    READ_SECONDS,
-    () => view.read(),
-    (error) => view.failed(error),
-  );
+  await repeat(signal, READ_SECONDS, () => view.read(), (error) => view.failed(error));
 }
 
 class Buffer {
@@ -88,16 +82,10 @@ class Buffer {
 
   build() {
     const panel = (title, note, content, kind = "") =>
-      h(
-        "section",
-        { class: `panel ${kind}` },
-        h("h2", {}, title, typeof note === "string" ? h("span", { class: "muted" }, note) : note),
-        content,
-      );
-    this.count = h("dd");
-    this.weight = h("dd");
-    this.ends = h("dd");
-    this.changed = h("dd");
+      h("section", { class: `panel ${kind}` }, h("h2", {}, title, note), content);
+    const aside = (text) => h("span", { class: "muted" }, text);
+    this.state = null;
+    [this.count, this.weight, this.ends, this.changed] = ["dd", "dd", "dd", "dd"].map((each) => h(each));
     this.bar = bar();
     this.people = h("ul", { class: "people" });
     this.epoch = h("span");
@@ -151,15 +139,15 @@ class Buffer {
         "div",
         {},
         running,
-        panel("Norm", "by epoch", [this.norms, this.none]),
-        panel("Closed epochs", "the last ones", closed),
+        panel("Norm", aside("by epoch"), [this.norms, this.none]),
+        panel("Closed epochs", aside("the last ones"), closed),
         panel("Rules and state", null, this.facts),
       ),
       h(
         "div",
         {},
         panel("Values", this.choice, this.tiles, "first"),
-        panel("Magnitudes", "elements by size", this.bars, "first"),
+        panel("Magnitudes", aside("elements by size"), this.bars, "first"),
         panel("Heat map", null, this.heat),
       ),
     );
@@ -202,20 +190,13 @@ class Buffer {
   }
 
   drawPeople(late) {
+    const chip = (kind, text, what) => h("li", { class: kind }, text, h("span", { class: "unseen" }, what));
+    const text = (name, count) => (count === 1 ? name : `${name} (${count})`);
     const counted = Object.entries(this.info.contributors_in);
-    const chip = (name, kind, text, what) => h("li", { class: kind }, text, h("span", { class: "unseen" }, what));
-    const there = counted.map(([name, count]) => [
-      name,
-      chip(name, "in", count === 1 ? name : `${name} (${count})`, " is in"),
-    ]);
-    const missing = (this.info.missing ?? []).map((name) => [
-      name,
-      chip(name, late ? "out slow" : "out", name, " is missing"),
-    ]);
-    put(
-      this.people,
-      [...there, ...missing].sort(([a], [b]) => byName(a, b)).map(([, element]) => element),
-    );
+    const there = counted.map(([name, count]) => [name, chip("in", text(name, count), " is in")]);
+    const out = late ? "out slow" : "out";
+    const missing = (this.info.missing ?? []).map((name) => [name, chip(out, name, " is missing")]);
+    put(this.people, [...there, ...missing].sort(([a], [b]) => byName(a, b)).map(([, element]) => element));
   }
 
   drawStatistics() {

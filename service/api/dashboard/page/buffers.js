@@ -1,8 +1,7 @@
 // All buffers, as a table that follows them.
 
 import { address, columnsOf, nonfinite } from "./columns.js";
-import { h, mark, put, say } from "./dom.js";
-import { failure } from "./failure.js";
+import { failure, h, mark, put, say } from "./dom.js";
 import { Grid } from "./grid.js";
 import { Known } from "./known.js";
 import { isLate } from "./progress.js";
@@ -23,12 +22,7 @@ let left = null;
 export async function show(main, { api, caller, signal, parameters }) {
   const view = new Buffers(main, api, caller, signal, parameters.query);
   performance.mark("buffers asked");
-  await repeat(
-    signal,
-    LIST_SECONDS,
-    () => view.read(),
-    (error) => view.failed(error),
-  );
+  await repeat(signal, LIST_SECONDS, () => view.read(), (error) => view.failed(error));
 }
 
 class Buffers {

@@ -1,7 +1,5 @@
 // One call of an operator, in three forms: what the page sends, curl, and Python.
 
-import { listed, pythonOfAttribute, pythonOfJson, quoted } from "./literals.js";
-
 /**
  * A call is {operator, tensors: [{name, text, dtype, usual}], attributes: [{name, type, text}]}. A tensor's `text` is
  * JSON; its `dtype` is null if the text says it, or if it is the `usual` one, which a list has without saying so.
@@ -76,4 +74,45 @@ function pythonOfDtype(dtype) {
 /** Return the method of an operator: LogSoftmaxGrad_13 is log_softmax_grad_13. */
 export function methodOf(name) {
   return name.replace(/([A-Z]+)([A-Z][a-z])|([a-z0-9])([A-Z])/g, "$1$3_$2$4").toLowerCase();
+}
+
+// ----- what a reader typed into a form, as text of JSON, of Python and of a shell -----
+
+const NUMBERS = { NaN: "nan", Infinity: "inf", "-Infinity": "-inf" };
+
+/** The JSON text of nested lists, a line for each row of a matrix. */
+export function listText(value) {
+  if (!Array.isArray(value)) return JSON.stringify(value);
+  if (!value.some(Array.isArray)) return `[${value.map((each) => JSON.stringify(each)).join(", ")}]`;
+  const inner = value.map((each) => listText(each).replaceAll("\n", "\n "));
+  return `[${inner.join(",\n ")}]`;
+}
+
+/** The JSON text as Python: True for true, nan for "NaN". Numbers are written as the reader wrote them. */
+function pythonOfJson(text) {
+  const token = /"(?:[^"\\]|\\.)*"|true|false|null/g;
+  const words = { true: "True", false: "False", null: "None" };
+  return text.replace(token, (found) => words[found] ?? pythonOfString(JSON.parse(found)));
+}
+
+function pythonOfString(text) {
+  return Object.hasOwn(NUMBERS, text) ? NUMBERS[text] : JSON.stringify(text);
+}
+
+/** The text of an attribute as Python: a number, the list of a text with commas, or a string. */
+function pythonOfAttribute(text, type) {
+  if (type.startsWith("list[")) return `[${listed(text).map((each) => JSON.stringify(each)).join(", ")}]`;
+  if (!/^(int|float)\b/.test(type)) return JSON.stringify(text);
+  if (/^[+-]?\d+$/.test(text)) return text.replace(/^([+-]?)0+(?=\d)/, "$1"); // digits beyond 2^53 stay
+  return Number.isFinite(Number(text)) ? String(Number(text)) : JSON.stringify(text);
+}
+
+/** The parts of a text between commas. */
+function listed(text) {
+  return text.split(",").map((each) => each.trim()).filter(Boolean);
+}
+
+/** The text as one word of a POSIX shell. */
+function quoted(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
 }

@@ -1,6 +1,6 @@
 // The picture of an element-wise gradient: dX over X for dY = 1, as the server computes it.
 
-import { h, mark, put, say } from "./dom.js";
+import { h, mark, put, say, scroller, table } from "./dom.js";
 import { asNumbers, plot } from "./plot.js";
 
 /**
@@ -38,12 +38,11 @@ export function curvePanel(operator, { api, form, signal }) {
   });
   const reading = h("p", { class: "muted reading" });
   const picture = h("div", {}, chart.element, reading);
-  const group = { tabindex: "0", role: "group", "aria-label": "Points of the curve" };
-  const table = h("div", { class: "scroll points", hidden: true, ...group });
+  const points = scroller("Points of the curve", "points");
   const note = h("span", { class: "muted" }, "for dY = 1, computed by the server");
   const slide = field && slider(curve, field);
-  const head = h("h2", {}, "dX over X", note, asNumbers(null, table, picture));
-  const element = h("section", { class: "panel curve" }, head, picture, table, slide?.element);
+  const head = h("h2", {}, "dX over X", note, asNumbers(null, points, picture));
+  const element = h("section", { class: "panel curve" }, head, picture, points, slide?.element);
   let asking = new AbortController();
   async function draw() {
     asking.abort();
@@ -54,7 +53,7 @@ export function curvePanel(operator, { api, form, signal }) {
       const values = dX.map((each) => (Number.isFinite(each) ? each : null));
       const words = [-5, -1, 0, 1, 5].map((x) => `${brief(dX[X.indexOf(x)])} at ${x}`).join(", ");
       chart.set(X, [{ label: "dX", colour: "accent", values }], `dX over X from -5 to 5: ${words}`);
-      put(table, numbers(dX));
+      put(points, numbers(dX));
       say(reading, HINT);
       mark(picture, "class", null);
     } catch (error) {
@@ -103,8 +102,7 @@ function written(number) {
 function numbers(dX) {
   const row = (x, y) => h("tr", {}, h("th", { scope: "row" }, x), h("td", { "data-x": x }, String(y)));
   const rows = X.flatMap((x, place) => (place % TABLE_STEP === 0 ? [row(x, dX[place])] : []));
-  const titles = ["X", "dX"].map((each) => h("th", { scope: "col" }, each));
-  return h("table", { class: "matrix" }, h("thead", {}, h("tr", {}, titles)), h("tbody", {}, rows));
+  return table("matrix", ["X", "dX"], rows);
 }
 
 function padded(low, high) {

@@ -21,17 +21,12 @@ function filled(element, properties, children) {
     else if (name === "style") Object.entries(value).forEach(([key, each]) => element.style.setProperty(key, each));
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(
-    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
-  );
-  return element;
+  return put(element, children);
 }
 
 /** Replace the children of an element. */
 export function put(element, ...children) {
-  element.replaceChildren(
-    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
-  );
+  element.replaceChildren(...children.flat(Infinity).filter((child) => ![null, undefined, false].includes(child)));
   return element;
 }
 
@@ -45,4 +40,26 @@ export function say(element, text) {
 export function mark(element, name, value) {
   if (value === null || value === false) element.removeAttribute(name);
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+}
+
+/** Return a table. A head is a text, or a cell. */
+export function table(kind, heads, rows) {
+  const cells = heads.map((each) => (each instanceof Node ? each : h("th", { scope: "col" }, each)));
+  return h("table", { class: kind }, h("thead", {}, h("tr", {}, cells)), h("tbody", {}, rows));
+}
+
+/** Return a named box that scrolls, also by keys. */
+export function scroller(label, kind, ...children) {
+  return h("div", { class: `scroll ${kind}`, tabindex: "0", role: "group", "aria-label": label }, children);
+}
+
+/** Return the nodes of a text with `code` in backticks, as the server's descriptions have it. */
+export function prose(text) {
+  return text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+}
+
+/** Return what stands in place of a view that failed: the error's title and detail, which names a missing scope. */
+export function failure(error) {
+  const title = error.title ?? "The page failed";
+  return h("section", { class: "empty", role: "alert" }, h("h1", {}, title), h("p", {}, error.message));
 }

@@ -1,7 +1,7 @@
 // The form of an operator: a field for each input and attribute, with the server's words about it beside it.
 
+import { listText } from "./calls.js";
 import { h, mark, put, say } from "./dom.js";
-import { listText } from "./literals.js";
 
 /**
  * Return the form of an operator, filled with its example: {element, call, tell, refuse, field}. `call()` returns what

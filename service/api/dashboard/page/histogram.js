@@ -35,10 +35,6 @@ export function histogram(host, { bounds, counts }) {
       { class: "bars", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": text },
       bars,
     ),
-    h(
-      "div",
-      { class: "scale" },
-      [ends[0], middle, ends[1]].map((bound) => h("span", {}, general(bound, 2))),
-    ),
+    h("div", { class: "scale" }, [ends[0], middle, ends[1]].map((bound) => h("span", {}, general(bound, 2)))),
   );
 }

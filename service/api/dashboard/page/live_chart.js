@@ -1,6 +1,6 @@
 // A chart of the service, whose lines grow: with a legend, and with its numbers as a table.
 
-import { h, mark, put, say } from "./dom.js";
+import { h, mark, put, say, scroller, table } from "./dom.js";
 import { asNumbers, isKnown, plot } from "./plot.js";
 import { time } from "./words.js";
 
@@ -26,8 +26,8 @@ export function liveChart({ id, title, note, format, isLog, isWhole, choices, ch
     },
   });
   const label = `${title} as numbers`;
-  const table = h("div", { class: "scroll numbers", tabindex: "0", role: "group", "aria-label": label, hidden: true });
-  const toggle = asNumbers(label, table, chart.element, () => shown && set(shown));
+  const listed = scroller(label, "numbers");
+  const toggle = asNumbers(label, listed, chart.element, () => shown && set(shown));
   const legend = h("ul", { class: "lines" });
   const aside = h("span", { class: "muted" }, note);
   const select = choices && h(
@@ -36,14 +36,14 @@ export function liveChart({ id, title, note, format, isLog, isWhole, choices, ch
     choices.map((each) => h("option", { selected: each === chosen }, each)),
   );
   const head = h("h2", {}, title, aside, select, toggle);
-  const element = h("section", { class: "panel live", "data-chart": id }, head, chart.element, table, legend);
+  const element = h("section", { class: "panel live", "data-chart": id }, head, chart.element, listed, legend);
 
   function set(given) {
     const isOther = shown === null || String(shown.lines.map(named)) !== String(given.lines.map(named));
     shown = given;
     const { at, lines } = shown;
     if (isOther) put(legend, lines.length ? lines.map(entry) : h("li", {}, "none in this time"));
-    if (!table.hidden) put(table, lines.length ? numbers(shown, format) : null);
+    if (!listed.hidden) put(listed, lines.length ? numbers(shown, format) : null);
     const last = ({ values }) => (isKnown(values.at(-1)) ? format(values.at(-1)) : "unknown");
     const words = lines.map((line) => `${line.label} ${last(line)}`).join(", ") || "none";
     const coloured = lines.map((line, place) => ({ ...line, colour: colourOf(line, place) }));
@@ -90,8 +90,7 @@ function numbers({ at, lines }, format) {
     return h("td", { class: "number" }, isKnown(number) ? h("data", { value: number }, format(number)) : "–");
   });
   const titles = lines.map(({ label }) => h("th", { scope: "col", class: "number" }, label));
-  const head = h("tr", {}, h("th", { scope: "col" }, "time"), titles);
   const clocked = (place) => h("th", { scope: "row" }, time(at[place]).slice(11, 19));
   const rows = places.map((place) => h("tr", { "data-at": at[place] }, clocked(place), cells(place)));
-  return h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, rows));
+  return table("plain", ["time", ...titles], rows);
 }

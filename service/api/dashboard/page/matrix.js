@@ -1,6 +1,6 @@
 // A tensor's values as tables: a matrix is one table, a tensor of higher rank one for each matrix in it.
 
-import { h } from "./dom.js";
+import { h, scroller, table } from "./dom.js";
 
 /** Rows, columns and tables that are shown at most: more do not help a reader, and take seconds to lay out. */
 const MOST_ROWS = 24;
@@ -16,7 +16,7 @@ export function tensorTables(name, { dtype, shape, data }) {
     "div",
     { class: "tensor" },
     h("h3", {}, h("code", {}, name), " ", h("span", { class: "muted" }, kind)),
-    h("div", { class: "matrices" }, all.slice(0, MOST_TABLES).map(([place, rows]) => table(name + place, place, rows))),
+    h("div", { class: "matrices" }, all.slice(0, MOST_TABLES).map(([place, rows]) => picture(name, place, rows))),
     hidden > 0 && h("p", { class: "muted" }, `${hidden} more matrices are not shown.`),
     all.length === 0 && h("p", { class: "muted" }, "No elements."),
   );
@@ -31,32 +31,24 @@ function* matrices(data, shape, place) {
   } else yield [place, shape.length === 2 ? data : [shape.length === 1 ? data : [data]]];
 }
 
-function table(label, place, rows) {
+function picture(name, place, rows) {
   const [height, width] = [rows.length, rows[0].length];
   const missing = [
     height > MOST_ROWS && `${height - MOST_ROWS} more rows`,
     width > MOST_COLUMNS && `${width - MOST_COLUMNS} more columns`,
   ].filter(Boolean);
   const columns = [...rows[0].slice(0, MOST_COLUMNS).keys()];
+  const shown = rows.slice(0, MOST_ROWS).map(line);
   return h(
     "figure",
     {},
     place && h("figcaption", { class: "muted mono" }, place),
-    h(
-      "div",
-      { class: "scroll", tabindex: "0", role: "group", "aria-label": `Values of ${label}` },
-      h(
-        "table",
-        { class: "matrix" },
-        h("thead", {}, h("tr", {}, h("td", {}), columns.map((each) => h("th", { scope: "col" }, each)))),
-        h("tbody", {}, rows.slice(0, MOST_ROWS).map((row, index) => line(index, row))),
-      ),
-    ),
+    scroller(`Values of ${name}${place}`, "", table("matrix", [h("td"), ...columns], shown)),
     missing.length > 0 && h("p", { class: "muted" }, `${missing.join(" and ")} are not shown.`),
   );
 }
 
-function line(index, row) {
+function line(row, index) {
   return h("tr", {}, h("th", { scope: "row" }, index), row.slice(0, MOST_COLUMNS).map(cell));
 }
 

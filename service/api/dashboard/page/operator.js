@@ -3,10 +3,9 @@
 import { bodyOf, curlOf, pathOf, pythonOf } from "./calls.js";
 import { copyBox } from "./copy.js";
 import { curvePanel, hasCurve } from "./curve.js";
-import { h, mark, put, say } from "./dom.js";
+import { h, mark, prose, put, say, scroller, table } from "./dom.js";
 import { operatorForm } from "./form.js";
 import { tensorTables } from "./matrix.js";
-import { paragraphs, prose } from "./prose.js";
 
 /** The page reads numbers from lists. Without this, an input in base64 gets its answer in base64. */
 const LISTS = { name: "encoding", type: "str", text: "list" };
@@ -71,7 +70,7 @@ function heading({ name, formula, description }) {
     { class: "about" },
     h("h1", {}, name),
     h("p", { class: "formula" }, prose(formula.replace(/\.$/, ""))),
-    paragraphs(description),
+    description.split(/\n\n+/).filter(Boolean).map((each) => h("p", {}, prose(each.replaceAll("\n", " ")))),
   );
 }
 
@@ -81,25 +80,24 @@ function runPanel(form) {
 
 function signaturePanel({ inputs, outputs, attributes, example }) {
   const tables = [
-    table(["Input", "type", "shape"], inputs.map((each) => inputRow(each, example))),
-    table(["Output", "type", "shape"], outputs.map((each) => outputRow(each, example))),
-    table(["Type", "dtypes, the usual one first"], variableRows([...inputs, ...outputs])),
-    table(["Attribute", "type", "default"], attributes.map(attributeRow)),
+    signature(["Input", "type", "shape"], inputs.map((each) => inputRow(each, example))),
+    signature(["Output", "type", "shape"], outputs.map((each) => outputRow(each, example))),
+    signature(["Type", "dtypes, the usual one first"], variableRows([...inputs, ...outputs])),
+    signature(["Attribute", "type", "default"], attributes.map(attributeRow)),
   ];
   const label = "Tensors and attributes";
   return h(
     "section",
     { class: "panel" },
     h("h2", {}, label, h("span", { class: "muted" }, "with the shapes of the example")),
-    h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label }, tables),
+    scroller(label, "", tables),
   );
 }
 
-function table(titles, rows) {
-  if (rows.length === 0) return null;
+function signature(titles, rows) {
   const wide = (place) => (titles.length === 2 && place === 1 ? 2 : null);
-  const head = h("tr", {}, titles.map((each, place) => h("th", { scope: "col", colspan: wide(place) }, each)));
-  return h("table", { class: "plain signature" }, h("thead", {}, head), h("tbody", {}, rows));
+  const heads = titles.map((each, place) => h("th", { scope: "col", colspan: wide(place) }, each));
+  return rows.length > 0 && table("plain signature", heads, rows);
 }
 
 function inputRow(tensor, example) {
@@ -201,7 +199,7 @@ async function run(form, answer, { api, signal }) {
     answer.show(`${reply.status} ${took()}`, tensors);
   } catch (error) {
     if (signal.aborted) return;
-    const status = error.status ?? (error instanceof api.Unreachable ? "No answer" : "The page failed");
+    const status = error.status ?? error.title ?? "The page failed";
     const name = error.tensor ?? error.parameter;
     if (name) form.refuse(name, error.message);
     answer.fail(

@@ -1,7 +1,6 @@
 // All operators, as a list; with a name in the address, one of them.
 
-import { h, put, say } from "./dom.js";
-import { prose } from "./prose.js";
+import { h, prose, put, say } from "./dom.js";
 
 export async function show(main, { api, caller, signal, parameters }) {
   const { operators } = await api.get("v1/ops", { signal });

@@ -120,10 +120,11 @@ function drawCross({ ctx, bbox, valToPos }) {
   ctx.fillRect(bbox.left, valToPos(0, "y", true), bbox.width, 1);
 }
 
-/** Return the button that shows a table of numbers in place of a picture. `changed` is called after each click. */
+/** Hide a table of numbers; return the button that shows it in place of a picture, and calls `changed` then. */
 export function asNumbers(label, table, picture, changed = () => {}) {
   const toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-label": label });
   toggle.append("As numbers");
+  table.hidden = true;
   toggle.addEventListener("click", () => {
     [table.hidden, picture.hidden] = [!table.hidden, table.hidden];
     mark(toggle, "aria-expanded", String(!table.hidden));

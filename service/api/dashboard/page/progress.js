@@ -7,10 +7,7 @@ const LATE_SHARE = 0.25;
 
 /** Return how much of an epoch is in, from 0 to 1, or null if the buffer has no quorum. */
 export function progress(info) {
-  const shares = [
-    [info.count, info.quorum],
-    [info.weight, info.quorum_weight],
-  ];
+  const shares = [[info.count, info.quorum], [info.weight, info.quorum_weight]];
   const known = shares.filter(([, whole]) => whole !== null).map(([part, whole]) => part / whole);
   return known.length ? Math.min(Math.max(...known, 0), 1) : null;
 }

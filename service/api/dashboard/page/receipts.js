@@ -1,7 +1,7 @@
 // The closed epochs that a buffer keeps, with their receipts.
 
 import { download, path } from "./actions.js";
-import { h, put } from "./dom.js";
+import { h, put, table } from "./dom.js";
 import * as words from "./words.js";
 
 /** Receipts that are read at once, and how many more a click reads. */
@@ -53,8 +53,7 @@ export class Receipts {
     const heads = titles.map((title, place) => (title ? head(title, place) : h("td")));
     const rows = receipts.map((receipt) => this.row(receipt));
     const focused = this.host.contains(document.activeElement) ? document.activeElement.dataset.epoch : undefined;
-    const table = h("table", { class: "plain" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows));
-    put(this.host, table, receipts.length === this.wanted && this.button());
+    put(this.host, table("plain", heads, rows), receipts.length === this.wanted && this.button());
     if (focused !== undefined) this.host.querySelector(`[data-epoch="${CSS.escape(focused)}"]`)?.focus();
   }
 

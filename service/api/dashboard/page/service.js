@@ -8,9 +8,6 @@ import { bar, setBar } from "./progress.js";
 import { settingsPanel } from "./settings.js";
 import { share, size, span } from "./words.js";
 
-/** The least time between two drawings: a sample comes every two seconds. */
-const REDRAW_MS = 1900;
-
 const SPANS = [["5 min", 300], ["15 min", 900], ["1 h", 3600]];
 
 const MINUTE = 60;
@@ -20,12 +17,12 @@ export async function show(main, { api, caller, signal }) {
   const about = await api.get("v1/service", { signal });
   const samples = [];
   const view = { seconds: 900, choices: {} };
-  const charts = CHARTS.map((each) => chartOf(each, view, signal, () => drawAll()));
+  const charts = CHARTS.map((each) => chartOf(each, view, signal, drawAll));
   const tiles = tilesOf(about);
   const state = h("span", { class: "state muted", role: "status" }, "connecting");
   put(
     main,
-    h("div", { class: "line top" }, h("h1", {}, "Service"), state, spans(view, () => drawAll())),
+    h("div", { class: "line top" }, h("h1", {}, "Service"), state, spans(view, drawAll)),
     tiles.element,
     h("div", { class: "panels charts" }, charts.map((each) => each.element)),
     settingsPanel(about),
@@ -37,14 +34,13 @@ export async function show(main, { api, caller, signal }) {
     for (const chart of charts) chart.draw(rows, [begin, now]);
     tiles.set(samples, api.now());
   }
-  const draw = seldom(signal, drawAll);
   await follow(samples, {
     api,
     signal,
     changed(error) {
       mark(state, "class", error ? "state late" : "state on");
       say(state, error ? "waiting for the server" : "live");
-      draw();
+      drawAll();
     },
   });
 }
@@ -95,19 +91,6 @@ function chartOf(description, view, signal, changed) {
       const values = (line) => rows.map(({ sample }) => (sample === null ? null : line.value(sample)));
       chart.set({ at, range, lines: found.map((line) => ({ ...line, values: values(line) })) });
     },
-  };
-}
-
-/** Return a function that draws at most every two seconds, and a last time for what came in between. */
-function seldom(signal, draw) {
-  let [drawn, timer] = [-Infinity, null];
-  signal.addEventListener("abort", () => clearTimeout(timer));
-  return () => {
-    if (timer !== null) return;
-    timer = setTimeout(() => {
-      [drawn, timer] = [performance.now(), null];
-      if (!signal.aborted) draw();
-    }, Math.max(0, drawn + REDRAW_MS - performance.now()));
   };
 }
 

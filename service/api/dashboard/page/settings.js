@@ -1,6 +1,6 @@
 // The settings and limits in force, as a table that can be searched.
 
-import { h, say } from "./dom.js";
+import { h, say, scroller, table } from "./dom.js";
 import { many } from "./words.js";
 
 /** Return the panel. */
@@ -18,18 +18,12 @@ export function settingsPanel({ settings, limits }) {
     say(count, many(rows.filter((each) => !each.element.hidden).length, "line"));
   }
   find();
-  const table = h(
-    "table",
-    { class: "plain settings" },
-    h("thead", {}, h("tr", {}, ["name", "value", "meaning"].map((each) => h("th", { scope: "col" }, each)))),
-    h("tbody", {}, rows.map((each) => each.element)),
-  );
   const label = "Settings and limits in force";
   return h(
     "section",
     { class: "panel wide" },
     h("h2", { class: "line" }, label, count, search),
-    h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label }, table),
+    scroller(label, "", table("plain settings", ["name", "value", "meaning"], rows.map((each) => each.element))),
   );
 }
 

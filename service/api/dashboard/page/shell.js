@@ -1,8 +1,7 @@
 // The frame of the page: it finds out who asks, shows the view of the address, and says when the server is gone.
 
 import * as api from "./api.js";
-import { put, say } from "./dom.js";
-import { failure } from "./failure.js";
+import { failure, put, say } from "./dom.js";
 import { pause } from "./repeat.js";
 import { signIn } from "./signin.js";
 

@@ -77,11 +77,7 @@ export function deadline(info) {
 
 /** Return a length of time in its largest unit: 12 s, 3 min, 5 h, 2 d. */
 export function span(seconds) {
-  const [size, unit] = [
-    [86400, "d"],
-    [3600, "h"],
-    [60, "min"],
-  ].find(([size]) => seconds >= size) ?? [1, "s"];
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => seconds >= size) ?? [1, "s"];
   return `${Math.floor(seconds / size)} ${unit}`;
 }
 
