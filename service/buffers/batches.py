@@ -73,28 +73,30 @@ class Batches(Generic[J]):
     def take(self, patience: float) -> list[J] | None:
         """Return the next batch, none if no request comes within `patience` seconds, None at the end after `close`."""
         with self._changed:
-            if not self._closed and self._queue.first(self._resting()) is None:
+            batch = self._batch()
+            if not (batch or self._closed):
                 now = time.monotonic()
                 self._changed.wait(min([patience, *(end - now for end in self._rests.values())]))
-            batch = self._batch()
+                batch = self._batch()
             return None if self._closed and not batch else batch
 
     def _batch(self) -> list[J]:
         """Take all requests, or, in turns of several namespaces, up to `MOST_SHARED_BYTES` of work."""
         batch: list[J] = []
-        resting, shared = self._resting(), self._queue.is_shared()
-        most_bytes = MOST_SHARED_BYTES if shared else self._most_bytes
+        resting, most_bytes = self._resting(), MOST_SHARED_BYTES if self._queue.is_shared() else self._most_bytes
         self._work, left = Counter(), most_bytes or 0
-        while len(batch) < self._most:
-            if most_bytes is not None and (first := self._queue.first(resting)) is not None:
-                work = self._work_of(first)
-                left -= work
-                if batch and left < 0:
-                    break
-                self._work[first.namespace] += work
-            job = self._queue.take(resting)
-            if job is None:
-                break
+
+        def fits(job: J) -> bool:
+            nonlocal left
+            if most_bytes is None:
+                return True
+            left -= (work := self._work_of(job))
+            if batch and left < 0:
+                return False
+            self._work[job.namespace] += work
+            return True
+
+        while len(batch) < self._most and (job := self._queue.take(resting, fits=fits)) is not None:
             batch.append(job)
         if batch and not self._work:
             self._work[batch[0].namespace] = 1

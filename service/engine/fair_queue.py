@@ -56,30 +56,23 @@ class FairQueue(Generic[T]):
         lane.seen = self._clock()
         lane.items.append(item)
 
-    def first(self, without: Collection[str] = ()) -> T | None:
-        """Return the item that `take` would return, without removing it."""
-        namespace = self._next(without)
-        return None if namespace is None else self._lanes[namespace].items[0]
+    def take(
+        self, without: Collection[str] = (), last: Collection[str] = (), fits: Callable[[T], bool] | None = None
+    ) -> T | None:
+        """Remove and return the first item of the namespace that has used least. Return None if it does not fit.
 
-    def take(self, without: Collection[str] = ()) -> T | None:
-        """Remove the first item of the namespace that has used least, `without` some. Return None if there is none.
-
-        Namespaces that have used the same have their turns.
+        Namespaces that have used the same have their turns. Those `without` a turn are left out, and those in `last`
+        come after the others. Return None, too, if no item is left.
         """
-        namespace = self._next(without)
-        if namespace is None:
+        best, least = None, (True, math.inf)
+        for namespace, lane in self._lanes.items():
+            if lane.items and namespace not in without and (rank := (namespace in last, lane.used)) < least:
+                best, least = namespace, rank
+        if best is None or (fits is not None and not fits(self._lanes[best].items[0])):
             return None
-        lane = self._lanes.pop(namespace)
-        self._lanes[namespace] = lane
+        lane = self._lanes[best] = self._lanes.pop(best)
         self._level = lane.used
         return lane.items.popleft()
-
-    def _next(self, without: Collection[str]) -> str | None:
-        best, least = None, math.inf
-        for namespace, lane in self._lanes.items():
-            if lane.items and lane.used < least and namespace not in without:
-                best, least = namespace, lane.used
-        return best
 
     def remove(self, namespace: str, item: T) -> None:
         """Remove an item. Raises ValueError if it does not wait any more."""

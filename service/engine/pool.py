@@ -52,18 +52,16 @@ class _Task(Future[R]):
 
 
 class Pool:
-    """`threads` threads that call tasks.
+    """`threads` threads that call tasks, and one more.
 
-    A free thread serves a namespace that has no thread, and of several the one that has computed least. One more
-    thread, the spare, serves only namespaces without a thread: they need not wait for the end of others' long tasks.
-    While several namespaces send tasks, none has all `threads`: beside Python code in all of them, even a small task
-    takes three times as long.
+    A free thread serves a namespace that has no thread, and of several the one that has computed least. The last free
+    thread serves no others: a new namespace need not wait for the end of others' long tasks. While several namespaces
+    send tasks, none has all `threads`: beside Python code in all of them, even a small task takes three times as long.
     """
 
     def __init__(self, threads: int) -> None:
-        self.executor = ThreadPoolExecutor(threads, thread_name_prefix="gradserve")
+        self.executor = ThreadPoolExecutor(threads + 1, thread_name_prefix="gradserve")
         """The threads. What is submitted here directly waits behind all tasks that were submitted before."""
-        self._spare = ThreadPoolExecutor(1, thread_name_prefix="gradserve-spare")
         self._threads, self._lock = threads, threading.Lock()
         self._queue: FairQueue[_Task[Any]] = FairQueue()
         self._running: Counter[str] = Counter()  # tasks by namespace, without zeros
@@ -80,11 +78,8 @@ class Pool:
         task = _Task(namespace, work)
         with self._lock:
             self._queue.put(namespace, task)
-            needs_spare = self._needs_spare(namespace)
         task.add_done_callback(self._drop)
         self.executor.submit(self._run_next)
-        if needs_spare:
-            self._spare.submit(self._run_spare)
         return task
 
     def _drop(self, ended: Future[Any]) -> None:
@@ -93,68 +88,45 @@ class Pool:
             with self._lock, suppress(ValueError):  # a thread may have taken it
                 self._queue.remove(ended.namespace, ended)
 
-    def _needs_spare(self, namespace: str) -> bool:
-        """Return whether a task of the namespace waits, none runs, and other namespaces run or wait."""
-        waiting = self._queue.count(namespace)
-        return bool(waiting and namespace not in self._running and (self._running or len(self._queue) > waiting))
-
     def _with_most_threads(self) -> Collection[str]:
         """Return the namespaces that may have no more threads."""
+        if self._running.total() >= self._threads:
+            return self._running
         most = max(self._threads - 1, 1) if self._queue.is_shared() else self._threads
         return [namespace for namespace, count in self._running.items() if count >= most]
 
     def _run_next(self) -> None:
-        """Run a task. There may be none left: each task calls a thread, and the spare thread may have taken it."""
-        namespace = self._run(without_running=False)
-        if namespace is not None:
-            self._call_threads(namespace)
-
-    def _run_spare(self) -> None:
-        """Run the tasks of namespaces that have no thread."""
-        while (namespace := self._run(without_running=True)) is not None:
-            self._call_threads(namespace)
-
-    def _call_threads(self, namespace: str) -> None:
-        """Call threads for tasks that wait, after a task of the namespace has ended."""
+        """Run the next task that may run, and call threads for tasks that may run after it."""
         with self._lock:
-            needs_spare = self._needs_spare(namespace)
-            again = min(self._skipped, 2)  # two, for the namespace may have all threads by now
-            self._skipped -= again
-        for _ in range(again):
-            self.executor.submit(self._run_next)
-        if needs_spare:
-            self._spare.submit(self._run_spare)
-
-    def _run(self, *, without_running: bool) -> str | None:
-        """Run the next task and return its namespace, None if there is no task."""
-        with self._lock:
-            task = self._queue.take(self._running)
-            if task is None and not without_running:
-                task = self._queue.take(self._with_most_threads())
-                if task is None:
-                    self._skipped = min(self._skipped + 1, len(self._queue))
+            task = self._queue.take(self._with_most_threads(), last=self._running)
             if task is None:
-                return None
-            namespace = task.namespace
+                self._skipped = min(self._skipped + 1, len(self._queue))
+                return
             if not self._running:
                 sys.setswitchinterval(BUSY_SWITCH_SECONDS)
+            namespace = task.namespace
             self._running[namespace] += 1
         began = time.perf_counter()
         task.run()
         del task
         with self._lock:
-            self._queue.charge(namespace, time.perf_counter() - began)
-            self._running[namespace] -= 1
-            if not self._running[namespace]:
-                del self._running[namespace]
-            if not self._running:
-                sys.setswitchinterval(IDLE_SWITCH_SECONDS)
-        return namespace
+            self._ended(namespace, time.perf_counter() - began)
+            again = min(self._skipped, 2)  # two, for the namespace may have all threads by now
+            self._skipped -= again
+        for _ in range(again):
+            self.executor.submit(self._run_next)
+
+    def _ended(self, namespace: str, seconds: float) -> None:
+        self._queue.charge(namespace, seconds)
+        self._running[namespace] -= 1
+        if not self._running[namespace]:
+            del self._running[namespace]
+        if not self._running:
+            sys.setswitchinterval(IDLE_SWITCH_SECONDS)
 
     def close(self) -> None:
         """Finish the running tasks, drop the waiting ones, and end the threads."""
         self.executor.shutdown(wait=False, cancel_futures=True)
-        self._spare.shutdown(wait=False, cancel_futures=True)
         while True:
             with self._lock:
                 task = self._queue.take()
@@ -162,4 +134,3 @@ class Pool:
                 break
             task.cancel()
         self.executor.shutdown()
-        self._spare.shutdown()

@@ -63,11 +63,16 @@ def test_a_cost_is_remembered_while_the_namespace_is_away() -> None:
     assert taken(queue, {"a": 2.5, "b": 1.0}) == ["b0", "b1", "a1", "b2"]
 
 
+def test_some_namespaces_come_last() -> None:
+    queue = filled(a=1, b=1, c=1)
+    assert [queue.take(last={"a", "b"}) for _ in range(4)] == ["c0", "a0", "b0", None]
+
+
 def test_some_namespaces_can_be_left_out() -> None:
     queue = filled(a=2, b=1)
-    assert queue.first({"a"}) == "b0"
+    assert queue.take({"a"}, fits=lambda item: item != "b0") is None
     assert queue.take({"a"}) == "b0"
-    assert queue.first({"a"}) is queue.take({"a"}) is None
+    assert queue.take({"a"}) is None
     assert (len(queue), queue.count("a"), queue.count("b"), queue.count("c")) == (2, 2, 0, 0)
     queue.remove("a", "a0")
     with pytest.raises(ValueError, match="not in deque"):

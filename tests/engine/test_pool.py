@@ -83,7 +83,7 @@ def test_the_threads_go_round(make: Callable[[int], Blocked]) -> None:
     tasks.wait(2)
     for name in ("b0", "b1", "c0", "c1"):
         tasks.submit(name)
-    tasks.wait(1)  # in the spare thread
+    tasks.wait(1)  # in the last thread
     assert tasks.starts == ["a0", "a1", "b0"]
     tasks.let_go("a0")
     tasks.wait(1)
