@@ -15,7 +15,7 @@ import psycopg
 from psycopg import errors
 
 from service.buffers.postgres.exchange import PATIENCE_SECONDS, Call, Connection, Rows, Statement
-from service.buffers.postgres.statements import BACKEND, COMMIT, FENCE, HAS_STANDBY, NOW, SETTINGS
+from service.buffers.postgres.statements import BACKEND, BEGIN, BEGIN_READING, COMMIT, FENCE, HAS_STANDBY, NOW, SETTINGS
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
@@ -165,11 +165,11 @@ class Database:
             connection.prepared = {}  # else a pooler is between
         return connection
 
-    def beginning(self, *, durable: bool = True, isolation: str = "read committed") -> list[Call]:
+    def beginning(self, *, durable: bool = True, begin: Statement = BEGIN) -> list[Call]:
         """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits."""
         commit = ("on" if self.replicated else "local") if durable else "off"
         settings = SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
-        return [Statement(f"begin isolation level {isolation}, read write")(), settings]
+        return [begin(), settings]
 
     def reader(self, patience: float) -> AbstractContextManager[Connection]:
         """Lend a connection for reads, in no transaction."""
@@ -188,12 +188,12 @@ class Database:
     @contextmanager
     def reading(self, patience: float) -> Iterator[Connection]:
         """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it."""
-        with self.reader(patience) as connection, self._within(connection, isolation="repeatable read"):
+        with self.reader(patience) as connection, self._within(connection, begin=BEGIN_READING):
             yield connection
 
     def ask(self, connection: Connection, call: Call) -> Rows:
         """Return the rows of a query, which sees one moment of the primary, in one round trip."""
-        calls = [*self.beginning(isolation="repeatable read"), call, COMMIT()]
+        calls = [*self.beginning(begin=BEGIN_READING), call, COMMIT()]
         _, ((*_, connection.server),), rows, _ = connection.exchange(calls)
         return rows
 

@@ -18,12 +18,15 @@ FOLD_LOCK = 3
 
 # ----- every transaction -----
 
+BEGIN = Statement("begin isolation level read committed, read write")
+
+BEGIN_READING = Statement("begin isolation level repeatable read, read write")
+
 SETTINGS = Statement("""
     select set_config('search_path', quote_ident($1::text), true), set_config('synchronous_commit', $2::text, true),
-           set_config('lock_timeout', $3::text, true),
-           set_config('idle_in_transaction_session_timeout', $4::text, true),
-           set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true),
-           pg_postmaster_start_time()::text
+        set_config('lock_timeout', $3::text, true), set_config('idle_in_transaction_session_timeout', $4::text, true),
+        set_config('statement_timeout', '0', true), set_config('client_min_messages', 'warning', true),
+        pg_postmaster_start_time()::text
 """)
 """Its last column names the server."""
 
