@@ -8,7 +8,8 @@ from typing import Unpack
 import numpy.typing as npt
 
 from gradserve_client._http.runner import Runner
-from gradserve_client._wire import bulk
+from gradserve_client._wire import answers, bulk
+from gradserve_client._wire.arguments import as_key
 from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array, TensorLike
 from gradserve_client.buffer import Buffer
@@ -118,7 +119,7 @@ class Buffers:
         >>> server.buffers.statistics(["w1"])["w1"].zeros
         2
         """
-        return self._runner.run(bulk.statistics(names, prefix))
+        return self._runner.run(bulk.on_several(names, prefix, "statistics", answers.statistics_by_name))
 
     def take(
         self,
@@ -158,7 +159,8 @@ class Buffers:
         >>> server.buffers.zero(["w1"])["w1"].epoch
         1
         """
-        return self._runner.run(bulk.zero(names, prefix, idempotency_key=idempotency_key))
+        key = as_key(idempotency_key)
+        return self._runner.run(bulk.on_several(names, prefix, "zero", answers.receipts, key=key))
 
     def set_rules(
         self,

@@ -16,8 +16,8 @@
   x TooLarge                    413: a body or tensor exceeds the server's limits
   x ServerFailed                500 and others: the server failed
     - StoreFull                 507: the store has no room left; nothing changed
-  x Busy                        429 until the client's patience ended
-  x Unavailable                 502, 503, 504 until the client's patience ended
+  x Busy                        429 until the client gave up
+  x Unavailable                 502, 503, 504 until the client gave up
   x TimedOut                    408, or no answer in time; also a TimeoutError
   x ConnectionFailed            the client could not connect, or lost the connection; also a ConnectionError
 
@@ -191,3 +191,8 @@ BY_STATUS: dict[int, type[GradserveError]] = {
     504: Unavailable,
     507: StoreFull,
 }
+
+
+def mistaken(parameter: str, fault: str) -> InvalidInput:
+    """Return the error for an argument. Its context names the argument, as that of a server's error does."""
+    return InvalidInput(f"{parameter} {fault}", code="invalid_parameter", context={"parameter": parameter})

@@ -15,10 +15,10 @@ from gradserve_client._torch.parameters import HALF_DTYPES
 from gradserve_client._torch.pushes import Pushes
 from gradserve_client._torch.register import FirstWorker, fitting
 from gradserve_client._torch.sums import Sums, explained
-from gradserve_client._wire.arguments import as_contributor, check_choice, mistaken
+from gradserve_client._wire.arguments import as_contributor, check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused
+from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, mistaken
 from gradserve_client.models import BufferRules, Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
@@ -155,7 +155,7 @@ class GradientAccumulator:
         then. Raises `KeyReused`, and sets the gradients to None, if a worker of this name has made this push with
         another gradient or weight. That push counts, and the next call makes the next push.
         """
-        self._pushes.settle()
+        self._pushes.wait()
         self._model.check()
         if not 0 < scale < math.inf:
             raise mistaken("scale", f"is {scale}, but must be finite and above 0")
@@ -194,7 +194,7 @@ class GradientAccumulator:
         epochs behind. Raises `Conflict`, in every worker, if pushes had different scales: then the gradients are None,
         and the next epoch begins.
         """
-        self._pushes.settle()
+        self._pushes.wait()
         self._model.check()
         try:
             summed = self._sums.pull(self.epoch, self._reduce, self._timeout)
@@ -222,7 +222,7 @@ class GradientAccumulator:
         this for all. Workers that join or restart later give the new rules, because their buffers must be equal. Raises
         `InvalidInput` for rules that say whether epochs close by themselves: every worker relies on that.
         """
-        self._pushes.settle()
+        self._pushes.wait()
         self._sums.set_rules(rules)
 
     def broadcast_parameters(self, *, send: bool) -> None:
@@ -232,7 +232,7 @@ class GradientAccumulator:
         `timeout` seconds. So a worker that joins late calls this once, and then another worker, between its steps. The
         states of optimizers are not sent. Raises `EpochOpen` if nobody sends.
         """
-        self._pushes.settle()
+        self._pushes.wait()
         self._broadcast = self._broadcast or self._new_broadcast()
         if send:
             self._broadcast.send(self.epoch)
@@ -241,8 +241,8 @@ class GradientAccumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
-        self._pushes.settle()
-        state = {"epoch": self.epoch, "pushes": self._pushes.made}
+        self._pushes.wait()
+        state = {"epoch": self.epoch, "pushes": self._pushes.count}
         return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -251,7 +251,7 @@ class GradientAccumulator:
         Raises `InvalidInput` if the client lacks a server of it, and if the worker has no name: the server would not
         recognize its pushes.
         """
-        self._pushes.settle()
+        self._pushes.wait()
         if self._worker is None:
             raise InvalidInput(
                 "This worker has no name, so the server would count its repeated pushes again: give each worker its own"

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from gradserve_client._async.buffer import AsyncBuffer
 from gradserve_client._async.runner import AsyncRunner
-from gradserve_client._wire import bulk
+from gradserve_client._wire import answers, bulk
+from gradserve_client._wire.arguments import as_key
 from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array, TensorLike
 from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Statistics, Taken
@@ -101,7 +102,7 @@ class AsyncBuffers:
         The server computes a bounded number at once. A buffer that it has not come to yet is None; one that has
         changed since has an earlier `version`. Ask again.
         """
-        return await self._runner.run(bulk.statistics(names, prefix))
+        return await self._runner.run(bulk.on_several(names, prefix, "statistics", answers.statistics_by_name))
 
     async def take(
         self,
@@ -133,7 +134,8 @@ class AsyncBuffers:
         self, names: Collection[str] | None = None, *, prefix: str | None = None, idempotency_key: str | None = None
     ) -> dict[str, Receipt]:
         """Discard the sums, and begin the next epochs; see `Buffer.zero`."""
-        return await self._runner.run(bulk.zero(names, prefix, idempotency_key=idempotency_key))
+        key = as_key(idempotency_key)
+        return await self._runner.run(bulk.on_several(names, prefix, "zero", answers.receipts, key=key))
 
     async def set_rules(
         self,

@@ -19,7 +19,7 @@ import httpx
 
 from gradserve_client._http.log import WAITING_SECONDS, Log
 from gradserve_client._http.outcomes import REQUEST_ID, Answer, Outcome, error_for, is_retryable, leaves_doubt, result
-from gradserve_client.errors import EpochOpen, GradserveError, InvalidInput, ServerFailed
+from gradserve_client.errors import EpochOpen, GradserveError, ServerFailed, mistaken
 
 T = TypeVar("T")
 
@@ -58,10 +58,10 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name, seconds in {"timeout": self.timeout, "attempt_timeout": self.attempt_timeout}.items():
             if not (isinstance(seconds, numbers.Real) and seconds > 0):
-                raise InvalidInput(f"{name} is {seconds!r}, but must be a number of seconds above 0")
+                raise mistaken(name, f"is {seconds!r}, but must be a number of seconds above 0")
             object.__setattr__(self, name, float(min(seconds, _FOREVER)))
         if not (self.max_retries is None or (isinstance(self.max_retries, int) and self.max_retries >= 0)):
-            raise InvalidInput(f"max_retries is {self.max_retries!r}, but must be None or an integer of at least 0")
+            raise mistaken("max_retries", f"is {self.max_retries!r}, but must be None or an integer of at least 0")
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,4 @@ def _seconds(number: float) -> float:
     with suppress(OverflowError):
         if isinstance(number, numbers.Real) and 0 <= (seconds := float(number)) < math.inf:
             return seconds
-    raise InvalidInput(
-        f"timeout is {number!r}, but must be a number of seconds",
-        code="invalid_parameter",
-        context={"parameter": "timeout"},
-    )
+    raise mistaken("timeout", f"is {number!r}, but must be a number of seconds")

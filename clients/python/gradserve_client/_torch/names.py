@@ -6,8 +6,8 @@ import hashlib
 import re
 from collections.abc import Iterable
 
-from gradserve_client._wire.arguments import as_name, mistaken
-from gradserve_client.errors import InvalidInput
+from gradserve_client._wire.arguments import as_name
+from gradserve_client.errors import InvalidInput, mistaken
 
 MAX_PREFIX_CHARACTERS = 100
 """Characters of a prefix: the rest of a buffer's 200 is for the parameter."""

@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from gradserve_client._http.placement import RETRYABLE
 from gradserve_client._torch.sums import Sums, explained
 from gradserve_client.errors import KeyReused, StaleEpoch
 from gradserve_client.models import Pushed
 from gradserve_client.rows import Gradient
-
-T = TypeVar("T")
-
-
-class Sending(Generic[T]):
-    """Calls `send` in a thread. Python waits for the thread before it exits, so no push is lost without an error."""
-
-    def __init__(self, send: Callable[[], T]) -> None:
-        self._send = send
-        self._results: list[T] = []
-        self._errors: list[BaseException] = []
-        self._thread: threading.Thread | None = threading.Thread(target=self._work, name="gradserve push")
-        self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            self._results.append(self._send())
-        except BaseException as error:
-            self._errors.append(error)
-
-    def result(self) -> T:
-        """Return the result, once it is there, or raise the error of the thread. After an error, call `send` again."""
-        if self._thread is None:
-            return self._send()
-        self._thread.join()
-        if self._errors:
-            self._thread = None
-            raise self._errors.pop()
-        return self._results[0]
 
 
 class Pushes:
@@ -49,12 +19,13 @@ class Pushes:
     def __init__(self, sums: Sums, worker: str | None, epoch: int) -> None:
         self._sums, self._worker = sums, worker
         self._name = worker or uuid.uuid4().hex
-        self._sending: Sending[Pushed] | None = None
+        self._push: Callable[[], Pushed] | None = None
+        self._future: Future[Pushed] | None = None
         self.begin(epoch)
 
-    def begin(self, epoch: int, made: int = 0) -> None:
+    def begin(self, epoch: int, count: int = 0) -> None:
         """Go on after this many pushes in this epoch."""
-        self.epoch, self.made = epoch, made
+        self.epoch, self.count = epoch, count
 
     def add(self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float) -> Pushed:
         """Make the next push. Raises `StaleEpoch`, and `KeyReused` for a push that counts already."""
@@ -65,7 +36,7 @@ class Pushes:
                 weight=weight,
                 scale=scale,
                 epoch=self.epoch,
-                key=f"{self._sums.identity(self._name)}-{self.epoch}-{self.made}",
+                key=f"{self._sums.identity(self._name)}-{self.epoch}-{self.count}",
                 contributor=self._worker,
             )
         except StaleEpoch as error:
@@ -74,29 +45,40 @@ class Pushes:
                 error, f"This worker is at epoch {self.epoch}, and its gradients do not count{hint}"
             ) from None
         except KeyReused as error:
-            push = f"push {self.made} of epoch {self.epoch}"
-            self.made += 1
+            push = f"push {self.count} of epoch {self.epoch}"
+            self.count += 1
             raise explained(
                 error,
                 f"This worker made {push} before, with another gradient or weight, and that push counts; or another"
                 " worker has the same name",
             ) from None
-        self.made += 1
+        self.count += 1
         return Pushed.of(receipts)
 
     def start(self, push: Callable[[], Pushed]) -> None:
-        """Make the push in a thread."""
-        self._sending = Sending(push)
+        """Make the push in a thread. Python waits for the thread before it exits."""
+        thread = ThreadPoolExecutor(1, "gradserve push")
+        self._push, self._future = push, thread.submit(push)
+        thread.shutdown(wait=False)
 
-    def settle(self) -> None:
-        """Wait for the push in the thread. Raises its error, and forgets a push that cannot succeed later."""
-        if self._sending is None:
+    def wait(self) -> None:
+        """Wait for the push in the thread, or send it again after an error. Raises its error.
+
+        A push that cannot succeed later is forgotten.
+        """
+        if self._push is None:
             return
+        future, self._future = self._future, None
         try:
-            self._sending.result()
+            if future is None:
+                self._push()
+            else:
+                future.result()
         except RETRYABLE:
             raise
         except BaseException:
-            self._sending = None
+            self._push = None
             raise
-        self._sending = None
+        finally:  # the error's traceback holds this frame: a cycle that would keep the numbers in memory
+            del future
+        self._push = None

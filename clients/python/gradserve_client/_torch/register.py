@@ -9,11 +9,11 @@ import numpy as np
 
 from gradserve_client._torch.model import Model
 from gradserve_client._torch.parts import BUFFER_BYTES
-from gradserve_client._wire.arguments import as_whole, mistaken
+from gradserve_client._wire.arguments import as_whole
 from gradserve_client._wire.calls import limits
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, StaleEpoch, TooLarge
+from gradserve_client.errors import Conflict, StaleEpoch, TooLarge, mistaken
 
 _WORDS = 8
 """Numbers of 32 bits in a SHA-256 hash. Each is exact in a buffer of float64."""

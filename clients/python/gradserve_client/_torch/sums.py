@@ -148,7 +148,15 @@ class Sums:
         return min(epochs)
 
     def add(
-        self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float = 1.0, **named: Any
+        self,
+        numbers: Mapping[str, Gradient],
+        used: set[str],
+        *,
+        weight: float,
+        scale: float,
+        epoch: int,
+        contributor: str | None,
+        key: str,
     ) -> list[Receipt]:
         """Add `weight` times the numbers, and return a receipt of each group. The `used` buffers have a gradient.
 
@@ -161,7 +169,11 @@ class Sums:
             found = {name: numbers[name] for group in one.groups for name in group.names}
             found |= {group.tally: _tally(group, used, scale, weight) for group in one.groups}
             try:
-                answered = self._run(self._added(found, number, weight=weight, **named))
+                answered = self._run(
+                    bulk.accumulate(
+                        found, weight=weight, epoch=epoch, contributor=contributor, idempotency_key=f"{key}-{number}"
+                    )
+                )
             except (StaleEpoch, KeyReused) as error:
                 refusals.append(error)
             else:
@@ -172,27 +184,6 @@ class Sums:
         finally:  # the error's traceback holds this frame: a cycle that would keep the numbers in memory
             del refusals
         return receipts
-
-    def _added(
-        self,
-        numbers: Mapping[str, Gradient],
-        number: int,
-        *,
-        weight: float,
-        epoch: int,
-        key: str,
-        contributor: str | None,
-    ) -> Call[dict[str, Receipt]]:
-        """Return the call of a round of a push."""
-        return bulk.accumulate(
-            numbers,
-            weight=weight,
-            epoch=epoch,
-            overwrite=False,
-            do_update=True,
-            contributor=contributor,
-            idempotency_key=f"{key}-{number}",
-        )
 
     def pull(self, epoch: int, reduce: Reduce, timeout: float) -> Summed:
         """Return the sums or means of the epoch: once it has closed, or close it if it does not close by itself.

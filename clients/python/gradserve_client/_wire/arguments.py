@@ -12,16 +12,11 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from gradserve_client.errors import InvalidInput
+from gradserve_client.errors import InvalidInput, mistaken
 from gradserve_client.models import BufferName
 
 MAX_CONTRIBUTOR_CHARACTERS = 100
 """Characters of a contributor's name: the most that the server allows."""
-
-
-def mistaken(parameter: str, fault: str) -> InvalidInput:
-    """Return the error for an argument. Its context names the argument, as that of a server's error does."""
-    return InvalidInput(f"{parameter} {fault}", code="invalid_parameter", context={"parameter": parameter})
 
 
 def as_key(key: str | None) -> str:

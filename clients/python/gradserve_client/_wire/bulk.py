@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from gradserve_client._http.outcomes import Answer
 from gradserve_client._http.policy import Call
 from gradserve_client._wire import answers
 from gradserve_client._wire.answers import JSON
-from gradserve_client._wire.arguments import as_dtype, as_key, as_name, as_query, check_some, mistaken
+from gradserve_client._wire.arguments import as_dtype, as_key, as_name, as_query, check_some
 from gradserve_client._wire.specs import Reduce, add_query, rules_json, spec_json
 from gradserve_client._wire.tensors import MEDIA_TYPE, Array, TensorLike, encode
-from gradserve_client.errors import InvalidInput
-from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Statistics, Taken
+from gradserve_client.errors import InvalidInput, mistaken
+from gradserve_client.models import BufferInfo, BufferRules, BufferSpec, Receipt, Taken
 from gradserve_client.rows import Rows, tensors_of
+
+T = TypeVar("T")
 
 PAGE_BUFFERS = 1000
 """Buffers that one request lists: the most that the server allows."""
@@ -63,8 +66,8 @@ def accumulate(
     *,
     weight: float,
     epoch: int | None,
-    overwrite: bool,
-    do_update: bool,
+    overwrite: bool = False,
+    do_update: bool = True,
     contributor: str | None,
     idempotency_key: str | None,
 ) -> Call[dict[str, Receipt]]:
@@ -88,6 +91,22 @@ def accumulate(
     )
 
 
+def on_several(
+    names: Collection[str] | None,
+    prefix: str | None,
+    action: str,
+    read: Callable[[Answer], T],
+    *,
+    accept: str = JSON,
+    query: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Call[T]:
+    """Return a call of the buffers with these names, or with a prefix: `action` is the end of its path."""
+    parameters = as_query({"prefix": prefix, **(query or {})})
+    naming = _naming(names, prefix, accept=accept)
+    return Call("POST", f"/v1/buffers/{action}", read, query=parameters, **naming, **more)
+
+
 def value(
     names: Collection[str] | None,
     prefix: str | None,
@@ -98,25 +117,8 @@ def value(
     timeout: float,
 ) -> Call[dict[str, Array]]:
     """Read the values of several buffers."""
-    return Call(
-        "POST",
-        "/v1/buffers/value",
-        answers.values,
-        query=as_query({"prefix": prefix, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}),
-        wait=timeout,
-        **_naming(names, prefix, accept=MEDIA_TYPE),
-    )
-
-
-def statistics(names: Collection[str] | None, prefix: str | None) -> Call[dict[str, Statistics | None]]:
-    """Read the statistics of several buffers."""
-    return Call(
-        "POST",
-        "/v1/buffers/statistics",
-        answers.statistics_by_name,
-        query=as_query({"prefix": prefix}),
-        **_naming(names, prefix, accept=JSON),
-    )
+    query = {"epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}
+    return on_several(names, prefix, "value", answers.values, accept=MEDIA_TYPE, query=query, wait=timeout)
 
 
 def take(
@@ -131,28 +133,9 @@ def take(
     idempotency_key: str | None,
 ) -> Call[dict[str, Taken]]:
     """Close the epochs of several buffers, and return their values."""
-    parameters = {"prefix": prefix, "min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}
-    return Call(
-        "POST",
-        "/v1/buffers/take",
-        answers.taken_by_name,
-        query=as_query(parameters),
-        key=as_key(idempotency_key),
-        wait=timeout,
-        **_naming(names, prefix, accept=MEDIA_TYPE),
-    )
-
-
-def zero(names: Collection[str] | None, prefix: str | None, *, idempotency_key: str | None) -> Call[dict[str, Receipt]]:
-    """Discard the sums of several buffers, and begin their next epochs."""
-    return Call(
-        "POST",
-        "/v1/buffers/zero",
-        answers.receipts,
-        query=as_query({"prefix": prefix}),
-        key=as_key(idempotency_key),
-        **_naming(names, prefix, accept=JSON),
-    )
+    query = {"min_count": min_count, "epoch": epoch, "reduce": reduce, "dtype": as_dtype(dtype)}
+    more: Any = {"accept": MEDIA_TYPE, "query": query, "key": as_key(idempotency_key), "wait": timeout}
+    return on_several(names, prefix, "take", answers.taken_by_name, **more)
 
 
 def set_rules(

@@ -19,8 +19,8 @@ from gradserve_client._wire.arguments import (
     as_name,
     as_query,
     as_whole,
-    mistaken,
 )
+from gradserve_client.errors import mistaken
 from gradserve_client.models import BufferRules
 
 T = TypeVar("T")
