@@ -52,21 +52,13 @@ def routes(metrics: Metrics) -> APIRouter:
     """Return the endpoints, which report these metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get(
-        "/v2/health/live",
-        summary="Whether the process is alive",
-        operation_id="server_live",
-    )
+    @router.get("/v2/health/live", summary="Whether the process is alive", operation_id="server_live")
     @access(label="health", open=True)
     async def live(call: CurrentCall) -> JsonAnswer[Live]:
         """200 while the process answers at all, also while it starts or stops."""
         return JsonAnswer({"live": True})
 
-    @router.get(
-        "/v2/health/ready",
-        summary="Whether the server is ready for requests",
-        operation_id="server_ready",
-    )
+    @router.get("/v2/health/ready", summary="Whether the server is ready for requests", operation_id="server_ready")
     @access(label="health", open=True)
     async def ready(call: CurrentCall) -> JsonAnswer[Ready]:
         """503 while the server starts or stops, while a worker process that died is being replaced, or if the buffer

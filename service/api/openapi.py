@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from service.api.http import problems
+from service.api.http.answer import JSON
 from service.api.http.openapi import REF, answer_header
 from service.buffers.names import NAME
 
@@ -34,24 +35,15 @@ ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
 )
 """The errors of every endpoint. `_complete` says which form they have at its path."""
 
-_RESPONSES: dict[str, Any] = {
-    "Problem": {
-        "description": "An error; its `code` tells which",
-        "headers": _RETRY,
-        "content": {
-            problems.MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}, "example": problems.EXAMPLE}
-        },
-    },
-    "ProtocolError": {
-        "description": "An error",
-        "headers": _RETRY,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": REF.format(model="ProtocolError")},
-                "example": {"error": problems.EXAMPLE["detail"]},
-            }
-        },
-    },
+
+def _error(model: str, description: str, media_type: str, example: dict[str, Any]) -> dict[str, Any]:
+    content = {media_type: {"schema": {"$ref": REF.format(model=model)}, "example": example}}
+    return {model: {"description": description, "headers": _RETRY, "content": content}}
+
+
+_RESPONSES = {
+    **_error("Problem", "An error; its `code` tells which", problems.MEDIA_TYPE, problems.EXAMPLE),
+    **_error("ProtocolError", "An error", JSON, {"error": problems.EXAMPLE["detail"]}),
 }
 """The answers of errors: one under `/v2`, the other elsewhere."""
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -19,46 +19,40 @@ Nonfinite: TypeAlias = Literal["allow", "reject"]
 
 
 class Rule(NamedTuple):
-    """What a rule means, and which values it allows: in words, as a check, and as bounds in the terms of pydantic."""
+    """What a rule means, and which values it allows: in words, as a check, and as bounds in the terms of pydantic.
+
+    A rule whose default is None may be null, too.
+    """
 
     meaning: str
     words: str
     allows: Callable[[Any], bool]
     bounds: Mapping[str, Any]
+    type: Any = None
+    default: Any = None
 
 
 def _whole(meaning: str, most: int) -> Rule:
-    return Rule(
-        meaning,
-        f"an integer from 1 to {most}",
-        lambda value: type(value) is int and 1 <= value <= most,
-        {"strict": True, "ge": 1, "le": most},
-    )
+    bounds = {"strict": True, "ge": 1, "le": most}
+    return Rule(meaning, f"an integer from 1 to {most}", lambda one: type(one) is int and 1 <= one <= most, bounds)
 
 
-def _positive(meaning: str, most: float | None = None) -> Rule:
-    limit = sys.float_info.max if most is None else most
-    return Rule(
-        meaning,
-        f"a number above 0, up to {limit}",
-        lambda value: is_number(value, 0, limit) and value > 0,
-        {"strict": True, "gt": 0, "le": most, "allow_inf_nan": False},
-    )
+def _positive(meaning: str, most: float = sys.float_info.max) -> Rule:
+    bounds = {"strict": True, "gt": 0, "allow_inf_nan": False, **({"le": most} if most < sys.float_info.max else {})}
+    return Rule(meaning, f"a number above 0, up to {most}", lambda one: is_number(one, 0, most) and one > 0, bounds)
 
 
 def _names(meaning: str, most: int) -> Rule:
+    def allows(value: Any) -> bool:
+        return isinstance(value, list) and 1 <= len(value) <= most and all(isinstance(name, str) for name in value)
+
     return Rule(
-        meaning,
-        f"a list of 1 to {most} names",
-        lambda value: (
-            isinstance(value, list) and 1 <= len(value) <= most and all(isinstance(one, str) for one in value)
-        ),
-        {"min_length": 1, "max_length": most, "fail_fast": True},
+        meaning, f"a list of 1 to {most} names", allows, {"min_length": 1, "max_length": most, "fail_fast": True}
     )
 
 
 def _choice(meaning: str, choices: Any) -> Rule:
-    return Rule(meaning, " or ".join(get_args(choices)), lambda value: value in get_args(choices), {})
+    return Rule(meaning, " or ".join(get_args(choices)), lambda one: one in get_args(choices), {})
 
 
 @dataclass(frozen=True)
@@ -132,21 +126,11 @@ _FIRST = {"shape", "dtype", "nonfinite", "quorum", "keep", "ttl_seconds"}
 """The rules that every version knows."""
 
 
-class Entry(NamedTuple):
-    """A rule of the table, the type of its values, and its default. If that is None, null is allowed, too."""
+_HINTS, _DEFAULTS = get_type_hints(Spec, include_extras=True), {each.name: each.default for each in fields(Spec)}
 
-    rule: Rule
-    type: Any
-    default: Any
-
-
-def _table() -> dict[str, Entry]:
-    hints = get_type_hints(Spec, include_extras=True)
-    ruled = {name: hint for name, hint in hints.items() if hasattr(hint, "__metadata__")}
-    return {name: Entry(hint.__metadata__[0], hint.__origin__, _DEFAULTS[name]) for name, hint in ruled.items()}
-
-
-_DEFAULTS = {each.name: each.default for each in fields(Spec)}
-
-RULES = _table()
+RULES: dict[str, Rule] = {
+    name: hint.__metadata__[0]._replace(type=hint.__origin__, default=_DEFAULTS[name])
+    for name, hint in _HINTS.items()
+    if get_origin(hint) is Annotated
+}
 """The rules by name: what no rule allows, neither a request nor a file may have."""

@@ -27,7 +27,7 @@ from service.buffers.perform import Request
 from service.buffers.readonly import Moment
 from service.buffers.record import Record, name_buffer
 from service.buffers.rules import new_spec
-from service.buffers.specs import RULES, Spec
+from service.buffers.specs import RULES, Rule, Spec
 from service.buffers.store import Store
 from service.buffers.url import opened_readonly
 from service.codecs import safetensors
@@ -225,16 +225,16 @@ _LATER: Members = {
 """Members of a state that a version before did not write."""
 
 
-def _or_null(words: str, allows: Callable[[Any], bool]) -> tuple[str, Callable[[Any], bool]]:
-    return f"null or {words}", lambda value: value is None or allows(value)
+def _member(rule: Rule) -> tuple[str, Callable[[Any], bool]]:
+    if rule.default is not None:
+        return rule.words, rule.allows
+    return f"null or {rule.words}", lambda value: value is None or rule.allows(value)
 
 
 _SPEC: Members = {
     "shape": ("a list of integers, 0 or more", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
     "dtype": (f"one of {', '.join(FLOATS.dtypes)}", lambda value: value in FLOATS.dtypes),
-} | {
-    name: _or_null(rule.words, rule.allows) if default is None else (rule.words, rule.allows)
-    for name, (rule, _, default) in RULES.items()
+    **{name: _member(rule) for name, rule in RULES.items()},
 }
 
 

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    RootModel,
-    StrictStr,
-    create_model,
-)
+from pydantic import BaseModel, ConfigDict, Field, RootModel, StrictStr, create_model
 from typing_extensions import TypeAliasType, TypedDict
 
 from service.api.buffers.specs import FloatName, NewRules
 from service.api.http.tensor_forms import absent, input_type, output_type
-from service.buffers.epochs import (
-    MAX_CONTRIBUTOR_CHARACTERS,
-)
+from service.buffers.epochs import MAX_CONTRIBUTOR_CHARACTERS
 from service.buffers.specs import RULES
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS, INTEGERS

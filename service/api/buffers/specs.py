@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, create_model
 
 from service.api.http.tensor_forms import absent
-from service.buffers.specs import RULES, Entry
+from service.buffers.specs import RULES, Rule
 
 MAX_RULES_BYTES = 1 << 18
 """Bytes of a body that describes a buffer: a thousand names of contributors, each of 100 characters, take 103 KB."""
@@ -21,10 +21,10 @@ _FIXED = {"nonfinite", "keep"}
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 
 
-def _kind(rule: Entry) -> Any:
+def _kind(rule: Rule) -> Any:
     """Return the type of a rule in a request, where a tuple is a list."""
     kind = list[StrictStr] | None if rule.type == tuple[str, ...] | None else rule.type
-    return Annotated[kind, Field(description=rule.rule.meaning, **rule.rule.bounds)]
+    return Annotated[kind, Field(description=rule.meaning, **rule.bounds)]
 
 
 _NEW: dict[str, Any] = {name: (_kind(rule), rule.default) for name, rule in RULES.items()}

@@ -81,11 +81,7 @@ def routes(history: History, started_at: float) -> APIRouter:
     """Return the endpoints of the service view, over this history."""
     router = APIRouter(tags=["service"])
 
-    @router.get(
-        "/v1/caller",
-        summary="The caller, as the server sees it",
-        operation_id="get_caller",
-    )
+    @router.get("/v1/caller", summary="The caller, as the server sees it", operation_id="get_caller")
     @access()
     async def caller(call: CurrentCall) -> JsonAnswer[CallerAnswer]:
         """Any valid key may ask."""
@@ -118,11 +114,7 @@ def routes(history: History, started_at: float) -> APIRouter:
             }
         )
 
-    @router.get(
-        "/v1/service/history",
-        summary="The last hour in samples",
-        operation_id="service_history",
-    )
+    @router.get("/v1/service/history", summary="The last hour in samples", operation_id="service_history")
     @access("admin")
     async def recent(call: CurrentCall, query: Annotated[HistoryQuery, Query()]) -> JsonAnswer[HistoryAnswer]:
         """A sample has the numbers of all worker processes. Each process keeps its own history. With `since`, the

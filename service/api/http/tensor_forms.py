@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetPydanticSchema,
     StrictInt,
     ValidationError,
     ValidationInfo,
@@ -34,8 +35,8 @@ _ABSENT: Any = object()
 Dimension = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 
 
-class Form(BaseModel):
-    """One tensor of a request, its numbers not yet read. A bare value is the `data` of the input's default dtype."""
+class Envelope(BaseModel):
+    """A tensor of a request that is an object, its numbers not yet read."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,14 +54,14 @@ class Form(BaseModel):
         return self
 
 
-def parse_form(name: str, members: dict[str, Any]) -> Form:
-    """Return the object `name` of a request as a `Form`. Raises `InvalidTensor`."""
+def _envelope(name: str, members: dict[str, Any]) -> Envelope:
+    """Return the tensor `name` of a request. Raises `InvalidTensor`."""
     for member in members:  # pydantic would make an error of each
-        if member not in Form.model_fields:
-            known = ", ".join(Form.model_fields)
+        if member not in Envelope.model_fields:
+            known = ", ".join(Envelope.model_fields)
             raise InvalidTensor(f"{name}.{member} is unknown; the members of a tensor are {known}", tensor=name)
     try:
-        return Form.model_validate(members)
+        return Envelope.model_validate(members)
     except ValidationError as invalid:
         error = invalid.errors(include_url=False, include_context=False)[0]
         place = ".".join([name, *map(str, error["loc"])])
@@ -71,33 +72,30 @@ def parse_form(name: str, members: dict[str, Any]) -> Form:
 def read_tensor(document: json_codec.Document, name: str, value: Any, default: str) -> Array:
     """Return the tensor of a member of the document. A list without a dtype has the `default` dtype.
 
-    Raises what `parse_form` and `Document.tensor` raise.
+    Raises `InvalidTensor`, `TooManyDimensions` and `TensorTooLarge`. The caller must call `finish` before it uses it.
     """
     if not isinstance(value, dict):
         return document.tensor(name, value, DTYPES[default])
-    form = parse_form(name, value)
-    dtype = DTYPES[form.dtype or default]
-    if form.base64 is None:
-        return document.tensor(name, form.data, dtype, form.shape)
-    return document.base64(name, form.base64, dtype, form.shape or [])
-
-
-class _Reader(NamedTuple):
-    """Reads the input `name` from the document that is pydantic's context."""
-
-    name: str
-    default: str
-
-    def read(self, value: Any, info: ValidationInfo[json_codec.Document]) -> Array:
-        return read_tensor(info.context, self.name, value, self.default)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return with_info_plain_validator_function(self.read, json_schema_input_schema=handler(source))
+    envelope = _envelope(name, value)
+    dtype = DTYPES[envelope.dtype or default]
+    if envelope.base64 is None:
+        return document.tensor(name, envelope.data, dtype, envelope.shape)
+    return document.base64(name, envelope.base64, dtype, envelope.shape or [])
 
 
 def tensor_field(name: str, kind: Kind) -> Any:
-    """Return the type of an input in a model: OpenAPI shows the forms of a tensor, and our decoder reads it."""
-    return Annotated[input_type(kind), _Reader(name, kind.default)]
+    """Return the type of the input `name` in a model: OpenAPI shows the forms of a tensor, and our decoder reads it.
+
+    pydantic's context is the document.
+    """
+
+    def read(value: Any, info: ValidationInfo[json_codec.Document]) -> Array:
+        return read_tensor(info.context, name, value, kind.default)
+
+    def schema(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return with_info_plain_validator_function(read, json_schema_input_schema=handler(source))
+
+    return Annotated[input_type(kind), GetPydanticSchema(schema)]
 
 
 Number = TypeAliasType("Number", 'float | Literal["NaN", "Infinity", "-Infinity"]')

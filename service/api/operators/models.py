@@ -6,12 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    create_model,
-)
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from typing_extensions import TypeAliasType
 
 from service.api.buffers.models import Receipt
