@@ -183,6 +183,14 @@ def test_a_server_that_is_away_for_a_while_leaves_no_gap(
     assert {each["at"] for each in samples(http) if lost < each["at"] <= newest} <= set(rows(page, "commits"))
 
 
+def test_a_key_that_loses_its_scope_learns_so(open_page: Open, server: str, faults: Faults) -> None:
+    faults.statuses = {403}
+    page = show(open_page, server)
+    problem = {"title": "API key lacks a scope", "detail": "It needs admin", "code": "forbidden", "scope": "admin"}
+    page.route(HISTORY, lambda route: route.fulfill(status=403, json=problem))
+    expect(page.get_by_role("alert")).to_contain_text("It needs admin")
+
+
 def hide(page: Page, state: str) -> None:
     page.evaluate(
         """state => { Object.defineProperty(document, "visibilityState", { value: state, configurable: true });

@@ -1,6 +1,6 @@
 // The service: how much it does, how fast, and with which settings.
 
-import { h, mark, put, say } from "./dom.js";
+import { failure, h, mark, put, say } from "./dom.js";
 import { follow, step, withGaps } from "./live.js";
 import { liveChart } from "./live_chart.js";
 import { CHARTS, duration, rate } from "./measures.js";
@@ -38,6 +38,7 @@ export async function show(main, { api, caller, signal }) {
     api,
     signal,
     changed(error) {
+      if (error?.status === 403) return put(main, failure(error)); // the key has lost its scope
       mark(state, "class", error ? "state late" : "state on");
       say(state, error ? "waiting for the server" : "live");
       drawAll();
