@@ -10,9 +10,9 @@ PACKAGES := $(VENV)-packages
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
-IN_TWO := -n 2 --dist loadfile
-SERVING := $(addprefix tests/test_,doctor.py doctor_postgres.py end_to_end.py keys.py main.py transfer.py transfer_postgres.py)
-QUICK := service tests/kernels tests/codecs tests/buffers tests/engine tests/fuzz $(filter-out $(SERVING),$(wildcard tests/test_*.py))
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+IN_FOUR := -n 4 --dist worksteal
+QUICK := $(addprefix --ignore=tests/,dashboard examples faults) --ignore-glob='tests/clients/test_torch*' -m 'not processes'
 WHAT ?=
 SECONDS ?= 60
 
@@ -24,16 +24,16 @@ help:  ## list the targets
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
 
-check: lint  ## lint and the tests that start no server, for every edit
-	$(BIN)/python -m pytest $(IN_TWO) $(QUICK)
+check: lint  ## lint and the tests without PyTorch, browsers, examples and server processes, for every edit
+	$(PYTEST) $(IN_FOUR) $(QUICK)
 
-test: $(VENV)/.dev  ## run every test in two processes, or WHAT="tests/codecs/test_json.py -k name" in one
-	$(BIN)/python -m pytest $(or $(WHAT),$(IN_TWO))
+test: $(VENV)/.dev  ## run every test in four processes, or WHAT="tests/codecs/test_json.py -k name" in one
+	$(PYTEST) $(or $(WHAT),$(IN_FOUR))
 
 peers: $(VENV)/.peers  ## install KServe's client, which brings a hundred packages, so that make test tries it, too
 
 test-faults: $(VENV)/.dev  ## long runs of the tests that kill servers, fill disks and cut power
-	GRADSERVE_FAULTS=long $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/faults $(WHAT)
+	GRADSERVE_FAULTS=long $(PYTEST) -o faulthandler_timeout=900 tests/faults $(WHAT)
 
 openapi: $(VENV)/.dev $(NODE)/.installed  ## lint the OpenAPI document with Redocly and Spectral
 	$(BIN)/python -m tests.generated_clients.document > build/openapi.json

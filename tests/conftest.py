@@ -14,6 +14,7 @@ import certifi
 import httpx
 import hypothesis
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from tests.postgres import cluster
 from tests.temporary import use_memory
@@ -24,10 +25,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("busy machine")
 
 
+for part in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, part, 60)  # httpx gives up after 5 seconds, which a busy machine may take
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep temporary files in memory. Processes of pytest-xdist have those of the first process."""
     if not hasattr(config, "workerinput") and "TMPDIR" not in os.environ:
         use_memory()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of modules that start server processes."""
+    for item in items:
+        if hasattr(getattr(item, "module", None), "Server"):
+            item.add_marker("processes")
 
 
 @pytest.hookimpl(trylast=True)
