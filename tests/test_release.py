@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -47,25 +46,12 @@ def test_each_python_has_its_classifier() -> None:
         assert {text for text in project["classifiers"] if re.search(r":: 3\.\d+$", text)} == wanted
 
 
-def test_the_image_says_where_it_comes_from() -> None:
-    labels = re.findall(r"org\.opencontainers\.image\.(\w+)=", (ROOT / "Dockerfile").read_text())
-    assert {"source", "version", "revision", "licenses"} <= set(labels)
-
-
-def load(path: Path) -> Any:
-    return yaml.load(path.read_text(), yaml.BaseLoader)  # else YAML reads the key `on` as true
-
-
-def test_the_workflow_runs_ci_on_the_oldest_and_a_new_python() -> None:
-    jobs = load(ROOT / ".github/workflows/ci.yml")["jobs"]
-    assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.13"]
-    assert [step["run"] for step in jobs["test"]["steps"] if "run" in step] == [".ci/run"]
-    assert jobs["publish"]["permissions"] == {"id-token": "write"}
-    assert {need for job in jobs.values() for need in [job.get("needs")] if need} <= jobs.keys()
-
-
 def test_issue_forms_have_what_github_needs() -> None:
-    forms = [load(path) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    forms = [
+        yaml.safe_load(path.read_text())
+        for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")
+        if path.stem != "config"
+    ]
     assert forms
     for form in forms:
         assert {"name", "description", "body"} <= form.keys()

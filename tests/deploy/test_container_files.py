@@ -78,12 +78,6 @@ def test_the_socket_is_in_a_directory_that_the_image_has() -> None:
     assert f"`unix:{path}`" in (ROOT / "docs/operations.md").read_text()
 
 
-def test_nginx_waits_for_the_service() -> None:
-    nginx = yaml.safe_load(COMPOSE)["services"]["nginx"]
-    assert nginx["depends_on"] == {"gradserve": {"condition": "service_healthy"}}
-    assert "HEALTHCHECK" in (ROOT / "Dockerfile").read_text()
-
-
 def test_no_image_gets_the_settings_of_pip() -> None:
     for file in ("Dockerfile", "tests/integration/containers/prepare"):
         assert "pip.conf" not in (ROOT / file).read_text()
