@@ -19,9 +19,9 @@ from service.settings import Settings
 def serving(**settings: Any) -> Iterator[str]:
     """Yield the URL of a server with these settings, on a free port and in a thread of this process.
 
-    With `socket` it listens on this UNIX socket, too.
+    With `socket` it listens on this UNIX socket, too. By default this process keeps little of the memory that it frees.
     """
-    given = Settings(**{"port": 0, "store": "memory:", **settings})
+    given = Settings(**{"port": 0, "store": "memory:", "reuse_bytes": 32 << 20, **settings})
     config = server_config(given)
     server = uvicorn.Server(config)
     with listening(given) as sockets:
@@ -66,8 +66,8 @@ def in_flight(url: object, what: str = "") -> float:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Return once `holds` returns true; fail after 20 seconds."""
-    end = time.monotonic() + 20
+    """Return once `holds` returns true; fail after a minute."""
+    end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -187,7 +187,9 @@ def test_the_server_serves_and_ends_on_sigterm(host: str, workers: int, tmp_path
         assert server.stderr is not None
         log = ""
         while " at http://" not in log:
-            log += server.stderr.readline()
+            line = server.stderr.readline()
+            assert line, f"the server does not start:\n{log}"
+            log += line
         port = log.split(" at http://")[1].split(",")[0].rsplit(":", 1)[1]
         # A worker process logs this a moment before it listens.
         with httpx.Client(transport=httpx.HTTPTransport(retries=5)) as client:

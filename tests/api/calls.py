@@ -19,7 +19,7 @@ from service.dtypes import Array
 from service.limits import Limits
 from tests.faults.servers import Server
 
-PATIENCE = 30
+PATIENCE = 60
 """Seconds after which a wait makes the test fail instead of hang."""
 
 SAFE = {"Content-Type": MEDIA_TYPE}
@@ -110,5 +110,5 @@ def loaded(answer: httpx.Response) -> tuple[dict[str, Array], dict[str, Any]]:
 @contextmanager
 def serving_workers(workers: int, store: Path, **settings: Any) -> Iterator[str]:
     """Yield the URL of a server whose worker processes share one store."""
-    with Server(store / "store", workers=workers, store_bytes=1 << 28, **settings) as server:
+    with Server(store, workers=workers, store_bytes=1 << 28, **settings) as server:
         yield server.url

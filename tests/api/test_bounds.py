@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import os
 import threading
-import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ import pytest
 
 from service.api.http.admission import SMALL_BYTES
 from service.codecs.safetensors import MEDIA_TYPE
-from tests.api.calls import serving_workers
+from tests.faults.servers import Server
 
 LONGEST_GAP_SECONDS = 5.0
 """Two answers of a health probe may be this far apart. Bodies like these stopped the server for 13 s to 20 s and more;
@@ -121,31 +122,38 @@ OPERATOR = "GRUTraining"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the URL of a server in a process of its own, which does not wait for this one."""
-    with serving_workers(1, tmp_path_factory.mktemp("store"), threads=2, shared_memory=True) as url:
-        httpx.put(f"{url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()
-        yield url
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Yield a server in a process of its own, which does not wait for this one."""
+    with Server(tmp_path_factory.mktemp("bounds") / "store", threads=2, shared_memory=True) as server:
+        httpx.put(f"{server.url}/v1/buffers/a", json={"shape": [1]}).raise_for_status()
+        yield server
 
 
 class Probe(threading.Thread):
-    """Asks whether the server is alive, again and again. `longest` is the longest time between two answers."""
+    """Asks whether the server is alive, again and again. `longest` is its longest work between two answers, in seconds.
 
-    def __init__(self, url: str) -> None:
+    That is time of its process on a processor, since other processes may take the rest.
+    """
+
+    def __init__(self, server: Server) -> None:
         super().__init__()
-        self._address = urlsplit(url).netloc
+        self._address, self._times = urlsplit(server.url).netloc, Path(f"/proc/{server.process.pid}/stat")
         self._stopping = threading.Event()
         self.longest, self.count = 0.0, 0
 
     def run(self) -> None:
         connection = http.client.HTTPConnection(self._address)
-        last = time.monotonic()
+        last = self._worked()
         while not self._stopping.is_set():
             connection.request("GET", "/v2/health/live")
             assert connection.getresponse().read() == b'{"live":true}'
-            now = time.monotonic()
+            now = self._worked()
             self.longest, last, self.count = max(self.longest, now - last), now, self.count + 1
         connection.close()
+
+    def _worked(self) -> float:
+        fields = self._times.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def __enter__(self) -> Probe:
         self.start()
@@ -157,13 +165,13 @@ class Probe(threading.Thread):
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
-def test_no_body_keeps_others_waiting(url: str, endpoint: str) -> None:
+def test_no_body_keeps_others_waiting(server: Server, endpoint: str) -> None:
     method, path = endpoint.split()
-    place = url + path.format(name="a", op=OPERATOR)
+    place = server.url + path.format(name="a", op=OPERATOR)
     with httpx.Client(timeout=120) as client:
         for worst in BODIES[endpoint]:
             content, headers = worst.compressed(), {"Content-Type": worst.media_type, "Content-Encoding": "gzip"}
-            with Probe(url) as probe:
+            with Probe(server) as probe:
                 answer = client.request(method, place, content=content, headers=headers)
             assert 400 <= answer.status_code < 500, (worst, answer.text)
             assert len(answer.content) < 10_000, worst
@@ -171,8 +179,8 @@ def test_no_body_keeps_others_waiting(url: str, endpoint: str) -> None:
             assert probe.longest < LONGEST_GAP_SECONDS, worst
 
 
-def test_every_endpoint_with_a_json_body_has_worst_bodies(url: str) -> None:
-    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+def test_every_endpoint_with_a_json_body_has_worst_bodies(server: Server) -> None:
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     found = {
         f"{method.upper()} {'/v1/ops/{op}' if path.startswith('/v1/ops/') else path}"
         for path, operations in paths.items()

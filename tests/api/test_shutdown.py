@@ -139,7 +139,7 @@ def test_a_request_beyond_the_drain_timeout_is_answered_503(tmp_path: Path) -> N
             problem = stream.read()
             assert b'"not_ready"' in problem
             assert b"Idempotency-Key" in problem
-        assert server.process.wait(10) == 0
+        assert server.process.wait(30) == 0
         assert "Traceback" not in server.log.read_text()
 
 
@@ -153,7 +153,7 @@ def test_a_second_signal_stops_the_server_at_once_without_loss(server: Server) -
         wait_until_nothing_is_taken(server)
         time.sleep(0.4)  # sooner, both could count as one signal
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 1
+        assert server.process.wait(25) == 1
     server.start()
     assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == 3
 
@@ -166,7 +166,7 @@ def test_a_second_signal_soon_after_the_first_stops_the_server(tmp_path: Path, w
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.4)  # before the parent looks, but too late to count as one signal
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(10) == 1
+            assert server.process.wait(25) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -32,7 +32,7 @@ LARGE = 5 * (CHUNK_BYTES // 8) + 3
 """Elements of a buffer that has several chunks in any dtype, the last chunk partly full."""
 SMALL_CHUNK = 16
 """Bytes of a chunk where a value of a few elements must have several chunks."""
-PATIENCE = 20
+PATIENCE = 60
 """Seconds after which a pending future makes a test fail instead of hang."""
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -146,6 +147,7 @@ def apart(work: Callable[[Path], Errors], path: Path) -> tuple[int, list[str]]:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
+        signal.alarm(60)  # damaged pages may form a circle
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # LMDB writes there what it asserts
         os.write(writer, json.dumps(sorted(work(path))[:20]).encode()[:60_000])
         os._exit(0)

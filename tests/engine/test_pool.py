@@ -13,7 +13,7 @@ import pytest
 from service.engine.pool import BUSY_SWITCH_SECONDS, IDLE_SWITCH_SECONDS, Pool
 from tests.serving import wait_until
 
-PATIENCE = 20
+PATIENCE = 60
 """Seconds after which a task that does not run makes a test fail instead of hang."""
 
 

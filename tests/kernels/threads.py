@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from service.kernels import Workspace, workspace
 
-PATIENCE = 30.0
+PATIENCE = 60
 """Seconds: long enough that the machine is never too slow, and short enough that a deadlock fails soon."""
 
 
