@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from service.buffers.closing import close, next_epoch
-from service.buffers.contributors import check_may_add, contributed
+from service.buffers.closing import check_may_add, close, contributed, next_epoch
 from service.buffers.epochs import described
 from service.buffers.gradients import Dense, Gradient, Rows, check_norm, is_nothing
 from service.buffers.names import BufferName

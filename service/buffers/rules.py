@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service.buffers.changes import Change
-from service.buffers.closing import close
-from service.buffers.contributors import most_contributors
+from service.buffers.closing import close, most_contributors
 from service.buffers.epochs import check_contributor
 from service.buffers.names import BufferName
 from service.buffers.packed import spec_of

@@ -12,6 +12,7 @@ import numpy as np
 
 from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb import opened_readonly as opened_lmdb
+from service.buffers.lmdb.forget import forget as forget_in_lmdb
 from service.buffers.memory import MemoryStore
 from service.buffers.readonly import ReadOnlyStore
 from service.buffers.store import MAX_BUFFERS, Allocate, Committed, Store, uncounted
@@ -66,10 +67,27 @@ def opened_readonly(url: str, *, max_bytes: int, schema: str = "gradserve") -> A
         with installed():
             from service.buffers.postgres import opened_readonly as opened
         return opened(url, schema)
+    return opened_lmdb(_directory(url), max_bytes)
+
+
+def forget(url: str, seconds: float, namespace: str | None, *, max_bytes: int, schema: str) -> int:
+    """Forget the keys of a namespace, None for all, that are at least this old. Return their number.
+
+    Servers may use the store at `url` meanwhile. Raises `StoreFailed` and `StoreFull`.
+    """
+    if is_postgres(url):
+        with installed():
+            from service.buffers.postgres.janitor import forget as forget_in_postgres
+        return forget_in_postgres(url, schema, seconds, namespace)
+    return forget_in_lmdb(_directory(url), max_bytes, seconds, namespace)
+
+
+def _directory(url: str) -> Path:
+    """Return the directory of an LMDB store. Raises `StoreFailed`, for a store in memory too."""
     path = path_of(url)
     if path is None:
         raise StoreFailed("GRADSERVE_STORE is memory:, which no other process can read")
-    return opened_lmdb(path, max_bytes)
+    return path
 
 
 def open_store(

@@ -15,9 +15,8 @@ from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises 
 from service.api.app import store_at
 from service.api.server import listening, run
 from service.buffers import doctor, transfer
-from service.buffers.forget import age, forget
 from service.buffers.readonly import WRONG
-from service.buffers.url import check_url, path_of, without_password
+from service.buffers.url import check_url, forget, path_of, without_password
 from service.commands import preflight
 from service.commands.keys import add_key_commands, run_key_command
 from service.commands.preflight import UsageError
@@ -32,6 +31,9 @@ from service.settings import VARIABLES, Settings
 
 SIMILARITY = 0.92
 """The least likeness, from 0 to 1, to call a variable a misspelt setting. KEY passes for KEYS; API_KEY does not."""
+
+UNIT_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+"""The units of an age."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,6 +92,18 @@ def _parser() -> argparse.ArgumentParser:
     add_key_commands(commands.add_parser("keys", help="manage the API keys in the file GRADSERVE_KEYS"))
     commands.add_parser("settings", help="list the settings with their values and meanings")
     return parser
+
+
+def age(text: str) -> float:
+    """Return the seconds of an age in minutes, hours or days. Raises ValueError.
+
+    >>> age("90m"), age("1.5h"), age("2d")
+    (5400.0, 5400.0, 172800.0)
+    """
+    seconds = float(text[:-1]) * UNIT_SECONDS.get(text[-1:], float("nan"))
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
 
 
 def _settings_from(options: argparse.Namespace) -> Settings:

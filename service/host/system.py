@@ -99,11 +99,11 @@ def free_range(descriptor: int, start: int, size: int) -> None:
     _fallocate(descriptor, _PUNCH_HOLE, start, size)
 
 
-def reserve(descriptor: int, size: int) -> None:
-    """Fill a new file with `size` zeros, which have room on the disk. Raises OSError if the disk is full."""
+def reserve(descriptor: int, start: int, size: int) -> None:
+    """Add `size` zeros at `start`, the end of a file, which have room on the disk. Raises OSError if it is full."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    elif os.pwrite(descriptor, bytes(size), 0) < size:
+        os.posix_fallocate(descriptor, start, size)
+    elif os.pwrite(descriptor, bytes(size), start) < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
-from service.buffers.lmdb.format import COUNT, MARK_BYTES, TIME, WRITER, pack_record
+from service.buffers.lmdb.format import COUNT, TIME
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.names import BufferName
 from service.buffers.perform import Request
@@ -298,51 +298,6 @@ def test_processes_share_the_limit(reopen: Callable[[], LmdbStore], tmp_path: Pa
     assert len(reopen().records()) == most
 
 
-ELSEWHERE = """
-import sys
-import lmdb
-
-env = lmdb.open(sys.argv[1], max_dbs=8, map_size=1 << 28)
-names, deleted = eval(sys.argv[2]), eval(sys.argv[3])
-with env.begin(write=True) as txn:
-    for name, sealed in names.items():
-        txn.put(name, sealed, db=env.open_db(b"buffers", txn=txn))
-    for name in deleted:
-        txn.delete(name, db=env.open_db(b"buffers", txn=txn))
-    txn.put(b"writer", bytes(16), db=env.open_db(b"meta", txn=txn))
-"""
-
-
-def older_version(path: Path, *, create: list[str], delete: list[str]) -> None:
-    """Change buffers as a version without counts would, in another process while the store is open."""
-    record = Record(BufferName("", "a"), spec(), 1 << 40, 1.0, 1.0)
-    names = {name.encode(): pack_record(record, name.encode()) for name in create}
-    arguments = [str(path), repr(names), repr([name.encode() for name in delete])]
-    subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], check=True, timeout=PATIENCE)
-
-
-@pytest.mark.parametrize("closed", [True, False])
-def test_buffers_of_a_version_without_counts_are_counted(
-    reopen: Callable[[], LmdbStore], tmp_path: Path, closed: bool
-) -> None:
-    store = reopen()
-    create(store, "a", "b", "c")
-    create(store.within("ann"), "a")
-    create(store.within("bob"), "a")
-    if closed:
-        store.close()
-    older_version(tmp_path / "store", create=["~ann/b", "~ann/c"], delete=["a", "~bob/a"])
-    store = reopen() if closed else store
-    refused(store.within("ann"), "d")
-    create(store, "d")
-    refused(store, "e")
-    create(store.within("bob"), "a", "b", "c")
-    refused(store.within("bob"), "d")
-    generation = store.generation()
-    refused(store, "e")
-    assert store.generation() == generation  # the store counted once
-
-
 def meta(path: Path) -> dict[bytes, bytes]:
     with lmdb.open(str(path), max_dbs=8, readonly=True) as env:
         database = env.open_db(b"meta", create=False)
@@ -355,20 +310,18 @@ def test_a_store_without_counts_is_counted_at_its_start(reopen: Callable[[], Lmd
     create(store, "a", "b")
     create(store.within("ann"), "a")
     store.close()
-    older_version(tmp_path / "store", create=["c"], delete=[])
     with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
         for name in (COUNT, COUNT + b"ann"):
             txn.delete(name, db=env.open_db(b"meta", txn=txn))
     store = reopen()
+    create(store, "c")
     refused(store, "d")
-    add(store, "a", [1, 2])
     store.close()
     found = meta(tmp_path / "store")
     assert {name: TIME.unpack(found[name])[0] for name in found if name.startswith(COUNT)} == {
         COUNT: 3,
         COUNT + b"ann": 1,
     }
-    assert len(found[WRITER]) == MARK_BYTES
 
 
 def test_the_next_start_corrects_a_wrong_count(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:

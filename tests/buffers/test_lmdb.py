@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ from service.buffers.lmdb.store import LmdbStore
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome
 from service.buffers.record import Record, Spec
+from service.buffers.rules import SetRules
 from service.dtypes import FLOAT32
 from service.errors import StoreFailed
 from service.kernels.gather import GatheredRows
@@ -130,8 +132,10 @@ def test_a_store_opens_after_a_batch_that_creates_and_deletes(
         assert state(store) == before
 
 
-def test_a_harmlessly_short_file_is_left_unchanged(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
-    """Another process may be writing to the file."""
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_harmlessly_short_file_is_lengthened(
+    reopen: Callable[[], LmdbStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readonly: bool
+) -> None:
     path = tmp_path / "store"
     store = reopen()
     create(store, "a", shape=(LARGE,))
@@ -146,12 +150,46 @@ def test_a_harmlessly_short_file_is_left_unchanged(reopen: Callable[[], LmdbStor
         pages = env.info()["last_pgno"] + 1
     before = (path / "data.mdb").read_bytes()
     assert len(before) < pages * 4096
-    for readonly in (True, False):
-        Environment(path, max_bytes=1 << 30, readonly=readonly).close()
-        assert (path / "data.mdb").read_bytes() == before
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("service.buffers.lmdb.environment.reserve", full)
+        with pytest.raises(StoreFailed, match="No space left on device"):
+            Environment(path, max_bytes=1 << 30, readonly=readonly)
+    assert (path / "data.mdb").read_bytes() == before
+    Environment(path, max_bytes=1 << 30, readonly=readonly).close()
+    assert (path / "data.mdb").read_bytes() == before.ljust(pages * 4096, b"\0")
     store = reopen()
     assert add(store, "a", ones(1))["count"] == 2
     assert value(store, "a").tolist() == [2] * LARGE
+
+
+def test_the_writer_knows_the_number_of_its_last_transaction(reopen: Callable[[], LmdbStore]) -> None:
+    """By it the writer knows that no other process has written since."""
+    store = reopen()
+    create(store, "stays", quorum=2, ttl_seconds=5.0)
+    requests: list[list[Change]] = [
+        [Create(name="a", spec=spec())],
+        [Zero(name="a")],
+        [Take(name="a")],
+        [Add(name="a", gradient=ones(2), overwrite=True, weight=0.0)],
+        [SetRules(name="a", rules={"quorum": 3})],
+        [Add(name="stays", gradient=ones(2)), Delete(name="a")],
+        [Create(name="b", spec=spec((0,))), Create(name="c", spec=spec())],
+        [Delete(name="b"), Zero(name="c")],
+        [Delete(name="c")],
+        [Delete(name="stays")],
+    ]
+    for changes in requests:
+        before = store.generation()
+        do(store, *changes)
+        assert store._writer._state.last == store.generation() == before + 1
+    do(store, Create(name="a", spec=spec()), key=key())
+    generation = store.generation()
+    assert do(store, Create(name="a", spec=spec()), key=key()).replayed
+    assert store._writer._state.last == store.generation() == generation
 
 
 # ----- processes -----

@@ -1,109 +1,61 @@
-"""Two servers on one store with different limits: neither has to be restarted when the other makes the store larger."""
+"""LMDB's map of a store: one size for all servers, and what a process says that cannot have it."""
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from service.buffers.changes import Add
-from service.buffers.lmdb import environment
-from service.buffers.lmdb.store import LmdbStore
-from service.errors import StoreFull
-from tests.buffers.calls import PATIENCE, Clock, add, create, do, ones, open_lmdb, value
+from tests.buffers.calls import PATIENCE, Clock, add, create, ones, open_lmdb
 from tests.commands import called
 from tests.serving import serving
 
 SMALL = 1 << 18
-NOTHING = Add(name="a", gradient=ones(2), do_update=False)
-
-GROWS = """
-import sys
-from pathlib import Path
-from service.buffers.lmdb import LmdbStore
-from tests.buffers.calls import add, create, ones
-
-store = LmdbStore(Path(sys.argv[1]), max_bytes=1 << 30)
-names = [f"large{number}" for number in range(100)]
-create(store, *names, shape=(12_000,))
-for name in names:
-    add(store, name, ones(12_000))
-store.close()
-"""
-
-
-@pytest.fixture(autouse=True)
-def _small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the map of a small store here 1.5 MB, so that 5 MB outgrow it."""
-    monkeypatch.setattr(environment, "MAP_MARGIN_BYTES", 1 << 20)
-
-
-@pytest.fixture
-def small(tmp_path: Path, clock: Clock) -> Iterator[LmdbStore]:
-    """Yield a store whose limit is small, with the buffer "a"."""
-    store = open_lmdb(tmp_path / "store", clock, max_bytes=SMALL)
-    create(store, "a")
-    add(store, "a", [1, 2])
-    yield store
-    store.close()
+ROOT = Path(__file__).parents[2]
 
 
 def grow(path: Path) -> None:
-    """Let another process, whose limit is large, write more than the small map holds."""
-    command = [sys.executable, "-c", GROWS, str(path)]
-    subprocess.run(command, cwd=Path(__file__).parents[2], timeout=60, check=True)
+    """Write more into the store than a server with a small limit would, as a server with a large limit."""
+    store = open_lmdb(path, Clock(), max_bytes=1 << 30)
+    names = [f"large{number}" for number in range(100)]
+    create(store, *names, shape=(12_000,))
+    for name in names:
+        add(store, name, ones(12_000))
+    store.close()
 
 
-def test_a_server_adopts_the_map_of_a_larger_one(small: LmdbStore, tmp_path: Path) -> None:
-    grow(tmp_path / "store")
-    assert value(small, "a").tolist() == [1, 2]
-    assert set(value(small, "large99")) == {1.0}
-    assert len(small.records("large")) == 100
-    with pytest.raises(StoreFull, match=f"its limit of {SMALL} bytes"):
-        add(small, "a", [1, 2])
-    assert not do(small, NOTHING).receipts["a"]["updated"]
-
-
-def test_the_writer_adopts_it_first(small: LmdbStore, tmp_path: Path) -> None:
-    grow(tmp_path / "store")
-    assert not do(small, NOTHING).receipts["a"]["updated"]
-    assert small.size()[0] == 101
-
-
-def test_threads_adopt_it_together(small: LmdbStore, tmp_path: Path) -> None:
-    """The map must not move while another thread reads there."""
-    grown = threading.Event()
-
-    def repeat(use: Callable[[], object]) -> int:
-        after = 0
-        while after < 50:
-            assert use()
-            after += grown.is_set()
-        return after
-
-    uses = [*4 * [lambda: value(small, "a").tolist() == [1, 2]], lambda: do(small, NOTHING)]
-    with ThreadPoolExecutor(len(uses)) as pool:
-        futures = [pool.submit(repeat, use) for use in uses]
-        try:
-            grow(tmp_path / "store")
-        finally:
-            grown.set()
-        assert sum(future.result(PATIENCE) for future in futures) == 50 * len(uses)
-
-
-def test_servers_with_different_limits_share_a_store(tmp_path: Path) -> None:
+def test_servers_with_different_limits_share_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.buffers.lmdb.transaction.MARGIN_BYTES", 1 << 20)
     store = f"lmdb:{tmp_path}/store"
     with serving(store=store, store_bytes=SMALL) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
         assert client.put("/v1/buffers/a", json={"shape": [2]}).status_code == 201
-        grow(tmp_path / "store")
+        command = "from pathlib import Path; import sys; from tests.buffers import test_lmdb_map as here; "
+        subprocess.run([sys.executable, "-c", f"{command}here.grow(Path(sys.argv[1]))", f"{tmp_path}/store"], cwd=ROOT)
         assert client.get("/v2/health/ready").status_code == 200
         assert client.get("/v1/buffers/a").status_code == 200
         assert client.delete("/v1/buffers/large7").status_code == 204
         assert client.put("/v1/buffers/b", json={"shape": [2]}).status_code == 507
     assert called("doctor", "--store", store)[0] == 0
+
+
+@pytest.mark.parametrize("command", [["serve"], ["doctor"], ["export", "-"]])
+def test_a_process_with_little_address_space_says_what_it_lacks(tmp_path: Path, command: list[str]) -> None:
+    open_lmdb(tmp_path / "store", Clock()).close()
+    done = subprocess.run(
+        [sys.executable, "-m", "service", *command],
+        env={**os.environ, "GRADSERVE_STORE": f"lmdb:{tmp_path}/store"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30)),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "LMDB needs 1 TiB of address space" in done.stderr
+    assert "`ulimit -v unlimited`" in done.stderr
+    assert done.stderr.count("\n") == 1

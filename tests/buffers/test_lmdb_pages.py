@@ -62,9 +62,9 @@ def test_the_doctor_survives_the_end_of_its_reader(tmp_path: Path) -> None:
     data = bytearray((store / "data.mdb").read_bytes())
     for meta in (0, PAGE):
         root = PAGE * int.from_bytes(data[meta + 128 : meta + 136], "little")
-        data[root + 16 : root + 32] = b"\xff" * 16  # the places of its nodes, now far behind the page
+        data[root + 10 : root + 14] = bytes([1, 0, 18, 0])  # now it is a branch, and has one node: LMDB aborts
     (store / "data.mdb").write_bytes(data)
     status, out, error = run("doctor", "--store", f"lmdb:{store}")
-    assert (status, error) == (1, "")
+    assert (status, error.count("\n"), "failed in mdb_page_search_root" in error) == (1, 1, True)  # LMDB's last words
     assert out.startswith("WRONG: reading data.mdb ended the process (signal ")
     assert "restore the buffers from an export\nproblems found: 1" in out

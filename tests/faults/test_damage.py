@@ -76,7 +76,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     **{f"cut {number}": lambda data, to=to: cut(data, to(data.stat().st_size)) for number, to in enumerate(SIZES)},  # type: ignore[misc]
     "gone": Path.unlink,
     "heads overwritten": overwrite_heads,
-    "a newer format": lambda data: flip(data.parent, b"format1", 6),
+    "a newer format": lambda data: flip(data.parent, b"format3", 6),
 }
 
 

@@ -143,7 +143,7 @@ def test_a_file_system_without_a_full_sync_is_synced_all_the_same(
 def test_a_full_disk_is_noticed_without_posix_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
     with open(tmp_path / "file", "wb") as file:
-        system.reserve(file.fileno(), 5000)
+        system.reserve(file.fileno(), 0, 5000)
         assert (tmp_path / "file").read_bytes() == bytes(5000)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), open("/dev/full", "wb") as file:
-        system.reserve(file.fileno(), 5000)
+        system.reserve(file.fileno(), 0, 5000)

@@ -19,7 +19,7 @@ def new_table(directory: Path, size: int) -> Any:
     with NamedTemporaryFile(dir=directory, prefix=f"{os.getpid()}-", suffix=".metrics", delete=False) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # for as long as the file is mapped
         try:
-            reserve(file.fileno(), size * 8)  # else a full disk would kill the process when it counts
+            reserve(file.fileno(), 0, size * 8)  # else a full disk would kill the process when it counts
         except OSError:
             os.unlink(file.name)
             raise

@@ -24,9 +24,6 @@ MOST_BYTES_OF_VALUES = 1 << 25
 ARRAY_BYTES = 320
 """What Python takes for each of these values beside its elements."""
 
-NOBODY = b"nobody"
-"""In place of the mark, before this process has written."""
-
 
 class RecordCache(dict[BufferName, Record | None]):
     """Records as the last transactions saw and left them, None for no buffer. Too many are all forgotten at once."""
@@ -95,14 +92,14 @@ class ValueCache:
 class WriterState:
     """The caches of the writer thread, and the two settings of the store that its transactions need.
 
-    The caches are true while the last transaction of the store is the one that left `mark`.
+    The caches are true while the last transaction of the store is `last`, of this process; 0 before its first.
     """
 
     allocate: Allocate
     max_buffers: int
     records: RecordCache = field(default_factory=RecordCache)
     values: ValueCache = field(default_factory=ValueCache)
-    mark: bytes = NOBODY
+    last: int = 0
 
     def forget(self) -> None:
         """Empty the caches."""

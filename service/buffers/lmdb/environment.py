@@ -7,7 +7,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,19 @@ import lmdb
 import orjson
 
 from service.buffers.lmdb.format import DATABASES
-from service.buffers.lmdb.mapped import MappedFile
+from service.buffers.lmdb.pages import faults_of
 from service.buffers.lmdb.slots import NO_ROOM, SlotFile, disk_full
 from service.buffers.packed import FORMAT, check_format
 from service.buffers.room import store_full
 from service.errors import StoreFailed
 from service.host.files import check_regular, open_new
-from service.host.system import sync_drive, sync_path
+from service.host.system import reserve, sync_drive, sync_path
 
-MAP_MARGIN_BYTES = 64 << 20
-"""LMDB's map beyond twice the limit of the store: LMDB needs room even to delete."""
+MAP_BYTES = 1 << 40
+"""LMDB's map: a part of the address space, and no memory. All processes have the same map, whatever their limits."""
+
+MARGIN_BYTES = 64 << 20
+"""data.mdb may have twice the limit of the store, and this: LMDB keeps the pages that readers see, or that are free."""
 
 MOST_READERS = 1024
 """Places in LMDB's table of readers: threads that read at the same time, in all processes."""
@@ -63,11 +66,14 @@ class Environment:
 
     def __init__(self, path: Path, *, max_bytes: int, readonly: bool = False) -> None:
         self.path, self.max_bytes = path, max_bytes
-        self._env = open_lmdb(path, max_bytes=max_bytes, readonly=readonly)
-        self._mapped = MappedFile(self._env)
+        self._env = open_lmdb(path, readonly=readonly)
         mark = path / "format"
         try:
-            self._open_databases(readonly)
+            if not readonly:
+                self.check_readers()
+            with nullcontext() if readonly else self._env.begin(write=True) as txn:
+                self._lengthen()
+                self._open_databases(txn)
             self.file = SlotFile(path / "values", readonly=readonly)
             if not (readonly or mark.exists()):
                 with suppress(FileExistsError), open(open_new(mark), "w") as file:  # another process may be first
@@ -81,21 +87,42 @@ class Environment:
             self._env.close()
             raise
 
-    def _open_databases(self, readonly: bool) -> None:
-        create = not readonly
-        if create:
-            self.check_readers()
-        self.meta = self._env.open_db(b"meta", create=create)
-        with self._mapped.transaction() as txn:
-            stored = txn.get(b"format", db=self.meta)
-            stored = None if stored is None else bytes(stored)
+    def _open_databases(self, txn: Any | None) -> None:
+        """Open the databases. `txn` makes those that are missing; without it they must be there."""
+        self.meta = self._env.open_db(b"meta", txn, create=txn is not None)
+        with nullcontext(txn) if txn is not None else self._env.begin() as reader:
+            stored = reader.get(b"format", db=self.meta)
         if stored is not None:
             check_format(stored.decode(errors="replace"), f"The store in {self.path}")
         for name in DATABASES:
-            setattr(self, name, self._env.open_db(name.encode(), create=create))
-        if create and stored is None:
-            with self.writing() as txn:
-                txn.put(b"format", str(FORMAT).encode(), db=self.meta)
+            setattr(self, name, self._env.open_db(name.encode(), txn, create=txn is not None))
+        if txn is not None and stored is None:
+            txn.put(b"format", str(FORMAT).encode(), db=self.meta)
+
+    def _lengthen(self) -> None:
+        """Give data.mdb the length that LMDB expects: to read behind its end would kill the process.
+
+        It may be short without harm, because LMDB never writes pages at its end that were never used. Raises
+        `StoreFailed` if it lacks a page in use, or cannot be lengthened.
+        """
+        data, expected = self.path / "data.mdb", self.length()
+        size = data.stat().st_size
+        if size >= expected:
+            return
+        with self._env.begin() as txn:
+            faults = faults_of(data, txn, self._env.stat()["psize"])
+        if faults:
+            raise StoreFailed(f"The store in {self.path} is truncated: data.mdb has {size} bytes ({faults[0]})")
+        try:
+            with open(data, "r+b") as file:
+                reserve(file.fileno(), size, expected - size)
+        except OSError as error:
+            problem = f"data.mdb has {size} bytes, and must get {expected} before it is read ({error.strerror})"
+            raise StoreFailed(f"The store in {self.path} cannot be opened: {problem}") from None
+
+    def length(self) -> int:
+        """Return the bytes of data.mdb that the last transaction left in use or free."""
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def oldest_reader(self) -> int | None:
         """Return the transaction whose state the slowest reader sees; None if there are no readers.
@@ -115,7 +142,7 @@ class Environment:
     def reading(self) -> Iterator[Any]:
         """Begin a transaction that reads. Raises `StoreFailed`."""
         try:
-            with self._mapped.transaction() as txn:
+            with self._env.begin(buffers=True) as txn:
                 yield txn
             self.check_files()  # a process with another lock.mdb does not see this reader, and may reuse what it read
         except (lmdb.Error, *UNREADABLE) as error:
@@ -128,7 +155,7 @@ class Environment:
         Raises `StoreFailed` for what cannot be decoded, and lmdb.Error.
         """
         try:
-            with self._mapped.transaction(write=True) as txn:
+            with self._env.begin(write=True, buffers=True) as txn:
                 yield txn
         except UNREADABLE as error:
             raise as_client_error(error, self.path, self.max_bytes) from None
@@ -169,7 +196,7 @@ class Environment:
         self.file.close()
 
 
-def open_lmdb(path: Path, *, max_bytes: int, readonly: bool) -> lmdb.Environment:
+def open_lmdb(path: Path, *, readonly: bool) -> lmdb.Environment:
     """Open LMDB in the directory `path`, which is made unless `readonly`. Raises `StoreFailed`."""
     data = path / "data.mdb"
     try:
@@ -182,13 +209,18 @@ def open_lmdb(path: Path, *, max_bytes: int, readonly: bool) -> lmdb.Environment
             check_regular(path / name)
         return lmdb.open(
             str(path),
-            map_size=2 * max_bytes + MAP_MARGIN_BYTES,
+            map_size=MAP_BYTES,
             max_dbs=len(DATABASES) + 1,
             max_readers=MOST_READERS,
             meminit=False,
             readonly=readonly,
             mode=0o600,
         )
+    except lmdb.MemoryError:
+        raise StoreFailed(
+            f"The store in {path} cannot be opened: LMDB needs 1 TiB of address space, which is no memory, but this"
+            " process may not have it; lift its limit with `ulimit -v unlimited`, or with LimitAS=infinity in systemd"
+        ) from None
     except (lmdb.Error, OSError) as error:
         raise StoreFailed(f"The store in {path} cannot be opened: {error}") from None
 

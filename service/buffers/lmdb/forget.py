@@ -10,12 +10,10 @@ from service.buffers.lmdb.clock import clock_of
 from service.buffers.lmdb.environment import Environment, as_client_error
 from service.buffers.lmdb.format import microseconds
 from service.buffers.lmdb.keys import KeyWriter
-from service.buffers.lmdb.opening import open_environment
-from service.buffers.room import store_full
 from service.errors import StoreFailed
 
-MOST_BY_TRY = (1000, 20, 1)
-"""Keys that one transaction looks at. A full store has room for few: LMDB copies every page that it changes."""
+MOST_AT_ONCE = 1000
+"""Keys that one transaction looks at: a server waits for it."""
 
 
 def forget(store: Path, max_bytes: int, seconds: float, namespace: str | None) -> int:
@@ -25,29 +23,18 @@ def forget(store: Path, max_bytes: int, seconds: float, namespace: str | None) -
     """
     if not (store / "data.mdb").exists():
         raise StoreFailed(f"There is no store in {store}")
-    env = open_environment(store, max_bytes=max_bytes)
+    env = Environment(store, max_bytes=max_bytes)
     try:
         latest = microseconds(clock_of(env)() - seconds)
-        forgotten, place = _forget_some(env, latest, namespace, b"")
-        while place:
-            more, place = _forget_some(env, latest, namespace, place)
-            forgotten += more
+        forgotten, place, ended = 0, b"", False
+        while not ended:
+            with env.writing() as txn:
+                keys = KeyWriter(env, txn)
+                more, place = keys.forget(latest, MOST_AT_ONCE, namespace, place)
+                keys.finish()
+            forgotten, ended = forgotten + more, not place
         return forgotten
     except (lmdb.Error, OSError) as error:
         raise as_client_error(error, store, max_bytes) from None
     finally:
         env.close()
-
-
-def _forget_some(env: Environment, latest: int, namespace: str | None, start: bytes) -> tuple[int, bytes]:
-    """Forget keys in one transaction. Return their number, and the place to go on from, b"" at the end."""
-    for most in MOST_BY_TRY:
-        try:
-            with env.writing() as txn:
-                keys = KeyWriter(env, txn)
-                done = keys.forget(latest, most, namespace, start)
-                keys.finish()
-            return done
-        except lmdb.MapFullError:
-            continue
-    raise store_full(env.max_bytes)

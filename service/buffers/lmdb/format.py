@@ -21,7 +21,6 @@ The databases of the LMDB environment hold:
     meta       b"format" -> the number of the format (`packed.FORMAT`), as text
                b"last_id" -> the last id that a buffer or a value was given, 8 bytes
                b"slots" -> the number of slots, free ones included, 8 bytes
-               b"writer" -> the mark of the last transaction, `MARK_BYTES` bytes
                b"clock" -> the clock of this run of the machine: its distance from the monotonic clock in seconds, as
                            float64; the name of the run (`clock.py`); sealed
                b"count:" and a namespace -> the number of its buffers, 8 bytes
@@ -71,14 +70,8 @@ from service.buffers.record import Record
 DATABASES = ("buffers", "values", "free", "keys", "outcomes", "deadlines")
 """All databases but `meta`."""
 
-WRITER = b"writer"
-"""Where `meta` has the mark: while the mark is its own, a process knows that no other process wrote since."""
-
 DUE = b"\xff"
 """The first byte of an entry of `deadlines` for an epoch. No time begins with it, so these entries come last."""
-
-MARK_BYTES = 25
-"""Length of a mark. A transaction that finds another length counts all buffers and keys again."""
 
 COUNT = b"count:"
 """The prefix of the counts of buffers in `meta`."""

@@ -48,7 +48,7 @@ def faults_of(path: Path, txn: Any, page_bytes: int) -> list[str]:
             if number == txn.id():  # else a server has committed since, and the roots of the older state are gone
                 walk.tree(data[trees : trees + _TREE.size], is_sorted=False)  # its keys are numbers
                 walk.tree(data[trees + _TREE.size : trees + 2 * _TREE.size])
-        for name in ("meta", *DATABASES):
+        for name in () if walk.is_short else ("meta", *DATABASES):  # where the file ends, LMDB would end the process
             tree = txn.get(name.encode())
             if tree is not None:
                 walk.tree(bytes(tree))
@@ -62,6 +62,7 @@ class _Walk:
         self._data, self._page_bytes = data, page_bytes
         self._seen = bytearray(len(data) // page_bytes)
         self.faults: list[str] = []
+        self.is_short = False
 
     def tree(self, described: bytes, *, is_sorted: bool = True) -> None:
         """Walk through a tree, a level after the other."""
@@ -116,6 +117,7 @@ class _Walk:
         """Mark pages as used. Return whether they are there, and were not used before."""
         seen = self._seen[number : number + count]
         if len(seen) < count or number < 2:
+            self.is_short = True
             self._fault(number, "it is not there")
             return False
         if any(seen):

@@ -16,10 +16,8 @@ from service.buffers.lmdb.format import (
     COUNT,
     DATABASES,
     DUE,
-    MARK_BYTES,
     NUMBER,
     TIME,
-    WRITER,
     microseconds,
     name_of,
     unpack_record,
@@ -91,10 +89,6 @@ class Reader:
         """Return what `meta` has of the clock, b"" if it is missing or damaged."""
         sealed = self._txn.get(CLOCK, default=b"", db=self._env.meta)
         return bytes(unseal(sealed, CLOCK_SEED) or b"")
-
-    def is_counted(self) -> bool:
-        """Return whether the last transaction kept the counts of buffers and keys."""
-        return len(self._txn.get(WRITER, default=b"", db=self._env.meta)) == MARK_BYTES
 
     def adds_up(self) -> bool:
         """Return whether the sums of all counts are right."""
@@ -170,10 +164,6 @@ class Reader:
         """Return when the first running epoch is due, in seconds since 1970; infinity if none is."""
         with self._txn.cursor(db=self._env.deadlines) as cursor:
             return float(TIME.unpack_from(cursor.key(), len(DUE))[0] / 1e6) if cursor.set_range(DUE) else math.inf
-
-    def last_mark(self) -> bytes:
-        """Return the mark of the last transaction."""
-        return bytes(self._txn.get(WRITER, default=b"", db=self._env.meta))
 
 
 @contextmanager

@@ -16,8 +16,8 @@ import numpy as np
 from service.buffers.epochs import Closed
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.clock import clock_of
+from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import key_range
-from service.buffers.lmdb.opening import open_environment
 from service.buffers.lmdb.reader import Reader, reading
 from service.buffers.lmdb.writer import Writer
 from service.buffers.names import BufferName
@@ -56,7 +56,7 @@ class LmdbStore(Store):
         committed: Committed = uncounted,
         max_buffers: int = MAX_BUFFERS,
     ) -> None:
-        self._env = open_environment(path, max_bytes=max_bytes)
+        self._env = Environment(path, max_bytes=max_bytes)
         self._allocate, self._clock = allocate, clock or clock_of(self._env)
         state = WriterState(allocate, max_buffers)
         self._writer = Writer(self._env, state, key_seconds=key_seconds, clock=self._clock, committed=committed)

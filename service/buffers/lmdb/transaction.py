@@ -10,7 +10,7 @@ from typing import Any
 from service.buffers.closing import close_if_due
 from service.buffers.gradients import Gradient
 from service.buffers.lmdb.caches import WriterState
-from service.buffers.lmdb.environment import Environment
+from service.buffers.lmdb.environment import MARGIN_BYTES, Environment
 from service.buffers.lmdb.format import (
     COUNT,
     DUE,
@@ -45,16 +45,17 @@ MOST_FORGOTTEN = 10_000
 class LmdbTransaction(Reader):
     """A transaction that writes, as `perform` wants it."""
 
+    values: ValueWriter
+    keys: KeyWriter
+
     def __init__(self, env: Environment, txn: Any, state: WriterState, oldest_key: int) -> None:
-        super().__init__(env, txn)
-        self._state, self._oldest = state, oldest_key
-        self._writer = ValueWriter(env, txn, state.values)
-        self._keys = KeyWriter(env, txn)
+        self._env, self._txn, self._state, self._oldest = env, txn, state, oldest_key
+        self.values, self.keys = ValueWriter(env, txn, state.values), KeyWriter(env, txn)
         self.changed: dict[BufferName, Record | None] = {}
         """Records that `finish` stores, None to delete: a record that changes often is stored once."""
         self._counts: dict[str, int] = {}
         self.writes = 0
-        """Changes so far."""
+        """Changes so far. If there are any, at least one has written to LMDB, which then counts the transaction."""
         self.expired = 0
         """Changes that removed what has expired, or closed what was due: they stay although a request fails."""
         self.next_due = math.inf
@@ -99,12 +100,12 @@ class LmdbTransaction(Reader):
             assert new is not None
             self.next_due = min(self.next_due, new.due or math.inf)
 
-    def check_counts(self, *, closely: bool) -> None:
-        """Count all buffers and keys if the last transaction did not count; if `closely`, also if a sum is wrong."""
-        if (closely and not self.adds_up()) or not self.is_counted():
+    def check_counts(self) -> None:
+        """Count all buffers and keys if a sum of the counts is wrong."""
+        if not self.adds_up():
             self.writes += 1
             self._counts = {**dict.fromkeys(self.counts(), 0), **self.count_all()}
-            self._keys.recount()
+            self.keys.recount()
 
     def count_new(self, name: BufferName, now: float) -> None:
         namespace, most, expired = name.namespace, self._state.max_buffers, True
@@ -136,35 +137,36 @@ class LmdbTransaction(Reader):
 
     def new_id(self) -> int:
         self.writes += 1
-        return self._writer.new_id()
+        return self.values.new_id()
 
     def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
         self.writes += 1
-        return self._writer.accumulate(record.spec, record.value, gradient, weight, overwrite)
+        return self.values.accumulate(record.spec, record.value, gradient, weight, overwrite)
 
     def free(self, value: int | None) -> None:
         self.writes += 1
-        self._writer.free(value)
+        self.values.free(value)
 
     def load(self, spec: Spec, value: int | None) -> Array:
-        return self._writer.load(spec, value, self._state.allocate)
+        return self.values.load(spec, value, self._state.allocate)
 
     def recall(self, key: Key, names: Sequence[str]) -> Known | None:
-        return self._keys.find(key, names, self._oldest)
+        return self.keys.find(key, names, self._oldest)
 
     def admit_key(self, key: Key) -> None:
         limit = self._env.max_bytes
-        if self._keys.use(key.caller).bytes >= limit // KEYS_PART:
+        if self.keys.use(key.caller).bytes >= limit // KEYS_PART:
             self.expired += self.forget_keys(MOST_FORGOTTEN)
-            check_keys(self._keys.use(key.caller).bytes, limit)
+            check_keys(self.keys.use(key.caller).bytes, limit)
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.writes += 1
-        self._keys.remember(key, known, now)
+        self.keys.remember(key, known, now)
 
     def check_room(self, limit: int) -> None:
         """Raise `StoreFull` unless the store stays within `limit`, and LMDB keeps its reserve."""
-        if self.taken() > limit and self.used() > limit:
+        most_pages = 2 * self._env.max_bytes + MARGIN_BYTES
+        if self._env.length() > most_pages or (self.taken() > limit and self.used() > limit):
             raise store_full(self._env.max_bytes)
         reserve = RESERVE_BYTES if limit < self._env.max_bytes else RESERVE_BYTES // 2  # as `room_for` has it
         if not self._env.file.has_room() and self._env.allocated() - self.pages() < reserve:
@@ -172,11 +174,16 @@ class LmdbTransaction(Reader):
 
     def give_back(self) -> None:
         """Give free slots back to the disk."""
-        self._writer.slots.give_back()
+        self.values.slots.give_back()
+
+    def advance(self) -> None:
+        """Write, so that LMDB counts this transaction: freed slots are reusable two transactions later."""
+        self.writes += 1
+        self._txn.put(b"slots", NUMBER.pack(self.slot_count()), db=self._env.meta)
 
     def finish(self, now: float) -> None:
         """Bring large values to the disk, and store what all requests changed: the commit may follow."""
-        self._writer.slots.finish()
+        self.values.slots.finish()
         for name, record in self.changed.items():
             key = name.joined.encode()
             if record is None:
@@ -188,11 +195,11 @@ class LmdbTransaction(Reader):
                 self._txn.put(COUNT + namespace.encode(), NUMBER.pack(count), db=self._env.meta)
             else:
                 self._txn.delete(COUNT + namespace.encode(), db=self._env.meta)
-        self._keys.finish()
+        self.keys.finish()
 
     def forget_keys(self, most: int) -> int:
         """Delete up to `most` keys that have expired. Return their number."""
-        forgotten, _ = self._keys.forget(self._oldest, most)
+        forgotten, _ = self.keys.forget(self._oldest, most)
         self.writes += forgotten
         return forgotten
 

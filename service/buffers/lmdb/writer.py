@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import lmdb
 import numpy as np
 
 from service.buffers import failpoints
 from service.buffers.batches import BUFFER_BYTES, MOST_SHARED_BYTES, Batches
-from service.buffers.lmdb.caches import NOBODY, WriterState
+from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
-from service.buffers.lmdb.format import MARK_BYTES, WRITER, microseconds
-from service.buffers.lmdb.jobs import Job, UndoneError
+from service.buffers.lmdb.format import microseconds
 from service.buffers.lmdb.reader import reading
 from service.buffers.lmdb.slots import Slots
 from service.buffers.lmdb.transaction import MOST_CLOSED, MOST_EXPIRED, LmdbTransaction
@@ -49,8 +48,23 @@ LONG_SECONDS = 0.02
 IDLE_SECONDS = 1.0
 """How long the writer waits for a request before it looks for what has expired."""
 
-EXPIRED_BY_TRY = (500, 20, 1)
-"""Expired keys that a transaction deletes. A full store has room for few: LMDB copies every page that it changes."""
+MOST_FORGOTTEN = 500
+"""Expired keys that a transaction deletes before the next request is made."""
+
+
+class Job(NamedTuple):
+    """A request of a namespace, and the future of its outcome."""
+
+    request: Request
+    namespace: str
+    done: Future[Outcome]
+
+
+class UndoneError(Exception):
+    """A request failed after it had changed something: its transaction must be undone."""
+
+    def __init__(self, job: Job, error: Exception) -> None:
+        self.job, self.error = job, error
 
 
 class Writer:
@@ -72,7 +86,7 @@ class Writer:
         self._next_due = math.inf  # as far as this process knows: another may set an earlier deadline
         with suppress(GradserveError), reading(env) as reader:
             self._next_due = reader.first_due()
-        self._room_made = NOBODY  # the mark of the transaction that made room last
+        self._room_made = 0  # the transaction that made room last
         self._given_back = 0  # bytes that `values` took after free slots were given back last
         self._thread = threading.Thread(target=self._run, name="gradserve-writer", daemon=True)
         self._thread.start()
@@ -203,19 +217,19 @@ class Writer:
         try:
             with self._env.writing() as txn:
                 changes = LmdbTransaction(self._env, txn, state, self.oldest_key())
-                if changes.last_mark() != state.mark:
+                if txn.id() != state.last + 1:
                     state.forget()
-                    changes.check_counts(closely=state.mark == NOBODY)
+                    if not state.last:
+                        changes.check_counts()
                 yield changes
                 if changes.writes:
                     self._env.check_files()
-                    mark = os.urandom(MARK_BYTES)
-                    txn.put(WRITER, mark, db=self._env.meta)
+                number = txn.id()
         except BaseException:
             state.values.clear()  # the transaction that failed has changed them where they are
             raise
         if changes.writes:
-            state.mark = mark
+            state.last = number
             state.records.remember(changes.changed)
 
     # ----- room -----
@@ -231,8 +245,7 @@ class Writer:
             killed = self._env.check_readers()  # they held freed slots
             with reading(self._env) as reader:
                 due = reader.anything_due(self.oldest_key(), now)
-                made = not due and reader.last_mark() == self._room_made
-            if made:
+            if not due and self._env.generation() == self._room_made:
                 return self._give_back() or killed
             if due:
                 self._clear(now)
@@ -241,9 +254,9 @@ class Writer:
                 with self._changing() as changes:
                     if disk_full:
                         changes.give_back()
+                    changes.advance()
                     changes.finish(now)
-                    changes.writes += 1  # so that the transaction leaves a mark, and counts
-            self._room_made = self._state.mark
+            self._room_made = self._state.last
         except (lmdb.Error, OSError, GradserveError):
             return False  # the request that found no room gets the error
         return True
@@ -259,20 +272,15 @@ class Writer:
         return self._given_back < before
 
     def _clear(self, now: float) -> bool:
-        """Remove what has expired, and close what is due, as far as there is room. Return whether that was anything."""
-        for most in EXPIRED_BY_TRY:
-            try:
-                with self._changing() as changes:
-                    changes.close_due(now, min(2 * most, MOST_CLOSED))
-                    changes.forget_keys(most)
-                    changes.remove_expired(now, min(most, MOST_EXPIRED))
-                    changes.finish(now)
-                    failpoints.hit("before commit")
-                failpoints.hit("committed")
-                return changes.writes > 0
-            except lmdb.MapFullError:
-                continue
-        return False
+        """Remove some of what has expired, and close some of what is due. Return whether that was anything."""
+        with self._changing() as changes:
+            changes.close_due(now, MOST_CLOSED)
+            changes.forget_keys(MOST_FORGOTTEN)
+            changes.remove_expired(now, MOST_EXPIRED)
+            changes.finish(now)
+            failpoints.hit("before commit")
+        failpoints.hit("committed")
+        return changes.writes > 0
 
     def _tidy_up(self) -> None:
         """Remove what has expired, and close what is due, in small transactions, until a request comes."""

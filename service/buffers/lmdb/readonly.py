@@ -1,15 +1,19 @@
-"""What `gradserve doctor` checks in an LMDB store besides the buffers: slots, keys and counts."""
+"""The read-only face of an LMDB store, for `gradserve doctor` and `gradserve export`. A server may use the store."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from service.buffers.lmdb.clock import clock_of
+from service.buffers.lmdb.environment import Environment
 from service.buffers.lmdb.format import due_entry
 from service.buffers.lmdb.reader import Reader
 from service.buffers.lmdb.slots import CHUNK_BYTES
+from service.buffers.packed import FORMAT
 from service.buffers.readonly import WRONG
 from service.buffers.record import Spec
 from service.dtypes import Array
@@ -59,8 +63,6 @@ class LmdbMoment(Reader):
 
     def _miscounted(self) -> Iterator[str]:
         """Yield a line for each namespace whose count is wrong."""
-        if not self.is_counted():  # the next transaction counts all buffers
-            return
         counts, counted = self.counts(), self.count_all()
         for namespace in sorted(counts | counted):
             stored, actual = counts.get(namespace, 0), counted.get(namespace, 0)
@@ -76,3 +78,33 @@ class LmdbMoment(Reader):
                     f"{WRONG}the idempotency keys of the namespace {namespace!r} are counted wrong: its share of"
                     " GRADSERVE_STORE_BYTES is wrong until they expire"
                 )
+
+
+class LmdbReadOnly:
+    """A store that is only read."""
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+
+    def described(self) -> Iterator[str]:
+        sizes = self._env.sizes()
+        yield f"store {self._env.path}, format {FORMAT}"
+        yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
+
+    def now(self) -> float:
+        return clock_of(self._env, readonly=True)()
+
+    @contextmanager
+    def reading(self) -> Iterator[LmdbMoment]:
+        with self._env.reading() as txn:
+            yield LmdbMoment(self._env, txn)
+
+
+@contextmanager
+def opened_readonly(path: Path, max_bytes: int) -> Iterator[LmdbReadOnly]:
+    """Open the store in the directory `path`. Raises `StoreFailed` if it cannot be opened."""
+    env = Environment(path, max_bytes=max_bytes, readonly=True)
+    try:
+        yield LmdbReadOnly(env)
+    finally:
+        env.close()
