@@ -313,7 +313,7 @@ def test_workers_share_the_limit_of_buffers(tmp_path: Path) -> None:
     most, names = 40, [fresh() for _ in range(100)]
     reconnect = httpx.Limits(max_keepalive_connections=0)  # any worker may get each request
     with (
-        serving_workers(2, tmp_path / "store", max_buffers=most) as url,
+        serving_workers(2, tmp_path, max_buffers=most) as url,
         httpx.Client(base_url=url, timeout=30, limits=reconnect) as client,
         ThreadPoolExecutor(8) as pool,
     ):
