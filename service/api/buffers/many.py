@@ -52,7 +52,7 @@ from service.errors import EpochOpen, GradserveError, Invalid, InvalidParameter,
 METADATA_BYTES = 1 << 12
 """Bytes of memory for a new buffer, its record and its metadata, as objects and as text."""
 
-router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
+router = APIRouter(prefix="/v1/buffers", tags=["buffers"], responses=openapi.CHANGED_MANY)
 
 
 @router.post(
@@ -97,7 +97,6 @@ def _creates(call: Call, received: Received) -> list[Create]:
     summary="Add gradients to many buffers, all or nothing",
     operation_id="accumulate_many",
     dependencies=[*MANY, body(GradientBodies)],
-    responses=openapi.CHANGED_MANY,
     openapi_extra=SAFETENSORS_BODY,
 )
 @access(WRITE, label="accumulate")
@@ -125,7 +124,6 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
     summary="Discard the sums of many buffers",
     operation_id="zero_many",
     dependencies=[*MANY, body(Names, required=False)],
-    responses=openapi.CHANGED_MANY,
 )
 @access(WRITE, label="zero")
 async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()]) -> Answer:
@@ -148,7 +146,6 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
     summary="Close the epochs of many buffers and return their values",
     operation_id="take_many",
     dependencies=[*MANY, body(Names, required=False)],
-    responses=openapi.CHANGED_MANY,
 )
 @access(WRITE, READ, label="take")
 async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()]) -> Answer:
@@ -204,13 +201,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     return await for_buffers(call, received, query.prefix, query.timeout, look, read)
 
 
-@router.delete(
-    "",
-    summary="Delete all buffers with a prefix",
-    operation_id="delete_many",
-    dependencies=MANY,
-    responses=openapi.CHANGED_MANY,
-)
+@router.delete("", summary="Delete all buffers with a prefix", operation_id="delete_many", dependencies=MANY)
 @access(WRITE, label="buffers")
 async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
     """All or none go, with their closed epochs; without a buffer this succeeds. Raises `invalid_parameter`."""
@@ -232,7 +223,6 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
     summary="Change the rules of many buffers, all or nothing",
     operation_id="set_rules_many",
     dependencies=[*MANY, body(NewRulesOfMany)],
-    responses=openapi.CHANGED_MANY,
 )
 @access(WRITE, label="buffers")
 async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
