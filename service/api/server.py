@@ -26,14 +26,13 @@ from service.api.dashboard import buffers as buffer_statistics
 from service.api.dashboard import limits, service
 from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
-from service.api.http.connection import Connection
-from service.api.http.descriptors import raise_limit
+from service.api.http.call import Observer
+from service.api.http.connection import Connection, raise_limit
 from service.api.operators import catalogue, open_inference, rest, shared_memory
 from service.api.operators.statistics import Statistics
 from service.api.start_line import start_line
 from service.api.telemetry import logs
 from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics, check_workers
-from service.api.telemetry.observer import Observer
 from service.errors import NotReady
 from service.host import tcp, unix_socket
 from service.host.shared_memory import Regions
@@ -107,7 +106,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         create_app(settings) if settings.workers == 1 else "service.api.server:in_worker",
         factory=settings.workers > 1,
         workers=settings.workers,
-        loop="auto" if settings.socket is None or settings.tls_certificate is None else "service.api.http.loop:Loop",
+        loop="service.api.http.connection:Loop" if settings.socket and settings.tls_certificate else "auto",
         timeout_graceful_shutdown=settings.drain_timeout,
         timeout_keep_alive=settings.keep_alive,
         timeout_worker_healthcheck=SILENT_SECONDS,

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api.http import endings
+from service.api.http import wire
 from service.api.http.body import DIRECT_BYTES
 from service.api.server import create_app
 from service.codecs import safetensors
@@ -348,7 +348,7 @@ def test_a_body_that_arrives_byte_by_byte_times_out(
     impatient: str, size: int, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large body holds its memory from the beginning, and other requests cannot use it."""
-    monkeypatch.setattr(endings, "MIN_BYTES_PER_SECOND", 1 << 18)
+    monkeypatch.setattr(wire, "MIN_BYTES_PER_SECOND", 1 << 18)
     message = v1(size)
     whole = message.chunked(80_000) if chunked else message.whole()
     begun = len(message.head) + (81_000 if size == LARGE else 40)

@@ -7,7 +7,7 @@ the place of the tensor. In a safetensors file, and in errors, their names are `
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -134,11 +134,14 @@ def _wrong_dtype(name: str, tensor: Array, kind: Kind) -> DtypeMismatch:
     return DtypeMismatch(f"{name} is {tensor.dtype}, but must be one of {', '.join(kind.dtypes)}", tensor=name)
 
 
-def check_gradient(names: Collection[str]) -> None:
-    """Raise `UnknownTensor` for a gradient with another name than `gradient`."""
-    for name in names:
+def only_gradient(tensors: Gradients) -> Array | Rows:
+    """Return the tensor `gradient`. Raises `UnknownTensor` for another name, and `MissingTensor`."""
+    for name in tensors:
         if name != "gradient":
             raise UnknownTensor(f"{shown(name)} is unknown: this request takes the tensor gradient", tensor=name)
+    if not tensors:
+        raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
+    return tensors["gradient"]
 
 
 async def sort_rows(call: Call, adds: Sequence[Add]) -> None:

@@ -26,6 +26,7 @@ from service.api.buffers.receipts import answer_outcome, read_values
 from service.api.buffers.request import (
     Received,
     check_no_body,
+    closed_due,
     form_of,
     parse_model,
     parse_models,
@@ -34,8 +35,7 @@ from service.api.buffers.request import (
     values_reserved,
 )
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_create, new_take
-from service.api.buffers.rules import closed_due, rules_of
-from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers
+from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers, rules_of
 from service.api.http.answer import Answer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query

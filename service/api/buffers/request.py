@@ -16,8 +16,10 @@ from service.api.http.call import Call
 from service.api.http.negotiation import invalid_parameter, media_types, parameters_of, wanted_coding
 from service.api.http.offload import INLINE_BYTES
 from service.buffers.changes import Change
+from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Wide
-from service.buffers.record import Key
+from service.buffers.record import Key, Record
+from service.buffers.rules import CloseIfDue
 from service.buffers.store import Store
 from service.codecs import json as json_codec
 from service.errors import (
@@ -198,3 +200,26 @@ def _nbytes(store: Store, names: Collection[str], form: AnswerForm) -> int:
         except (UnknownBuffer, BufferCorrupt):
             continue  # the change or the read raises the error
     return total
+
+
+async def read_after_closing_due(call: Call, name: str) -> Record:
+    """Return the buffer. An epoch whose deadline is over is closed before."""
+    record = await call.look_up(1, call.store.record, name)
+    if record.due is not None and await closed_due(call, [name]):
+        record = await call.look_up(1, call.store.record, name)
+    return record
+
+
+async def closed_due(call: Call, names: Sequence[str]) -> bool:
+    """Close the epochs whose deadlines are over. Return whether there were any."""
+
+    def due() -> list[str]:
+        found = call.store.look([BufferName(call.store.namespace, name) for name in names]).values()
+        dues = {record.name: record.due for record in found if record.due is not None}
+        now = call.store.now() if dues else 0.0
+        return [name for name, due in dues.items() if due <= now]
+
+    over = await call.look_up(len(names), due)
+    if over:
+        await call.submit([CloseIfDue(name=name) for name in over], None)
+    return bool(over)

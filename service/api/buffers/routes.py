@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
 from service.api.buffers import openapi
-from service.api.buffers.gradients import check_gradient, gradients, sort_rows
+from service.api.buffers.gradients import gradients, only_gradient, sort_rows
 from service.api.buffers.models import (
     AccumulateQuery,
     BufferList,
@@ -23,9 +23,8 @@ from service.api.buffers.models import (
 )
 from service.api.buffers.preconditions import formed, known_tag, match_of, refuse_headers, states_not_wanted
 from service.api.buffers.receipts import VARY, answer_outcome, read_values, replayed
-from service.api.buffers.request import check_no_body, form_of, parse_model, receive, submit
-from service.api.buffers.rules import current, rules_of
-from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules
+from service.api.buffers.request import check_no_body, form_of, parse_model, read_after_closing_due, receive, submit
+from service.api.buffers.specs import MAX_RULES_BYTES, NewBuffer, NewRules, rules_of
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query, media_types
@@ -41,7 +40,7 @@ from service.buffers.record import Record, Spec
 from service.buffers.rules import SetRules, new_spec
 from service.buffers.store import Store
 from service.dtypes import Array
-from service.errors import GradserveError, MissingTensor
+from service.errors import GradserveError
 from service.limits import MAX_RANK
 
 READ, WRITE = "buffers:read", "buffers:write"
@@ -113,11 +112,9 @@ async def get(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Quer
     """
     refuse_headers(call, "If-Match")
     epoch = query.epoch
-    if epoch is None:
-        record = await current(call, check_name(name))
-        closed, body = None, record.as_json
-    else:
-        record = await call.wait_for(query.timeout, partial(_when_closed, call, check_name(name), epoch))
+    record = await call.wait_for(query.timeout, partial(_when_closed, call, check_name(name), epoch))
+    closed, body = None, record.as_json
+    if epoch is not None:
         record = await call.look_up(1, call.store.closed, name, epoch)
         closed = record.closed_epoch(epoch)
         body = partial(record.receipt, updated=False, of=closed)
@@ -129,7 +126,7 @@ async def get(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Quer
 
 async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
     """Return the buffer. Raises `EpochOpen` and `EpochGone` for a closed epoch that cannot be read."""
-    record = await current(call, name)
+    record = await read_after_closing_due(call, name)
     if epoch is not None:
         record.closed_epoch(epoch)
     return record
@@ -186,7 +183,6 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     refuse_headers(call, "If-Match")
     _, answers = media_types(call)
     check_name(name)
-
     record = await call.wait_for(query.timeout, partial(_when_closed, call, name, query.epoch))
     tag = record.tag_of(record if query.epoch is None else record.closed_epoch(query.epoch))
     form, size = form_of(call, answers, query), record.spec.nbytes
@@ -217,10 +213,7 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
     check_may_read(call, query)
     received = await receive(call)
     tensors, form = await gradients(call, received)
-    check_gradient(tensors)
-    if "gradient" not in tensors:
-        raise MissingTensor("accumulate needs the tensor 'gradient'", tensor="gradient")
-    change = new_add(name, "gradient", tensors["gradient"], query, match_of(call))
+    change = new_add(name, "gradient", only_gradient(tensors), query, match_of(call))
     await sort_rows(call, [change])
     wanted = None if query.answered is None else form_of(call, received.answers, query, form)
     outcome = await submit(call, received, [change], wanted)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, create_model
 
 from service.api.http.tensor_forms import absent
+from service.buffers.rules import check_expected
 from service.buffers.specs import RULES, Rule
 
 MAX_RULES_BYTES = 1 << 18
@@ -59,3 +60,12 @@ NewRules = create_model(
     __doc__="The rules to replace; those that are absent stay.",
     **_CHANGED,
 )
+
+
+def rules_of(new: BaseModel) -> dict[str, Any]:
+    """Return the rules that the request has, as members of `Spec`. Raises `InvalidParameter`."""
+    rules = {name: getattr(new, name) for name in new.model_fields_set & RULES.keys()}
+    if (contributors := rules.get("contributors")) is not None:
+        check_expected(contributors)
+        rules["contributors"] = tuple(contributors)
+    return rules

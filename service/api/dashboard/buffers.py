@@ -11,9 +11,8 @@ from fastapi import APIRouter, Query
 from service.api.buffers.chosen import check_some, names_of
 from service.api.buffers.models import Names
 from service.api.buffers.preconditions import refuse_headers
-from service.api.buffers.request import RECEIPT_BYTES, receive
+from service.api.buffers.request import RECEIPT_BYTES, read_after_closing_due, receive
 from service.api.buffers.routes import READ
-from service.api.buffers.rules import current
 from service.api.dashboard.buffer_models import (
     EpochStatistics,
     FullStatistics,
@@ -73,7 +72,7 @@ def routes(known: BufferStatistics) -> APIRouter:
         refuse_headers(call, "If-Match", "If-None-Match")
         if query.closed and query.epoch is not None:
             raise InvalidParameter("closed names the last closed epoch, so it excludes epoch", parameter="closed")
-        await current(call, check_name(name))
+        await read_after_closing_due(call, check_name(name))
         async with known.flight((call.caller.namespace, name)):
             return await call.offload(False, _answer_last if query.closed else _answer_one, call, known, name, query)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from service.api.http.call import Call
-from service.api.http.caller import ANYONE, Caller
+from service.api.http.call import ANYONE, Call, Caller, unix_path
 from service.api.http.routing import Access
-from service.api.http.sockets import unix_path
 from service.errors import Forbidden, Unauthorized, shown
 from service.host.unix_socket import is_private
 from service.keys import SCOPES, KeyFile
@@ -66,6 +64,6 @@ def _is_near(call: Call) -> bool:
     """
     if any(header in call.headers for header in _FORWARDING_HEADERS):
         return False
-    if unix_path(call.connection) is not None:
+    if unix_path(call.scope) is not None:
         return is_private(call.settings.socket_mode)
     return call.address is not None and ipaddress.ip_address(call.address[0]).is_loopback

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from service.api.http.admission import SMALL_BYTES, STEP_BYTES
 from service.api.http.call import Call
-from service.api.http.endings import MIN_BYTES_PER_SECOND, is_slow
+from service.api.http.wire import MIN_BYTES_PER_SECOND, is_slow
 from service.errors import BodyTooLarge, MalformedBody, RequestTimeout, UnsupportedMediaType, shown
 
 DIRECT_BYTES = 1 << 16

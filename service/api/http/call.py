@@ -9,13 +9,12 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from fastapi import Depends
 from starlette.types import Receive, Scope, Send
 
 from service.api.http.admission import Admission, Reservation
-from service.api.http.caller import ANYONE, Caller
 from service.api.http.exchange import EXCHANGE, Exchange
 from service.api.http.offload import INLINE_LOOKUPS, in_pool
 from service.api.http.waiting import ANY, Waiting
@@ -26,8 +25,9 @@ from service.buffers.record import Key
 from service.buffers.store import Store
 from service.codecs import json as json_codec
 from service.engine.engine import Engine
-from service.errors import InvalidParameter, NotReady, TensorTooLarge, shown
+from service.errors import Forbidden, InvalidParameter, NotReady, TensorTooLarge, shown
 from service.host.shared_memory import Regions
+from service.keys import SCOPES
 from service.settings import Settings
 
 R = TypeVar("R")
@@ -37,6 +37,26 @@ MAX_REQUEST_ID_CHARACTERS = 128
 
 ALONE_TENSORS = 4
 """Largest tensors that a request may hold while it is alone: two inputs, an output, and its copy in the answer."""
+
+
+class Caller(NamedTuple):
+    """The namespace that the sender of a request sees, its scopes there, and the name of its key."""
+
+    namespace: str
+    scopes: frozenset[str]
+    name: str = "anonymous"
+
+    def require(self, scope: str) -> None:
+        """Raise `Forbidden` unless the caller has this scope."""
+        if scope not in self.scopes:
+            raise Forbidden(
+                f"This API key has {', '.join(sorted(self.scopes))}, but the request needs {scope}",
+                scope=scope,
+            )
+
+
+ANYONE = Caller("", frozenset(SCOPES))
+"""Every caller of a server without API keys."""
 
 
 @dataclass
@@ -79,8 +99,8 @@ class Call:
     """Bytes of the answer's body."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, services: Services) -> None:
-        self.connection: Scope = scope
-        """The connection in ASGI's terms: `scheme`, `http_version`, `server`."""
+        self.scope = scope
+        """The request in ASGI's terms, with `scheme`, `http_version` and `server`."""
         self.receive, self.send = receive, send
         self._services, self.settings, self.regions = services, services.settings, services.regions
         self.started = time.perf_counter_ns()
@@ -102,7 +122,7 @@ class Call:
 
     def lines(self, header: bytes) -> list[bytes]:
         """Return the values of all lines of a header, whose name is in lower case."""
-        return [value for name, value in self.connection["headers"] if name == header]
+        return [value for name, value in self.scope["headers"] if name == header]
 
     # ----- the services -----
 
@@ -213,6 +233,25 @@ class Call:
             fit = 0 < len(text) <= MAX_REQUEST_ID_CHARACTERS and text.isascii() and text.isprintable()
             self.request_id = text if fit else uuid.uuid4().hex
         return self.request_id
+
+
+class Observer:
+    """Sees every request begin and end, in the event loop. An observer must neither fail nor wait."""
+
+    def began(self, call: Call) -> None:
+        """Note that a request has come. Nothing in it is checked yet."""
+
+    def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
+        """Note that a request has ended after this time. `bug` is the class of an unexpected error."""
+
+    def close(self) -> None:
+        """Finish: the server has stopped."""
+
+
+def unix_path(scope: Scope) -> str | None:
+    """Return the path of the UNIX socket that a request came over; None for TCP."""
+    path, port = scope.get("server") or (None, 0)
+    return path if port is None else None
 
 
 def _there(service: R | None) -> R:

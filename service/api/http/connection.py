@@ -9,23 +9,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import resource
 import sys
+from collections.abc import Collection
+from socket import AF_UNIX, socket
 from typing import Any
 from urllib.parse import unquote
 
 import uvicorn
+import uvloop
 from starlette.types import Message, Scope
 
-from service.api.http.answer_head import head_of
-from service.api.http.descriptors import close_longest_idle, max_connections
-from service.api.http.endings import ServerState, Wire
-from service.api.http.exchange import CLOSES, EXCHANGE, Exchange
+from service.api.http.exchange import CLOSES, EXCHANGE, Exchange, head_of
 from service.api.http.framing import ChunkedBody, Head, HeadReader, Incoming, SizedBody, body_of, split
-from service.api.http.sockets import widen
+from service.api.http.wire import ServerState, Wire, widen
 from service.errors import MalformedBody
 
 MAX_WAITING_BYTES = 1 << 16
 """Bytes that may wait for the application before the connection stops reading. uvicorn has the same limit."""
+
+MAX_DESCRIPTORS = 1 << 16
+"""The server asks the system for no more: 65,536 idle connections take 250 to 500 MB."""
+
+MIN_RESERVE = 64
+"""Descriptors that connections leave free, at least: a process has 20 to 40 files of its own."""
+
+RESERVE_PART = 8
+"""Connections leave an eighth free: of many clients that come at once, the event loop closes none until all are in."""
+
+CLOSED_PART = 16
+"""A sixteenth of the idle connections is closed together, so that the search for the longest idle is rare."""
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -216,3 +229,47 @@ async def _no_send(message: Message) -> None:
 def _address(name: Any) -> tuple[str, int] | None:
     """Return the host and the port of a TCP socket's name; else None."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
+
+
+def raise_limit() -> None:
+    """Let this process, and those that it starts, open as many files as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    while soft != resource.RLIM_INFINITY and wanted > soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return
+        except (ValueError, OSError):  # macOS has a lower limit besides
+            wanted //= 2
+
+
+def max_connections() -> float:
+    """Return how many connections leave the reserve free."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    return limit - min(max(MIN_RESERVE, limit // RESERVE_PART), limit // 2)
+
+
+def close_longest_idle(connections: Collection[Wire]) -> list[Wire]:
+    """Abort the connections that have been idle longest, and return them.
+
+    Those that never sent a request come first. The newest of them come last: they have had no time for it.
+    """
+    idle = sorted((one for one in connections if one.due < math.inf), key=lambda one: one.due)
+    count = max(1, len(idle) // CLOSED_PART)
+    silent, asked = [one for one in idle if not one.has_asked], [one for one in idle if one.has_asked]
+    closed = [*silent[:-count], *asked, *silent[-count:]][:count]
+    for one in closed:
+        one.transport.abort()
+    return closed
+
+
+class Loop(uvloop.Loop):
+    """An event loop that uses TLS on TCP only. uvicorn has one TLS context for all sockets."""
+
+    async def create_server(self, *given: Any, sock: socket | None = None, ssl: Any = None, **more: Any) -> Any:
+        """Listen as asyncio's loops do, but on a UNIX socket without TLS."""
+        if sock is not None and sock.family == AF_UNIX:
+            ssl = None
+        return await super().create_server(*given, sock=sock, ssl=ssl, **more)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
 from typing import TypeAlias
 
 from starlette.types import Message
 
-from service.api.http.answer_head import head_of
-from service.api.http.endings import Wire, is_slow
 from service.api.http.framing import Head
-from service.api.http.receiver import Receiver
-from service.api.http.sockets import plain_socket, receive_now
+from service.api.http.wire import Receiver, Wire, is_slow, plain_socket, receive_now
 
 EXCHANGE = "gradserve.exchange"
 """The key of the request's `Exchange` in the scope's extensions."""
@@ -40,6 +38,8 @@ TLS_TURN_BYTES = 1 << 17
 """The same with TLS, for each answer that is not joined: of one write, its transport holds any number of bytes."""
 
 CLOSES = (b"Connection", b"close")
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 Pieces: TypeAlias = Sequence[bytes | memoryview]
 
@@ -229,3 +229,15 @@ def _parts(pieces: Pieces, most: int) -> Iterator[list[bytes | memoryview]]:
             part.append(cut)
             room -= len(cut)
     yield part
+
+
+def head_of(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return the head of an answer, without the blank line at its end.
+
+    Raises RuntimeError for a header with a line break: it would become two headers.
+    """
+    lines = [b"%b: %b\r\n" % header for header in headers]
+    head = b"".join([_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, *lines])
+    if not head.count(b"\n") == head.count(b"\r") == len(headers) + 1:
+        raise RuntimeError(f"A header of the answer has a line break: {head!r}")
+    return head

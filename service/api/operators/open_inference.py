@@ -22,8 +22,7 @@ from service.api.operators.catalogue import find_model
 from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of
 from service.api.operators.protocol_models import BufferParameters
 from service.api.operators.run import Result, is_small, run
-from service.api.operators.shared_tensors import SCOPE
-from service.api.operators.shared_tensors import read as read_shared
+from service.api.operators.shared_memory import SCOPE, read_inputs
 from service.codecs import open_inference as codec
 from service.codecs.parts import Part, SharedInput
 from service.dtypes import DTYPES
@@ -77,7 +76,7 @@ async def infer(call: CurrentCall, op: str) -> Answer:
     if shared or job.parts:
         call.caller.require(SCOPE)
         inline = is_small(call, sum(one.part.size for one in shared.values()))
-        job = await call.offload(inline, read_shared, call, job, shared)
+        job = await call.offload(inline, read_inputs, call, job, shared)
     result = await run(call, job, "list" if reply.is_text else None, reply.binary)
     if not (reply.is_text and result.is_large):
         return _encode(call, operator, result, reply)

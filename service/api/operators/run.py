@@ -15,7 +15,7 @@ from service.api.http.call import Call
 from service.api.http.negotiation import wanted_coding
 from service.api.http.offload import ALONE_BYTES, INLINE_BYTES, INLINE_HALF_BYTES, INLINE_TEXT_BYTES
 from service.api.operators.job import Job
-from service.api.operators.shared_tensors import write
+from service.api.operators.shared_memory import write_outputs
 from service.buffers.changes import Add
 from service.buffers.perform import Outcome, check_same_buffer, counted_once
 from service.buffers.record import Key, Receipt
@@ -158,7 +158,7 @@ def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -
     else:
         outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, reserve=reserve)
     if job.parts:
-        write(call, job.parts, outputs)
+        write_outputs(call, job.parts, outputs)
     return outputs
 
 

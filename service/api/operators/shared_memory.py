@@ -1,6 +1,9 @@
-"""`/v2/systemsharedmemory`: Triton's extension with which clients on the same machine register shared memory."""
+"""Shared memory: `/v2/systemsharedmemory`, with which clients on the same machine register it, and tensors in it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,14 +12,19 @@ from typing_extensions import TypedDict
 
 from service.api.buffers.request import Received, parse_model
 from service.api.http.answer import JSON, Answer, JsonAnswer
-from service.api.http.body import read_body
-from service.api.http.call import CurrentCall
+from service.api.http.body import ALIGNMENT_BYTES, read_body
+from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query
 from service.api.http.openapi import body
 from service.api.http.routing import access
-from service.api.operators.shared_tensors import SCOPE, regions_of
-from service.codecs.parts import MAX_BYTES
-from service.host.shared_memory import Region
+from service.api.operators.job import Job
+from service.codecs.parts import MAX_BYTES, Part, SharedInput, bytes_for
+from service.dtypes import Array
+from service.errors import GradserveError, NotFound
+from service.host.shared_memory import Region, Regions
+
+SCOPE = "shared_memory"
+"""The scope of an API key for tensors in shared memory."""
 
 router = APIRouter(prefix="/v2/systemsharedmemory", tags=["open inference protocol"])
 
@@ -102,3 +110,47 @@ async def unregister_all(call: CurrentCall) -> Answer:
 
 def _described(region: Region) -> RegionStatus:
     return {"name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.byte_size}
+
+
+def regions_of(call: Call) -> Regions:
+    """Return the regions of shared memory. Raises `NotFound` if the server does not offer shared memory."""
+    if call.regions is None:
+        raise NotFound("This server does not offer shared memory; GRADSERVE_SHARED_MEMORY=true lets it do so")
+    return call.regions
+
+
+def read_inputs(call: Call, job: Job, shared: Mapping[str, SharedInput]) -> Job:
+    """Return the job with its inputs from shared memory, in memory that is reserved first.
+
+    Raises `NotFound`, `RegionUnusable`, `InvalidTensor` and `Busy`.
+    """
+    regions, namespace = regions_of(call), call.caller.namespace
+    sizes = [one.part.size + -one.part.size % ALIGNMENT_BYTES for one in shared.values()]
+    call.reserve(sum(sizes))
+    memory, tensors, start = call.engine.buffer(sum(sizes)), dict(job.tensors), 0
+    for (name, one), size in zip(shared.items(), sizes, strict=True):
+        end = start + one.part.size
+        with _about(name):
+            regions.read(namespace, one.part.region, one.part.offset, memory[start:end])
+        tensors[name] = one.tensor(name, memory[start:end])
+        start += size
+        memory[end:start] = bytes(start - end)  # the fingerprint of the request has all bytes
+    return job._replace(tensors=tensors, shared=memory)
+
+
+def write_outputs(call: Call, parts: Mapping[str, Part], outputs: Mapping[str, Array]) -> None:
+    """Write the outputs of these parts to shared memory. Raises `NotFound`, `RegionUnusable` and `InvalidTensor`."""
+    for name, part in parts.items():
+        data = bytes_for(name, outputs[name], part)
+        with _about(name):
+            regions_of(call).write(call.caller.namespace, part.region, part.offset, data)
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Let the errors inside name the tensor."""
+    try:
+        yield
+    except GradserveError as error:
+        error.detail, error.context["tensor"] = f"{name}: {error.detail}", name
+        raise

@@ -9,9 +9,7 @@ from typing import Any
 
 import orjson
 
-from service.api.http.call import Call
-from service.api.http.sockets import unix_path
-from service.api.telemetry.observer import Observer
+from service.api.http.call import Call, Observer, unix_path
 from service.settings import Settings
 
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}.*")
@@ -67,7 +65,7 @@ class AccessLog(Observer):
 
 def _client(call: Call) -> str | None:
     """Return the client's address, or the UNIX socket that it used."""
-    if (path := unix_path(call.connection)) is not None:
+    if (path := unix_path(call.scope)) is not None:
         return f"unix:{path}"
     return None if call.address is None else call.address[0]
 

@@ -25,8 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from service.api.http.call import Call
-from service.api.telemetry.observer import Observer
+from service.api.http.call import Call, Observer
 from service.api.telemetry.processes import describe
 from service.api.telemetry.tables import new_table, read_tables
 from service.errors import Busy, NotReady, tree

@@ -17,9 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
-from service.api.http.call import Call
-from service.api.http.sockets import unix_path
-from service.api.telemetry.observer import Observer
+from service.api.http.call import Call, Observer, unix_path
 
 FLUSH_SECONDS = 5.0
 """Seconds that a slow collector of spans may delay the shutdown."""
@@ -72,9 +70,9 @@ def _attributes(call: Call, headers: dict[str, str]) -> dict[str, str | int]:
     method = call.method if call.method in _METHODS else "_OTHER"
     attributes: dict[str, str | int] = {
         "http.request.method": method,
-        "url.scheme": call.connection["scheme"],
+        "url.scheme": call.scope["scheme"],
         "url.path": call.path,
-        "network.protocol.version": call.connection["http_version"],
+        "network.protocol.version": call.scope["http_version"],
     }
     if method == "_OTHER":
         attributes["http.request.method_original"] = call.method
@@ -83,9 +81,9 @@ def _attributes(call: Call, headers: dict[str, str]) -> dict[str, str | int]:
     if call.address is not None:
         attributes["client.address"] = attributes["network.peer.address"] = call.address[0]
         attributes["network.peer.port"] = call.address[1]
-    if (path := unix_path(call.connection)) is not None:
+    if (path := unix_path(call.scope)) is not None:
         attributes["network.transport"], attributes["server.address"] = "unix", path
-    elif (server := call.connection.get("server")) is not None:
+    elif (server := call.scope.get("server")) is not None:
         attributes["server.address"], attributes["server.port"] = server[0], server[1]
     if "user-agent" in headers:
         attributes["user_agent.original"] = headers["user-agent"]

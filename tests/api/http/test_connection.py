@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api.http.sockets import MAX_POLLS, PROGRESS_BYTES, TURN_BYTES, receive_now
+from service.api.http.wire import MAX_POLLS, PROGRESS_BYTES, READ_TURN_BYTES, receive_now
 from service.codecs import safetensors
 from tests.api.test_body import EITHER_API, LARGE, SIZES, SMALL, Connection, Make, assert_right, v1
 from tests.serving import in_flight, serving, wait_until
@@ -264,7 +264,7 @@ def test_a_client_that_sends_byte_by_byte_does_not_block_others(
     rest = receive_now(0, memoryview(bytearray(8 << 20)))
     assert len(rest) == (8 << 20) - sum(reads)
     assert len(reads) <= MAX_POLLS * most
-    assert sum(reads) == (TURN_BYTES if step > 1 else MAX_POLLS)
+    assert sum(reads) == (READ_TURN_BYTES if step > 1 else MAX_POLLS)
 
 
 # ----- Expect: 100-continue, and paths -----

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.http.descriptors import max_connections, raise_limit
+from service.api.http.connection import max_connections, raise_limit
 from service.api.telemetry.metrics import Metrics
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.test_body import Connection

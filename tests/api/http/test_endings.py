@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api.http.endings import Ending
+from service.api.http.wire import Ending
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.test_body import Answer, Connection, v1
 from tests.faults.servers import Server

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from service.api.http.connection import MAX_WAITING_BYTES
-from service.api.http.endings import Wire
+from service.api.http.wire import Wire
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.http.test_endings import CHUNKED, KEEP_ALIVE, count
 from tests.api.test_body import Connection

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api.http import endings
+from service.api.http import wire
 from service.api.http.exchange import LARGE_BYTES
 from service.codecs import safetensors
 from tests.api.http.test_pipelining import resident_bytes
@@ -128,7 +128,7 @@ def test_an_answer_must_be_read_at_the_least_rate(
     name: bytes, least: int, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client reads a megabyte a second or more, without a longer pause."""
-    monkeypatch.setattr(endings, "MIN_BYTES_PER_SECOND", least)
+    monkeypatch.setattr(wire, "MIN_BYTES_PER_SECOND", least)
     with serving(keep_alive=2 if least == 1 << 14 else 1) as url, ExitStack() as stack:
         create(url)
         slow = stack.enter_context(reader(url, name))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from service.api.http.sockets import unix_path
+from service.api.http.call import unix_path
 from service.keys import add
 from tests.api.http.test_connection import LIVE, POLL
 from tests.api.http.test_pipelining import ADD

@@ -66,7 +66,7 @@ def test_uvicorn_makes_and_stops_connections_as_ours_expects() -> None:
     assert given["config"].timeout_keep_alive == 5, CHANGED.format("http/connection.py", "Config.timeout_keep_alive")
     state = given["server_state"]
     for name, kind in {"connections": set, "tasks": set, "total_requests": int, "default_headers": list}.items():
-        assert isinstance(getattr(state, name, None), kind), CHANGED.format("http/endings.py", f"ServerState.{name}")
+        assert isinstance(getattr(state, name, None), kind), CHANGED.format("http/wire.py", f"ServerState.{name}")
     assert [name for name, _ in state.default_headers] == [b"date", b"server"]
 
 
