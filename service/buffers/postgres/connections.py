@@ -8,14 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import errors
 
 from service.buffers.postgres.exchange import PATIENCE_SECONDS, Call, Connection, Rows, Statement
-from service.buffers.postgres.statements import BACKEND, BEGIN, BEGIN_READING, COMMIT, FENCE, HAS_STANDBY, NOW, SETTINGS
+from service.buffers.postgres.statements import BACKEND, BEGIN, BEGIN_READING, COMMIT, FENCE, HAS_STANDBY, SETTINGS
 from service.errors import GradserveError, StoreFailed, StoreFull
 
 R = TypeVar("R")
@@ -42,7 +42,7 @@ READERS = 6
 """Connections for reads, at most. More of them would only share the database's bandwidth."""
 
 WORKERS = 6
-"""Connections for the other threads: three that stage, and one each that folds, keeps, takes ids or probes."""
+"""Connections for the other threads: three that stage, and one each that folds, tidies, takes ids or probes."""
 
 _FINAL = (
     errors.InsufficientPrivilege,
@@ -98,7 +98,7 @@ class _Pool:
         self._is_closed = False
 
     @contextmanager
-    def lend(self, seconds: float) -> Iterator[Connection]:
+    def lend(self, seconds: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, which is idle again after a transaction. Wait for one for at most these seconds."""
         if not self._free.acquire(timeout=seconds):
             raise psycopg.OperationalError("all connections of this server to the database are busy")
@@ -145,12 +145,12 @@ class Database:
         self._url, self.schema, self.replicated = url, schema, replicated
         self.clock = clock
         """Returns the time that a test sets, else None: the database's clock counts."""
-        self._readers, self._workers = _Pool(self.connect, READERS), _Pool(self.connect, WORKERS)
+        self.readers, self.workers = _Pool(self.connect, READERS), _Pool(self.connect, WORKERS)
 
     def close(self) -> None:
         """Close the connections of the pools."""
-        self._readers.close()
-        self._workers.close()
+        self.readers.close()
+        self.workers.close()
 
     def connect(self) -> Connection:
         """Return a connection outside the pools."""
@@ -171,27 +171,19 @@ class Database:
         settings = SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
         return [begin(), settings]
 
-    def reader(self, patience: float) -> AbstractContextManager[Connection]:
-        """Lend a connection for reads, in no transaction."""
-        return self._readers.lend(patience)
-
-    def worker(self, patience: float = RETRY_SECONDS) -> AbstractContextManager[Connection]:
-        """Lend a connection for other work, in no transaction."""
-        return self._workers.lend(patience)
-
     @contextmanager
     def transaction(self, *, durable: bool = True, patience: float = RETRY_SECONDS) -> Iterator[Connection]:
         """Yield a connection, in a transaction that is committed on leaving."""
-        with self.worker(patience) as connection, self._within(connection, durable=durable):
+        with self.workers.lend(patience) as connection, self._within(connection, durable=durable):
             yield connection
 
     @contextmanager
     def reading(self, patience: float) -> Iterator[Connection]:
         """Yield a connection, in a transaction that sees one moment of the primary: a standby refuses it."""
-        with self.reader(patience) as connection, self._within(connection, begin=BEGIN_READING):
+        with self.readers.lend(patience) as connection, self._within(connection, begin=BEGIN_READING):
             yield connection
 
-    def ask(self, connection: Connection, call: Call) -> Rows:
+    def read(self, connection: Connection, call: Call) -> Rows:
         """Return the rows of a query, which sees one moment of the primary, in one round trip."""
         calls = [*self.beginning(begin=BEGIN_READING), call, COMMIT()]
         _, ((*_, connection.server),), rows, _ = connection.exchange(calls)
@@ -207,11 +199,6 @@ class Database:
             with suppress(psycopg.Error):
                 connection.execute("rollback")
             raise
-
-    def now(self, connection: Connection) -> float:
-        """Return the time, in seconds since 1970: that of the transaction's begin by the database's clock."""
-        ((now,),) = connection.ask(NOW(self.clock()))
-        return float(now)
 
     def cross(self, connection: Connection) -> str:
         """Wait until the standby has everything that was committed before. Return the name of the server."""

@@ -34,6 +34,6 @@ class Deadlines:
     def due(self, connection: Connection) -> list[Job]:
         """Return a request for each epoch that is due, and expect the next deadline."""
         self._next = time.monotonic() + LOOK_SECONDS
-        rows = self._database.ask(connection, DUE(self._database.clock()))
+        rows = self._database.read(connection, DUE(self._database.clock()))
         self.expect(min((seconds for _, _, seconds in rows if seconds > 0), default=math.inf))
         return [Job(Request([CloseIfDue(name=name)]), namespace) for namespace, name, seconds in rows if seconds <= 0]

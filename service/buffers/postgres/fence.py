@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from service.buffers.postgres.connections import RETRY_SECONDS, Database, MovedError, retried
+from service.buffers.postgres.connections import Database, MovedError, retried
 from service.buffers.store import without_traceback
 
 
@@ -45,5 +45,5 @@ class Fence:
         return crossing
 
     def _cross(self) -> str:
-        with self._database.reader(RETRY_SECONDS) as connection:
+        with self._database.readers.lend() as connection:
             return self._database.cross(connection)

@@ -13,7 +13,7 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.connections import HANGING_SECONDS, Database, retried
 from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
-from service.buffers.postgres.statements import DELETE, EXPIRED, FORGET, FREE, HANGING, KEY_BYTES, SWEEP, USED
+from service.buffers.postgres.statements import DELETE, EXPIRED, FORGET, FREE, HANGING, KEY_BYTES, NOW, SWEEP, USED
 from service.buffers.room import check_keys, room_for, store_full
 from service.errors import BufferCorrupt
 
@@ -82,7 +82,7 @@ class Janitor:
     def _round(self) -> None:
         with self._database.transaction() as connection:
             connection.ask(HANGING(HANGING_SECONDS))
-            now = self._database.now(connection)
+            ((now,),) = connection.ask(NOW(self._database.clock()))
         make_partitions(self._database, now, TURN_SECONDS)
         drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
         while self._sweep() and not self._closed.is_set():
@@ -136,5 +136,5 @@ def _forget_some(database: Database, seconds: float, namespace: str | None) -> i
 
 def _vacuum(database: Database) -> None:
     """Give the room of the deleted rows back."""
-    with database.worker() as connection:
+    with database.workers.lend() as connection:
         connection.execute(f'vacuum "{database.schema}".keys'.encode())

@@ -25,7 +25,7 @@ from service.buffers.postgres.deltas import Turns, check_complete, read_deltas, 
 from service.buffers.postgres.exchange import Call, Connection, Rows
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.janitor import Janitor
-from service.buffers.postgres.statements import COUNT, LISTED, MEASURES, OUTCOME, RECORDS, REPLICAS, VERSION
+from service.buffers.postgres.statements import COUNT, LISTED, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
 from service.buffers.postgres.transaction import Stored
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
@@ -123,8 +123,8 @@ class PostgresStore(Store):
 
     def closed(self, name: str, epoch: int) -> Record:
         def attempt() -> Record:
-            with self._database.reader(READ_SECONDS) as connection:
-                rows, server = self._database.ask(connection, self._records([name])), connection.server
+            with self._database.readers.lend(READ_SECONDS) as connection:
+                rows, server = self._database.read(connection, self._records([name])), connection.server
             record = _alive([name], rows)[name].record
             record.closed_epoch(epoch)
             self._fence.wait(server)
@@ -133,7 +133,7 @@ class PostgresStore(Store):
         return retried(attempt)
 
     def now(self) -> float:
-        return self._read(self._database.now)
+        return float(self._ask(NOW(self._database.clock()))[0][0])
 
     def look(self, names: Collection[BufferName]) -> dict[BufferName, Record]:
         found = {}
@@ -236,8 +236,8 @@ class PostgresStore(Store):
 
     def _ask(self, call: Call) -> Rows:
         def attempt() -> Rows:
-            with self._database.reader(READ_SECONDS) as connection:
-                return self._database.ask(connection, call)
+            with self._database.readers.lend(READ_SECONDS) as connection:
+                return self._database.read(connection, call)
 
         return retried(attempt, seconds=READ_SECONDS)
 
