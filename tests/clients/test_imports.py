@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.imports import circles
@@ -11,6 +12,11 @@ PACKAGE = Path(__file__).parents[2] / "clients" / "python" / "gradserve_client"
 
 def test_no_circle_in_the_client() -> None:
     assert circles(PACKAGE.rglob("*.py")) == []
+
+
+def test_what_sends_knows_no_calls_and_no_front_ends() -> None:
+    for path in (PACKAGE / "_http").glob("*.py"):
+        assert not re.search(r"gradserve_client\._(wire|async|torch|cli)", path.read_text()), path.name
 
 
 def test_circles_are_found(tmp_path: Path) -> None:
