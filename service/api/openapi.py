@@ -49,9 +49,7 @@ _RESPONSES = {
 
 INT32_LIMIT = 1 << 31
 
-INT64_MAX = (1 << 63) - 1
-
-_BOUNDS = {"minimum", "maximum"}
+INT64_LIMIT = 1 << 63
 
 
 def install(app: FastAPI) -> None:
@@ -121,8 +119,10 @@ def _add_format(schema: dict[str, Any]) -> None:
     """Say how many bits a number has."""
     kinds = schema.get("type", ())
     if "integer" in kinds:
-        for bound in _BOUNDS & schema.keys():
-            schema[bound] = min(int(schema[bound]), INT64_MAX)  # FastAPI has made a double of it
+        for bound in {"minimum", "maximum", "exclusiveMaximum"} & schema.keys():
+            schema[bound] = int(schema[bound])  # FastAPI has made a double of it, and 2^63 of 2^63 - 1
+        if schema.get("maximum") == INT64_LIMIT:
+            schema["maximum"] -= 1
         small = schema.get("maximum", INT32_LIMIT) < INT32_LIMIT
         schema.setdefault("format", "int32" if small else "int64")
     elif "number" in kinds:

@@ -69,7 +69,10 @@ def test_every_number_has_a_format(document: Any) -> None:
     assert len(numbers) > 100
     for one in numbers:
         assert one["format"] in ({"int32", "int64"} if one["type"] == "integer" else {"float", "double"}), one
-    rules = document["components"]["schemas"]["NewRules"]["properties"]
+    schemas = document["components"]["schemas"]
+    assert repr(schemas["NewBuffer"]["properties"]["shape"]["items"]["exclusiveMaximum"]) == str(1 << 63)
+    assert repr(schemas["NewRegion"]["properties"]["byte_size"]["maximum"]) == str((1 << 63) - 1)
+    rules = schemas["NewRules"]["properties"]
     assert rules["quorum"]["anyOf"][0]["format"] == "int32"
     assert rules["max_norm"]["anyOf"][0]["format"] == "double"
 
