@@ -17,7 +17,7 @@ from service.engine.fair_queue import FairQueue
 MOST_SHARED_BYTES = 1 << 22
 """The work of a transaction while several namespaces send requests: about 5 ms, as long as a slow sync."""
 
-BUFFER_BYTES = 1 << 15
+COST_OF_BUFFER = 1 << 15
 """The bytes that are written in the time that it takes to find a buffer and to store its record."""
 
 REST_FACTOR = 4

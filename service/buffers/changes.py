@@ -11,9 +11,9 @@ import numpy as np
 
 from service.buffers.closing import check_may_add, close, contributed, next_epoch
 from service.buffers.epochs import described
-from service.buffers.gradients import Dense, Gradient, Rows, check_norm, is_nothing
+from service.buffers.gradients import Dense, Gradient, Rows, adds_nothing, check_norm
 from service.buffers.names import BufferName
-from service.buffers.record import Receipt, Record, Spec, unknown
+from service.buffers.record import Receipt, Record, Spec, unknown_buffer
 from service.buffers.transaction import Transaction
 from service.dtypes import Array, DType, compute_dtype
 from service.errors import (
@@ -42,7 +42,7 @@ class Change:
     def admit(self, record: Record | None) -> None:
         """Raise if the change cannot be made. Called for all changes of a request before the first is made."""
         if record is None:
-            raise unknown(self.name)
+            raise unknown_buffer(self.name)
         if self.match is not None and not self.match & record.tags:
             raise PreconditionFailed(
                 f"If-Match is {cut(', '.join(sorted(self.match)))}, but {self.name!r} is at {record.etag}",
@@ -179,7 +179,7 @@ class Add(Change):
 
     def _sum(self, txn: Transaction, record: Record) -> int | None:
         """Return the id of the sum with the gradient. Nothing of a gradient counts whose weight is 0, not even NaN."""
-        if self.weight and (self.overwrite or not is_nothing(self.gradient)):
+        if self.weight and (self.overwrite or not adds_nothing(self.gradient)):
             return txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
         if not self.overwrite:
             return record.value

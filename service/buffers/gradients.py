@@ -104,7 +104,7 @@ class Rows:
             raise IndexOutOfRange(f"{name}/{error.detail}", tensor=f"{name}/indices", index=index) from None
 
 
-def is_nothing(gradient: Array | Gradient | Rows) -> bool:
+def adds_nothing(gradient: Array | Gradient | Rows) -> bool:
     """Return whether the gradient has no rows, or is a single 0, which a worker without data sends for each buffer."""
     if isinstance(gradient, np.ndarray):
         return gradient.size == 1 and not gradient.any()

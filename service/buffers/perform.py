@@ -9,7 +9,7 @@ from typing import NamedTuple
 from service.buffers.changes import Add, Change, Delete
 from service.buffers.closing import close_if_due
 from service.buffers.names import BufferName
-from service.buffers.record import Key, Known, Receipt, Record, name_buffer, none_with
+from service.buffers.record import Key, Known, Receipt, Record, name_buffer, unknown_prefix
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
 from service.errors import BufferCorrupt, BufferExists, EpochGone, GradserveError, Invalid, KeyReused, shown
@@ -120,7 +120,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     if existing:
         raise _all_of(existing)
     if request.wide is not None and not (admitted or request.wide.may_fit_none):
-        raise none_with(request.wide.prefix)
+        raise unknown_prefix(request.wide.prefix)
     outcome, ids = Outcome({}), {}
     for name, change, record in admitted:
         try:

@@ -202,12 +202,12 @@ class Known(NamedTuple):
     by_prefix: bool = False
 
 
-def unknown(name: str) -> UnknownBuffer:
+def unknown_buffer(name: str) -> UnknownBuffer:
     """Return the error of a buffer that does not exist."""
     return UnknownBuffer(f"There is no buffer {shown(name)}; PUT /v1/buffers/{{name}} creates one", buffer=name)
 
 
-def none_with(prefix: str) -> UnknownBuffer:
+def unknown_prefix(prefix: str) -> UnknownBuffer:
     """Return the error of a prefix that fits no buffer."""
     return UnknownBuffer(f"There is no buffer whose name begins with {shown(prefix)}")
 

@@ -18,7 +18,7 @@ from typing import Protocol, Self, TypeAlias, TypeVar
 from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
-from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown
+from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown_buffer
 from service.dtypes import Array, DType
 from service.errors import BufferCorrupt, GradserveError
 
@@ -137,7 +137,7 @@ class Store(Protocol):
 def alive(record: Record | None, name: str, now: float) -> Record:
     """Return the record of the buffer. Raises `UnknownBuffer` if there is none, or if it has expired."""
     if record is None or not record.lives(now):
-        raise unknown(name)
+        raise unknown_buffer(name)
     return record
 
 

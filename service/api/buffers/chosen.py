@@ -15,7 +15,7 @@ from service.api.http.offload import INLINE_LOOKUPS
 from service.buffers.changes import Change
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome, Wide
-from service.buffers.record import none_with
+from service.buffers.record import unknown_prefix
 from service.errors import Invalid, UnknownBuffer, shown
 
 R = TypeVar("R")
@@ -30,7 +30,7 @@ MAX_LISTINGS = 10
 def check_some(names: Sequence[object], prefix: str | None) -> None:
     """Raise `UnknownBuffer` if the prefix fits no buffer."""
     if not names:
-        raise none_with(prefix or "")
+        raise unknown_prefix(prefix or "")
 
 
 async def for_buffers(

@@ -105,7 +105,7 @@ class Environment:
         It may be short without harm, because LMDB never writes pages at its end that were never used. Raises
         `StoreFailed` if it lacks a page in use, or cannot be lengthened.
         """
-        data, expected = self.path / "data.mdb", self.length()
+        data, expected = self.path / "data.mdb", self.file_bytes()
         size = data.stat().st_size
         if size >= expected:
             return
@@ -120,7 +120,7 @@ class Environment:
             problem = f"data.mdb has {size} bytes, and must get {expected} before it is read ({error.strerror})"
             raise StoreFailed(f"The store in {self.path} cannot be opened: {problem}") from None
 
-    def length(self) -> int:
+    def file_bytes(self) -> int:
         """Return the bytes of data.mdb that the last transaction left in use or free."""
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
@@ -178,17 +178,9 @@ class Environment:
         with self.reading() as txn:  # what info() says may not be visible to readers yet
             return int(txn.id())
 
-    def allocated(self) -> int:
+    def disk_bytes(self) -> int:
         """Return the bytes of the disk that LMDB has for its pages, used or free."""
         return os.stat(self.path / "data.mdb").st_blocks * 512
-
-    def sizes(self) -> dict[str, int]:
-        """Return bytes: the limit of the store, the size of data.mdb, and what `values` takes of the disk."""
-        return {
-            "limit": self.max_bytes,
-            "data.mdb": (self.path / "data.mdb").stat().st_size,
-            "values": self.file.size(),
-        }
 
     def close(self) -> None:
         """Close all files."""

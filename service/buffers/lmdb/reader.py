@@ -130,7 +130,7 @@ class Reader:
         """Return a line for each damaged page of LMDB."""
         return faults_of(self._env.path / "data.mdb", self._txn, self._txn.stat(self._env.meta)["psize"])
 
-    def pages(self) -> int:
+    def pages_in_use(self) -> int:
         """Return the bytes of LMDB's pages in use."""
         size = 0
         for name in DATABASES:
@@ -138,15 +138,11 @@ class Reader:
             size += (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * stat["psize"]
         return size
 
-    def taken(self) -> int:
-        """Return the bytes of LMDB's pages in use and of all slots."""
-        return self.pages() + self.slot_count() * CHUNK_BYTES
-
-    def used(self) -> int:
-        """Return the bytes of LMDB's pages in use and of the slots in use."""
+    def bytes_in_use(self) -> int:
+        """Return the bytes of LMDB's pages in use and of the slots in use, which GRADSERVE_STORE_BYTES limits."""
         with self._txn.cursor(db=self._env.free) as cursor:
             free = sum(len(slots) // NUMBER.size for slots in cursor.iternext(keys=False))
-        return self.taken() - free * CHUNK_BYTES
+        return self.pages_in_use() + (self.slot_count() - free) * CHUNK_BYTES
 
     def entries(self) -> dict[str, int]:
         """Return the number of entries of each database."""

@@ -87,9 +87,9 @@ class LmdbReadOnly:
         self._env = env
 
     def described(self) -> Iterator[str]:
-        sizes = self._env.sizes()
-        yield f"store {self._env.path}, format {FORMAT}"
-        yield f"data.mdb {sizes['data.mdb']} bytes, values {sizes['values']}; limit {sizes['limit']}"
+        env = self._env
+        yield f"store {env.path}, format {FORMAT}"
+        yield f"data.mdb {env.file_bytes()} bytes, values {env.file.disk_bytes()}; limit {env.max_bytes}"
 
     def now(self) -> float:
         return clock_of(self._env, readonly=True)()

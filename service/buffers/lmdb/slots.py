@@ -105,7 +105,7 @@ class SlotFile:
         if os.fstat(self._fd).st_size > count * CHUNK_BYTES:
             os.ftruncate(self._fd, count * CHUNK_BYTES)
 
-    def size(self) -> int:
+    def disk_bytes(self) -> int:
         """Return the bytes of the disk that the file takes."""
         return os.fstat(self._fd).st_blocks * 512
 

@@ -111,7 +111,7 @@ class LmdbStore(Store):
 
     def size(self) -> tuple[int, int]:
         with reading(self._env) as reader:
-            return reader.entries()["buffers"], reader.used()
+            return reader.entries()["buffers"], reader.bytes_in_use()
 
     def close(self) -> None:
         if self._writer.close():

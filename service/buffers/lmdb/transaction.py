@@ -24,7 +24,7 @@ from service.buffers.lmdb.format import (
 )
 from service.buffers.lmdb.keys import KeyWriter
 from service.buffers.lmdb.reader import Reader
-from service.buffers.lmdb.slots import RESERVE_BYTES, disk_full
+from service.buffers.lmdb.slots import CHUNK_BYTES, RESERVE_BYTES, disk_full
 from service.buffers.lmdb.value_writer import ValueWriter
 from service.buffers.names import BufferName
 from service.buffers.record import Key, Known, Record, Spec, too_many
@@ -165,11 +165,12 @@ class LmdbTransaction(Reader):
 
     def check_room(self, limit: int) -> None:
         """Raise `StoreFull` unless the store stays within `limit`, and LMDB keeps its reserve."""
-        most_pages = 2 * self._env.max_bytes + MARGIN_BYTES
-        if self._env.length() > most_pages or (self.taken() > limit and self.used() > limit):
+        at_most = self.pages_in_use() + self.slot_count() * CHUNK_BYTES  # found at once, with the free slots
+        is_full = at_most > limit and self.bytes_in_use() > limit
+        if is_full or self._env.file_bytes() > 2 * self._env.max_bytes + MARGIN_BYTES:
             raise store_full(self._env.max_bytes)
         reserve = RESERVE_BYTES if limit < self._env.max_bytes else RESERVE_BYTES // 2  # as `room_for` has it
-        if not self._env.file.has_room() and self._env.allocated() - self.pages() < reserve:
+        if not self._env.file.has_room() and self._env.disk_bytes() - self.pages_in_use() < reserve:
             raise disk_full()
 
     def give_back(self) -> None:

@@ -18,7 +18,7 @@ import lmdb
 import numpy as np
 
 from service.buffers import failpoints
-from service.buffers.batches import BUFFER_BYTES, MOST_SHARED_BYTES, Batches
+from service.buffers.batches import COST_OF_BUFFER, MOST_SHARED_BYTES, Batches
 from service.buffers.lmdb.caches import WriterState
 from service.buffers.lmdb.environment import Environment, as_client_error, disk_is_full
 from service.buffers.lmdb.format import microseconds
@@ -108,7 +108,7 @@ class Writer:
     def _work_of(self, job: Job) -> int:
         """Return the work of a request as bytes: of its buffers, as far as they are remembered, and for each buffer."""
         changes = job.request.changes
-        work = BUFFER_BYTES * (1 + len(changes))
+        work = COST_OF_BUFFER * (1 + len(changes))
         for change in changes:
             if work > MOST_SHARED_BYTES:
                 break
@@ -263,12 +263,12 @@ class Writer:
 
     def _give_back(self) -> bool:
         """Give free slots back to a full disk. Return whether that was any room."""
-        before = self._env.file.size()
+        before = self._env.file.disk_bytes()
         if before == self._given_back or not disk_is_full(self._env.path):
             return False
         with self._env.writing() as txn:
             Slots(self._env, txn).give_back()
-        self._given_back = self._env.file.size()
+        self._given_back = self._env.file.disk_bytes()
         return self._given_back < before
 
     def _clear(self, now: float) -> bool:

@@ -16,9 +16,9 @@ import numpy as np
 from psycopg.errors import CheckViolation
 
 from service.buffers import failpoints
-from service.buffers.batches import BUFFER_BYTES, Batches
+from service.buffers.batches import COST_OF_BUFFER, Batches
 from service.buffers.changes import Add, Restore
-from service.buffers.gradients import Rows, is_nothing
+from service.buffers.gradients import Rows, adds_nothing
 from service.buffers.perform import Outcome, Request, perform, resolved
 from service.buffers.postgres.batch import Batch, Job, StagedLostError
 from service.buffers.postgres.compactor import Fold
@@ -272,14 +272,14 @@ def _refuse(job: Job) -> None:
 
 def _work_of(job: Job) -> int:
     """Return the work of a request in the transaction, as bytes: those that it writes there, and for each buffer."""
-    return job.unstaged_bytes + BUFFER_BYTES * (1 + len(job.request.changes))
+    return job.unstaged_bytes + COST_OF_BUFFER * (1 + len(job.request.changes))
 
 
 def _large(job: Job) -> dict[int, Payload]:
     """Return the gradients that are too large for a row, by the identity of their arrays. Sum up the others."""
     changes = job.request.changes
     added = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
-    gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not is_nothing(one)]
+    gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not adds_nothing(one)]
     arrays = [change.value for change in changes if isinstance(change, Restore)]
     payloads = {id(one): payload_of(one) for one in (*gradients, *arrays) if one is not None}
     sizes = {key: payload.nbytes for key, payload in payloads.items()}
