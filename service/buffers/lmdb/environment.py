@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -35,7 +34,7 @@ MOST_READERS = 1024
 FULL_DISK_BYTES = 4 << 20
 """A disk with less room than this counts as full."""
 
-UNREADABLE = (struct.error, UnicodeError, orjson.JSONDecodeError, zlib.error)
+UNREADABLE = (struct.error, UnicodeError, orjson.JSONDecodeError)
 """What decoding raises for damaged data that no checksum covers, such as LMDB's own pages."""
 
 DAMAGED = (
@@ -54,7 +53,7 @@ FILES = "data.mdb", "lock.mdb", "values"
 
 
 class Environment:
-    """An LMDB environment of one format, its databases, and its transactions."""
+    """The LMDB environment of a store, its databases, and its transactions."""
 
     meta: Any
     buffers: Any
