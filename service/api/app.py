@@ -20,11 +20,11 @@ from service.api.dashboard.history import History
 from service.api.http.admission import SMALL_BYTES, Admission
 from service.api.http.answer import Answer
 from service.api.http.auth import authorize
-from service.api.http.call import Call, Observer, Services
+from service.api.http.call import Call, Services
 from service.api.http.problems import CLIENT_GONE, answer_bug, answer_error
 from service.api.http.routing import UNKNOWN, Endpoint, Table
 from service.api.http.waiting import Waiting
-from service.api.telemetry.metrics import IN_FLIGHT_BYTES, Metrics
+from service.api.telemetry.metrics import IN_FLIGHT_BYTES, Metrics, Observer
 from service.buffers.store import Allocate, Committed, Store, uncounted
 from service.buffers.url import open_store
 from service.engine.engine import Engine

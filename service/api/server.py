@@ -26,13 +26,12 @@ from service.api.dashboard import buffers as buffer_statistics
 from service.api.dashboard import limits, service
 from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
-from service.api.http.call import Observer
 from service.api.http.connection import Connection, raise_limit
 from service.api.operators import catalogue, open_inference, rest, shared_memory
 from service.api.operators.statistics import Statistics
 from service.api.start_line import start_line
 from service.api.telemetry import logs
-from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics, check_workers
+from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics, Observer, check_workers
 from service.errors import NotReady
 from service.host import tcp, unix_socket
 from service.host.shared_memory import Regions

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from service.api.http.offload import INLINE_TEXT_BYTES, header_of, is_quick
+from service.api.http.body import header_of, is_quick
+from service.api.http.offload import INLINE_TEXT_BYTES
 from service.codecs import safetensors
 from service.limits import Limits
 from tests.api.calls import saved

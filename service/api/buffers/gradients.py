@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from service.api.buffers.request import Received
 from service.api.http.answer import JSON
+from service.api.http.body import header_of, is_quick
 from service.api.http.call import Call
-from service.api.http.offload import header_of, is_quick
 from service.api.http.tensor_forms import read_tensor
 from service.buffers.changes import Add
 from service.buffers.gradients import Rows

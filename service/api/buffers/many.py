@@ -37,9 +37,10 @@ from service.api.buffers.request import (
 from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_create, new_take
 from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers, rules_of
 from service.api.http.answer import Answer
+from service.api.http.body import is_quick
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query
-from service.api.http.offload import INLINE_LOOKUPS, is_quick
+from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.openapi import MANY, SAFETENSORS_BODY, body
 from service.api.http.routing import access
 from service.buffers.changes import Add, Create, Delete, Zero

@@ -115,6 +115,8 @@ class Call:
         self.address: tuple[str, int] | None = scope.get("client")
         """The client's host and port; None for a Unix socket."""
         self.reservation = Reservation()
+        if services.engine is not None:
+            self.engine = services.engine
         self.spent: dict[str, int] = {}
         """Nanoseconds by phase."""
 
@@ -233,19 +235,6 @@ class Call:
             fit = 0 < len(text) <= MAX_REQUEST_ID_CHARACTERS and text.isascii() and text.isprintable()
             self.request_id = text if fit else uuid.uuid4().hex
         return self.request_id
-
-
-class Observer:
-    """Sees every request begin and end, in the event loop. An observer must neither fail nor wait."""
-
-    def began(self, call: Call) -> None:
-        """Note that a request has come. Nothing in it is checked yet."""
-
-    def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
-        """Note that a request has ended after this time. `bug` is the class of an unexpected error."""
-
-    def close(self) -> None:
-        """Finish: the server has stopped."""
 
 
 def unix_path(scope: Scope) -> str | None:

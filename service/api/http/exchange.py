@@ -166,7 +166,7 @@ class Exchange:
         During a large answer other connections have their turn. `headers` have a Content-Length. The connection ends
         after the answer if a header says so, or if the request's body is incomplete: its rest may never come.
         """
-        await self._wire.drain()
+        await self._wire.writable.wait()
         if self.is_lost:
             return
         head, head_end = self._begin(status, headers)
@@ -178,7 +178,7 @@ class Exchange:
             self._wire.transport.writelines([head, head_end, *(pieces if is_whole else ())])
             if not is_whole:
                 await self._write_by_turns(pieces)
-            await self._wire.drain()
+            await self._wire.writable.wait()
         self._complete()
 
     def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
@@ -207,7 +207,7 @@ class Exchange:
             if state.total_requests != answered:
                 answered, busy_until = state.total_requests, time() + BUSY_SECONDS
             await asyncio.sleep(PAUSE_SECONDS * most / TURN_BYTES if time() < busy_until else 0)
-            await wire.drain()
+            await wire.writable.wait()
             if is_slow(self.written, time() - began, wire.idle_seconds):
                 wire.transport.abort()
                 self.lose()

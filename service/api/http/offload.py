@@ -21,30 +21,17 @@ INLINE_TEXT_BYTES = 1 << 16
 The way to the pool and back takes about as long: 0.2 ms. Lists of lists take up to 4 ms.
 """
 
-INLINE_MEMBERS = 64
-"""Members of objects in such a text: each may be a tensor or a buffer of its own, which takes 20 us."""
-
 INLINE_BYTES = 3 << 20
 """The event loop computes tensors up to this size: the way to the pool and back takes as long."""
 
 INLINE_HALF_BYTES = 1 << 19
-"""The same for 16-bit floats, which are converted on the way."""
+"""The same for 16-bit floats, which are converted on the way: 3 MB of float16 take 2.1 ms, of float32 0.16."""
 
 ALONE_BYTES = 9 << 20
-"""INLINE_BYTES while no other large request is in flight: the pool then takes a tenth longer."""
+"""INLINE_BYTES while no other large request is in flight: a request of 8 MB then takes a fifth longer in the pool."""
 
 INLINE_LOOKUPS = 256
 """Buffers that the event loop looks up itself: more take longer than the way to the pool."""
-
-
-def is_quick(text: memoryview, is_header: bool = False) -> bool:
-    """Return whether the event loop may decode a body whose JSON is `text`; in a header each member is quick."""
-    return len(text) <= INLINE_TEXT_BYTES and (is_header or bytes(text).count(b":") <= INLINE_MEMBERS)
-
-
-def header_of(body: memoryview) -> memoryview:
-    """Return the header of a safetensors file, the only part of it that takes time to decode."""
-    return body[8 : 8 + int.from_bytes(body[:8], "little")]
 
 
 async def in_pool(

@@ -100,27 +100,28 @@ class Wire(asyncio.Protocol):
         """Whether the head of a request has come."""
         self.client_ended = False
         """Whether the client has closed its direction. It sends no more, but may still read."""
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self.writable = asyncio.Event()
+        """Set while the write buffer is empty, and once the connection is lost."""
+        self.writable.set()
         self._unsent = 0  # the size of the write buffer at the last check
         self._filled_at, self._filled = 0.0, 0  # when the client fell behind, and the size of the write buffer then
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(1)  # so `drain` waits until all bytes have left the process
+        self.transport.set_write_buffer_limits(1)  # so `writable` is set once all bytes have left the process
         self.server_state.connections.add(self)
         self._timer = self.loop.call_at(self.due, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server_state.connections.discard(self)
         self._timer.cancel()
-        self._writable.set()
+        self.writable.set()
 
     def _check_progress(self) -> None:
         """Close an idle connection; abort a connection whose client reads nothing of its answer, or too slowly."""
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         slow = is_slow(self._filled - unsent, now - self._filled_at, self.idle_seconds)
-        if not self._writable.is_set() and (slow or unsent == self._unsent):
+        if not self.writable.is_set() and (slow or unsent == self._unsent):
             self.transport.abort()
         elif now >= self.due:
             self.end(at_once=True)
@@ -129,16 +130,11 @@ class Wire(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._filled_at, self._filled = self.loop.time(), self.transport.get_write_buffer_size()
-        self._writable.clear()
+        self.writable.clear()
 
     def resume_writing(self) -> None:
         self._unsent = 0  # the client reads
-        self._writable.set()
-
-    async def drain(self) -> None:
-        """Wait until the write buffer is empty, or the connection lost."""
-        if not self._writable.is_set():
-            await self._writable.wait()
+        self.writable.set()
 
     def pause_reading(self, paused: bool) -> None:
         """Leave incoming bytes in the socket, or read on."""

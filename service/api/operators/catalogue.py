@@ -7,9 +7,9 @@ from importlib import metadata
 from fastapi import APIRouter
 
 from service.api.http.answer import JsonAnswer
-from service.api.http.call import Call, CurrentCall
+from service.api.http.call import CurrentCall
 from service.api.http.routing import access
-from service.api.operators.job import find
+from service.api.operators.open_inference import VERSION, find_model
 from service.api.operators.protocol_models import (
     ConfiguredOutput,
     IndexEntry,
@@ -22,22 +22,10 @@ from service.api.operators.protocol_models import (
 )
 from service.api.operators.statistics import Statistics
 from service.dtypes import DTYPES, OPEN_INFERENCE
-from service.errors import UnknownOperator, shown
 from service.kernels import OPERATORS, Operator, Tensor
-
-VERSION = "1"
-"""The only version of every model."""
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics"]
 """Not `model_repository`, which promises that clients can load and unload models. The index is there all the same."""
-
-
-def find_model(call: Call, name: str) -> Operator:
-    """Return the operator of this model, in the version of the path. Raises `UnknownOperator`."""
-    operator, version = find(name), call.parameters.get("version", VERSION)
-    if version != VERSION:
-        raise UnknownOperator(f"{name} has version {VERSION} only, not {shown(version)}", op=name)
-    return operator
 
 
 def routes(statistics: Statistics) -> APIRouter:

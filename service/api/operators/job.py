@@ -43,17 +43,6 @@ class Job(NamedTuple):
     parts: Mapping[str, Part] = {}
     """Where outputs go in shared memory."""
 
-    @property
-    def answered(self) -> Sequence[str]:
-        """The outputs that the answer has, rather than a buffer."""
-        names = self.operator.output_names if self.wanted is None else self.wanted
-        return [name for name in names if name not in self.buffers.targets]
-
-    @property
-    def size(self) -> int:
-        """The bytes that the request has brought."""
-        return len(self.body) + len(self.shared)
-
 
 def find(name: str) -> Operator:
     """Return the operator with this name. Raises `UnknownOperator`."""

@@ -12,25 +12,26 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer
-from service.api.http.body import read_body
+from service.api.http.body import is_quick, read_body
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import invalid_parameter, parameters_of, wanted_coding
-from service.api.http.offload import is_quick
 from service.api.http.routing import access
 from service.api.operators import openapi
-from service.api.operators.catalogue import find_model
-from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of
+from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of, unknown_operator
 from service.api.operators.protocol_models import BufferParameters
 from service.api.operators.run import Result, is_small, run
 from service.api.operators.shared_memory import SCOPE, read_inputs
 from service.codecs import open_inference as codec
 from service.codecs.parts import Part, SharedInput
 from service.dtypes import DTYPES
-from service.errors import Invalid, InvalidParameter, MalformedBody, UnknownParameter, shown
-from service.kernels import Operator
+from service.errors import Invalid, InvalidParameter, MalformedBody, UnknownOperator, UnknownParameter, shown
+from service.kernels import OPERATORS, Operator
 from service.limits import Limits
 
 router = APIRouter(prefix="/v2", tags=["open inference protocol"])
+
+VERSION = "1"
+"""The only version of every model."""
 
 HEADER_LENGTH = b"inference-header-content-length"
 
@@ -54,6 +55,16 @@ class Reply(NamedTuple):
 
 Decoded: TypeAlias = tuple[Job, Reply, Mapping[str, SharedInput]]
 """A job, the form of its answer, and the inputs that are in shared memory."""
+
+
+def find_model(call: Call, name: str) -> Operator:
+    """Return the operator of this model, in the version of the path. Raises `UnknownOperator`."""
+    operator, version = OPERATORS.get(name), call.parameters.get("version", VERSION)
+    if operator is None:
+        raise unknown_operator(name)
+    if version != VERSION:
+        raise UnknownOperator(f"{name} has version {VERSION} only, not {shown(version)}", op=name)
+    return operator
 
 
 @router.post("/models/{op}/infer", operation_id="infer", summary="Run a model", **openapi.INFER)

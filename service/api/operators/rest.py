@@ -13,10 +13,9 @@ from typing_extensions import TypedDict
 
 from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer, JsonAnswer
-from service.api.http.body import read_body
+from service.api.http.body import header_of, is_quick, read_body
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import media_types, wanted_coding
-from service.api.http.offload import header_of, is_quick
 from service.api.http.routing import access
 from service.api.operators import openapi
 from service.api.operators.job import BufferUse, Job, buffers_of, find, unknown_operator

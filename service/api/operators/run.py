@@ -60,7 +60,7 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     call.spent.setdefault("queue", 0)
     inline = not sources and computes_at_once(call, job) and not (targets and call.store.blocks)
     computed = _compute(call, job, True) if inline else await call.offload(False, _compute, call, job, False)
-    answered = {name: computed.outputs[name] for name in job.answered if name in computed.outputs}
+    answered = {name: computed.outputs[name] for name in _answered(job) if name in computed.outputs}
     if encoding is not None:
         form = AnswerForm(encoding, wanted_coding(call, encoding))
         texts = [output for name, output in answered.items() if name not in binary]
@@ -83,19 +83,32 @@ def _check(call: Call, job: Job) -> None:
         call.caller.require("buffers:read")
     if job.buffers.targets:
         call.caller.require("buffers:write")
-    refuse_headers(call, *(["If-None-Match"] if len(job.buffers.targets) == 1 else ["If-None-Match", "If-Match"]))
+    if b"if-match" in call.headers or b"if-none-match" in call.headers:
+        refuse_headers(call, "If-None-Match", *([] if len(job.buffers.targets) == 1 else ["If-Match"]))
+
+
+def _size(job: Job) -> int:
+    """Return the bytes that the request has brought."""
+    return len(job.body) + len(job.shared)
+
+
+def _answered(job: Job) -> Sequence[str]:
+    """Return the outputs that the answer has, rather than a buffer."""
+    names = job.operator.output_names if job.wanted is None else job.wanted
+    return [name for name in names if name not in job.buffers.targets]
 
 
 def is_small(call: Call, size: int) -> bool:
     """Return whether the event loop may work on `size` bytes of tensors."""
-    return size <= (ALONE_BYTES if call.is_alone else INLINE_BYTES)
+    return size <= INLINE_BYTES or (size <= ALONE_BYTES and call.is_alone)
 
 
 def computes_at_once(call: Call, job: Job) -> bool:
     """Return whether the event loop may compute the job: the way to the pool would take as long."""
-    if not job.operator.linear or not is_small(call, job.size):
+    size = _size(job)
+    if not job.operator.linear or not is_small(call, size):
         return False
-    return job.size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
+    return size <= INLINE_HALF_BYTES or all(tensor.dtype.itemsize != 2 for tensor in job.tensors.values())
 
 
 def _compute(call: Call, job: Job, inline: bool) -> _Computed:
@@ -107,13 +120,13 @@ def _compute(call: Call, job: Job, inline: bool) -> _Computed:
 
 def _computed(call: Call, job: Job, inline: bool) -> _Computed:
     """Compute the outputs, with inputs from buffers, unless the request only repeats an add."""
-    store, sources, targets = call.store, job.buffers.sources, job.buffers.targets
+    sources, targets = job.buffers.sources, job.buffers.targets
     key = key_of(call, job.body, job.shared) if targets else None
-    known = recalled(store, key, [*targets.values()])
-    if known is not None and not job.answered:
+    known = None if key is None else recalled(call.store, key, [*targets.values()])
+    if known is not None and not _answered(job):
         for buffer in targets.values():
             with suppress(UnknownBuffer):
-                check_same_buffer(store.record(buffer), known)
+                check_same_buffer(call.store.record(buffer), known)
         return _Computed({}, [], key, Outcome(known.receipts, replayed=True))
     try:
         tensors, states = _inputs(call, job)
@@ -149,11 +162,11 @@ def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -
     thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
     """
     targets, reserve = job.buffers.targets, _beyond_body(call, job)
-    if job.operator.sparse is not None and targets and not job.answered:
+    if job.operator.sparse is not None and targets and not _answered(job):
         (name,) = targets
         return {name: call.engine.in_pieces(job.operator, tensors, job.attributes, reserve)}
-    wanted = [*job.answered, *targets] if targets else job.wanted
-    if inline and job.size <= INLINE_BYTES:
+    wanted = [*_answered(job), *targets] if targets else job.wanted
+    if inline and _size(job) <= INLINE_BYTES:
         outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, alone=True)
     else:
         outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, reserve=reserve)
@@ -164,7 +177,7 @@ def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -
 
 def _beyond_body(call: Call, job: Job) -> Reserve:
     """Return a function that reserves memory for the request beyond the size of its inputs. It raises `Busy`."""
-    left = job.size
+    left = _size(job)
 
     def reserve(size: int) -> None:
         nonlocal left

@@ -6,9 +6,10 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
-from service.api.http.call import Call, Observer
+from service.api.http.call import Call
 from service.api.http.problems import CLIENT_GONE
 from service.api.operators.protocol_models import Duration, OneModelStatistics
+from service.api.telemetry.metrics import Observer
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import Any
 
 import orjson
 
-from service.api.http.call import Call, Observer, unix_path
+from service.api.http.call import Call, unix_path
+from service.api.telemetry.metrics import Observer
 from service.settings import Settings
 
 TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}.*")

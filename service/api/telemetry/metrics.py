@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from service.api.http.call import Call, Observer
+from service.api.http.call import Call
 from service.api.telemetry.processes import describe
 from service.api.telemetry.tables import new_table, read_tables
 from service.errors import Busy, NotReady, tree
@@ -139,6 +139,19 @@ GAUGES = {
 
 
 _STATUSES = {status: number for number, status in enumerate(STATUSES)}
+
+
+class Observer:
+    """Sees every request begin and end, in the event loop. An observer must neither fail nor wait."""
+
+    def began(self, call: Call) -> None:
+        """Note that a request has come. Nothing in it is checked yet."""
+
+    def ended(self, call: Call, nanoseconds: int, bug: str | None) -> None:
+        """Note that a request has ended after this time. `bug` is the class of an unexpected error."""
+
+    def close(self) -> None:
+        """Finish: the server has stopped."""
 
 
 class Totals(NamedTuple):

@@ -17,7 +17,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
-from service.api.http.call import Call, Observer, unix_path
+from service.api.http.call import Call, unix_path
+from service.api.telemetry.metrics import Observer
 
 FLUSH_SECONDS = 5.0
 """Seconds that a slow collector of spans may delay the shutdown."""
