@@ -41,7 +41,7 @@ from service.api.http.body import is_quick
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query
 from service.api.http.offload import INLINE_LOOKUPS
-from service.api.http.openapi import MANY, SAFETENSORS_BODY, body
+from service.api.http.openapi import SAFETENSORS_BODY, body
 from service.api.http.routing import access
 from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.names import check_name
@@ -60,7 +60,7 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"], responses=openapi.CHA
     "/create",
     summary="Create many buffers, all or nothing",
     operation_id="create_many",
-    dependencies=[*MANY, body(NewBuffers)],
+    dependencies=[*openapi.MANY, body(NewBuffers)],
     responses=openapi.CREATED_MANY,
 )
 @access(WRITE, label="buffers")
@@ -97,7 +97,7 @@ def _creates(call: Call, received: Received) -> list[Create]:
     "/accumulate",
     summary="Add gradients to many buffers, all or nothing",
     operation_id="accumulate_many",
-    dependencies=[*MANY, body(GradientBodies)],
+    dependencies=[*openapi.MANY, body(GradientBodies)],
     openapi_extra=SAFETENSORS_BODY,
 )
 @access(WRITE, label="accumulate")
@@ -124,7 +124,7 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
     "/zero",
     summary="Discard the sums of many buffers",
     operation_id="zero_many",
-    dependencies=[*MANY, body(Names, required=False)],
+    dependencies=[*openapi.MANY, body(Names, required=False)],
 )
 @access(WRITE, label="zero")
 async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()]) -> Answer:
@@ -146,7 +146,7 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
     "/take",
     summary="Close the epochs of many buffers and return their values",
     operation_id="take_many",
-    dependencies=[*MANY, body(Names, required=False)],
+    dependencies=[*openapi.MANY, body(Names, required=False)],
 )
 @access(WRITE, READ, label="take")
 async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()]) -> Answer:
@@ -202,7 +202,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     return await for_buffers(call, received, query.prefix, query.timeout, look, read)
 
 
-@router.delete("", summary="Delete all buffers with a prefix", operation_id="delete_many", dependencies=MANY)
+@router.delete("", summary="Delete all buffers with a prefix", operation_id="delete_many", dependencies=openapi.MANY)
 @access(WRITE, label="buffers")
 async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
     """All or none go, with their closed epochs; without a buffer this succeeds. Raises `invalid_parameter`."""
@@ -223,7 +223,7 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
     "",
     summary="Change the rules of many buffers, all or nothing",
     operation_id="set_rules_many",
-    dependencies=[*MANY, body(NewRulesOfMany)],
+    dependencies=[*openapi.MANY, body(NewRulesOfMany)],
 )
 @access(WRITE, label="buffers")
 async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:

@@ -1,4 +1,4 @@
-"""The answers of the buffers' endpoints, as OpenAPI shows them beside their models."""
+"""The headers and the answers of the endpoints that use buffers, as OpenAPI shows them beside their models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,34 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel
 
 from service.api.buffers.models import CreatedBuffers, Metadata, Receipt, Receipts
-from service.api.http.openapi import SAFETENSORS_CONTENT, answer_header
+from service.api.buffers.preconditions import MAX_KEY_CHARACTERS
+from service.api.http.openapi import SAFETENSORS_CONTENT, answer_header, header
 
 Answers: TypeAlias = dict[int | str, dict[str, Any]]
+
+MANY = [
+    header(
+        "Idempotency-Key",
+        "A text that is new for each change. A retry with the same text counts once.",
+        max_length=MAX_KEY_CHARACTERS,
+    )
+]
+"""The headers of a request that changes several buffers."""
+
+ONE = [*MANY, header("If-Match", "An ETag of the state that the buffer must have.")]
+"""The headers of a request that changes one buffer."""
+
+READING = [
+    header(
+        "If-None-Match",
+        "The ETag that the client has: if the answer would have it, too, it is 304, without a body."
+        " To create a buffer, `*`: it must not exist yet.",
+    )
+]
+"""The headers of a request that reads one buffer."""
+
+CREATING = [*ONE, *READING]
+"""The headers of a request that creates a buffer."""
 
 _ETAG = answer_header("ETag", "The tag of the buffer's state, in the form of this answer.")
 

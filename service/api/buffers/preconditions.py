@@ -9,12 +9,14 @@ import xxhash
 
 from service.api.http.answer import JSON, coded_tag
 from service.api.http.call import Call
-from service.api.http.openapi import MAX_KEY_CHARACTERS
 from service.buffers.perform import check_same
 from service.buffers.record import Key, Known
 from service.buffers.store import Store
 from service.codecs import safetensors
 from service.errors import InvalidParameter, shown
+
+MAX_KEY_CHARACTERS = 255
+"""Characters of an Idempotency-Key."""
 
 _READ_BY = {"If-Match": "change", "If-None-Match": "read or create"}
 

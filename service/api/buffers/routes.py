@@ -29,7 +29,7 @@ from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query, media_types
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
-from service.api.http.openapi import CREATING, ONE, READING, SAFETENSORS_BODY, body
+from service.api.http.openapi import SAFETENSORS_BODY, body
 from service.api.http.routing import access
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
@@ -52,7 +52,7 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
     "/{name}",
     summary="Create a buffer",
     operation_id="create_buffer",
-    dependencies=[*CREATING, body(NewBuffer)],
+    dependencies=[*openapi.CREATING, body(NewBuffer)],
     responses=openapi.CREATED_ONE,
 )
 @access(WRITE, label="buffers")
@@ -102,7 +102,7 @@ def _listed(store: Store, query: ListQuery) -> Answer:
     summary="Read a buffer's metadata, or a closed epoch's receipt",
     operation_id="get_buffer",
     response_model=Metadata | Receipt,
-    dependencies=READING,
+    dependencies=openapi.READING,
     responses=openapi.METADATA,
 )
 @access(READ, label="buffers")
@@ -136,7 +136,7 @@ async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
     "/{name}",
     summary="Change a buffer's rules",
     operation_id="set_rules",
-    dependencies=[*ONE, body(NewRules)],
+    dependencies=[*openapi.ONE, body(NewRules)],
     responses=openapi.CHANGED_RULES,
 )
 @access(WRITE, label="buffers")
@@ -155,7 +155,7 @@ async def set_rules(call: CurrentCall, name: str) -> Answer:
     summary="Delete a buffer",
     operation_id="delete_buffer",
     status_code=204,
-    dependencies=ONE,
+    dependencies=openapi.ONE,
     responses=openapi.DELETED,
 )
 @access(WRITE, label="buffers")
@@ -172,7 +172,7 @@ async def delete(call: CurrentCall, name: str) -> Answer:
     "/{name}/value",
     summary="Read a buffer's value, or a closed epoch's",
     operation_id="value",
-    dependencies=READING,
+    dependencies=openapi.READING,
     responses=openapi.READ_ONE,
 )
 @access(READ, label="value")
@@ -198,7 +198,7 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
     "/{name}/accumulate",
     summary="Add a gradient",
     operation_id="accumulate",
-    dependencies=[*ONE, body(GradientBody)],
+    dependencies=[*openapi.ONE, body(GradientBody)],
     responses=openapi.CHANGED_ONE,
     openapi_extra=SAFETENSORS_BODY,
 )
@@ -224,7 +224,7 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
     "/{name}/zero",
     summary="Discard the sum and begin the next epoch",
     operation_id="zero",
-    dependencies=ONE,
+    dependencies=openapi.ONE,
     responses=openapi.CHANGED_ONE,
 )
 @access(WRITE, label="zero")
@@ -241,7 +241,7 @@ async def zero(call: CurrentCall, name: str) -> Answer:
     "/{name}/take",
     summary="Close the epoch and return its value",
     operation_id="take",
-    dependencies=ONE,
+    dependencies=openapi.ONE,
     responses=openapi.CHANGED_ONE,
 )
 @access(WRITE, READ, label="take")

@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, create_model
 
 from service.api.buffers.models import MAX_LISTED_BUFFERS, MAX_NAMED_BUFFERS, MAX_WAIT_SECONDS
+from service.api.buffers.preconditions import MAX_KEY_CHARACTERS
 from service.api.http.answer import JsonAnswer
 from service.api.http.call import CurrentCall
-from service.api.http.openapi import MAX_KEY_CHARACTERS
 from service.api.http.routing import access
 from service.codecs.json import MAX_ELEMENTS, MAX_LISTS, MAX_MEMBERS
 from service.settings import Settings

@@ -11,9 +11,6 @@ from fastapi.params import Depends
 from service.api.http.tensor_forms import absent
 from service.codecs import safetensors
 
-MAX_KEY_CHARACTERS = 255
-"""Characters of an Idempotency-Key."""
-
 REF = "#/components/schemas/{model}"
 
 _STRING = {"type": "string"}
@@ -43,31 +40,6 @@ def header(name: str, description: str, kind: Any = str, **bounds: Any) -> Depen
 def body(model: Any, *, required: bool = True) -> Depends:
     """Declare the JSON form of the body, which the handler reads by itself."""
     return _declared(Annotated[model, Body() if required else Body(default_factory=absent)])
-
-
-MANY = [
-    header(
-        "Idempotency-Key",
-        "A text that is new for each change. A retry with the same text counts once.",
-        max_length=MAX_KEY_CHARACTERS,
-    )
-]
-"""The headers of a request that changes several buffers."""
-
-ONE = [*MANY, header("If-Match", "An ETag of the state that the buffer must have.")]
-"""The headers of a request that changes one buffer."""
-
-READING = [
-    header(
-        "If-None-Match",
-        "The ETag that the client has: if the answer would have it, too, it is 304, without a body."
-        " To create a buffer, `*`: it must not exist yet.",
-    )
-]
-"""The headers of a request that reads one buffer."""
-
-CREATING = [*ONE, *READING]
-"""The headers of a request that creates a buffer."""
 
 
 def answer_header(name: str, description: str, schema: Mapping[str, Any] = _STRING) -> dict[str, Any]:
