@@ -239,6 +239,8 @@ class _Workers(Multiprocess):
         if self._line is not None and self._all_serve():
             logger.info(self._line)
             self._line = None
+        for process in self.processes:
+            process.child_conn.close()  # so that a ping fails once the worker has died, not after SILENT_SECONDS
         before = [*self.processes]
         super().keep_subprocess_alive()
         for gone in [process.process for process in before if process not in self.processes]:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import httpx
 import pytest
 
+from service.api.server import SILENT_SECONDS
 from tests.api.test_shutdown import body, half_sent, wait_until_nothing_is_taken
 from tests.faults.servers import PATIENCE, Server, kill
 
@@ -68,6 +69,20 @@ def test_a_server_serves_but_is_not_ready_while_a_worker_is_replaced(server: Ser
     assert len(server.workers()) == 2
     for _ in range(20):
         assert ready(server).status_code == 200  # type: ignore[union-attr]
+
+
+def test_a_worker_that_dies_before_it_answers_is_replaced_soon(server: Server) -> None:
+    """The parent asks whether it lives, and waits for the answer."""
+    said = server.log.stat().st_size
+    worker = server.workers()[0]
+    os.kill(worker, signal.SIGSTOP)
+    time.sleep(1)  # the parent asks twice a second
+    kill(worker)
+    end = time.monotonic() + SILENT_SECONDS / 2
+    while "is replaced" not in server.log.read_text()[said:]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    until(server, 200)
 
 
 def test_the_log_says_what_to_do_when_a_second_worker_crashes(server: Server) -> None:
