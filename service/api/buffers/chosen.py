@@ -27,13 +27,13 @@ MAX_LISTINGS = 10
 """Listings of the buffers of a prefix before a request fails because a listed buffer was deleted meanwhile."""
 
 
-def check_some(names: Sequence[object], prefix: str | None) -> None:
+def check_not_empty(names: Sequence[object], prefix: str | None) -> None:
     """Raise `UnknownBuffer` if the prefix fits no buffer."""
     if not names:
         raise unknown_prefix(prefix or "")
 
 
-async def for_buffers(
+async def until_ready(
     call: Call,
     received: Received,
     prefix: str | None,
@@ -66,7 +66,7 @@ async def for_buffers(
         attempts = 1 if prefix is None else MAX_LISTINGS
         while True:
             unready.clear()
-            unready.extend(names if prefix is None else await listed(call, received, prefix))
+            unready.extend(names if prefix is None else await names_with_prefix(call, received, prefix))
             try:
                 return await work([*unready])
             except UnknownBuffer:  # a buffer of the prefix was deleted after the listing
@@ -83,13 +83,13 @@ async def names_of(call: Call, received: Received, prefix: str | None) -> list[s
         raise Invalid('No buffers are named: send {"names": [...]} in the body, or ?prefix= in the query')
     if prefix is None:
         inline = len(received.body) <= INLINE_NAMES_BYTES
-        return await call.offload(inline, lambda: different(parse_model(received, Names, MAX_NAMES_BYTES).names))
+        return await call.offload(inline, lambda: distinct_names(parse_model(received, Names, MAX_NAMES_BYTES).names))
     if not received.is_empty:
         raise Invalid("The request has both names in its body and prefix in its query; send only one")
     return []
 
 
-def different(names: list[str]) -> list[str]:
+def distinct_names(names: list[str]) -> list[str]:
     """Return the names. Raises `InvalidParameter`, and `Invalid` for a repeated name."""
     for name, count in Counter(names).items():
         check_name(name)
@@ -98,7 +98,7 @@ def different(names: list[str]) -> list[str]:
     return names
 
 
-async def listed(call: Call, received: Received, prefix: str) -> list[str]:
+async def names_with_prefix(call: Call, received: Received, prefix: str) -> list[str]:
     """Return the buffers with the prefix; for a repeated request, the buffers of the original."""
     known = await call.look_up(1, recalled, call.store, received.key)
     if known is not None:

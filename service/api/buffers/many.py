@@ -8,7 +8,14 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from service.api.buffers import openapi
-from service.api.buffers.chosen import INLINE_NAMES_BYTES, change_all, check_some, different, for_buffers, listed
+from service.api.buffers.chosen import (
+    INLINE_NAMES_BYTES,
+    change_all,
+    check_not_empty,
+    distinct_names,
+    names_with_prefix,
+    until_ready,
+)
 from service.api.buffers.gradients import gradients, sort_rows
 from service.api.buffers.models import (
     MAX_NAMES_BYTES,
@@ -138,7 +145,7 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
     async def zero(names: list[str]) -> Outcome:
         return await change_all(call, received, names, change, query.prefix, may_fit_none=True)
 
-    outcome = await for_buffers(call, received, query.prefix, 0, call.store.record, zero)
+    outcome = await until_ready(call, received, query.prefix, 0, call.store.record, zero)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
 
@@ -158,11 +165,11 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
         new_take(query, name).admit(call.store.record(name))
 
     async def take(names: list[str]) -> Outcome:
-        check_some(names, query.prefix)
+        check_not_empty(names, query.prefix)
         wanted = form_of(call, received.answers, query)
         return await change_all(call, received, names, partial(new_take, query), query.prefix, wanted)
 
-    outcome = await for_buffers(call, received, query.prefix, query.timeout, look, take)
+    outcome = await until_ready(call, received, query.prefix, query.timeout, look, take)
     form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
     return await answer_outcome(call, received.answers, outcome, form, single=False, reduce=reduce, dtype=dtype)
 
@@ -187,7 +194,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
             record.closed_epoch(query.epoch)
 
     async def read(names: list[str]) -> Answer:
-        check_some(names, query.prefix)
+        check_not_empty(names, query.prefix)
         if query.epoch is not None:
             try:
                 await call.look_up(len(names), lambda: [*map(look, names)])
@@ -199,7 +206,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
                 False, read_values, call.store, names, query, received.answers, form.coding, False
             )
 
-    return await for_buffers(call, received, query.prefix, query.timeout, look, read)
+    return await until_ready(call, received, query.prefix, query.timeout, look, read)
 
 
 @router.delete("", summary="Delete all buffers with a prefix", operation_id="delete_many", dependencies=openapi.MANY)
@@ -214,7 +221,7 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
     def change(name: str) -> Delete:
         return Delete(name=name)
 
-    names = await listed(call, received, prefix)
+    names = await names_with_prefix(call, received, prefix)
     outcome = await change_all(call, received, names, change, prefix, may_fit_none=True)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
@@ -239,11 +246,11 @@ async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]
 
     if new.names is None:
         prefix = _wide_prefix(query)
-        outcome = await change_all(call, received, await listed(call, received, prefix), change, prefix)
+        outcome = await change_all(call, received, await names_with_prefix(call, received, prefix), change, prefix)
     elif query.prefix or query.all:
         raise Invalid("The request has both names in its body and prefix or all in its query; send only one")
     else:
-        names = await call.offload(inline, different, new.names)
+        names = await call.offload(inline, distinct_names, new.names)
         outcome = await change_all(call, received, names, change, None)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from service.api.buffers.chosen import check_some, names_of
+from service.api.buffers.chosen import check_not_empty, names_of
 from service.api.buffers.models import Names
 from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import RECEIPT_BYTES, read_after_closing_due, receive
@@ -86,7 +86,7 @@ def _answer_many(
     call: Call, known: BufferStatistics, names: Sequence[str], prefix: str | None
 ) -> JsonAnswer[ManyStatistics]:
     records = _records(call.store, names) if prefix is None else call.store.records(prefix)
-    check_some(records, prefix)
+    check_not_empty(records, prefix)
     call.reserve(RECEIPT_BYTES * len(records))
     found = {record.id: known.last(record) for record in records}
     for record in _oldest_first(records, found):

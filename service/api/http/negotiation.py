@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ValidationError
@@ -77,7 +76,7 @@ def wanted_coding(call: Call, encoding: json_codec.Encoding | None) -> str | Non
 def parse_query(call: Call, model: type[M]) -> M:
     """Return the query as a model. Raises `InvalidParameter` and `UnknownParameter`."""
     if not call.query_string:
-        return cast(M, _defaults(model))
+        return model()
     values: dict[str, Any] = {}
     lists, known = lists_of(model), parameters_of(model)
     for name, value in query_pairs(call):
@@ -93,12 +92,6 @@ def parse_query(call: Call, model: type[M]) -> M:
         return model.model_validate(values)
     except ValidationError as invalid:
         raise invalid_parameter(invalid.errors(include_url=False, include_context=False)[0], known=known) from None
-
-
-@cache
-def _defaults(model: type[BaseModel]) -> BaseModel:
-    """The model of an empty query: to make it takes longer than the rest of a small request's head."""
-    return model()
 
 
 def query_pairs(call: Call) -> list[tuple[str, str]]:
