@@ -10,7 +10,7 @@ from service.api.buffers.models import MAX_WAIT_SECONDS
 from service.api.http.call import ALONE_TENSORS
 from service.errors import tree
 from service.settings import Settings
-from tests.integration.stack import CONTAINERS, ROOT
+from tests.integration.stack import COMMANDS, CONTAINERS, ROOT
 
 NGINX = (ROOT / "deploy/nginx.conf").read_text()
 COMPOSE = (ROOT / "compose.yaml").read_text()
@@ -95,3 +95,9 @@ def test_stand_ins_have_names_of_their_own() -> None:
     named = {name: one.get("image") or one["build"]["args"]["BASE"] for name, one in stand_ins.items()}
     assert named.keys() == yaml.safe_load(COMPOSE)["services"].keys() - {"grafana"}
     assert all(image.startswith("localhost/gradserve-test/") for image in named.values())
+
+
+def test_the_table_of_commands_has_what_an_operator_does() -> None:
+    """tests/integration/test_commands.py runs each of them."""
+    assert list(COMMANDS) == ["back", "restore,", "look", "upgrade,", "rotate", "serve", "share", "collect", "see"]
+    assert all(COMMANDS.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Mapping
@@ -22,6 +23,11 @@ NETWORK = "10.203.78"
 """The network of these containers on podman, beside that of `make up`."""
 CLUSTER_NETWORK = "10.203.80"
 """The same for the containers of the profile `cluster`."""
+
+_, _, _AFTER = (ROOT / "docs/operations.md").read_text().partition("with `deploy/containers/engine` in place of")
+_ROWS = re.findall(r"^\| ([^|]+) \| (`.*) \|$", _AFTER.partition("\n\n-")[0], re.MULTILINE)
+COMMANDS = {to.split()[0]: re.findall(r"`([^`]+)`", cell) for to, cell in _ROWS}
+"""The commands in the table of docs/operations.md, by the first word of what they are for."""
 
 
 class Stack:

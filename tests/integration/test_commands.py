@@ -16,13 +16,7 @@ import yaml
 from gradserve_client import Client
 
 from tests.integration.conftest import free_port
-from tests.integration.stack import PROJECT, ROOT, Stack
-
-DOCUMENT = (ROOT / "docs/operations.md").read_text()
-_, _, _AFTER = DOCUMENT.partition("Run in the project's folder, with `deploy/containers/engine`")
-ROWS = dict(re.findall(r"^\| ([^|]+) \| (`.*) \|$", _AFTER.partition("\n\n-")[0], re.MULTILINE))
-LINES = {to.split()[0]: re.findall(r"`([^`]+)`", cell) for to, cell in ROWS.items()}
-"""The commands, by the first word of what they are for."""
+from tests.integration.stack import COMMANDS, PROJECT, ROOT, Stack
 
 GRAFANA: str = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["grafana"]["image"]
 
@@ -42,12 +36,7 @@ def server(stack: Stack) -> Iterator[Client]:
 
 def run(stack: Stack, to: str, folder: Path, **variables: str) -> str:
     """Run the commands of a row; return the output of all."""
-    return "".join(stack.shell(line, folder, **variables) for line in LINES[to])
-
-
-def test_the_table_has_what_an_operator_does() -> None:
-    assert list(LINES) == ["back", "restore,", "look", "upgrade,", "rotate", "serve", "share", "collect", "see"]
-    assert all(LINES.values())
+    return "".join(stack.shell(line, folder, **variables) for line in COMMANDS[to])
 
 
 def test_a_backup_restores_what_was_deleted(stack: Stack, server: Client, tmp_path: Path) -> None:
@@ -84,7 +73,7 @@ def test_a_key_is_rotated(stack: Stack, tmp_path: Path) -> None:
     old = stack.keys("add", "trainer", "--namespace", "trainers")
     with Client(stack.url, api_key=old) as server:
         server.buffers["w"].create((1,))
-    adding, removing = LINES["rotate"]
+    adding, removing = COMMANDS["rotate"]
     new = stack.shell(adding, tmp_path).strip()
     for secret in (old, new):
         assert status(stack, secret) == 200
@@ -156,7 +145,7 @@ def test_metrics_are_collected(stack: Stack, tmp_path_factory: pytest.TempPathFa
     # Grafana's image cannot be had everywhere, and Debian has no package of it to make a stand-in of.
     only = "" if stack.can_pull(GRAFANA) else " prometheus"
     try:
-        for line in LINES["collect"]:
+        for line in COMMANDS["collect"]:
             stack.shell(line.replace("up -d", f"up -d{only}"), folder, **variables)
         assert re.search(r"prometheus.*Up|Up.*prometheus", run(stack, "see", folder, **variables))
         wait_for_workers(f"http://127.0.0.1:{port}/api/v1/query?query=gradserve_workers")
