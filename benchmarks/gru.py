@@ -238,8 +238,8 @@ def main() -> None:
         engine = Engine(threads=THREADS, limits=Limits(1 << 30), reuse_bytes=MEMORY)
         for report in (partial(speeds, engine, bare), partial(ways, engine), partial(growth, engine)):
             # In a thread of the pool, as the service calls kernels: the pool's other thread helps.
-            print(f"\n{engine.submit(report).result()}", flush=True)
-        engine.close()
+            print(f"\n{engine.pool.submit(report).result()}", flush=True)
+        engine.pool.close()
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ class Settings(BaseSettings):
         " beside them.",
     )
     socket_mode: Annotated[str, AfterValidator(_octal)] = Field(
-        "0600",
-        description="Octal permissions of the socket. The default lets only the server's own user connect.",
+        "0600", description="Octal permissions of the socket. The default lets only the server's own user connect."
     )
     allow_anonymous: bool = Field(
         False,
@@ -73,9 +72,7 @@ class Settings(BaseSettings):
         " synchronous standby, too (replicated).",
     )
     store_bytes: PositiveInt = Field(
-        64 << 30,
-        le=1 << 60,
-        description="Bytes that the store may hold, at most. Disk space is taken only as needed.",
+        64 << 30, le=1 << 60, description="Bytes that the store may hold, at most. Disk space is taken only as needed."
     )
     idempotency_seconds: float = Field(
         24 * 3600,
@@ -97,12 +94,10 @@ class Settings(BaseSettings):
     max_name_length: int = Field(200, ge=1, le=200, description="Characters in a new buffer's name, at most.")
     max_buffers: PositiveInt = Field(100_000, description="Buffers in one namespace, at most.")
     max_bytes_in_flight: PositiveInt = Field(
-        1 << 30,
-        description="Bytes that requests hold in each process, at most. Beyond this, large requests get 429.",
+        1 << 30, description="Bytes that requests hold in each process, at most. Beyond this, large requests get 429."
     )
     max_waiting: PositiveInt = Field(
-        256,
-        description="Requests of a namespace that wait for a thread in each process, at most; more get 429.",
+        256, description="Requests of a namespace that wait for a thread in each process, at most; more get 429."
     )
     request_timeout: PositiveFloat = Field(
         60,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, FastAPI
@@ -70,7 +71,9 @@ class Application(FastAPI):
         self.services = Services(settings, admission, regions=regions)
         for router in routers:
             self.include_router(router, responses=openapi.ERRORS)
-        openapi.install(self)
+
+    def openapi(self) -> dict[str, Any]:
+        return openapi.document_of(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -204,7 +207,7 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
                 yield
     finally:
         services.engine = services.store = None
-        engine.close()  # first: work in its pool may read the store
+        engine.pool.close()  # first: work in its pool may read the store
         store.close()
         if services.regions is not None:
             services.regions.close()

@@ -78,7 +78,7 @@ def routes(metrics: Metrics) -> APIRouter:
     @access("admin", label="metrics")
     async def prometheus(call: CurrentCall) -> Answer:
         """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""
-        metrics.set(WAITING, call.engine.waiting)
+        metrics.set(WAITING, call.engine.pool.waiting())
         metrics.gauges = await call.look_up(1, partial(_gauges, call.store, call.settings.store_bytes))
         with _reading_files():
             return Answer([metrics.text()], CONTENT_TYPE_LATEST)

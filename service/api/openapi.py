@@ -52,18 +52,8 @@ INT32_LIMIT = 1 << 31
 INT64_LIMIT = 1 << 63
 
 
-def install(app: FastAPI) -> None:
-    """Let the application build this schema."""
-
-    def schema() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
-        return app.openapi_schema
-
-    app.openapi = schema  # type: ignore[method-assign]
-
-
-def _document(app: FastAPI) -> dict[str, Any]:
+def document_of(app: FastAPI) -> dict[str, Any]:
+    """Return the document of the application's endpoints."""
     document = get_openapi(
         title=app.title,
         version=app.version,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import multiprocessing
 import os
@@ -34,6 +33,7 @@ from service.api.telemetry import logs
 from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics, Observer, check_workers
 from service.errors import NotReady
 from service.host import tcp, unix_socket
+from service.host.files import locked
 from service.host.shared_memory import Regions
 from service.host.system import keep_freed_memory
 from service.settings import Settings
@@ -166,7 +166,8 @@ def run(settings: Settings, sockets: list[socket], buffers: int) -> None:
     if settings.workers == 1:
         _Server(config, line).run(sockets)
     else:
-        with TemporaryDirectory(prefix="gradserve-") as directory, _locked(directory):
+        with TemporaryDirectory(prefix="gradserve-") as directory, locked(Path(directory)):
+            # without the lock, systemd-tmpfiles would remove old files of the directory
             os.environ[METRICS_DIRECTORY], os.environ[STARTED_AT] = directory, str(time.time())
             _Workers(config, sockets, line, Path(directory)).run()
     for number in STOPPING:  # the same signal may come again, as SAME_SECONDS says
@@ -176,17 +177,6 @@ def run(settings: Settings, sockets: list[socket], buffers: int) -> None:
 def _port(listener: socket) -> int:
     """Return the port that a socket listens on; 0 for a UNIX socket."""
     return 0 if listener.family == AF_UNIX else int(listener.getsockname()[1])
-
-
-@contextmanager
-def _locked(directory: str) -> Iterator[None]:
-    """Lock the directory meanwhile, so that systemd-tmpfiles does not remove old files from it."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 class _Server(uvicorn.Server):

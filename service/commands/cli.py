@@ -18,7 +18,7 @@ from service.buffers import doctor, transfer
 from service.buffers.readonly import WRONG
 from service.buffers.url import check_url, forget, path_of, without_password
 from service.commands import preflight
-from service.commands.keys import add_key_commands, run_key_command
+from service.commands.keys import add_key_commands
 from service.commands.preflight import UsageError
 from service.errors import GradserveError, StoreFailed, shown
 from service.host.system import keep_freed_memory
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 if it fails, or 2 if arguments or settings are wrong."""
     options = _parser().parse_args(arguments)
     try:
-        status = _run(options, _settings_from(options))
+        status: int = options.run(_settings_from(options), options)
         if sys.stdout is not None:  # None if the shell has closed it
             sys.stdout.flush()  # now, so that an error is reported below
         return status
@@ -70,19 +70,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gradserve {version('gradserve')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="run the server")
+    serve.set_defaults(run=_serve)
     serve.add_argument("--host", help="address to listen on; overrides GRADSERVE_HOST")
     serve.add_argument("--port", help="port to listen on; overrides GRADSERVE_PORT")
     serve.add_argument("--socket", help="UNIX socket to listen on; overrides GRADSERVE_SOCKET")
-    commands.add_parser("ops", help="list the operators")
+    commands.add_parser("ops", help="list the operators").set_defaults(run=_ops)
     examining = commands.add_parser("doctor", help="check the buffer store for damage and summarise its content")
+    examining.set_defaults(run=_doctor)
     exporting = commands.add_parser("export", help="write a snapshot of buffers to a safetensors file")
-    exporting.add_argument("path", metavar="PATH", help="file to write; an existing one is replaced; - is stdout")
+    exporting.set_defaults(run=_export)
+    exporting.add_argument(
+        "path", metavar="PATH", type=_path, help="file to write; an existing one is replaced; - is stdout"
+    )
     exporting.add_argument("--prefix", default="", help="write only buffers whose names start with PREFIX")
     importing = commands.add_parser("import", help="create buffers from a file that export wrote")
-    importing.add_argument("path", metavar="PATH", help="file to read; - is stdin")
+    importing.set_defaults(run=_import)
+    importing.add_argument("path", metavar="PATH", type=_path, help="file to read; - is stdin")
     forgetting = commands.add_parser(
         "keys-forget", help="forget Idempotency-Keys: a full store has room again, but a retry may count twice"
     )
+    forgetting.set_defaults(run=_forget)
     forgetting.add_argument(
         "--older-than", required=True, type=age, metavar="AGE", help="forget keys of this age, such as 30m, 6h or 2d"
     )
@@ -90,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (examining, exporting, importing, forgetting):
         command.add_argument("--store", help="buffer store, such as lmdb:PATH; overrides GRADSERVE_STORE")
     add_key_commands(commands.add_parser("keys", help="manage the API keys in the file GRADSERVE_KEYS"))
-    commands.add_parser("settings", help="list the settings with their values and meanings")
+    commands.add_parser("settings", help="list the settings with their values and meanings").set_defaults(run=_settings)
     return parser
 
 
@@ -140,38 +147,18 @@ def _check_variables() -> None:
             raise UsageError(f"{name} is not a setting. Did you mean {similar[0]}? gradserve settings lists all")
 
 
-def _run(options: argparse.Namespace, settings: Settings) -> int:
-    match options.command:
-        case "ops":
-            return _ops()
-        case "settings":
-            return _settings(settings)
-        case "doctor":
-            return _doctor(settings)
-        case "export":
-            return _export(settings, _path(options.path), options.prefix)
-        case "import":
-            return _import(settings, _path(options.path))
-        case "keys-forget":
-            return _forget(settings, options.older_than, options.namespace)
-        case "keys":
-            return run_key_command(settings.keys, options)
-        case _:
-            return _serve(settings)
-
-
 def _path(argument: str) -> Path | None:
     """Return the file, or None for stdin and stdout."""
     return None if argument == "-" else Path(argument)
 
 
-def _ops() -> int:
+def _ops(settings: Settings, options: argparse.Namespace) -> int:
     for operator in OPERATORS.values():
         print(f"{operator.name:<22}{operator.formula}")
     return 0
 
 
-def _settings(settings: Settings) -> int:
+def _settings(settings: Settings, options: argparse.Namespace) -> int:
     for name, field in Settings.model_fields.items():
         value = getattr(settings, name)
         print(f"GRADSERVE_{name.upper()}={without_password(value) if name == 'store' else value}")
@@ -179,7 +166,7 @@ def _settings(settings: Settings) -> int:
     return 0
 
 
-def _doctor(settings: Settings) -> int:
+def _doctor(settings: Settings, options: argparse.Namespace) -> int:
     problems = 0
     for line in doctor.examine_apart(_store(settings), settings.store_bytes, settings.postgres_schema):
         problems += line.startswith(WRONG)
@@ -188,7 +175,8 @@ def _doctor(settings: Settings) -> int:
     return 1 if problems else 0
 
 
-def _export(settings: Settings, path: Path | None, prefix: str) -> int:
+def _export(settings: Settings, options: argparse.Namespace) -> int:
+    path, prefix = options.path, options.prefix
     if not prefix.isascii():
         raise UsageError(f"--prefix is {shown(prefix)}, but buffer names are ASCII")
     if path is None and sys.stdout is not None and sys.stdout.isatty():
@@ -200,10 +188,10 @@ def _export(settings: Settings, path: Path | None, prefix: str) -> int:
     return 0
 
 
-def _import(settings: Settings, path: Path | None) -> int:
+def _import(settings: Settings, options: argparse.Namespace) -> int:
     _store(settings)  # a store in memory would be gone when the command ends
     limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
-    buffers = transfer.read(path, limits, settings.max_name_length)
+    buffers = transfer.read(options.path, limits, settings.max_name_length)
     store = store_at(settings)
     try:
         transfer.restore(store, buffers)
@@ -213,9 +201,9 @@ def _import(settings: Settings, path: Path | None) -> int:
     return 0
 
 
-def _forget(settings: Settings, seconds: float, namespace: str | None) -> int:
+def _forget(settings: Settings, options: argparse.Namespace) -> int:
     store, size, schema = _store(settings), settings.store_bytes, settings.postgres_schema
-    print(f"{forget(store, seconds, namespace, max_bytes=size, schema=schema)} keys")
+    print(f"{forget(store, options.older_than, options.namespace, max_bytes=size, schema=schema)} keys")
     _complain("a request that is repeated with one of these keys is made again: an add counts twice")
     return 0
 
@@ -227,7 +215,7 @@ def _store(settings: Settings) -> str:
     return settings.store
 
 
-def _serve(settings: Settings) -> int:
+def _serve(settings: Settings, options: argparse.Namespace) -> int:
     if unused := preflight.unused_variables():
         _complain(f"variables without effect: {', '.join(unused)}")
     preflight.check(settings)

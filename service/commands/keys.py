@@ -10,6 +10,7 @@ from pathlib import Path
 
 from service.commands.preflight import UsageError
 from service.keys import MAX_TIME_SECONDS, SCOPES, KeyFileInvalid, KeyInvalid, add, load, remove
+from service.settings import Settings
 
 DAY_SECONDS = 24 * 3600
 """Keys expire in days of this length, whatever a local clock does meanwhile."""
@@ -17,6 +18,7 @@ DAY_SECONDS = 24 * 3600
 
 def add_key_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands to the parser of `gradserve keys`."""
+    parser.set_defaults(run=_run)
     commands = parser.add_subparsers(dest="change", required=True, metavar="add|ls|rm")
     adding = commands.add_parser("add", help="create a key and print its secret, which cannot be shown again")
     adding.add_argument("name", metavar="NAME", help="name of the key, unique in the file")
@@ -38,8 +40,8 @@ def add_key_commands(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--keys", metavar="FILE", help="file of API keys; overrides GRADSERVE_KEYS")
 
 
-def run_key_command(path: Path | None, options: argparse.Namespace) -> int:
-    """Run the command on the file of keys, and return its exit status. Raises `UsageError` and `KeyFileInvalid`."""
+def _run(settings: Settings, options: argparse.Namespace) -> int:
+    path = settings.keys
     if path is None or not path.name:
         raise UsageError("No file of API keys is named: set GRADSERVE_KEYS, or pass --keys FILE")
     match options.change:

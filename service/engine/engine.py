@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -17,8 +16,6 @@ from service.engine.pool import Pool
 from service.errors import DtypeMismatch, MissingTensor, UnknownTensor, shown
 from service.kernels import Operator, Tensor, Workspace, workspace
 from service.limits import Limits
-
-R = TypeVar("R")
 
 Reserve: TypeAlias = Callable[[int], None]
 """A function that reserves bytes, or raises."""
@@ -33,30 +30,14 @@ class Engine:
         threadpool_limits(1, user_api="blas")
         self.pool = Pool(threads)
         self._arena = Arena(reuse_bytes)
-        empty = self._arena.allocate
+        empty = self.empty = self._arena.allocate
+        """Makes an uninitialised array, in memory of past tensors if some is free."""
         self._workspace = Workspace(self.pool.executor, threads, self._allocate, spare=empty, scratch=empty)
         self._alone = Workspace(allocate=self._allocate, spare=empty, scratch=empty)
 
     def buffer(self, size: int) -> memoryview:
         """Return `size` uninitialised bytes, in memory of past tensors if some is free."""
         return self._arena.allocate((size,), np.dtype(np.uint8)).data
-
-    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """Return an uninitialised array, in memory of past tensors if some is free."""
-        return self._arena.allocate(shape, dtype)
-
-    def submit(self, task: Callable[[], R], namespace: str = "") -> Future[R]:
-        """Call `task` in the pool, in turns with other namespaces. Cancelling drops a task that has not started."""
-        return self.pool.submit(task, namespace)
-
-    @property
-    def waiting(self) -> int:
-        """The number of submitted tasks that have neither started nor been cancelled."""
-        return self.pool.waiting()
-
-    def close(self) -> None:
-        """Finish the running tasks, drop the waiting ones, and end the threads."""
-        self.pool.close()
 
     def run(
         self,

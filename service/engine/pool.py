@@ -73,8 +73,8 @@ class Pool:
         with self._lock:
             return len(self._queue) if namespace is None else self._queue.count(namespace)
 
-    def submit(self, work: Callable[[], R], namespace: str) -> Future[R]:
-        """Call `work` in a thread. Cancelling the future before the work starts releases the work at once."""
+    def submit(self, work: Callable[[], R], namespace: str = "") -> Future[R]:
+        """Call `work` in a thread, in turns with other namespaces. Cancelling drops work that has not started."""
         task = _Task(namespace, work)
         with self._lock:
             self._queue.put(namespace, task)

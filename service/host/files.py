@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from service.host.system import sync_path
@@ -39,6 +41,17 @@ def check_regular(path: Path) -> None:
     """Raise OSError if there is anything but a regular file at `path`: a link, too."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise _not_regular(path)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Lock the directory meanwhile. Wait as long as another process has locked it. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _not_regular(path: Path) -> OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import sys
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import AF_UNIX, socket
+
+from service.host.files import locked
 
 MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Bytes of a path that the system takes: the size of `sun_path`, less a zero byte."""
@@ -41,11 +42,11 @@ def listening(path: Path, mode: str) -> Iterator[socket]:
         try:
             made = _listen(listener, path, int(mode, 8))
         except OSError as error:
-            raise _cannot_listen(path, error) from None
+            raise OSError(f"Cannot listen on {path} (GRADSERVE_SOCKET): {error.strerror}") from None
         try:
             yield listener
         finally:
-            with suppress(OSError), _locked(path.parent):
+            with suppress(OSError), locked(path.parent):
                 if _identity(path) == made:
                     path.unlink()
 
@@ -53,7 +54,7 @@ def listening(path: Path, mode: str) -> Iterator[socket]:
 def _listen(listener: socket, path: Path, mode: int) -> tuple[int, ...]:
     """Let the socket listen at the path, and return the identity of its file."""
     _check_place(path)
-    with _locked(path.parent):
+    with locked(path.parent):  # of two servers that start at once, one finds the other's socket
         if _is_stale(path):
             path.unlink()
         usual = os.umask(~mode & 0o777)
@@ -110,18 +111,3 @@ def _identity(path: Path) -> tuple[int, ...]:
     """Return what tells a file from a later one at its path. The inode does not: the file system reuses inodes."""
     found = path.lstat()
     return found.st_dev, found.st_ino, found.st_mtime_ns
-
-
-def _cannot_listen(path: Path, error: OSError) -> OSError:
-    return OSError(f"Cannot listen on {path} (GRADSERVE_SOCKET): {error.strerror}")
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Lock the directory meanwhile, so that of two servers that start at once one finds the other's socket."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -26,7 +26,7 @@ GATHER = OPERATORS["GatherGrad"]
 def engine() -> Iterator[Engine]:
     engine = Engine(threads=2, limits=Limits(4 * MIN_REUSED_BYTES), reuse_bytes=4 * MIN_REUSED_BYTES)
     yield engine
-    engine.close()
+    engine.pool.close()
 
 
 def ones(*shape: int) -> np.ndarray[Any, Any]:
@@ -34,7 +34,7 @@ def ones(*shape: int) -> np.ndarray[Any, Any]:
 
 
 def test_tasks_run_in_the_pool(engine: Engine) -> None:
-    name, outputs = engine.submit(
+    name, outputs = engine.pool.submit(
         lambda: (threading.current_thread().name, engine.run(RELU, {"dY": ones(3), "X": ones(3)}, {}))
     ).result()
     assert name.startswith("gradserve")
@@ -72,32 +72,32 @@ def test_outputs_reuse_the_memory_of_released_outputs() -> None:
         assert output.all()
         addresses.add(output.__array_interface__["data"][0])
         del output
-    engine.close()
+    engine.pool.close()
     assert len(addresses) == 1
 
 
 def test_a_task_cancelled_before_its_start_never_runs(engine: Engine) -> None:
     release = threading.Event()
-    busy = [engine.submit(lambda: release.wait(30)) for _ in range(2)]
+    busy = [engine.pool.submit(lambda: release.wait(30)) for _ in range(2)]
     ran = []
-    waiting = engine.submit(lambda: ran.append(1))
+    waiting = engine.pool.submit(lambda: ran.append(1))
     assert waiting.cancel()
     release.set()
     assert all(future.result() for future in busy)
-    engine.submit(lambda: None).result()
+    engine.pool.submit(lambda: None).result()
     assert not ran
 
 
 def test_a_cancelled_task_is_released_at_once(engine: Engine) -> None:
     release, held = threading.Event(), ones(10)
     gone = weakref.ref(held)
-    busy = [engine.submit(lambda: release.wait(30)) for _ in range(2)]
-    waiting = engine.submit(partial(engine.run, RELU, {"dY": held, "X": held}, {}))
+    busy = [engine.pool.submit(lambda: release.wait(30)) for _ in range(2)]
+    waiting = engine.pool.submit(partial(engine.run, RELU, {"dY": held, "X": held}, {}))
     del held
     assert gone() is not None
     assert waiting.cancel()
     assert gone() is None
-    assert engine.waiting == 0
+    assert engine.pool.waiting() == 0
     release.set()
     assert all(future.result() for future in busy)
 
@@ -134,7 +134,7 @@ def test_the_memory_of_a_kernel_is_reserved(operator: str, dtype: Any) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        engine.close()
+        engine.pool.close()
     assert sum(reserved) > 1 << 20
     assert peak < sum(reserved) + (6 << 20)  # the scratch of two threads, and the kernel's objects
 

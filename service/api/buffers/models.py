@@ -27,8 +27,7 @@ MAX_NAMES_BYTES = 256 * MAX_NAMED_BUFFERS
 """Bytes of a body that names buffers: a name has at most 200 characters, and JSON puts a few more around it."""
 
 Timeout = Annotated[
-    float,
-    Field(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the epoch, or for enough gradients."),
+    float, Field(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for the epoch, or for enough gradients.")
 ]
 Encoding = Annotated[
     json_codec.Encoding | None,
@@ -140,19 +139,21 @@ class TakeQuery(_Query):
     encoding: Encoding = None
 
 
-class _Prefix(_Query):
+class PrefixQuery(_Query):
+    """Which buffers are meant."""
+
     prefix: str | None = Field(None, description="Prefix of the buffers' names, in place of names in the body.")
 
 
-class ManyValueQuery(ValueQuery, _Prefix):
+class ManyValueQuery(ValueQuery, PrefixQuery):
     """How the values of many buffers are read."""
 
 
-class ManyTakeQuery(TakeQuery, _Prefix):
+class ManyTakeQuery(TakeQuery, PrefixQuery):
     """When and how the values of many buffers are taken."""
 
 
-class ManyZeroQuery(_Prefix):
+class ManyZeroQuery(PrefixQuery):
     """Which buffers are zeroed."""
 
 

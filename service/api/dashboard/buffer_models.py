@@ -25,14 +25,6 @@ class StatisticsQuery(BaseModel):
     heat_map: int | None = Field(None, ge=1, le=MAX_CELLS, description="Rows and columns of a heat map, at most.")
 
 
-class ManyStatisticsQuery(BaseModel):
-    """Which buffers have their statistics in the answer."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    prefix: str | None = Field(None, description="Prefix of the buffers' names, in place of names in the body.")
-
-
 class Statistics(TypedDict):
     """The statistics of a sum. Extremes, mean and norm are of its finite elements, and null if it has none."""
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from service.api.buffers.chosen import check_not_empty, names_of
-from service.api.buffers.models import Names
+from service.api.buffers.models import Names, PrefixQuery
 from service.api.buffers.preconditions import refuse_headers
 from service.api.buffers.request import RECEIPT_BYTES, read_after_closing_due, receive
 from service.api.buffers.routes import READ
@@ -18,7 +18,6 @@ from service.api.dashboard.buffer_models import (
     FullStatistics,
     HeatMap,
     ManyStatistics,
-    ManyStatisticsQuery,
     StatisticsQuery,
 )
 from service.api.dashboard.statistics import EPOCHS_ELEMENTS, MAX_EPOCHS, BufferStatistics, Computed, described
@@ -47,9 +46,7 @@ def routes(known: BufferStatistics) -> APIRouter:
         dependencies=[body(Names, required=False)],
     )
     @access(READ, label="buffers")
-    async def statistics_many(
-        call: CurrentCall, query: Annotated[ManyStatisticsQuery, Query()]
-    ) -> JsonAnswer[ManyStatistics]:
+    async def statistics_many(call: CurrentCall, query: Annotated[PrefixQuery, Query()]) -> JsonAnswer[ManyStatistics]:
         """A request computes for a bounded number of bytes, first for the buffers that have waited longest."""
         refuse_headers(call, "If-Match")
         received = await receive(call, changes=False)
@@ -58,9 +55,7 @@ def routes(known: BufferStatistics) -> APIRouter:
             return await call.offload(False, _answer_many, call, known, names, query.prefix)
 
     @router.get(
-        "/{name}/statistics",
-        summary="Statistics of a buffer, with histogram and epochs",
-        operation_id="statistics",
+        "/{name}/statistics", summary="Statistics of a buffer, with histogram and epochs", operation_id="statistics"
     )
     @access(READ, label="buffers")
     async def statistics(

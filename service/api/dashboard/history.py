@@ -60,7 +60,7 @@ class History:
     async def _take_samples(self, engine: Engine) -> None:
         before, began = None, 0.0
         while not self._stopped.is_set():
-            self._metrics.set(WAITING, engine.waiting)
+            self._metrics.set(WAITING, engine.pool.waiting())
             with suppress(OSError):  # no file descriptor may be free just now
                 after, ended, at = await asyncio.to_thread(self._metrics.totals), time.monotonic(), time.time()
                 if before is not None:

@@ -42,7 +42,7 @@ async def in_pool(
     `work` is dropped if the client leaves or `patience_seconds` pass before it starts. After a change of a buffer they
     are None: a client would send an expired request again. Raises `ClientDisconnect` and `Expired`.
     """
-    future, expired = engine.submit(work, namespace), list[bool]()
+    future, expired = engine.pool.submit(work, namespace), list[bool]()
     timer = None
     if patience_seconds is not None:
         loop = asyncio.get_running_loop()

@@ -86,11 +86,7 @@ class _Json(logging.Formatter):
     """Formats a record as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": _time(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
+        line: dict[str, Any] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
         fields = getattr(record, "fields", None)
         line |= {"message": record.getMessage()} if fields is None else fields
         if record.exc_info:
