@@ -27,7 +27,7 @@ from service.api.dashboard.history import History
 from service.api.dashboard.statistics import BufferStatistics
 from service.api.http.connection import Connection, raise_limit
 from service.api.operators import catalogue, open_inference, rest, shared_memory
-from service.api.operators.statistics import Statistics
+from service.api.operators.statistics import OperatorStatistics
 from service.api.start_line import start_line
 from service.api.telemetry import logs
 from service.api.telemetry.metrics import METRICS_DIRECTORY, Metrics, Observer, check_workers
@@ -49,7 +49,7 @@ def create_app(settings: Settings) -> Application:
     """Return the service as an ASGI application. Its engine and its store live from startup to shutdown."""
     directory = os.environ.get(METRICS_DIRECTORY) if settings.workers > 1 else None
     shared = None if directory is None else Path(directory)
-    metrics, statistics = Metrics(shared, settings.workers), Statistics()
+    metrics, statistics = Metrics(shared, settings.workers), OperatorStatistics()
     history = History(metrics, settings.store_bytes)
     started_at = float(os.environ.get(STARTED_AT, time.time())) if shared else time.time()
     observers: list[Observer] = [metrics, statistics]

@@ -24,17 +24,17 @@ REST_FACTOR = 4
 """It rests four times as long: a request of the others seldom meets its next one."""
 
 
-class Job(Protocol):
+class Queued(Protocol):
     """A request of a namespace."""
 
     @property
     def namespace(self) -> str: ...
 
 
-J = TypeVar("J", bound=Job)
+Q = TypeVar("Q", bound=Queued)
 
 
-class Batches(Generic[J]):
+class Batches(Generic[Q]):
     """The requests that wait. Any thread may add one; only the writer thread takes them.
 
     A transaction has `most` requests at most. `work_of` returns the work of a request as bytes. A namespace alone may
@@ -42,10 +42,10 @@ class Batches(Generic[J]):
     """
 
     def __init__(
-        self, work_of: Callable[[J], int], *, most: int, long_seconds: float, most_bytes: int | None = None
+        self, work_of: Callable[[Q], int], *, most: int, long_seconds: float, most_bytes: int | None = None
     ) -> None:
         self._work_of, self._most, self._most_bytes, self._long_seconds = work_of, most, most_bytes, long_seconds
-        self._queue: FairQueue[J] = FairQueue()
+        self._queue: FairQueue[Q] = FairQueue()
         self._rests: dict[str, float] = {}  # when the rests of namespaces end
         self._work: Counter[str] = Counter()  # of the last batch, by namespace
         self._closed, self._changed = False, threading.Condition()
@@ -55,11 +55,11 @@ class Batches(Generic[J]):
         """Whether no request waits, and more may come."""
         return not (self._queue or self._closed)
 
-    def put(self, job: J) -> bool:
+    def put(self, request: Q) -> bool:
         """Add a request. Return False if the store is closed."""
         with self._changed:
             if not self._closed:
-                self._queue.put(job.namespace, job)
+                self._queue.put(request.namespace, request)
                 self._changed.notify()
             return not self._closed
 
@@ -70,7 +70,7 @@ class Batches(Generic[J]):
             self._changed.notify()
         return was_open
 
-    def take(self, patience: float) -> list[J] | None:
+    def take(self, patience: float) -> list[Q] | None:
         """Return the next batch, none if no request comes within `patience` seconds, None at the end after `close`."""
         with self._changed:
             batch = self._batch()
@@ -80,24 +80,24 @@ class Batches(Generic[J]):
                 batch = self._batch()
             return None if self._closed and not batch else batch
 
-    def _batch(self) -> list[J]:
+    def _batch(self) -> list[Q]:
         """Take all requests, or, in turns of several namespaces, up to `MOST_SHARED_BYTES` of work."""
-        batch: list[J] = []
+        batch: list[Q] = []
         resting, most_bytes = self._resting(), MOST_SHARED_BYTES if self._queue.is_shared() else self._most_bytes
         self._work, left = Counter(), most_bytes or 0
 
-        def fits(job: J) -> bool:
+        def fits(request: Q) -> bool:
             nonlocal left
             if most_bytes is None:
                 return True
-            left -= (work := self._work_of(job))
+            left -= (work := self._work_of(request))
             if batch and left < 0:
                 return False
-            self._work[job.namespace] += work
+            self._work[request.namespace] += work
             return True
 
-        while len(batch) < self._most and (job := self._queue.take(resting, fits=fits)) is not None:
-            batch.append(job)
+        while len(batch) < self._most and (request := self._queue.take(resting, fits=fits)) is not None:
+            batch.append(request)
         if batch and not self._work:
             self._work[batch[0].namespace] = 1
         return batch

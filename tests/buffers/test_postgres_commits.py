@@ -15,7 +15,7 @@ from service.buffers import failpoints
 from service.buffers.changes import Add, Zero
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore, batch, connections, exchange, janitor, store, writer
-from service.buffers.postgres.batch import Job
+from service.buffers.postgres.batch import Submission
 from service.errors import StoreFailed
 from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, ones, value
 from tests.buffers.postgres import Schema, until, until_changed
@@ -202,7 +202,7 @@ def test_the_wait_for_the_database_includes_the_queue(schema: Schema, monkeypatc
     def attempt(self: writer.Writer, batch: batch.Batch) -> None:
         if not behind:
             behind.append(added(store, 2, "behind"))
-        attempts.append(id(batch.jobs[0].request))
+        attempts.append(id(batch.submissions[0].request))
         usual(self, batch)
 
     monkeypatch.setattr(writer.Writer, "_attempt", attempt)
@@ -306,9 +306,9 @@ def test_inline_gradients_of_many_requests_fit_into_transactions(
     create(store, *names, shape=(16_000,))
     usual = writer.Writer._make
 
-    def make(self: writer.Writer, jobs: list[Job]) -> None:
-        sizes.append(len(jobs))
-        usual(self, jobs)
+    def make(self: writer.Writer, submissions: list[Submission]) -> None:
+        sizes.append(len(submissions))
+        usual(self, submissions)
 
     monkeypatch.setattr(writer.Writer, "_make", make)
     adds = [Add(name=name, gradient=ones(16_000)) for name in names]

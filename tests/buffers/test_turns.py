@@ -66,49 +66,49 @@ def test_large_requests_of_one_namespace_share_a_transaction(
     assert store.generation() - before <= 2
 
 
-class Job(NamedTuple):
+class Queued(NamedTuple):
     """What waits in these tests."""
 
     namespace: str
     work: int = 1
 
 
-def batches_of_jobs(most_bytes: int | None = None) -> Batches[Job]:
-    return Batches(lambda job: job.work, most=3, long_seconds=1.0, most_bytes=most_bytes)
+def waiting(most_bytes: int | None = None) -> Batches[Queued]:
+    return Batches(lambda request: request.work, most=3, long_seconds=1.0, most_bytes=most_bytes)
 
 
 def test_a_namespace_rests_after_a_long_transaction_while_others_are_present() -> None:
-    queue = batches_of_jobs()
+    queue = waiting()
     for namespace in ("long", "other", "long", "other"):
-        queue.put(Job(namespace))
+        queue.put(Queued(namespace))
         (taken,) = queue.take(0) or []
         assert taken.namespace == namespace
         queue.charge(0.0)
-    queue.put(Job("long"))
+    queue.put(Queued("long"))
     assert queue.take(0)
     queue.charge(100.0)
-    queue.put(Job("long"))
+    queue.put(Queued("long"))
     assert queue.take(0.01) == []
-    queue.put(Job("other"))
+    queue.put(Queued("other"))
     assert [one.namespace for one in queue.take(0) or []] == ["other"]
     queue.charge(0.0)
     queue.close()  # what waits is finished without a rest
     assert [one.namespace for one in queue.take(0) or []] == ["long"]
     assert queue.take(0) is None
-    assert not queue.put(Job("other"))
+    assert not queue.put(Queued("other"))
 
 
 def test_a_namespace_alone_does_not_rest() -> None:
-    queue = batches_of_jobs()
+    queue = waiting()
     for _ in range(3):
-        queue.put(Job("long"))
+        queue.put(Queued("long"))
         assert queue.take(0)
         queue.charge(100.0)
 
 
 def test_a_transaction_has_no_more_requests_and_bytes_than_it_may() -> None:
-    queue = batches_of_jobs(most_bytes=10)
+    queue = waiting(most_bytes=10)
     for work in (4, 6, 1, 50, 1, 1, 1, 1):
-        queue.put(Job("one", work))
-    taken = [[job.work for job in queue.take(0) or []] for _ in range(4)]
+        queue.put(Queued("one", work))
+    taken = [[request.work for request in queue.take(0) or []] for _ in range(4)]
     assert taken == [[4, 6], [1], [50], [1, 1, 1]]

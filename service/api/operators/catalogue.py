@@ -20,7 +20,7 @@ from service.api.operators.protocol_models import (
     ServerMetadata,
     TensorMetadata,
 )
-from service.api.operators.statistics import Statistics
+from service.api.operators.statistics import OperatorStatistics
 from service.dtypes import DTYPES, OPEN_INFERENCE
 from service.kernels import OPERATORS, Operator, Tensor
 
@@ -28,7 +28,7 @@ EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics"]
 """Not `model_repository`, which promises that clients can load and unload models. The index is there all the same."""
 
 
-def routes(statistics: Statistics) -> APIRouter:
+def routes(statistics: OperatorStatistics) -> APIRouter:
     """Return the endpoints, which report these statistics."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 

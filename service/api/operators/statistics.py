@@ -59,7 +59,7 @@ class OperatorRecord:
         }
 
 
-class Statistics(Observer):
+class OperatorStatistics(Observer):
     """Records by namespace and operator. Only the event loop uses them."""
 
     def __init__(self) -> None:

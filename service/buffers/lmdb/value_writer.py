@@ -24,7 +24,7 @@ from service.buffers.lmdb.values import (
     Chunk,
     Entry,
     ValueReader,
-    Waiting,
+    WaitingRows,
     add_waiting,
     checksum_of,
     pieces_of,
@@ -142,10 +142,10 @@ class ValueWriter(ValueReader):
         few = 2 * rows.grad.nbytes <= spec.nbytes and len(entry.waiting) < MOST_WAITING_GRADIENTS
         return few and not overwrite and spec.nonfinite == "allow" and waiting <= MOST_WAITING_RATIO * spec.nbytes
 
-    def _store_rows(self, gradient: GatheredRows, weight: float) -> Waiting:
+    def _store_rows(self, gradient: GatheredRows, weight: float) -> WaitingRows:
         rows = gradient.grad
         ids = [self._store_bytes(array) for array in (gradient.index, rows)]
-        return Waiting(ids[0], ids[1], len(rows), rows.shape[1], NAMES[rows.dtype], weight)
+        return WaitingRows(ids[0], ids[1], len(rows), rows.shape[1], NAMES[rows.dtype], weight)
 
     def _store_bytes(self, array: Array) -> int:
         value, data = self.new_id(), np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -43,7 +43,7 @@ ZEROS = Chunk(-1, 0)
 """A chunk of zeros, which has no slot."""
 
 
-class Waiting(NamedTuple):
+class WaitingRows(NamedTuple):
     """A sparse gradient that waits: the ids of its indices and of its rows, their number and length, its weight."""
 
     index_id: int
@@ -64,7 +64,7 @@ class Entry:
 
     inline: memoryview | None = None
     chunks: list[Chunk] = field(default_factory=list)
-    waiting: list[Waiting] = field(default_factory=list)
+    waiting: list[WaitingRows] = field(default_factory=list)
 
     def pack(self) -> memoryview:
         """Return the entry as it is stored, with room for its seal."""
@@ -82,7 +82,7 @@ class Entry:
         end = len(data) - 1 - _LENGTH.size
         start = end - _LENGTH.unpack_from(data, end)[0]
         chunks = [Chunk(*fields) for fields in _CHUNK.iter_unpack(data[:start])]
-        return cls(chunks=chunks, waiting=[Waiting(*fields) for fields in orjson.loads(data[start:end])])
+        return cls(chunks=chunks, waiting=[WaitingRows(*fields) for fields in orjson.loads(data[start:end])])
 
 
 def pieces_of(spec: Spec) -> Iterator[tuple[int, int, int]]:

@@ -52,7 +52,7 @@ MOST_FORGOTTEN = 500
 """Expired keys that a transaction deletes before the next request is made."""
 
 
-class Job(NamedTuple):
+class Submission(NamedTuple):
     """A request of a namespace, and the future of its outcome."""
 
     request: Request
@@ -63,8 +63,8 @@ class Job(NamedTuple):
 class UndoneError(Exception):
     """A request failed after it had changed something: its transaction must be undone."""
 
-    def __init__(self, job: Job, error: Exception) -> None:
-        self.job, self.error = job, error
+    def __init__(self, submission: Submission, error: Exception) -> None:
+        self.submission, self.error = submission, error
 
 
 class Writer:
@@ -81,7 +81,7 @@ class Writer:
     ) -> None:
         self._env, self._state = env, state
         self._key_seconds, self._clock, self._committed = key_seconds, clock, committed
-        self._batches: Batches[Job] = Batches(self._work_of, most=MOST_IN_BATCH, long_seconds=LONG_SECONDS)
+        self._batches: Batches[Submission] = Batches(self._work_of, most=MOST_IN_BATCH, long_seconds=LONG_SECONDS)
         self._next_check = 0.0
         self._next_due = math.inf  # as far as this process knows: another may set an earlier deadline
         with suppress(GradserveError), reading(env) as reader:
@@ -94,7 +94,7 @@ class Writer:
     def submit(self, request: Request, namespace: str) -> Future[Outcome]:
         """Put the request of a namespace into the queue. The future has its result once the request is on the disk."""
         done: Future[Outcome] = Future()
-        if not self._batches.put(Job(request, namespace, done)):
+        if not self._batches.put(Submission(request, namespace, done)):
             done.set_exception(StoreFailed("The store is closed"))
         return done
 
@@ -105,14 +105,14 @@ class Writer:
         self._thread.join()
         return True
 
-    def _work_of(self, job: Job) -> int:
+    def _work_of(self, submission: Submission) -> int:
         """Return the work of a request as bytes: of its buffers, as far as they are remembered, and for each buffer."""
-        changes = job.request.changes
+        changes = submission.request.changes
         work = COST_OF_BUFFER * (1 + len(changes))
         for change in changes:
             if work > MOST_SHARED_BYTES:
                 break
-            record = self._state.records.get(BufferName(job.namespace, change.name))
+            record = self._state.records.get(BufferName(submission.namespace, change.name))
             work += 0 if record is None else record.spec.nbytes
         return work
 
@@ -127,7 +127,7 @@ class Writer:
                     self._tidy_up()
                     continue
                 began = time.monotonic()
-                self._make([job for job in batch if job.done.set_running_or_notify_cancel()])
+                self._make([one for one in batch if one.done.set_running_or_notify_cancel()])
                 self._batches.charge(time.monotonic() - began)
                 if len(batch) >= LARGE_BATCH:
                     time.sleep(GATHER_SECONDS)
@@ -136,68 +136,69 @@ class Writer:
         """Return how long to wait for a request: until an epoch is due."""
         return min(IDLE_SECONDS, max(0.0, self._next_due - self._clock()))
 
-    def _make(self, jobs: list[Job]) -> None:
+    def _make(self, submissions: list[Submission]) -> None:
         """Make the requests in as few transactions as possible, and answer them."""
-        while jobs:
+        while submissions:
             try:
                 start = time.perf_counter()
-                answers = self._with_room(jobs)
+                answers = self._with_room(submissions)
             except UndoneError as undone:
-                undone.job.done.set_exception(without_traceback(undone.error))
-                jobs = [job for job in jobs if job is not undone.job]
-                self._make(jobs[: len(jobs) // 2])  # by halves: if all fail, the writer tries each a few times only
-                jobs = jobs[len(jobs) // 2 :]
+                undone.submission.done.set_exception(without_traceback(undone.error))
+                submissions = [one for one in submissions if one is not undone.submission]
+                half = len(submissions) // 2  # if all fail, the writer tries each a few times only
+                self._make(submissions[:half])
+                submissions = submissions[half:]
             except Exception as error:
-                if len(jobs) == 1:
+                if len(submissions) == 1:
                     client_error = as_client_error(error, self._env.path, self._env.max_bytes)
-                    jobs[0].done.set_exception(without_traceback(client_error))
+                    submissions[0].done.set_exception(without_traceback(client_error))
                     return
-                for job in jobs:  # there may be no room for all, or one request may be at fault
-                    self._make([job])
+                for submission in submissions:  # there may be no room for all, or one request may be at fault
+                    self._make([submission])
                 return
             else:
                 failpoints.hit("committed")
-                self._committed(len(jobs), time.perf_counter() - start)
-                for job, answer in zip(jobs, answers, strict=True):
+                self._committed(len(submissions), time.perf_counter() - start)
+                for submission, answer in zip(submissions, answers, strict=True):
                     if isinstance(answer, Outcome):
-                        job.done.set_result(answer)
+                        submission.done.set_result(answer)
                     else:
-                        job.done.set_exception(answer)
+                        submission.done.set_exception(answer)
                 return
 
-    def _with_room(self, jobs: list[Job]) -> list[Outcome | GradserveError]:
+    def _with_room(self, submissions: list[Submission]) -> list[Outcome | GradserveError]:
         """Make the requests, and try once more if there was no room and there may be room now."""
         try:
-            return self._transact(jobs)
+            return self._transact(submissions)
         except Exception as error:
             if not (self._is_full(error) and self._make_room()):
                 raise
-        return self._transact(jobs)
+        return self._transact(submissions)
 
     def _is_full(self, error: Exception) -> bool:
         cause = error.error if isinstance(error, UndoneError) else error
         return isinstance(as_client_error(cause, self._env.path, self._env.max_bytes), StoreFull)
 
-    def _transact(self, jobs: list[Job]) -> list[Outcome | GradserveError]:
+    def _transact(self, submissions: list[Submission]) -> list[Outcome | GradserveError]:
         answers: list[Outcome | GradserveError] = []
         now, room = self._clock(), UNLIMITED
         with self._changing() as changes:
             if now >= self._next_due:
                 changes.close_due(now, MOST_CLOSED)
                 self._next_due = changes.first_due()
-            for job in jobs:
+            for submission in submissions:
                 before = changes.writes - changes.expired
                 try:
-                    request = resolved(changes, job.request, job.namespace)
-                    outcome = perform(changes, request, job.namespace, now)
+                    request = resolved(changes, submission.request, submission.namespace)
+                    outcome = perform(changes, request, submission.namespace, now)
                     answers.append(outcome)
                     room = min(room, room_for(request, outcome, self._env.max_bytes))
                 except GradserveError as error:
                     if changes.writes - changes.expired > before:
-                        raise UndoneError(job, error) from None
+                        raise UndoneError(submission, error) from None
                     answers.append(without_traceback(error))
                 failpoints.hit("made")
-            most = 2 * len(jobs) + 8  # more than the requests can add
+            most = 2 * len(submissions) + 8  # more than the requests can add
             changes.forget_keys(most)
             if now > self._next_check:
                 self._next_check, most = now + IDLE_SECONDS, MOST_EXPIRED

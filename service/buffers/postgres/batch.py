@@ -49,7 +49,7 @@ class StagedLostError(Exception):
 
 
 @dataclass(eq=False)
-class Job:
+class Submission:
     """A request in the queue, and the staged blobs of its gradients, by the identity of their arrays."""
 
     request: Request
@@ -68,8 +68,8 @@ class Job:
 class Batch:
     """Requests that one transaction makes. `answers` are ready once the transaction may have been committed."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
+    def __init__(self, submissions: Sequence[Submission]) -> None:
+        self.submissions = submissions
         self.answers: list[Outcome | GradserveError] = []
         self.now = 0.0
         self.server = ""
@@ -83,13 +83,13 @@ class Batch:
 
         Raises `StagedLostError`, and `NoStandbyError` if the commit would not wait for one.
         """
-        digests = [self._mark, *{digest_of(job.request.key) for job in self.jobs if job.request.key is not None}]
-        names = sorted({name for job in self.jobs for name in job.names})
-        wide = [(job.namespace, job.request.wide.prefix) for job in self.jobs if job.request.wide is not None]
+        digests = [self._mark, *{digest_of(one.request.key) for one in self.submissions if one.request.key is not None}]
+        names = sorted({name for one in self.submissions for name in one.names})
+        wide = [(one.namespace, one.request.wide.prefix) for one in self.submissions if one.request.wide is not None]
         # While a prefix is searched, no other server may create buffers in the namespace.
-        creating = {job.namespace for job in self.jobs if any(map(_may_create, job.request.changes))}
+        creating = {one.namespace for one in self.submissions if any(map(_may_create, one.request.changes))}
         growing = sorted(creating | {namespace for namespace, _ in wide})
-        blobs = [blob for job in self.jobs for blob in job.staged.values()]
+        blobs = [blob for one in self.submissions for blob in one.staged.values()]
         locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
         clock = database.clock()
         _, ((*_, self.server),), *_, keys, counts, rows, claimed, ((self.now, standbys),) = connection.exchange(
@@ -129,7 +129,7 @@ class Batch:
     def write(self, connection: Connection, changes: Changes, found: Found) -> bool:
         """Write the changes and commit. Return whether there were any."""
         used = {delta.blob for deltas in changes.deltas.values() for delta in deltas}
-        unused = [blob for job in self.jobs for blob in job.staged.values() if blob not in used]
+        unused = [blob for one in self.submissions for blob in one.staged.values() if blob not in used]
         gone = [name for name, stored in changes.records.items() if stored is None and found.records[name] is not None]
         put = [(*name, *_row(stored)) for name, stored in changes.records.items() if stored is not None]
         deltas = [delta for deltas in changes.deltas.values() for delta in deltas]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import errors
 
-from service.buffers.postgres.exchange import PATIENCE_SECONDS, Call, Connection, Rows, Statement
+from service.buffers.postgres.exchange import PATIENCE_SECONDS, Connection, Execution, ResultRows, Statement
 from service.buffers.postgres.statements import BACKEND, BEGIN, BEGIN_READING, COMMIT, FENCE, HAS_STANDBY, SETTINGS
 from service.errors import GradserveError, StoreFailed, StoreFull
 
@@ -165,7 +165,7 @@ class Database:
             connection.prepared = {}  # else a pooler is between
         return connection
 
-    def beginning(self, *, durable: bool = True, begin: Statement = BEGIN) -> list[Call]:
+    def beginning(self, *, durable: bool = True, begin: Statement = BEGIN) -> list[Execution]:
         """Return what begins a transaction whose statements find the tables. Without `durable` no commit waits."""
         commit = ("on" if self.replicated else "local") if durable else "off"
         settings = SETTINGS(self.schema, commit, f"{LOCK_SECONDS}s", f"{HANGING_SECONDS}s")
@@ -183,10 +183,10 @@ class Database:
         with self.readers.lend(patience) as connection, self._within(connection, begin=BEGIN_READING):
             yield connection
 
-    def read(self, connection: Connection, call: Call) -> Rows:
+    def read(self, connection: Connection, execution: Execution) -> ResultRows:
         """Return the rows of a query, which sees one moment of the primary, in one round trip."""
-        calls = [*self.beginning(begin=BEGIN_READING), call, COMMIT()]
-        _, ((*_, connection.server),), rows, _ = connection.exchange(calls)
+        executions = [*self.beginning(begin=BEGIN_READING), execution, COMMIT()]
+        _, ((*_, connection.server),), rows, _ = connection.exchange(executions)
         return rows
 
     @contextmanager

@@ -6,7 +6,7 @@ import math
 import time
 
 from service.buffers.perform import Request
-from service.buffers.postgres.batch import Job
+from service.buffers.postgres.batch import Submission
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.statements import DUE
@@ -31,9 +31,10 @@ class Deadlines:
         """Look in this many seconds, or before."""
         self._next = min(self._next, time.monotonic() + seconds)
 
-    def due(self, connection: Connection) -> list[Job]:
+    def due(self, connection: Connection) -> list[Submission]:
         """Return a request for each epoch that is due, and expect the next deadline."""
         self._next = time.monotonic() + LOOK_SECONDS
         rows = self._database.read(connection, DUE(self._database.clock()))
         self.expect(min((seconds for _, _, seconds in rows if seconds > 0), default=math.inf))
-        return [Job(Request([CloseIfDue(name=name)]), namespace) for namespace, name, seconds in rows if seconds <= 0]
+        due = [(namespace, name) for namespace, name, seconds in rows if seconds <= 0]
+        return [Submission(Request([CloseIfDue(name=name)]), namespace) for namespace, name in due]

@@ -24,7 +24,7 @@ from psycopg.waiting import Ready, Wait
 Encode: TypeAlias = Callable[[Any], bytes]
 """Returns a parameter in PostgreSQL's binary form."""
 
-Rows: TypeAlias = list[tuple[Any, ...]]
+ResultRows: TypeAlias = list[tuple[Any, ...]]
 
 R = TypeVar("R")
 
@@ -76,12 +76,12 @@ class Statement:
         found = {int(number): _encoder(*of) for number, *of in _PARAMETER.findall(query)}
         self.encoders = [found[number] for number in sorted(found)]
 
-    def __call__(self, *values: Any) -> Call:
+    def __call__(self, *values: Any) -> Execution:
         encoded = zip(self.encoders, values, strict=True)
-        return Call(self, [None if value is None else encode(value) for encode, value in encoded])
+        return Execution(self, [None if value is None else encode(value) for encode, value in encoded])
 
 
-class Call(NamedTuple):
+class Execution(NamedTuple):
     """A statement with its parameters."""
 
     statement: Statement
@@ -117,15 +117,15 @@ class Connection(psycopg.Connection[Any]):
         connection.add_notice_handler(lambda warning: setattr(connection, "is_unsure", True))
         return connection
 
-    def ask(self, call: Call) -> Rows:
-        """Make one call, which the database plans for the tables as they are."""
-        return self.exchange([call], prepares=False)[0]
+    def ask(self, execution: Execution) -> ResultRows:
+        """Execute one statement, which the database plans for the tables as they are."""
+        return self.exchange([execution], prepares=False)[0]
 
-    def exchange(self, calls: Sequence[Call | None], *, prepares: bool = True) -> list[Rows]:
-        """Make the calls in one round trip, and return the rows of each. Raises the error of the first that fails."""
+    def exchange(self, executions: Sequence[Execution | None], *, prepares: bool = True) -> list[ResultRows]:
+        """Execute in one round trip, and return the rows of each. Raises the error of the first that fails."""
         self.pgconn.enter_pipeline_mode()
-        for call in filter(None, calls):
-            self._send(call, prepares)
+        for execution in filter(None, executions):
+            self._send(execution, prepares)
         self.pgconn.pipeline_sync()
         results = self.wait(_results(self.pgconn))
         self.pgconn.exit_pipeline_mode()
@@ -135,7 +135,7 @@ class Connection(psycopg.Connection[Any]):
             raise error_from_result(failed)
         transformer = Transformer(self)
         answers = (result for result in results if result.command_status)  # that of a preparation is empty
-        return [[] if call is None else _rows(transformer, next(answers)) for call in calls]
+        return [[] if execution is None else _rows(transformer, next(answers)) for execution in executions]
 
     def commit_surely(self) -> None:
         """Commit. Raises `UnsureError` if the database did not wait for its standby."""
@@ -165,21 +165,21 @@ class Connection(psycopg.Connection[Any]):
             result: R = done.value
             return result
 
-    def _send(self, call: Call, prepares: bool) -> None:
-        query, values = call.statement.query, call.values
+    def _send(self, execution: Execution, prepares: bool) -> None:
+        query, values = execution.statement.query, execution.values
         formats = [Format.BINARY] * len(values)
         if self.prepared is None or not (prepares and values):
             self.pgconn.send_query_params(query, values, None, formats, Format.BINARY)
             return
-        name = self.prepared.get(call.statement)
+        name = self.prepared.get(execution.statement)
         if name is None:
             begin = b" ".join(query.split()[:3])  # for those who read a trace of the network
-            name = self.prepared[call.statement] = b"%d %s" % (next(_numbers), begin)
+            name = self.prepared[execution.statement] = b"%d %s" % (next(_numbers), begin)
             self.pgconn.send_prepare(name, query)
         self.pgconn.send_query_prepared(name, values, formats, Format.BINARY)
 
 
-def _rows(transformer: abc.Transformer, result: PGresult) -> Rows:
+def _rows(transformer: abc.Transformer, result: PGresult) -> ResultRows:
     if result.status != ExecStatus.TUPLES_OK:
         return []
     transformer.set_pgresult(result)

@@ -16,7 +16,7 @@ from service.buffers.names import BufferName
 from service.buffers.packed import FORMAT, unpack_known, unpack_record
 from service.buffers.postgres.connections import as_client_error
 from service.buffers.postgres.deltas import check_complete, read_deltas, total
-from service.buffers.postgres.exchange import Call, Connection
+from service.buffers.postgres.exchange import Connection, Execution
 from service.buffers.postgres.schema import has_tables
 from service.buffers.postgres.statements import (
     ALL_RECORDS,
@@ -122,7 +122,7 @@ def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
         yield PostgresReadOnly(connection, connect, schema)
 
 
-def _beginning(schema: str) -> list[Call]:
+def _beginning(schema: str) -> list[Execution]:
     return [READ_ONLY(), PATIENT_SETTINGS(schema)]
 
 

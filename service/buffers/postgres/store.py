@@ -22,7 +22,7 @@ from service.buffers.postgres import schema as tables
 from service.buffers.postgres.compactor import Compactor
 from service.buffers.postgres.connections import Database, application_of, retried
 from service.buffers.postgres.deltas import Turns, check_complete, read_deltas, total
-from service.buffers.postgres.exchange import Call, Connection, Rows
+from service.buffers.postgres.exchange import Connection, Execution, ResultRows
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.statements import COUNT, LISTED, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
@@ -222,7 +222,7 @@ class PostgresStore(Store):
                 helper.close()
             self._database.close()
 
-    def _records(self, names: Sequence[str]) -> Call:
+    def _records(self, names: Sequence[str]) -> Execution:
         return RECORDS([self.namespace] * len(names), names, self._database.clock())
 
     def _read(self, work: Callable[[Connection], R]) -> R:
@@ -234,15 +234,15 @@ class PostgresStore(Store):
 
         return retried(attempt, seconds=READ_SECONDS)
 
-    def _ask(self, call: Call) -> Rows:
-        def attempt() -> Rows:
+    def _ask(self, execution: Execution) -> ResultRows:
+        def attempt() -> ResultRows:
             with self._database.readers.lend(READ_SECONDS) as connection:
-                return self._database.read(connection, call)
+                return self._database.read(connection, execution)
 
         return retried(attempt, seconds=READ_SECONDS)
 
 
-def _alive(names: Sequence[str], rows: Rows) -> dict[str, Stored]:
+def _alive(names: Sequence[str], rows: ResultRows) -> dict[str, Stored]:
     """Return the buffers. Raises `UnknownBuffer` for the first that does not exist."""
     found = {
         name: Stored(unpack_record(BufferName(namespace, name), packed), seq)

@@ -20,7 +20,7 @@ from service.buffers.batches import COST_OF_BUFFER, Batches
 from service.buffers.changes import Add, Restore
 from service.buffers.gradients import Rows, adds_nothing
 from service.buffers.perform import Outcome, Request, perform, resolved
-from service.buffers.postgres.batch import Batch, Job, StagedLostError
+from service.buffers.postgres.batch import Batch, StagedLostError, Submission
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.connections import Database, MovedError, retried
 from service.buffers.postgres.deadlines import Deadlines
@@ -74,7 +74,7 @@ class Writer:
         self._fold, self._turns, self._deadlines = fold, turns, Deadlines(database)
         self._connection: Connection | None = None
         self._stagers = Pool(STAGING_THREADS)
-        self._batches: Batches[Job] = Batches(
+        self._batches: Batches[Submission] = Batches(
             _work_of, most=MOST_IN_BATCH, most_bytes=MOST_BYTES_IN_BATCH, long_seconds=LONG_SECONDS
         )
         self._closed, self._lock = threading.Event(), threading.Lock()
@@ -83,22 +83,22 @@ class Writer:
 
     def submit(self, request: Request, namespace: str) -> Future[Outcome]:
         """Put the request of a namespace into the queue. The future has its result once the request is durable."""
-        job = Job(request, namespace)
-        payloads = _large(job)
+        submission = Submission(request, namespace)
+        payloads = _large(submission)
         if not payloads:
-            self._put(job)
-            return job.done
+            self._put(submission)
+            return submission.done
         with self._lock:
             if self._closed.is_set():
-                _refuse(job)
+                _refuse(submission)
             else:
-                staging = self._stagers.submit(lambda: self._stage_and_queue(job, payloads), namespace)
-                staging.add_done_callback(lambda _: _refuse(job) if staging.cancelled() else None)
-        return job.done
+                staging = self._stagers.submit(lambda: self._stage_and_queue(submission, payloads), namespace)
+                staging.add_done_callback(lambda _: _refuse(submission) if staging.cancelled() else None)
+        return submission.done
 
-    def _put(self, job: Job) -> None:
-        if not self._batches.put(job):
-            _refuse(job)
+    def _put(self, submission: Submission) -> None:
+        if not self._batches.put(submission):
+            _refuse(submission)
 
     def close(self) -> bool:
         """Finish what was submitted, and end the threads. Return False if this was done before.
@@ -116,26 +116,26 @@ class Writer:
 
     # ----- staging -----
 
-    def _stage_and_queue(self, job: Job, payloads: dict[int, Payload]) -> None:
-        if self._is_staged(job, payloads):
-            self._put(job)
+    def _stage_and_queue(self, submission: Submission, payloads: dict[int, Payload]) -> None:
+        if self._is_staged(submission, payloads):
+            self._put(submission)
 
-    def _is_staged(self, job: Job, payloads: dict[int, Payload]) -> bool:
+    def _is_staged(self, submission: Submission, payloads: dict[int, Payload]) -> bool:
         """Stage the gradients. Return False if that failed: then the request has failed."""
         try:
-            retried(lambda: self._stage(job, payloads), self._closed.is_set, since=job.since)
+            retried(lambda: self._stage(submission, payloads), self._closed.is_set, since=submission.since)
         except Exception as error:
-            job.done.set_exception(without_traceback(error))
+            submission.done.set_exception(without_traceback(error))
             return False
         return True
 
-    def _stage(self, job: Job, payloads: dict[int, Payload]) -> None:
+    def _stage(self, submission: Submission, payloads: dict[int, Payload]) -> None:
         """Write the gradients, without waiting for the disk: the commit that admits them waits for it."""
         blobs = {key: self._next_id() for key in payloads}
         with self._database.transaction(durable=False) as connection:
             connection.exchange([STAGE(STAGED_SECONDS, [*blobs.values()])])
             write_blobs(connection, [(blobs[key], payload) for key, payload in payloads.items()], self._turns)
-        job.staged = blobs
+        submission.staged = blobs
         failpoints.hit("staged")
 
     # ----- the writer thread -----
@@ -144,10 +144,10 @@ class Writer:
         with np.errstate(all="ignore"):
             while (batch := self._batches.take(self._deadlines.pause)) is not None:
                 began = time.monotonic()
-                if jobs := [job for job in batch if job.done.set_running_or_notify_cancel()]:
-                    self._make(jobs)
+                if submissions := [one for one in batch if one.done.set_running_or_notify_cancel()]:
+                    self._make(submissions)
                     self._batches.charge(time.monotonic() - began)
-                    if not all(job.staged for job in jobs):
+                    if not all(one.staged for one in submissions):
                         self._turns.tell()
                 if not self._deadlines.pause:
                     self._close_due()
@@ -158,40 +158,40 @@ class Writer:
         """Close the epochs that are due."""
         try:
             with self._connected() as connection:
-                jobs = self._deadlines.due(connection)
-            if jobs:
-                self._make(jobs)
-            for job in jobs:
-                job.done.result()
-            if len(jobs) == MOST_DUE:
+                submissions = self._deadlines.due(connection)
+            if submissions:
+                self._make(submissions)
+            for submission in submissions:
+                submission.done.result()
+            if len(submissions) == MOST_DUE:
                 self._deadlines.expect(0.0)
         except Exception as error:  # the thread outlives what it cannot do
             logger.warning("The store closes epochs that are due later: %s", " ".join(str(error).split()))
 
-    def _make(self, jobs: list[Job]) -> None:
+    def _make(self, submissions: list[Submission]) -> None:
         """Make the requests in one transaction, and answer them. If that fails, make each in its own transaction."""
-        start, batch = time.perf_counter(), Batch(jobs)
+        start, batch = time.perf_counter(), Batch(submissions)
         try:
-            retried(lambda: self._attempt(batch), since=min(job.since for job in jobs))
+            retried(lambda: self._attempt(batch), since=min(one.since for one in submissions))
         except StagedLostError:
-            if ready := [job for job in jobs if not job.staged or self._is_staged(job, _large(job))]:
+            if ready := [one for one in submissions if not one.staged or self._is_staged(one, _large(one))]:
                 self._make(ready)
             return
         except Exception as error:
-            if len(jobs) > 1 and not isinstance(error, StoreFailed):
-                for job in jobs:
-                    self._make([job])
+            if len(submissions) > 1 and not isinstance(error, StoreFailed):
+                for submission in submissions:
+                    self._make([submission])
                 return
-            for job in jobs:
-                job.done.set_exception(without_traceback(error))
+            for submission in submissions:
+                submission.done.set_exception(without_traceback(error))
             return
         failpoints.hit("committed")
-        self._committed(len(jobs), time.perf_counter() - start)
-        for job, answer in zip(jobs, batch.answers, strict=True):
+        self._committed(len(submissions), time.perf_counter() - start)
+        for submission, answer in zip(submissions, batch.answers, strict=True):
             if isinstance(answer, Outcome):
-                job.done.set_result(answer)
+                submission.done.set_result(answer)
             else:
-                job.done.set_exception(answer)
+                submission.done.set_exception(answer)
 
     def _attempt(self, batch: Batch) -> None:
         """Make the batch."""
@@ -220,7 +220,7 @@ class Writer:
         found = batch.lock(self._database, connection, self._key_seconds)
         if found is not None:
             changes = Changes()
-            batch.answers = [self._perform(connection, batch, job, found, changes) for job in batch.jobs]
+            batch.answers = [self._perform(connection, batch, one, found, changes) for one in batch.submissions]
             failpoints.hit("made")
             if changes.blobs:
                 write_blobs(connection, changes.blobs.items())
@@ -242,13 +242,13 @@ class Writer:
             raise MovedError("it has failed over")
 
     def _perform(
-        self, connection: Connection, batch: Batch, job: Job, found: Found, earlier: Changes
+        self, connection: Connection, batch: Batch, submission: Submission, found: Found, earlier: Changes
     ) -> Outcome | GradserveError:
         txn = PostgresTransaction(
             connection,
             found,
             earlier,
-            job.staged,
+            submission.staged,
             self._next_id,
             self._allocate,
             self._max_buffers,
@@ -256,8 +256,8 @@ class Writer:
             self._janitor.check_keys,
         )
         try:
-            request = resolved(txn, job.request, job.namespace)
-            outcome = perform(txn, request, job.namespace, batch.now)
+            request = resolved(txn, submission.request, submission.namespace)
+            outcome = perform(txn, request, submission.namespace, batch.now)
             self._janitor.check_room(request, outcome)
         except GradserveError as error:
             return without_traceback(error)
@@ -266,22 +266,22 @@ class Writer:
         return outcome
 
 
-def _refuse(job: Job) -> None:
-    job.done.set_exception(StoreFailed("The store is closed"))
+def _refuse(submission: Submission) -> None:
+    submission.done.set_exception(StoreFailed("The store is closed"))
 
 
-def _work_of(job: Job) -> int:
+def _work_of(submission: Submission) -> int:
     """Return the work of a request in the transaction, as bytes: those that it writes there, and for each buffer."""
-    return job.unstaged_bytes + COST_OF_BUFFER * (1 + len(job.request.changes))
+    return submission.unstaged_bytes + COST_OF_BUFFER * (1 + len(submission.request.changes))
 
 
-def _large(job: Job) -> dict[int, Payload]:
+def _large(submission: Submission) -> dict[int, Payload]:
     """Return the gradients that are too large for a row, by the identity of their arrays. Sum up the others."""
-    changes = job.request.changes
+    changes = submission.request.changes
     added = [one.gradient for one in changes if isinstance(one, Add) and one.do_update and one.weight]
     gradients = [one.gathered if isinstance(one, Rows) else one for one in added if not adds_nothing(one)]
     arrays = [change.value for change in changes if isinstance(change, Restore)]
     payloads = {id(one): payload_of(one) for one in (*gradients, *arrays) if one is not None}
     sizes = {key: payload.nbytes for key, payload in payloads.items()}
-    job.unstaged_bytes = sum(size for size in sizes.values() if size <= ROW_BYTES)
+    submission.unstaged_bytes = sum(size for size in sizes.values() if size <= ROW_BYTES)
     return {key: payload for key, payload in payloads.items() if sizes[key] > ROW_BYTES}
