@@ -72,8 +72,7 @@ PATHS = ["/v1/ops", "/v1/buffers", "/v1/buffers/a/value", "/v2", "/v2/models/Rel
 
 
 @pytest.mark.parametrize(
-    "header",
-    [None, "", "Bearer", "Bearer x", "Basic YTpi", "Bearer gs_000000000000_" + "A" * 43, "Bearer \xe9"],
+    "header", [None, "", "Bearer", "Bearer x", "Basic YTpi", "Bearer gs_000000000000_" + "A" * 43, "Bearer \xe9"]
 )
 @pytest.mark.parametrize("path", PATHS)
 def test_a_request_without_a_valid_key_is_unauthorized(locked: str, path: str, header: str | None) -> None:

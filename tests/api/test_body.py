@@ -430,8 +430,7 @@ def test_a_chunked_body_over_the_limit_is_refused_before_its_end(connection: Con
 
 @EITHER_API
 @pytest.mark.parametrize(
-    "lines",
-    [b"Transfer-Encoding: gzip, chunked\r\n", b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n"],
+    "lines", [b"Transfer-Encoding: gzip, chunked\r\n", b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n"]
 )
 def test_a_body_in_another_transfer_coding_is_refused(connection: Connection, make: Make, lines: bytes) -> None:
     message = make(SMALL)

@@ -63,11 +63,7 @@ def test_take_answers_the_value_and_closes_the_epoch(http: httpx.Client) -> None
     assert ok(answer) == {**expected, "value": {"dtype": "float64", "shape": [2], "data": [2.5, 3.0]}}
     assert value(http, name) == [0, 0]
     closed = ok(get(http, name, epoch=0))
-    assert closed == {
-        **expected,
-        "updated": False,
-        "value": {"dtype": "float32", "shape": [2], "data": [10.0, 12.0]},
-    }
+    assert closed == {**expected, "updated": False, "value": {"dtype": "float32", "shape": [2], "data": [10.0, 12.0]}}
     assert value(http, name, epoch=0, reduce="mean") == [2.5, 3]
     add(http, name, [1, 1])
     tensors, receipts = loaded(post(http, name, "take", TO_SAFETENSORS))

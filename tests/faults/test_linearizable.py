@@ -79,10 +79,7 @@ def test_histories_of_two_servers(database: Cluster, tmp_path: Path) -> None:
 def test_histories_with_kills(database: Cluster, tmp_path: Path) -> None:
     """One of the servers dies at a point of a commit, or at any time. A gradient of 9,000 elements is staged."""
     chance, order, deaths = random.Random(2), tmp_path / "order", 0
-    with (
-        one_dies(database, tmp_path, order) as (mortal, other),
-        players([mortal, other], 2, 9000) as play_round,
-    ):
+    with one_dies(database, tmp_path, order) as (mortal, other), players([mortal, other], 2, 9000) as play_round:
         for number in range(KILLS):
             if number % 4 < 3:
                 order.write_text(f"{['committed', 'made', 'staged'][number % 4]}:{chance.randint(1, 3)}")
@@ -157,10 +154,7 @@ LINEARIZABLE: dict[str, list[Event]] = {
 }
 
 WRONG: dict[str, list[Event]] = {
-    "a lost update": [
-        Event(added(1), 0, 9, told(0, 1, 1)),
-        Event(added(2), 0, 9, told(0, 1, 1)),
-    ],
+    "a lost update": [Event(added(1), 0, 9, told(0, 1, 1)), Event(added(2), 0, 9, told(0, 1, 1))],
     "an update lost from the sum alone": [
         Event(added(1), 0, 1, told(0, 1, 1)),
         Event(added(2), 2, 3, told(0, 2, 2)),

@@ -131,11 +131,7 @@ class Adders:
 def test_a_power_cut_leaves_every_acknowledged_add_and_no_partial_one(tmp_path: Path) -> None:
     chance = random.Random(5)
     tears = 0
-    with (
-        Server(tmp_path / "store") as server,
-        Client(server.url) as client,
-        ThreadPoolExecutor(CLIENTS) as threads,
-    ):
+    with Server(tmp_path / "store") as server, Client(server.url) as client, ThreadPoolExecutor(CLIENTS) as threads:
         for name, size in zip(NAMES, SIZES, strict=True):
             client.create(name, (size,))
         adders, pid = Adders(server.url), server.process.pid

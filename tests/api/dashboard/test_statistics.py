@@ -17,20 +17,7 @@ from service.api.dashboard.statistics import BURST_ELEMENTS, RATE_ELEMENTS, Budg
 from service.api.dashboard.summary import Summary, heat_map, summarize
 from service.dtypes import DTYPES, FLOATS, Array
 from service.keys import add as add_key
-from tests.api.calls import (
-    SAFE,
-    TO_SAFETENSORS,
-    add,
-    create,
-    fresh,
-    get,
-    loaded,
-    metadata,
-    naming,
-    ok,
-    post,
-    saved,
-)
+from tests.api.calls import SAFE, TO_SAFETENSORS, add, create, fresh, get, loaded, metadata, naming, ok, post, saved
 from tests.serving import assert_problem, in_flight, serving, wait_until
 
 NUMBERS = ["size", "nan", "infinite", "zeros", "min", "max", "mean", "norm"]
