@@ -302,52 +302,52 @@ def test_binary_inputs_without_the_length_header_are_refused(client: httpx.Clien
 
 ONE = [listed("dY", [1]), listed("X", [1])]
 
-MISTAKES: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
-    "model": ("/v2/models/ReluGard/infer", {"json": {}}, 404, ("'ReluGard'", "Did you mean ReluGrad?")),
-    "version": ("/v2/models/ReluGrad/versions/2/infer", {"json": {}}, 404, ("version 1 only", "'2'")),
-    "no model": ("/v2/models//infer", {"json": {}}, 404, ("/v2/models//infer",)),
-    "a longer path": ("/v2/models/ReluGrad/infer/x", {"json": {}}, 404, ("/v2/models/ReluGrad/infer/x",)),
-    "empty": (RELU, {"content": b""}, 400, ("not JSON",)),
-    "no inputs": (RELU, {"json": {}}, 400, ("inputs is null",)),
-    "missing": (RELU, {"json": {"inputs": ONE[:1]}}, 400, ("ReluGrad needs the input 'X'",)),
-    "unknown": (RELU, {"json": {"inputs": [*ONE, listed("Y", [1])]}}, 400, ("no input 'Y'", "dY, X")),
-    "twice": (RELU, {"json": {"inputs": ONE * 2}}, 400, ("two inputs named 'dY'",)),
-    "dtype": (RELU, {"json": {"inputs": [ONE[0], listed("X", [1], "INT32")]}}, 400, ("X is int32",)),
-    "shape": (RELU, {"json": {"inputs": [ONE[0], listed("X", [1, 2])]}}, 400, ("X", "[2]", "[1]")),
-    "output": (RELU, {"json": {"inputs": ONE, "outputs": [{"name": "Z"}]}}, 400, ("no output 'Z'", "dX")),
-    "parameter": (RELU, {"json": {"inputs": ONE, "parameters": {"axis": 1}}}, 400, ("parameter 'axis'",)),
-    "attribute": (
-        "/v2/models/LeakyReluGrad/infer",
-        {"json": {"inputs": [ONE[0], listed("Y", [1])], "parameters": {"alpha": "0.5"}}},
+Mistake = tuple[str, dict[str, Any], int, tuple[str, ...]]
+
+
+def case(status: int, *words: str, path: str = RELU, **request: Any) -> Mistake:
+    """Return a request, and the status and words of the error that it gets."""
+    return path, request, status, words
+
+
+MISTAKES: dict[str, Mistake] = {
+    "model": case(404, "'ReluGard'", "Did you mean ReluGrad?", path="/v2/models/ReluGard/infer", json={}),
+    "version": case(404, "version 1 only", "'2'", path="/v2/models/ReluGrad/versions/2/infer", json={}),
+    "no model": case(404, "/v2/models//infer", path="/v2/models//infer", json={}),
+    "a longer path": case(404, "/v2/models/ReluGrad/infer/x", path="/v2/models/ReluGrad/infer/x", json={}),
+    "empty": case(400, "not JSON", content=b""),
+    "no inputs": case(400, "inputs is null", json={}),
+    "missing": case(400, "ReluGrad needs the input 'X'", json={"inputs": ONE[:1]}),
+    "unknown": case(400, "no input 'Y'", "dY, X", json={"inputs": [*ONE, listed("Y", [1])]}),
+    "twice": case(400, "two inputs named 'dY'", json={"inputs": ONE * 2}),
+    "dtype": case(400, "X is int32", json={"inputs": [ONE[0], listed("X", [1], "INT32")]}),
+    "shape": case(400, "X", "[2]", "[1]", json={"inputs": [ONE[0], listed("X", [1, 2])]}),
+    "output": case(400, "no output 'Z'", "dX", json={"inputs": ONE, "outputs": [{"name": "Z"}]}),
+    "parameter": case(400, "parameter 'axis'", json={"inputs": ONE, "parameters": {"axis": 1}}),
+    "attribute": case(
         400,
-        ("alpha", "'0.5'"),
+        "alpha",
+        "'0.5'",
+        path="/v2/models/LeakyReluGrad/infer",
+        json={"inputs": [ONE[0], listed("Y", [1])], "parameters": {"alpha": "0.5"}},
     ),
-    "an attribute's list": (
-        "/v2/models/GRUTraining/infer",
-        {
-            "json": {
-                "inputs": [{**listed(name, [1.0]), "shape": [1, 1, 1]} for name in ("X", "W", "R")],
-                "parameters": {"activations": ["Sigmoid", 1]},
-            }
+    "an attribute's list": case(
+        400,
+        "activations: ",
+        "but is 1",
+        path="/v2/models/GRUTraining/infer",
+        json={
+            "inputs": [{**listed(name, [1.0]), "shape": [1, 1, 1]} for name in ("X", "W", "R")],
+            "parameters": {"activations": ["Sigmoid", 1]},
         },
-        400,
-        ("activations: ", "but is 1"),
     ),
-    "an output twice": (
-        RELU,
-        {"json": {"inputs": ONE, "outputs": [{"name": "dX"}] * 2}},
-        400,
-        ("two outputs named 'dX'",),
+    "an output twice": case(400, "two outputs named 'dX'", json={"inputs": ONE, "outputs": [{"name": "dX"}] * 2}),
+    "too large": case(413, "3145728", "2097152", content=bytes(3 << 20)),
+    "tensor too large": case(
+        413, "dY", "[1099511627776]", "1048576", json={"inputs": [{**ONE[0], "shape": [1 << 40]}]}
     ),
-    "too large": (RELU, {"content": bytes(3 << 20)}, 413, ("3145728", "2097152")),
-    "tensor too large": (
-        RELU,
-        {"json": {"inputs": [{**ONE[0], "shape": [1 << 40]}]}},
-        413,
-        ("dY", "[1099511627776]", "1048576"),
-    ),
-    "coding": (RELU, {"content": b"", "headers": {"Content-Encoding": "br"}}, 400, ("'br'", "gzip, deflate")),
-    "not as coded": (RELU, {"content": b"{}", "headers": {"Content-Encoding": "deflate"}}, 400, ("deflate",)),
+    "coding": case(400, "'br'", "gzip, deflate", content=b"", headers={"Content-Encoding": "br"}),
+    "not as coded": case(400, "deflate", content=b"{}", headers={"Content-Encoding": "deflate"}),
 }
 
 
