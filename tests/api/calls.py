@@ -17,15 +17,11 @@ from service.codecs import safetensors as codec
 from service.codecs.safetensors import MEDIA_TYPE
 from service.dtypes import Array
 from service.limits import Limits
+from tests.api.headers import SAFE, TO_SAFETENSORS
 from tests.faults.servers import Server
 
 PATIENCE = 60
 """Seconds after which a wait makes the test fail instead of hang."""
-
-SAFE = {"Content-Type": MEDIA_TYPE}
-TO_SAFETENSORS = {"Accept": MEDIA_TYPE}
-KEY = "Idempotency-Key"
-REPLAYED = "Idempotency-Replayed"
 
 _numbers = itertools.count()
 
@@ -95,6 +91,11 @@ def saved(tensors: Mapping[str, Any]) -> bytes:
     return safetensors.numpy.save({name: np.array(one, order="C") for name, one in tensors.items()})
 
 
+def as_file(tensors: Mapping[str, Any], **headers: str) -> dict[str, Any]:
+    """Return content and headers of a request with the tensors in safetensors."""
+    return {"content": saved(tensors), "headers": {**SAFE, **headers}}
+
+
 def loaded(answer: httpx.Response) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return tensors and receipts of a safetensors answer, once the safetensors library has read the same."""
     assert answer.status_code == 200, answer.text
@@ -105,6 +106,11 @@ def loaded(answer: httpx.Response) -> tuple[dict[str, Array], dict[str, Any]]:
     length = int.from_bytes(answer.content[:8], "little")
     header = json.loads(answer.content[8 : 8 + length])
     return tensors, json.loads(header.get("__metadata__", {}).get("receipts", "{}"))
+
+
+def read(http: httpx.Client, name: str, **params: Any) -> Array:
+    """Return the buffer's value, bit for bit."""
+    return loaded(get(http, name, TO_SAFETENSORS, **params))[0]["value"]
 
 
 @contextmanager

@@ -10,23 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.api.calls import (
-    SAFE,
-    TO_SAFETENSORS,
-    add,
-    create,
-    etag,
-    fresh,
-    get,
-    loaded,
-    metadata,
-    naming,
-    ok,
-    post,
-    saved,
-    state,
-    value,
-)
+from tests.api.calls import add, create, etag, fresh, get, loaded, metadata, naming, ok, post, saved, state, value
+from tests.api.headers import SAFE, TO_SAFETENSORS
 from tests.serving import assert_problem
 
 # ----- epochs -----

@@ -11,25 +11,10 @@ import pytest
 import tritonclient.http as triton  # type: ignore[import-untyped]
 from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
 
-from service.dtypes import DTYPES, OPEN_INFERENCE, Array
+from service.dtypes import DTYPES, OPEN_INFERENCE
 from service.kernels import OPERATORS, Operator
-from tests.api.calls import (
-    KEY,
-    REPLAYED,
-    SAFE,
-    TO_SAFETENSORS,
-    add,
-    create,
-    fresh,
-    get,
-    loaded,
-    metadata,
-    ok,
-    post,
-    saved,
-    state,
-    value,
-)
+from tests.api.calls import add, as_file, create, fresh, loaded, metadata, ok, post, read, state, value
+from tests.api.headers import KEY, REPLAYED, SAFE
 from tests.serving import assert_problem
 from tests.test_contract import EVERY, assert_same, decode, example
 
@@ -48,13 +33,9 @@ def stored(http: httpx.Client, array: Any, dtype: str = "float32") -> str:
     """Create a buffer with these numbers and return its name."""
     array = np.asarray(array, DTYPES[dtype])
     name = create(http, shape=array.shape, dtype=dtype)
-    answer = http.post(f"/v1/buffers/{name}/accumulate", content=saved({"gradient": array}), headers=SAFE)
+    answer = http.post(f"/v1/buffers/{name}/accumulate", **as_file({"gradient": array}))
     assert answer.status_code == 200, answer.text
     return name
-
-
-def read(http: httpx.Client, name: str) -> Array:
-    return loaded(get(http, name, headers=TO_SAFETENSORS))[0]["value"]
 
 
 # ----- from -----
@@ -67,12 +48,8 @@ def test_every_input_of_floats_may_come_from_a_buffer(http: httpx.Client, operat
     floats = [one.name for one in operator.inputs if one.kind.name == "float"]
     kept = {name: stored(http, tensors[name], dtype) for name in floats}
     rest = {name: tensor for name, tensor in tensors.items() if name not in kept}
-    answer = http.post(
-        f"/v1/ops/{operator.name}",
-        params={"from": [f"{name}:{buffer}" for name, buffer in kept.items()]},
-        content=saved(rest),
-        headers=SAFE | {"Accept": "application/json"},
-    )
+    params = {"from": [f"{name}:{buffer}" for name, buffer in kept.items()]}
+    answer = http.post(f"/v1/ops/{operator.name}", params=params, **as_file(rest, Accept="application/json"))
     assert_same(decode(answer), operator(tensors, {}))
     for name, buffer in kept.items():
         assert metadata(http, buffer)["version"] == 1
@@ -102,9 +79,7 @@ def test_a_request_needs_no_body_if_buffers_hold_every_input(http: httpx.Client,
 def test_an_input_may_come_from_a_large_buffer(http: httpx.Client) -> None:
     numbers = np.random.default_rng(1).standard_normal((300, 1000), np.float32)
     name = stored(http, numbers)
-    answer = http.post(
-        "/v1/ops/ReluGrad", params={"from": [f"X:{name}", f"dY:{name}"]}, content=saved({}), headers=SAFE
-    )
+    answer = http.post("/v1/ops/ReluGrad", params={"from": [f"X:{name}", f"dY:{name}"]}, **as_file({}))
     assert loaded(answer)[0]["dX"].tobytes() == np.where(numbers > 0, numbers, np.float32(0)).tobytes()
 
 
@@ -112,17 +87,11 @@ def test_mistakes_in_from_are_named(http: httpx.Client) -> None:
     name, narrow = stored(http, [1, 2]), stored(http, [1, 2], "float16")
     problem = assert_problem(run(http, "ReluGrad", RELU, sources=f"X:{name}"), 422, "invalid_parameter", "X", name)
     assert problem["parameter"] == "from"
-    answer = http.post(
-        "/v1/ops/ReluGrad",
-        params={"from": f"X:{name}"},
-        content=saved({"X": np.ones(2), "dY": np.ones(2)}),
-        headers=SAFE,
-    )
+    answer = http.post("/v1/ops/ReluGrad", params={"from": f"X:{name}"}, **as_file({"X": np.ones(2), "dY": np.ones(2)}))
     assert_problem(answer, 422, "invalid_parameter", "X", name)
     gradient = {"dY": [1, 2]}
-    problem = assert_problem(
-        run(http, "ReluGrad", gradient, sources="X:none-there"), 404, "unknown_buffer", "none-there"
-    )
+    answer = run(http, "ReluGrad", gradient, sources="X:none-there")
+    problem = assert_problem(answer, 404, "unknown_buffer", "none-there")
     assert (problem["buffer"], problem["op"]) == ("none-there", "ReluGrad")
     assert_problem(run(http, "ReluGrad", gradient, sources=f"X:{narrow}"), 422, "dtype_mismatch", "float16", "float32")
     indices = {"shape": [2], "grad": [1, 2]}
@@ -130,9 +99,8 @@ def test_mistakes_in_from_are_named(http: httpx.Client) -> None:
     assert_problem(run(http, "ReluGrad", {}, sources=f"X:{name}"), 422, "missing_tensor", "'dY'")
     assert_problem(run(http, "ReluGrad", {"dY": [1, 2, 3]}, sources=f"X:{name}"), 422, "shape_mismatch", "X")
     for wrong in ("X", "X:", f"Z:{name}", f":{name}", ""):
-        problem = assert_problem(
-            run(http, "ReluGrad", gradient, sources=wrong), 422, "invalid_parameter", "from", "dY, X"
-        )
+        answer = run(http, "ReluGrad", gradient, sources=wrong)
+        problem = assert_problem(answer, 422, "invalid_parameter", "from", "dY, X")
         assert problem["parameter"] == "from"
     assert_problem(run(http, "ReluGrad", gradient, sources="X:a b"), 422, "invalid_parameter", "'a b'")
     twice = run(http, "ReluGrad", gradient, sources=[f"X:{name}", f"X:{narrow}"])
@@ -146,8 +114,8 @@ def test_into_answers_a_receipt_in_place_of_the_output(http: httpx.Client) -> No
     name = create(http)
     receipt = {"name": name, "updated": True, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 1.0}
     assert ok(run(http, "ReluGrad", RELU, into=f"dX:{name}")) == {"dX": receipt}
-    content = saved({"dY": np.array([5, 6], np.float32), "X": np.array([-1, 1], np.float32)})
-    answer = http.post("/v1/ops/ReluGrad", content=content, headers=SAFE, params={"into": f"dX:{name}", "weight": 2})
+    file = as_file({"dY": np.array([5, 6], np.float32), "X": np.array([-1, 1], np.float32)})
+    answer = http.post("/v1/ops/ReluGrad", **file, params={"into": f"dX:{name}", "weight": 2})
     assert loaded(answer) == ({}, {"dX": {**receipt, "version": 2, "count": 2, "weight": 3.0}})
     assert value(http, name) == [1, 14]
 
@@ -164,13 +132,13 @@ def test_into_equals_the_operator_and_then_accumulate(http: httpx.Client, operat
     kept = {name: stored(http, one, dtype) for name, one in start.items()}
     expected = {name: stored(http, one, dtype) for name, one in start.items()}
     params: dict[str, Any] = {"into": [f"{name}:{buffer}" for name, buffer in kept.items()], "weight": -0.3}
-    answer = http.post(f"/v1/ops/{operator.name}", content=saved(tensors), headers=SAFE, params=params)
+    answer = http.post(f"/v1/ops/{operator.name}", **as_file(tensors), params=params)
     outputs, receipts = loaded(answer)
     assert_same(outputs, {name: one for name, one in whole.items() if name not in floats})
     assert {name: one["count"] for name, one in receipts.items()} == dict.fromkeys(floats, 2)
     for name, one in floats.items():
         path = f"/v1/buffers/{expected[name]}/accumulate"
-        http.post(path, content=saved({"gradient": one}), headers=SAFE, params={"weight": -0.3})
+        http.post(path, **as_file({"gradient": one}), params={"weight": -0.3})
         assert read(http, kept[name]).tobytes() == read(http, expected[name]).tobytes()
 
 
@@ -290,16 +258,9 @@ def test_mistakes_in_into_are_named(http: httpx.Client) -> None:
     assert metadata(http, name)["version"] == 0
 
 
-@pytest.mark.parametrize(
-    ("op", "output", "body"),
-    [
-        ("InPlaceAccumulatorV2", "updated", {"gradient_buffer": [1, 1], "gradient": [1, 1]}),
-        ("BroadcastGradientArgs", "A_axes", None),
-    ],
-)
-def test_an_output_that_is_not_a_float_is_not_added(http: httpx.Client, op: str, output: str, body: Any) -> None:
-    name = create(http, shape=(1,))
-    body = body or dict(OPERATORS[op].example)
+@pytest.mark.parametrize(("op", "output"), [("InPlaceAccumulatorV2", "updated"), ("BroadcastGradientArgs", "A_axes")])
+def test_an_output_that_is_not_a_float_is_not_added(http: httpx.Client, op: str, output: str) -> None:
+    name, body = create(http, shape=(1,)), dict(OPERATORS[op].example)
     before = state(http, name)
     problem = assert_problem(run(http, op, body, into=f"{output}:{name}"), 422, "dtype_mismatch", output)
     assert problem["op"] == op
@@ -337,9 +298,7 @@ GATHERS: dict[str, tuple[tuple[int, ...], Any, int]] = {
 @pytest.mark.parametrize("buffer_dtype", ["float16", "float32"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("case", GATHERS)
-def test_gather_into_equals_gather_and_then_accumulate(
-    http: httpx.Client, case: str, dtype: str, buffer_dtype: str
-) -> None:
+def test_gather_into_equals_gather_and_accumulate(http: httpx.Client, case: str, dtype: str, buffer_dtype: str) -> None:
     shape, indices, axis = GATHERS[case]
     indices = np.asarray(indices, np.int64)
     rng = np.random.default_rng(4)
@@ -349,11 +308,9 @@ def test_gather_into_equals_gather_and_then_accumulate(
     start = rng.standard_normal(shape).astype(DTYPES[buffer_dtype])
     one, other = stored(http, start, buffer_dtype), stored(http, start, buffer_dtype)
     params: dict[str, Any] = {"axis": axis, "into": f"output:{one}", "weight": 0.7}
-    answer = http.post("/v1/ops/GatherGrad", content=saved(tensors), headers=SAFE, params=params)
+    answer = http.post("/v1/ops/GatherGrad", **as_file(tensors), params=params)
     assert loaded(answer)[1]["output"]["count"] == 2
-    http.post(
-        f"/v1/buffers/{other}/accumulate", content=saved({"gradient": whole}), headers=SAFE, params={"weight": 0.7}
-    )
+    http.post(f"/v1/buffers/{other}/accumulate", **as_file({"gradient": whole}), params={"weight": 0.7})
     assert read(http, one).tobytes() == read(http, other).tobytes()
     assert metadata(http, one)["weight"] == metadata(http, other)["weight"]
 
@@ -375,7 +332,7 @@ def test_mistakes_in_gather_into_are_named(http: httpx.Client) -> None:
 
 
 def infer(
-    http: httpx.Client, op: str, tensors: dict[str, Any], parameters: Any, headers: Any = None, **more: Any
+    http: httpx.Client, op: str, tensors: Any, parameters: Any, headers: Any = None, **more: Any
 ) -> httpx.Response:
     arrays = {name: np.asarray(one, np.float32) for name, one in tensors.items()}
     inputs = [

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.calls import KEY, REPLAYED, add, create, fresh, metadata, ok, state
+from tests.api.calls import add, create, fresh, metadata, ok, state
+from tests.api.headers import KEY, REPLAYED
 from tests.serving import assert_problem
 
 RULES = {"quorum": 3}

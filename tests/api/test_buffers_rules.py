@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from tests.api.calls import KEY, REPLAYED, SAFE, add, create, etag, fresh, get, metadata, naming, ok, post, value
+from tests.api.calls import add, create, etag, fresh, get, metadata, naming, ok, post, value
+from tests.api.headers import KEY, REPLAYED, SAFE
 from tests.serving import assert_problem
 
 SOON = 0.15

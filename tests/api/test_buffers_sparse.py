@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from service.codecs import safetensors as codec
 from service.dtypes import Array
-from tests.api.calls import KEY, REPLAYED, SAFE, add, create, fresh, metadata, ok, saved, state, value
+from tests.api.calls import add, create, fresh, metadata, ok, saved, state, value
+from tests.api.headers import KEY, REPLAYED, SAFE
 from tests.api.test_fuzz import check, tensors
 from tests.serving import assert_problem, serving
 

@@ -12,21 +12,8 @@ import pytest
 
 from service.dtypes import DTYPES
 from service.kernels.accumulate import in_place_accumulator_v2
-from tests.api.calls import (
-    SAFE,
-    TO_SAFETENSORS,
-    add,
-    create,
-    fresh,
-    get,
-    loaded,
-    metadata,
-    ok,
-    post,
-    saved,
-    state,
-    value,
-)
+from tests.api.calls import add, as_file, create, fresh, get, loaded, metadata, ok, post, saved, state, value
+from tests.api.headers import SAFE, TO_SAFETENSORS
 from tests.serving import assert_problem
 
 FLOAT_NAMES = ["float16", "bfloat16", "float32", "float64"]
@@ -172,7 +159,7 @@ def test_a_gradient_may_have_another_float_dtype(http: httpx.Client, dtype: str,
     gradient = np.array([0.1, -3, 1000, 1 / 3], DTYPES[gradient_dtype])
     expected = np.zeros(4, DTYPES[dtype])
     for _ in range(2):
-        answer = http.post(f"/v1/buffers/{name}/accumulate", content=saved({"gradient": gradient}), headers=SAFE)
+        answer = http.post(f"/v1/buffers/{name}/accumulate", **as_file({"gradient": gradient}))
         assert answer.status_code == 200
         _, expected = in_place_accumulator_v2(expected, gradient)
     tensors, _ = loaded(get(http, name, headers=TO_SAFETENSORS))
@@ -210,9 +197,7 @@ def test_a_large_value_is_exact(http: httpx.Client) -> None:
     name = create(http, shape=shape, keep=2)
     gradient = np.random.default_rng(5).standard_normal(shape, np.float32)
     for _ in range(2):
-        answer = http.post(
-            f"/v1/buffers/{name}/accumulate", content=saved({"gradient": gradient}), headers=SAFE, params={"weight": 2}
-        )
+        answer = http.post(f"/v1/buffers/{name}/accumulate", **as_file({"gradient": gradient}), params={"weight": 2})
         assert answer.status_code == 200
     for answer in (
         get(http, name, headers=TO_SAFETENSORS),
@@ -342,8 +327,8 @@ def test_a_gradient_must_be_a_float(http: httpx.Client, dtype: str) -> None:
     path = f"/v1/buffers/{name}/accumulate"
     for answer in (
         add(http, name, {"dtype": dtype, "data": tensor.tolist()}),
-        http.post(path, content=saved({"gradient": tensor}), headers=SAFE),
-        http.post("/v1/buffers/accumulate", content=saved({name: tensor}), headers=SAFE),
+        http.post(path, **as_file({"gradient": tensor})),
+        http.post("/v1/buffers/accumulate", **as_file({name: tensor})),
     ):
         problem = assert_problem(answer, 422, "dtype_mismatch", dtype, "float32")
         assert problem["tensor"] in ("gradient", name)
@@ -355,15 +340,15 @@ def test_missing_and_unknown_tensors_are_named(http: httpx.Client) -> None:
     path = f"/v1/buffers/{name}/accumulate"
     ones = np.ones(2, np.float32)
     given: Any
-    for given in ({"json": {}}, {"content": saved({}), "headers": SAFE}):
+    for given in ({"json": {}}, as_file({})):
         assert assert_problem(http.post(path, **given), 422, "missing_tensor", "'gradient'")["tensor"] == "gradient"
     for given in (
         {"json": {"gradient": [1, 1], "grad": [1, 1]}},
         {"json": {"grad": [1, 1]}},
-        {"content": saved({"gradient": ones, "grad": ones}), "headers": SAFE},
+        as_file({"gradient": ones, "grad": ones}),
     ):
         assert assert_problem(http.post(path, **given), 422, "unknown_tensor", "'grad'", "gradient")["tensor"] == "grad"
-    for given in ({"json": {}}, {"content": saved({}), "headers": SAFE}):
+    for given in ({"json": {}}, as_file({})):
         assert_problem(http.post("/v1/buffers/accumulate", **given), 422, "missing_tensor")
     assert metadata(http, name)["version"] == 0
 

@@ -19,7 +19,6 @@ from service.buffers.memory import MemoryStore
 from service.buffers.names import BufferName
 from tests.api.calls import (
     PATIENCE,
-    TO_SAFETENSORS,
     add,
     create,
     fresh,
@@ -32,6 +31,7 @@ from tests.api.calls import (
     serving_workers,
     value,
 )
+from tests.api.headers import TO_SAFETENSORS
 from tests.serving import assert_problem, in_flight, serving, wait_until
 
 # ----- waiting -----

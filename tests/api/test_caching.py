@@ -15,7 +15,8 @@ import pytest
 from hishel import CacheOptions, SqliteStorage
 from hishel.httpx import CacheClient
 
-from tests.api.calls import SAFE, TO_SAFETENSORS, add, create, fresh, get, loaded, post, saved
+from tests.api.calls import add, create, fresh, get, loaded, post, saved
+from tests.api.headers import SAFE, TO_SAFETENSORS
 from tests.serving import assert_problem
 
 SIZE = 500

@@ -13,7 +13,8 @@ import pytest
 
 from service.api.http.body import MAX_MEMBERS
 from service.codecs.safetensors import MEDIA_TYPE
-from tests.api.calls import SAFE, TO_SAFETENSORS, add, create, get, loaded, ok, post, saved
+from tests.api.calls import add, as_file, create, get, loaded, ok, post, saved
+from tests.api.headers import SAFE, TO_SAFETENSORS
 from tests.serving import assert_problem
 
 JSON = {"Content-Type": "application/json"}
@@ -92,7 +93,7 @@ def test_an_unread_media_type_is_answered_with_those_that_are_read(http: httpx.C
     answer = http.post(RELU, content=b"{}", headers={"Content-Type": "text/plain"})
     assert_problem(answer, 415, "unsupported_media_type")
     assert answer.headers["accept"] == f"application/json, {MEDIA_TYPE}"
-    only = http.put(f"/v1/buffers/{name}", content=saved({}), headers=SAFE)
+    only = http.put(f"/v1/buffers/{name}", **as_file({}))
     assert_problem(only, 415, "unsupported_media_type")
     assert only.headers["accept"] == "application/json"
     assert "accept-encoding" not in answer.headers.keys() | only.headers.keys()
@@ -163,7 +164,7 @@ def test_binary_tensors_go_plain(client: httpx.Client) -> None:
 def test_binary_values_of_buffers_go_plain(http: httpx.Client) -> None:
     for gradient in (NOISE, ONES):
         name = create(http, shape=(SIZE,))
-        http.post(f"/v1/buffers/{name}/accumulate", content=saved({"gradient": gradient}), headers=SAFE)
+        http.post(f"/v1/buffers/{name}/accumulate", **as_file({"gradient": gradient}))
         headers = {**TO_SAFETENSORS, "Accept-Encoding": "gzip"}
         for answer in (
             get(http, name, headers),

@@ -14,29 +14,16 @@ import httpx
 import numpy as np
 import pytest
 
-from service.codecs.safetensors import MEDIA_TYPE
 from service.kernels import OPERATORS
-from tests.api.calls import (
-    KEY,
-    PATIENCE,
-    REPLAYED,
-    SAFE,
-    add,
-    create,
-    fresh,
-    loaded,
-    metadata,
-    naming,
-    ok,
-    post,
-    saved,
-    state,
-    value,
-)
+from tests.api.calls import PATIENCE, add, as_file, create, fresh, loaded, metadata, naming, ok, post, state, value
+from tests.api.headers import KEY, REPLAYED, TO_SAFETENSORS
 from tests.serving import assert_problem, in_flight, serving, wait_until
 from tests.test_contract import example
 
 ONES = {"gradient": [1, 1]}
+GATHER = {"shape": [2], "indices": [1, 1]}
+SUM = {"gradient_buffer": [1, 2], "gradient": [1, 1]}
+ACCUMULATE = "InPlaceAccumulatorV2?into=accumulated_gradient"
 
 
 @pytest.fixture
@@ -55,43 +42,23 @@ MUTATIONS: dict[str, Callable[[str, str], Request]] = {
     "accumulate": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate?weight=2", {"json": ONES}),
     "accumulate nothing": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate?do_update=false", {"json": ONES}),
     "accumulate and see": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate?return=value", {"json": ONES}),
-    "accumulate bytes": lambda a, b: (
-        "POST",
-        f"/v1/buffers/{a}/accumulate",
-        {"content": saved({"gradient": np.ones(2)}), "headers": SAFE},
-    ),
+    "accumulate bytes": lambda a, b: ("POST", f"/v1/buffers/{a}/accumulate", as_file({"gradient": np.ones(2)})),
     "close a quorum": lambda a, b: ("POST", f"/v1/buffers/{b}/accumulate?return=value", {"json": ONES}),
     "zero": lambda a, b: ("POST", f"/v1/buffers/{a}/zero", {}),
     "take": lambda a, b: ("POST", f"/v1/buffers/{a}/take?reduce=mean&dtype=float16", {}),
-    "take bytes": lambda a, b: ("POST", f"/v1/buffers/{a}/take", {"headers": {"Accept": MEDIA_TYPE}}),
+    "take bytes": lambda a, b: ("POST", f"/v1/buffers/{a}/take", {"headers": TO_SAFETENSORS}),
     "take when there are enough": lambda a, b: ("POST", f"/v1/buffers/{a}/take?min_count=1&timeout=9", {}),
     "accumulate many": lambda a, b: ("POST", "/v1/buffers/accumulate?return=value", {"json": {a: [1, 1], b: [2, 2]}}),
     "zero many": lambda a, b: ("POST", "/v1/buffers/zero", {"json": {"names": [a, b]}}),
     "zero a prefix": lambda a, b: ("POST", f"/v1/buffers/zero?prefix={a}", {}),
     "take many": lambda a, b: ("POST", "/v1/buffers/take", {"json": {"names": [b, a]}}),
     "take a prefix": lambda a, b: ("POST", f"/v1/buffers/take?prefix={a}", {}),
-    "take a prefix as bytes": lambda a, b: (
-        "POST",
-        f"/v1/buffers/take?prefix={a}",
-        {"headers": {"Accept": MEDIA_TYPE}},
-    ),
+    "take a prefix as bytes": lambda a, b: ("POST", f"/v1/buffers/take?prefix={a}", {"headers": TO_SAFETENSORS}),
     "zero a prefix of none": lambda a, b: ("POST", f"/v1/buffers/zero?prefix={a}.none", {}),
     "into": lambda a, b: ("POST", f"/v1/ops/ReluGrad?into=dX:{a}", {"json": {"dY": [1, 2], "X": [1, 1]}}),
-    "gather into": lambda a, b: (
-        "POST",
-        f"/v1/ops/GatherGrad?into=output:{a}&from=grad:{a}",
-        {"json": {"shape": [2], "indices": [1, 1]}},
-    ),
-    "into one of two": lambda a, b: (
-        "POST",
-        f"/v1/ops/InPlaceAccumulatorV2?into=accumulated_gradient:{a}",
-        {"json": {"gradient_buffer": [1, 2], "gradient": [1, 1]}},
-    ),
-    "into as bytes": lambda a, b: (
-        "POST",
-        f"/v1/ops/ReluGrad?into=dX:{a}",
-        {"content": saved({"dY": np.ones(2), "X": np.ones(2)}), "headers": SAFE},
-    ),
+    "gather into": lambda a, b: ("POST", f"/v1/ops/GatherGrad?into=output:{a}&from=grad:{a}", {"json": GATHER}),
+    "into one of two": lambda a, b: ("POST", f"/v1/ops/{ACCUMULATE}:{a}", {"json": SUM}),
+    "into as bytes": lambda a, b: ("POST", f"/v1/ops/ReluGrad?into=dX:{a}", as_file({"dY": [1.0] * 2, "X": [1.0] * 2})),
 }
 
 
@@ -155,25 +122,18 @@ def test_another_request_with_the_same_key_is_refused(http: httpx.Client, key: d
     assert value(http, name) == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/buffers/{name}/accumulate", {"gradient": [1, 1]}),
-        ("/v1/ops/ReluGrad?into=dX:{name}", {"dY": [1, 1], "X": [1, 1]}),
-        (
-            "/v2/models/ReluGrad/infer",
-            {
-                "inputs": [{"name": one, "shape": [2], "datatype": "FP32", "data": [1, 1]} for one in ("dY", "X")],
-                "parameters": {"into": "dX:{name}"},
-            },
-        ),
-    ],
-)
-def test_compression_does_not_change_the_request_of_a_key(
-    http: httpx.Client, key: dict[str, str], path: str, body: Any
-) -> None:
+INPUTS = [{"name": one, "shape": [2], "datatype": "FP32", "data": [1, 1]} for one in ("dY", "X")]
+ONE_ADD: dict[str, Any] = {
+    "/v1/buffers/{name}/accumulate": ONES,
+    "/v1/ops/ReluGrad?into=dX:{name}": {"dY": [1, 1], "X": [1, 1]},
+    "/v2/models/ReluGrad/infer": {"inputs": INPUTS, "parameters": {"into": "dX:{name}"}},
+}
+
+
+@pytest.mark.parametrize("path", ONE_ADD)
+def test_compression_does_not_change_the_request_of_a_key(http: httpx.Client, key: dict[str, str], path: str) -> None:
     name = create(http)
-    plain = json.dumps(body).replace("{name}", name).encode()
+    plain = json.dumps(ONE_ADD[path]).replace("{name}", name).encode()
     for number, content in enumerate((gzip.compress(plain, mtime=1), gzip.compress(plain, mtime=2), plain)):
         coding = {} if content is plain else {"Content-Encoding": "gzip"}
         headers = {**key, **coding, "Content-Type": "application/json"}
@@ -258,10 +218,9 @@ def test_a_repeated_take_answers_the_same_value(http: httpx.Client, key: dict[st
     name = create(http, keep=2)
     numbers = np.random.default_rng(6).standard_normal((700, 300), np.float32)
     large = create(http, shape=numbers.shape)
-    http.post(f"/v1/buffers/{large}/accumulate", content=saved({"gradient": numbers}), headers=SAFE)
+    http.post(f"/v1/buffers/{large}/accumulate", **as_file({"gradient": numbers}))
     add(http, name, [1, 2])
-    accept = {"Accept": MEDIA_TYPE}
-    answers = [post(http, large, "take", {**accept, **key}) for _ in range(3)]
+    answers = [post(http, large, "take", {**TO_SAFETENSORS, **key}) for _ in range(3)]
     assert all(loaded(one)[0]["value"].tobytes() == numbers.tobytes() for one in answers)
     own = {KEY: fresh("key")}
     first = post(http, name, "take", own)
@@ -280,9 +239,8 @@ def test_a_repeated_take_of_a_lost_value_says_that_it_counted(http: httpx.Client
     add(http, b, [3, 4])
     first = ok(http.post("/v1/buffers/take", json=naming(a, b), headers=key))["buffers"]
     http.delete(f"/v1/buffers/{a}")
-    again = assert_problem(
-        http.post("/v1/buffers/take", json=naming(a, b), headers=key), 410, "epoch_gone", "counted once", f"'{a}'"
-    )
+    answer = http.post("/v1/buffers/take", json=naming(a, b), headers=key)
+    again = assert_problem(answer, 410, "epoch_gone", "counted once", f"'{a}'")
     receipts = {name: {what: one[what] for what in one if what != "value"} for name, one in first.items()}
     assert again["receipts"] == receipts
     assert value(http, b, epoch=receipts[b]["epoch"]) == [3, 4]
@@ -347,17 +305,15 @@ def test_a_repeated_into_does_not_need_its_input_buffers(http: httpx.Client, key
 
 
 @pytest.mark.parametrize("then", ["deleted", "created again", "changed"])
-def test_a_repeated_into_with_a_lost_input_says_that_it_counted(
-    http: httpx.Client, key: dict[str, str], then: str
-) -> None:
+def test_a_repeated_into_with_a_lost_input_is_gone(http: httpx.Client, key: dict[str, str], then: str) -> None:
     tensors = example(OPERATORS["GRUGrad"])
     grad = tensors.pop("grad_HAll")
     source, name = create(http, shape=grad.shape, dtype=str(grad.dtype)), create(http, shape=tensors["W"].shape)
     params = {"from": f"grad_HAll:{source}", "into": f"dW:{name}", "outputs": "dX,dW"}
-    headers = {**SAFE, "Accept": "application/json", **key}
+    request = as_file(tensors, Accept="application/json", **key)
 
     def ask() -> httpx.Response:
-        return http.post("/v1/ops/GRUGrad", content=saved(tensors), headers=headers, params=params)
+        return http.post("/v1/ops/GRUGrad", params=params, **request)
 
     first = ok(ask())
     assert ok(ask()) == first
@@ -373,9 +329,7 @@ def test_a_repeated_into_with_a_lost_input_says_that_it_counted(
 
 
 @pytest.mark.parametrize("how", ["one", "many", "into", "into and answered"])
-def test_a_repeated_add_to_a_recreated_buffer_says_that_it_counted(
-    http: httpx.Client, key: dict[str, str], how: str
-) -> None:
+def test_a_repeated_add_to_a_recreated_buffer_is_gone(http: httpx.Client, key: dict[str, str], how: str) -> None:
     name, other = create(http, shape=[2]), create(http, shape=[2])
     ways: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         "one": (f"/v1/buffers/{name}/accumulate", {"gradient": [1, 2]}, {}),
@@ -398,9 +352,8 @@ def test_a_repeated_add_to_a_recreated_buffer_says_that_it_counted(
     if how == "many":
         assert http.delete(f"/v1/buffers/{third}").status_code == 204
     create(http, name, shape=[2])
-    problem = assert_problem(
-        http.post(path, json=body, headers=key, params=params), 410, "epoch_gone", "counted once", name, "new key"
-    )
+    answer = http.post(path, json=body, headers=key, params=params)
+    problem = assert_problem(answer, 410, "epoch_gone", "counted once", name, "new key")
     assert problem["buffer"] == name
     assert problem["receipts"][name]["count"] == 1
     assert metadata(http, name)["count"] == 0
@@ -416,9 +369,8 @@ def test_a_repeated_into_of_several_outputs_adds_once(http: httpx.Client, key: d
     whole = gru(tensors, {})
     kept = {name: create(http, shape=whole[name].shape) for name in ("dW", "dR")}
     params = {"into": [f"{name}:{buffer}" for name, buffer in kept.items()]}
-    first, again = (
-        http.post("/v1/ops/GRUGrad", content=saved(tensors), headers={**SAFE, **key}, params=params) for _ in range(2)
-    )
+    request = as_file(tensors, **key)
+    first, again = (http.post("/v1/ops/GRUGrad", params=params, **request) for _ in range(2))
     assert first.content == again.content
     assert again.headers[REPLAYED] == "true"
     assert {name: metadata(http, buffer)["count"] for name, buffer in kept.items()} == {"dW": 1, "dR": 1}
@@ -529,7 +481,6 @@ def test_a_repeated_add_without_update_does_not_say_that_it_counted(http: httpx.
     ok(http.post(path, json=body, headers=key, params={"do_update": False}))
     assert http.delete(f"/v1/buffers/{name}").status_code == 204
     create(http, name, shape=[2])
-    problem = assert_problem(
-        http.post(path, json=body, headers=key, params={"do_update": False}), 410, "epoch_gone", "was made before"
-    )
+    answer = http.post(path, json=body, headers=key, params={"do_update": False})
+    problem = assert_problem(answer, 410, "epoch_gone", "was made before")
     assert "counted" not in problem["detail"]

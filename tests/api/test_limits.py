@@ -22,7 +22,8 @@ from service.engine.engine import Engine
 from service.keys import add as add_key
 from service.limits import MAX_RANK
 from service.settings import Settings
-from tests.api.calls import KEY, REPLAYED, SAFE, add, create, fresh, metadata, ok, saved, serving_workers, value
+from tests.api.calls import add, as_file, create, fresh, metadata, ok, saved, serving_workers, value
+from tests.api.headers import KEY, REPLAYED, SAFE
 from tests.api.test_admission import relu, unfinished, wait_until_held
 from tests.api.test_health import GATHER, Gate
 from tests.serving import assert_problem, serving
@@ -61,7 +62,7 @@ def inflated(client: httpx.Client) -> httpx.Response:
 
 
 def tensors(client: httpx.Client) -> httpx.Response:
-    return client.post("/v1/buffers/accumulate", content=saved({"a": 1, "b": 1, "c": 1}), headers=SAFE)
+    return client.post("/v1/buffers/accumulate", **as_file({"a": 1, "b": 1, "c": 1}))
 
 
 def dimensions(client: httpx.Client) -> httpx.Response:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from service.codecs.safetensors import MEDIA_TYPE
-from tests.api.calls import SAFE, add, create, metadata, saved
+from tests.api.calls import add, as_file, create, metadata
 from tests.faults.servers import Server
 from tests.serving import assert_problem, in_flight, serving, wait_until
 
@@ -107,7 +107,7 @@ def places_of_rows(client: httpx.Client) -> httpx.Response:
     """Add a million rows of one number each. Their places take 16 MB, and the body 6 MB."""
     grad = np.zeros(1 << 20, np.float16)
     tensors = {"shape": np.array([SIZE], np.int32), "indices": np.zeros(grad.size, np.int32), "grad": grad}
-    return client.post("/v1/ops/GatherGrad?into=output:half", content=saved(tensors), headers=SAFE)
+    return client.post("/v1/ops/GatherGrad?into=output:half", **as_file(tensors))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import safetensors.numpy
 from service.api.http import admission
 from service.engine.engine import Engine
 from service.keys import add as add_key
-from tests.api.calls import SAFE
+from tests.api.headers import SAFE
 from tests.api.test_health import GATHER, Gate
 from tests.serving import assert_problem, in_flight, serving, wait_until
 

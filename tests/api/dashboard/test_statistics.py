@@ -17,7 +17,7 @@ from service.api.dashboard.statistics import BURST_ELEMENTS, RATE_ELEMENTS, Budg
 from service.api.dashboard.summary import Summary, heat_map, summarize
 from service.dtypes import DTYPES, FLOATS, Array
 from service.keys import add as add_key
-from tests.api.calls import SAFE, TO_SAFETENSORS, add, create, fresh, get, loaded, metadata, naming, ok, post, saved
+from tests.api.calls import add, as_file, create, fresh, metadata, naming, ok, post, read
 from tests.serving import assert_problem, in_flight, serving, wait_until
 
 NUMBERS = ["size", "nan", "infinite", "zeros", "min", "max", "mean", "norm"]
@@ -40,7 +40,7 @@ def filled(http: httpx.Client, gradient: Any, name: str | None = None, **rules: 
     """Create a buffer whose sum is the gradient, and return its name."""
     array = np.asarray(gradient, np.float32) if isinstance(gradient, list | float) else gradient
     name = create(http, name, array.shape, **rules)
-    answer = http.post(f"/v1/buffers/{name}/accumulate", content=saved({"gradient": array}), headers=SAFE)
+    answer = http.post(f"/v1/buffers/{name}/accumulate", **as_file({"gradient": array}))
     assert answer.status_code == 200, answer.text
     return name
 
@@ -69,11 +69,11 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value.shape}")
 def test_statistics_are_those_of_the_value_that_clients_read(http: httpx.Client, value: Array, dtype: str) -> None:
     name = create(http, shape=value.shape, dtype=dtype)
-    http.post(f"/v1/buffers/{name}/accumulate", content=saved({"gradient": value}), headers=SAFE)
-    read = loaded(get(http, name, headers=TO_SAFETENSORS))[0]["value"]
-    assert read.dtype == DTYPES[dtype]
+    http.post(f"/v1/buffers/{name}/accumulate", **as_file({"gradient": value}))
+    value_read = read(http, name)
+    assert value_read.dtype == DTYPES[dtype]
     answer = statistics_of(http, name)
-    for one, number in expected(read).items():
+    for one, number in expected(value_read).items():
         assert answer[one] == (None if number is None else pytest.approx(number, rel=1e-12, abs=1e-12)), one
     histogram = answer["histogram"]
     assert len(histogram["counts"]) == len(histogram["bounds"]) + 1
