@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from service.api.dashboard.limits import CONSTANTS
 from service.api.telemetry.metrics import FAMILIES, GAUGES
-from service.api.telemetry.processes import INFORMATION, PROCESSES
+from service.api.telemetry.processes import INFORMATION
 from service.errors import tree
 from service.kernels import OPERATORS, Tensor
 from service.settings import Settings
@@ -28,6 +28,17 @@ class Block(NamedTuple):
     language: str
     text: str
     follows: bool
+
+
+PROCESSES = {
+    "process_cpu_seconds_total": ("counter", "Processor time, in seconds."),
+    "process_resident_memory_bytes": ("gauge", "Bytes of memory in use, with the mapped pages of the store."),
+    "process_virtual_memory_bytes": ("gauge", "Bytes of address space, with the whole map of the store."),
+    "process_open_fds": ("gauge", "Open file descriptors, connections among them."),
+    "process_max_fds": ("gauge", "File descriptors that the process may have open, at most."),
+    "process_start_time_seconds": ("gauge", "When the process started, in seconds since 1970."),
+}
+"""The kinds and the meanings of the metrics with the label `pid`. Only Linux has them: they are read from /proc."""
 
 
 def blocks(text: str) -> list[Block]:
@@ -88,7 +99,8 @@ def limits() -> str:
 
 
 def metrics() -> str:
-    rows = [(one.series, one.kind, ", ".join(one.labels), one.help) for one in FAMILIES]
+    ends = {"counter": "_total"}  # a histogram has the series `_bucket`, `_sum` and `_count` of its name
+    rows = [(one.name + ends.get(one.kind, ""), one.kind, ", ".join(one.labels), one.help) for one in FAMILIES]
     rows += [(name, "gauge", "", meaning) for name, meaning in GAUGES.items()]
     rows += [(name, kind, "pid", meaning) for name, (kind, meaning) in PROCESSES.items()]
     rows += [(name, "gauge", ", ".join(labels), meaning) for name, (labels, meaning) in INFORMATION.items()]

@@ -14,10 +14,11 @@ import pytest
 
 from service.api.server import create_app
 from service.api.telemetry.metrics import FAMILIES, GAUGES
-from service.api.telemetry.processes import INFORMATION, PROCESSES
+from service.api.telemetry.processes import INFORMATION
 from service.errors import GradserveError, tree
 from service.settings import Settings
 from tests.commands import helps
+from tests.documentation import PROCESSES
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,9 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save
 
 from service.api.telemetry.metrics import FAMILIES, GAUGES, IN_FLIGHT, PHASES, ROUTES, STATUSES, WORKERS, Metrics
-from service.api.telemetry.processes import INFORMATION, PROCESSES
+from service.api.telemetry.processes import INFORMATION
 from service.kernels import OPERATORS
 from service.keys import add
+from tests.documentation import PROCESSES
 from tests.faults.servers import Server
 from tests.serving import serving, wait_until
 

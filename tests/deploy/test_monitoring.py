@@ -15,7 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.api.telemetry.metrics import FAMILIES, GAUGES, PHASES, ROUTES, STATUSES
-from service.api.telemetry.processes import INFORMATION, PROCESSES
+from service.api.telemetry.processes import INFORMATION
+from tests.documentation import PROCESSES
 from tests.serving import serving
 
 ROOT = Path(__file__).parents[2]

@@ -84,11 +84,6 @@ class Family:
         self.start = Family.size
         Family.size += self.width * len(sets)
 
-    @property
-    def series(self) -> str:
-        """The name as it is exported. A histogram has the series `_bucket`, `_sum` and `_count` of its name."""
-        return f"{self.name}_total" if self.kind == "counter" else self.name
-
 
 REQUESTS = Family("counter", "gradserve_requests", "Requests answered.", {"route": ROUTES, "status": _ALL_STATUSES})
 REQUEST_SECONDS = Family(

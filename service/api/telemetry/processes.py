@@ -15,20 +15,6 @@ from prometheus_client.platform_collector import PLATFORM_COLLECTOR
 BUILD = {"version": version("gradserve"), "python": platform.python_version(), "numpy": np.__version__}
 """The labels of `gradserve_build_info`."""
 
-PROCESSES = {
-    "process_cpu_seconds_total": ("counter", "Processor time, in seconds."),
-    "process_resident_memory_bytes": ("gauge", "Bytes of memory in use, with the mapped pages of the store."),
-    "process_virtual_memory_bytes": ("gauge", "Bytes of address space, with the whole map of the store."),
-    "process_open_fds": ("gauge", "Open file descriptors, connections among them."),
-    "process_max_fds": ("gauge", "File descriptors that the process may have open, at most."),
-    "process_start_time_seconds": ("gauge", "When the process started, in seconds since 1970."),
-}
-"""The kinds and the meanings of the metrics with the label `pid`. Only Linux has them: they are read from /proc.
-
-Prometheus' names have no label, for one process. A sum over the processes would fall when a process ends, and
-`rate` would take that for a restart of them all. Descriptors have a limit in each process. So there is a label.
-"""
-
 INFORMATION = {
     "gradserve_build_info": (tuple(BUILD), "Always 1: the versions of gradserve and of what it computes with."),
     "python_info": (
@@ -40,7 +26,11 @@ INFORMATION = {
 
 
 def describe(pids: Iterable[int]) -> Iterator[Metric]:
-    """Yield the metrics of the build, of Python, and of these processes. A process that has ended has none."""
+    """Yield the metrics of the build, of Python, and of these processes. A process that has ended has none.
+
+    Prometheus' names have no label, for one process. A sum over the processes would fall when a process ends, and
+    `rate` would take that for a restart of them all. Descriptors have a limit in each process. So there is a label.
+    """
     build = GaugeMetricFamily("gradserve_build_info", INFORMATION["gradserve_build_info"][1], labels=[*BUILD])
     build.add_metric([*BUILD.values()], 1)
     yield build
