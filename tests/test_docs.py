@@ -108,6 +108,15 @@ def test_every_block_is_an_example_its_output_or_a_transcript() -> None:
                 assert block.language or not block.text, f"{name}: of no language\n{block.text}"
 
 
+def test_the_architecture_names_files_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)`", TEXTS["docs/architecture.md"])
+    files = [
+        f"/{path.relative_to(ROOT)}" for room in ("service", "clients", "tests") for path in (ROOT / room).rglob("*.py")
+    ]
+    files += [f"/{path.name}" for path in ROOT.glob("*.py")]
+    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+
+
 def test_every_block_is_found() -> None:
     fences = {name: text.count("```") for name, text in TEXTS.items()}
     assert fences == {name: 2 * len(found) for name, found in BLOCKS.items()}
