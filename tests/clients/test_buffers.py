@@ -10,15 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gradserve_client import (
-    Client,
-    Conflict,
-    EpochOpen,
-    InvalidInput,
-    NotFound,
-    PreconditionFailed,
-    TooManyBuffers,
-)
+from gradserve_client import Client, Conflict, EpochOpen, InvalidInput, NotFound, PreconditionFailed, TooManyBuffers
 from gradserve_client._http import policy
 from gradserve_client._wire import bulk
 

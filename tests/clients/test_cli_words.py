@@ -91,10 +91,7 @@ def test_an_error_names_the_argument(server: Client) -> None:
     relu: dict[str, Any] = {"dY": [1], "X": [1]}
     cases: list[tuple[Any, str]] = [
         (lambda: w.zero(if_match="abc"), r"^If-Match is 'abc'"),
-        (
-            lambda: run("SoftmaxGrad_13", {"dY": [[1]], "Y": [[1]]}, {"foo": 1}),
-            r"'foo' is unknown; .*axis",
-        ),
+        (lambda: run("SoftmaxGrad_13", {"dY": [[1]], "Y": [[1]]}, {"foo": 1}), r"'foo' is unknown; .*axis"),
         (lambda: run("ReluGrad", relu, outputs=["dX"]), r"'outputs' is unknown"),
         (lambda: server.buffers.create_many({"a.b": {"shape": 2, "quorum": 0}}), r"^buffers\.a\.b\.quorum: "),
         (lambda: server.buffers.create_many({}), r"^specs is empty"),

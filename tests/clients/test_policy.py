@@ -203,8 +203,7 @@ def test_each_call_has_its_own_key_or_the_callers(kind: str, url: str, clock: Cl
 
 
 @pytest.mark.parametrize(
-    ("step", "error"),
-    [(never_sent, ConnectionFailed), (silent, TimedOut), (says(503), Unavailable), (says(429), Busy)],
+    ("step", "error"), [(never_sent, ConnectionFailed), (silent, TimedOut), (says(503), Unavailable), (says(429), Busy)]
 )
 def test_retries_end_at_the_timeout(kind: str, url: str, clock: Clock, step: Step, error: type[GradserveError]) -> None:
     def slow(send: Answering) -> httpx.Response:

@@ -287,11 +287,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(body[: draw(st.integers(0, len(body)))])
 
 
-CALLS: list[Any] = [
-    run("ReluGrad", {}, {}),
-    on("w", "POST", "/take", answers.taken, key="mine"),
-    operators(),
-]
+CALLS: list[Any] = [run("ReluGrad", {}, {}), on("w", "POST", "/take", answers.taken, key="mine"), operators()]
 
 
 @given(body=damaged() | st.binary(max_size=40) | JUNK.map(lambda one: json.dumps(one).encode()))

@@ -73,11 +73,7 @@ def words(page: Page, name: str, *arguments: Any) -> Any:
 
 
 def test_the_words_are_those_of_the_client(
-    open_page: Open,
-    server: str,
-    numbers: list[float],
-    time_zone: str,
-    capsys: pytest.CaptureFixture[str],
+    open_page: Open, server: str, numbers: list[float], time_zone: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = open_page(server, timezone_id=time_zone)
     program = "async (all) => { const { general } = await import('./page/words.js'); return all.map(EACH); }"
