@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 IN_FOUR := -n 4 --dist worksteal
-QUICK := $(addprefix --ignore=tests/,dashboard examples faults) --ignore-glob='tests/clients/test_torch*' -m 'not processes'
+QUICK := $(addprefix --ignore=tests/,dashboard examples faults clients/torch) -m 'not processes'
 WHAT ?=
 SECONDS ?= 60
 

@@ -13,6 +13,7 @@ from gradserve_client import Client
 from gradserve_client.cli import main
 
 from tests.clients.both import KINDS, connected
+from tests.clients.scripted import Clock, stopped
 from tests.clients.terminal import COMMAND, Call, Done, environment
 from tests.faults.servers import Server
 from tests.serving import serving
@@ -28,6 +29,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 def key() -> str:
     """A new prefix for idempotency keys."""
     return uuid.uuid4().hex
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of both clients, which only waits move."""
+    return stopped(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -80,15 +87,16 @@ def delete_all(server: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def three_urls() -> Iterator[list[str]]:
+def urls() -> Iterator[list[str]]:
+    """Yield the URLs of three servers."""
     with ExitStack() as servers:
         yield [servers.enter_context(serving()) for _ in range(3)]
 
 
 @pytest.fixture(params=[1, 3], ids=["one server", "three servers"])
-def one_or_three(request: pytest.FixtureRequest, kind: str, three_urls: list[str]) -> Iterator[Any]:
+def one_or_three(request: pytest.FixtureRequest, kind: str, urls: list[str]) -> Iterator[Any]:
     """A client of one server or of several, without buffers before and after the test."""
-    with connected(kind, three_urls[: request.param] if request.param > 1 else three_urls[0], timeout=20) as server:
+    with connected(kind, urls[: request.param] if request.param > 1 else urls[0], timeout=20) as server:
         delete_all(server)
         yield server
         delete_all(server)

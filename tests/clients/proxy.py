@@ -8,30 +8,25 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Self
 
 FAULTS = ("refused", "cut request", "lost answer", "cut answer", "twice", "twice and lost", "stall")
 PATIENCE = 30.0
 
 
-class Proxy:
-    """A proxy of the server at `port`. Every `one_in`th request meets the next of the faults, in turn."""
+class Listening:
+    """A server of bytes on a free port: `_serve` has each connection, in a thread of its own."""
 
-    def __init__(self, port: int, *, faults: Sequence[str] = FAULTS, one_in: int = 3) -> None:
-        self.met: Counter[str] = Counter()
-        self._port, self._one_in = port, one_in
-        self._faults, self._requests = itertools.cycle(faults), itertools.count(1)
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+    def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._accept)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
         self._listening.shutdown(socket.SHUT_RDWR)  # which wakes accept
         self._listening.close()
         self._thread.join()
@@ -44,6 +39,25 @@ class Proxy:
                 return
             connection.settimeout(PATIENCE)
             threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        raise NotImplementedError
+
+
+class Proxy(Listening):
+    """A proxy of the server at `port`. Every `one_in`th request meets the next of the faults, in turn."""
+
+    def __init__(self, port: int, *, faults: Sequence[str] = FAULTS, one_in: int = 3) -> None:
+        super().__init__()
+        self.met: Counter[str] = Counter()
+        self._port, self._one_in = port, one_in
+        self._faults, self._requests = itertools.cycle(faults), itertools.count(1)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        super().__exit__()
 
     def _serve(self, client: socket.socket) -> None:
         upstream: list[socket.socket] = []
@@ -113,39 +127,19 @@ def _reset(connection: socket.socket) -> None:
     connection.close()
 
 
-class Talker:
+class Talker(Listening):
     """A server of bytes: it calls `talk` with each connection and each whole request."""
 
     def __init__(self, talk: Callable[[socket.socket, bytes], object]) -> None:
+        super().__init__()
         self._talk = talk
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         self.requests: list[bytes] = []
 
-    def __enter__(self) -> Talker:
-        self._thread = threading.Thread(target=self._accept)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        self._thread.join()
-
-    def _accept(self) -> None:
-        while True:
+    def _serve(self, client: socket.socket) -> None:
+        with client:
             try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=[connection], daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(PATIENCE)
-        with connection:
-            try:
-                while request := _message(connection):
+                while request := _message(client):
                     self.requests.append(request)
-                    self._talk(connection, request)
+                    self._talk(client, request)
             except OSError:
                 pass

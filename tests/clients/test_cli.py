@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +24,7 @@ from gradserve_client._wire.tensors import decode, encode
 from safetensors.numpy import load_file, save_file
 
 from service.kernels import OPERATORS
+from tests.clients.proxy import Talker
 from tests.clients.terminal import COMMAND, Call, Done, environment, on_terminal, plain
 from tests.serving import serving
 
@@ -312,45 +313,29 @@ def test_usage_errors(call: Call, arguments: list[str]) -> None:
     assert "Error" in done.err
 
 
-class Stub(http.server.BaseHTTPRequestHandler):
-    """A server that needs a key to list operators, sends values slowly, and cannot store."""
+def stubbed(connection: socket.socket, request: bytes) -> None:
+    """Answer like a server that needs a key to list operators, sends values slowly, and cannot store."""
 
-    def do_GET(self) -> None:
-        if self.path.startswith("/v1/buffers/slow/value"):
-            body = b"".join(encode({"value": np.arange(8, dtype=np.float32)}))
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            for start in range(0, len(body), 16):
-                self.wfile.write(body[start : start + 16])
-                time.sleep(0.3)
-        elif self.headers["Authorization"] == "Bearer good":
-            self.answer(200, {"operators": []})
-        else:
-            self.answer(401, {"code": "unauthorized", "detail": "No\x1b[31m such\nkey"})
+    def answer(status: int, body: bytes, at_once: int = 1000) -> None:
+        connection.sendall(b"HTTP/1.1 %d Said\r\nContent-Length: %d\r\n\r\n" % (status, len(body)))
+        for start in range(0, len(body), at_once):
+            connection.sendall(body[start : start + at_once])
+            time.sleep(0.3 * (at_once < len(body)))
 
-    def do_POST(self) -> None:
-        self.answer(503, {"code": "store_failed", "detail": "No disk"})
-
-    def answer(self, status: int, document: object) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    if request.startswith(b"GET /v1/buffers/slow/value"):
+        answer(200, b"".join(encode({"value": np.arange(8, dtype=np.float32)})), at_once=16)
+    elif request.startswith(b"POST"):
+        answer(503, b'{"code": "store_failed", "detail": "No disk"}')
+    elif b"\r\nauthorization: bearer good\r\n" in request.lower():
+        answer(200, b'{"operators": []}')
+    else:
+        answer(401, b'{"code": "unauthorized", "detail": "No\\u001b[31m such\\nkey"}')
 
 
 @pytest.fixture
 def stub() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with Talker(stubbed) as server:
+        yield server.url
 
 
 def test_the_key_and_options_anywhere(call: Call, stub: str) -> None:
@@ -396,29 +381,36 @@ def test_a_reader_that_goes_away_causes_no_error(server: Client, arguments: list
     assert done.stderr == b""
 
 
-def test_an_interrupt_while_waiting(server: Client) -> None:
-    server.buffers["b"].create(2, quorum=2)
-    arguments = [COMMAND, "buffers", "get", "b", "--epoch", "0", "--timeout", "50"]
-    with Watched() as seen:
-        process = subprocess.Popen(arguments, env=environment(seen.url), stderr=subprocess.PIPE)
-        assert seen.asked.wait(30)
-        process.send_signal(signal.SIGINT)
+def interrupted(number: signal.Signals, place: Path, *arguments: str) -> tuple[int, bytes, bytes]:
+    """Send the signal to a command whose request has no answer. Return its exit code, its errors and the request."""
+    asked = threading.Event()
+
+    def silent(connection: socket.socket, request: bytes) -> None:
+        asked.set()
+        connection.recv(1)  # until the command ends
+
+    with Talker(silent) as server:
+        given = environment(server.url)
+        process = subprocess.Popen([COMMAND, *arguments], env=given, stderr=subprocess.PIPE, cwd=place)
+        assert asked.wait(30)
+        process.send_signal(number)
         _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (130, b"")
+    return process.returncode, said, server.requests[0]
+
+
+def test_an_interrupt_while_waiting(tmp_path: Path) -> None:
+    code, said, _ = interrupted(signal.SIGINT, tmp_path, "buffers", "get", "b", "--epoch", "0", "--timeout", "50")
+    assert (code, said) == (130, b"")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_interrupted_change_can_be_repeated(tmp_path: Path, number: signal.Signals, as_json: bool) -> None:
     """The error names the key, which the command made."""
-    arguments = [COMMAND, *["--json"] * as_json, "buffers", "take", "b", "-o", "taken.npy"]
-    with Watched() as seen:
-        process = subprocess.Popen(arguments, env=environment(seen.url), stderr=subprocess.PIPE, cwd=tmp_path)
-        assert seen.asked.wait(30)
-        process.send_signal(number)
-        _, said = process.communicate(timeout=30)
-    assert process.returncode == 130
-    key = seen.headers["Idempotency-Key"]
+    arguments = [*["--json"] * as_json, "buffers", "take", "b", "-o", "taken.npy"]
+    code, said, request = interrupted(number, tmp_path, *arguments)
+    (key,) = re.findall(r"(?i)\r\nidempotency-key: (\S+)\r\n", request.decode())
+    assert code == 130
     if as_json:
         error = json.loads(said)["error"]
         assert (error["code"], error["idempotency_key"], error["maybe_done"]) == ("interrupted", key, True)
@@ -426,40 +418,6 @@ def test_an_interrupted_change_can_be_repeated(tmp_path: Path, number: signal.Si
         hint = f"it may have been done: to be sure, repeat it with --key {key}"
         assert said.decode() == f"error: Interrupted (interrupted); {hint}\n"
     assert os.listdir(tmp_path) == []
-
-
-class Watched:
-    """A server that sets `asked` at a request, and does not answer."""
-
-    def __init__(self) -> None:
-        self.asked, self._done = threading.Event(), threading.Event()
-        self.headers: Any = None
-        outer = self
-
-        class Silent(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.headers = self.headers
-                outer.asked.set()
-                outer._done.wait(60)
-
-            do_POST = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> Watched:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -11,18 +11,11 @@ from typing import Any
 import httpx
 import pytest
 from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen
-from gradserve_client.torch import GradientAccumulator
 
 from tests.clients.both import connected
-from tests.clients.scripted import Answering, Clock, Scripted, Step, never_sent, says, sent_on, stopped, through
-from tests.clients.test_torch import net
+from tests.clients.scripted import Answering, Clock, Scripted, Step, never_sent, says, sent_on, through
 
 SECRET = "key-that-nobody-may-see"
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stopped(monkeypatch)
 
 
 @pytest.fixture
@@ -186,16 +179,3 @@ def test_no_secret_is_shown(kind_of_client: Any) -> None:
     client = kind_of_client(f"http://127.0.0.1:9/?token={SECRET}", api_key=SECRET)
     shown = [repr(one) for one in (client, client.buffers["w"], client.buffers, client.ops, client._runner)]
     assert all(SECRET not in text for text in shown), shown
-
-
-def test_an_accumulator_says_where_it_is(url: str) -> None:
-    with Client(url, api_key=SECRET) as server:
-        accumulator = GradientAccumulator(net(), server, run="shown", worker="rank0")
-        try:
-            assert repr(accumulator) == (
-                f"GradientAccumulator('rank0', prefix='shown.', epoch=0, server=Client({url!r}))"
-            )
-            plain = GradientAccumulator(net(), server, run="shown")
-            assert repr(plain).startswith("GradientAccumulator(prefix='shown.'")
-        finally:
-            server.buffers.delete(prefix="shown.")

@@ -40,17 +40,10 @@ from tests.clients.scripted import (
     says,
     sent_on,
     silent,
-    stopped,
     stray,
     through,
     unreachable,
 )
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stopped(monkeypatch)
-
 
 AGAIN: dict[str, list[Step]] = {
     "never sent": [never_sent, never_sent],

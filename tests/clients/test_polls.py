@@ -7,12 +7,7 @@ import pytest
 from gradserve_client import ConnectionFailed, EpochOpen
 
 from tests.clients.both import connected
-from tests.clients.scripted import Answering, Clock, Scripted, Step, never_sent, says, stopped, through
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stopped(monkeypatch)
+from tests.clients.scripted import Answering, Clock, Scripted, Step, never_sent, says, through
 
 
 def test_polls_are_equal_and_survive_faults(kind: str, url: str, clock: Clock) -> None:

@@ -139,9 +139,9 @@ def test_an_open_epoch_says_who_is_missing(server: Any) -> None:
     assert caught.value.missing == ()
 
 
-def test_the_missing_of_several_servers_are_joined(kind: str, three_urls: list[str]) -> None:
-    with connected(kind, three_urls) as server:
-        server.place({"miss.a": three_urls[0], "miss.b": three_urls[1]})
+def test_the_missing_of_several_servers_are_joined(kind: str, urls: list[str]) -> None:
+    with connected(kind, urls) as server:
+        server.place({"miss.a": urls[0], "miss.b": urls[1]})
         expected = {"shape": 1, "quorum": 3, "contributors": ["rank0", "rank1", "rank2"]}
         server.buffers.create_many(dict.fromkeys(["miss.a", "miss.b"], expected))
         server.buffers["miss.a"].accumulate(1.0, contributor="rank0")
@@ -243,9 +243,9 @@ def test_a_rule_that_is_fulfilled_closes_the_epoch(server: Any, key: str) -> Non
     assert w.info(epoch=0).closed_by == "quorum"
 
 
-def test_rules_of_buffers_on_several_servers(kind: str, three_urls: list[str]) -> None:
+def test_rules_of_buffers_on_several_servers(kind: str, urls: list[str]) -> None:
     names = [f"spread.{number}" for number in range(6)]
-    with connected(kind, three_urls) as server:
+    with connected(kind, urls) as server:
         server.buffers.create_many({name: {"shape": 1, "quorum": 9} for name in names})
         assert len(set(server.places("spread.").values())) > 1
         for name in names:

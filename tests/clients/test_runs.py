@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gradserve_client import Client, Conflict, InvalidInput, KeyReused, NotFound
-from gradserve_client.torch import GradientAccumulator
-
-from tests.clients.conftest import delete_all
-from tests.clients.test_torch import backward, grads, net
+from gradserve_client import InvalidInput, KeyReused, NotFound
 
 RUN = [f"run7.{number}" for number in range(8)]
 """Names that three servers share out."""
@@ -103,80 +97,3 @@ def test_mistaken_rules_are_refused(server: Any, run: list[str]) -> None:
         server.buffers.set_rules(run, prefix="run7.", quorum=3)
     with pytest.raises(InvalidInput, match="'run7 0' is not a buffer name"):
         server.buffers.set_rules(["run7 0"], quorum=3)
-
-
-# ----- models -----
-
-
-@pytest.fixture(params=[1, 3], ids=["one server", "three servers"])
-def plain(request: pytest.FixtureRequest, three_urls: list[str]) -> Iterator[Client]:
-    with Client(three_urls[: request.param], timeout=20) as server:
-        yield server
-        delete_all(server)
-
-
-def accumulator(server: Client, run: str, seed: int = 0, **options: Any) -> tuple[Any, GradientAccumulator]:
-    model = net(seed)
-    return model, GradientAccumulator(model, server, run=run, timeout=5, **options)
-
-
-@pytest.mark.parametrize("request_bytes", [None, 400], ids=["one request", "many requests"])
-def test_a_worker_leaves_and_the_quorum_follows(plain: Client, request_bytes: int | None) -> None:
-    run = uuid.uuid4().hex
-    workers = [accumulator(plain, run, quorum=3, request_bytes=request_bytes) for _ in range(2)]
-    for seed, (model, worker) in enumerate(workers):
-        backward(model, 2, seed)
-        worker.push(weight=2)
-    workers[0][1].set_rules(quorum=2, max_norm=1e9)
-    pulled = [worker.pull() for _, worker in workers]
-    assert [(one.count, one.closed_by) for one in pulled] == [(2, "quorum")] * 2
-    assert all((one == other).all() for one, other in zip(*(grads(model) for model, _ in workers), strict=True))
-    infos = [info for info in plain.buffers.list(run) if not info.name.endswith("::start")]
-    assert {info.quorum for info in infos} == {2}
-    assert {(info.name.endswith("::tally"), info.max_norm) for info in infos} == {(True, None), (False, 1e9)}
-    accumulator(plain, run, start="any", quorum=2, max_norm=1e9, request_bytes=request_bytes)
-    with pytest.raises(Conflict, match="quorum 2, not 3"):
-        accumulator(plain, run, start="any", quorum=3, max_norm=1e9, request_bytes=request_bytes)
-
-
-def test_whether_epochs_close_by_themselves_stays(plain: Client) -> None:
-    run = uuid.uuid4().hex
-    _, closing = accumulator(plain, run, quorum=3)
-    _, taking = accumulator(plain, f"{run}-x")
-    for worker, rules in ((closing, {"quorum": None}), (taking, {"deadline_seconds": 3.0})):
-        with pytest.raises(InvalidInput, match="whether epochs close by themselves"):
-            worker.set_rules(**rules)
-    closing.set_rules(quorum=None, quorum_weight=7.0)
-    assert {info.quorum_weight for info in plain.buffers.list(run) if info.name.endswith("::tally")} == {7.0, None}
-
-
-def test_all_buffers_of_a_run_expire(plain: Client) -> None:
-    run = uuid.uuid4().hex
-    model, worker = accumulator(plain, run, ttl_seconds=1000.0)
-    backward(model, 2, 0)
-    worker.push()
-    worker.broadcast_parameters(send=True)
-    infos = plain.buffers.list(run)
-    assert {info.name.rpartition("::")[2].partition(".")[0] for info in infos} >= {"start", "state", "tally"}
-    assert {info.ttl_seconds for info in infos} == {1000.0}
-
-
-def test_a_broadcast_survives_the_expiry_of_the_last(plain: Client) -> None:
-    run = uuid.uuid4().hex
-    workers = [accumulator(plain, run, seed, start="any", ttl_seconds=1000.0) for seed in range(2)]
-    for _ in range(2):
-        workers[0][1].broadcast_parameters(send=True)
-        workers[1][1].broadcast_parameters(send=False)
-        ours, theirs = (list(model.parameters()) for model, _ in workers)
-        assert all((one == other).all() for one, other in zip(ours, theirs, strict=True))
-        plain.buffers.delete(prefix=f"{workers[0][1].prefix}::state")
-
-
-def test_a_run_is_deleted_by_its_prefix(plain: Client) -> None:
-    run = uuid.uuid4().hex
-    model, worker = accumulator(plain, run)
-    backward(model, 2, 0)
-    worker.push()
-    plain.buffers.delete(prefix=worker.prefix)
-    assert plain.buffers.list(run) == []
-    accumulator(plain, run, seed=1)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import threading
 import time
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import anyio
@@ -23,7 +20,6 @@ from gradserve_client import (
     Client,
     ConnectionFailed,
     EpochOpen,
-    GradserveError,
     InvalidInput,
     KeyReused,
     NotFound,
@@ -38,15 +34,8 @@ from tests.clients.both import connected
 from tests.clients.conftest import delete_all
 from tests.clients.scripted import Scripted
 from tests.faults.servers import Server
-from tests.serving import serving
 
 NAMES = [f"layer{number}.{part}" for number in range(10) for part in ("weight", "bias")]
-
-
-@pytest.fixture(scope="module")
-def urls() -> Iterator[list[str]]:
-    with ExitStack() as servers:
-        yield [servers.enter_context(serving()) for _ in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -278,32 +267,6 @@ def test_a_closed_client_says_so_once(urls: list[str], kind: str) -> None:
             server.buffers.value(NAMES)
         with pytest.raises(InvalidInput, match=r"^The client is closed"):
             server.is_ready()
-
-
-@pytest.mark.parametrize("make", [AsyncClient, Client])
-@pytest.mark.parametrize("fails", ["one", "all"])
-def test_errors_keep_no_argument_in_memory(urls: list[str], make: Any, fails: str) -> None:
-    gone = [f"http://127.0.0.1:{port}" for port in (1, 2)]
-
-    async def call(gradient: Any) -> None:
-        found = make([*(urls[:1] if fails == "one" else ()), *gone], max_retries=0)
-        try:
-            added = found.buffers.accumulate({name: gradient for name in NAMES})
-            if make is AsyncClient:
-                await added
-        except GradserveError:
-            pass
-        await found.close() if make is AsyncClient else found.close()
-
-    gradient = np.ones((300, 300))
-    kept = weakref.ref(gradient)
-    gc.disable()  # for cycles would keep it, too, until some time later
-    try:
-        asyncio.run(call(gradient))
-        del gradient
-        assert kept() is None
-    finally:
-        gc.enable()
 
 
 @pytest.fixture

@@ -202,11 +202,18 @@ def test_indices_that_are_not_integers_are_refused(server: Any, indices: Any) ->
 # ----- references -----
 
 
-def fates(url: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the URL and the gradient's shape for each way that a call can end."""
-    gone = "http://127.0.0.1:1"
-    shapes = {"done": (300, 300), "broadcast": (1, 300), "refused": (7,), "too large": (1000, 1000)}
-    return {**{name: (url, shape) for name, shape in shapes.items()}, "not there": (gone, (300, 300))}
+def fates(url: str) -> dict[str, tuple[str | list[str], tuple[int, ...]]]:
+    """Return the URLs and the gradient's shape for each way that a call can end."""
+    gone, too = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    return {
+        "done": (url, (300, 300)),
+        "broadcast": (url, (1, 300)),
+        "refused": (url, (7,)),
+        "too large": (url, (1000, 1000)),
+        "not there": (gone, (300, 300)),
+        "one of three there": ([url, gone, too], (300, 300)),
+        "none of two there": ([gone, too], (300, 300)),
+    }
 
 
 @pytest.mark.parametrize("fate", fates(""))
@@ -221,7 +228,10 @@ def test_no_argument_stays_in_memory(url: str, fate: str, make: Any) -> None:
     async def call(gradient: Array) -> None:
         found = make(address, timeout=0.3)
         try:
-            added = found.buffers["kept"].accumulate(gradient)
+            if type(address) is str:
+                added = found.buffers["kept"].accumulate(gradient)
+            else:
+                added = found.buffers.accumulate({f"kept{number}": gradient for number in range(9)})
             if make is AsyncClient:
                 await added
         except GradserveError:

@@ -21,6 +21,7 @@ from gradserve_client.errors import ConnectionFailed, InvalidInput
 
 from service.keys import add
 from tests.clients.both import connected
+from tests.clients.conftest import delete_all
 from tests.clients.terminal import Call
 from tests.serving import serving, wait_until
 
@@ -46,11 +47,6 @@ def path() -> Iterator[Path]:
 def server(path: Path, kind: str) -> Iterator[Any]:
     with connected(kind, f"unix:{path}", timeout=20) as server:
         yield server
-
-
-def delete_all(server: Any) -> None:
-    for one in server.buffers.list():
-        server.buffers[one.name].delete()
 
 
 @pytest.mark.parametrize("size", [1, 100_000, LARGE])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,18 +10,12 @@ import pytest
 from gradserve_client import Client
 
 from service.kernels import OPERATORS
+from tests.examples.running import run
 from tests.serving import serving
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "examples/digits_data_parallel.py", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
 def test_the_example_learns_the_digits_as_one_process_does() -> None:
-    done = run("--epochs", "4")
+    done = run("digits_data_parallel", "--epochs", "4")
     assert done.returncode == 0, done.stderr
     losses = [float(one) for one in re.findall(r"epoch +\d+  loss (\S+)", done.stdout)]
     assert len(losses) == 4
@@ -41,7 +32,7 @@ def test_the_example_fails_if_an_operator_is_wrong(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(vars(OPERATORS["ReluGrad"]), "kernel", wrong)
     with serving() as url:
-        done = run("--epochs", "1", "--url", url)
+        done = run("digits_data_parallel", "--epochs", "1", "--url", url)
     assert done.returncode == 1
     assert "The losses are not those of one process" in done.stderr
 
@@ -49,7 +40,7 @@ def test_the_example_fails_if_an_operator_is_wrong(monkeypatch: pytest.MonkeyPat
 def test_the_example_adds_each_gradient_once_to_its_own_buffers() -> None:
     with serving() as url, Client(url) as server:
         server.buffers["W1"].create(3)
-        done = run("--epochs", "1", "--url", url)
+        done = run("digits_data_parallel", "--epochs", "1", "--url", url)
         assert done.returncode == 0, done.stderr
         theirs, *ours = sorted(server.buffers.list(), key=lambda one: one.name != "W1")
     assert (theirs.version, theirs.shape) == (0, (3,))

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from gradserve_client import Client
+from tests.examples.running import run, shared
 
-from tests.serving import serving
-
-ROOT = Path(__file__).parents[2]
 RANKS = range(6)
 STEPS = 24
-
-
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "examples/elastic_workers.py", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
 def epochs(printed: str, name: str) -> list[tuple[set[int], str]]:
@@ -35,11 +25,9 @@ def epochs(printed: str, name: str) -> list[tuple[set[int], str]]:
 
 def test_training_goes_on_without_the_workers_that_are_away(tmp_path: Path) -> None:
     image = tmp_path / "loss.png"
-    with serving() as url, Client(url) as server:
-        server.buffers["0.weight"].create(3)
-        done = run("--steps", str(STEPS), "--deadline", "0.2", "--plot", str(image), "--url", url)
+    with shared("0.weight") as url:
+        done = run("elastic_workers", "--steps", str(STEPS), "--deadline", "0.2", "--plot", str(image), "--url", url)
         assert done.returncode == 0, done.stderr
-        assert [(one.name, one.version) for one in server.buffers.list()] == [("0.weight", 0)]
 
     undisturbed, disturbed = epochs(done.stdout, "undisturbed"), epochs(done.stdout, "disturbed")
     assert len(undisturbed) == len(disturbed) == STEPS
@@ -62,6 +50,6 @@ def test_training_goes_on_without_the_workers_that_are_away(tmp_path: Path) -> N
 
 
 def test_too_few_steps_are_refused() -> None:
-    done = run("--steps", "19")
+    done = run("elastic_workers", "--steps", "19")
     assert done.returncode == 2
     assert "--steps is 19, but must be from 20 to 1000" in done.stderr

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-from gradserve_client import Client
+from tests.examples.running import run, shared
 
-from tests.serving import serving
-
-ROOT = Path(__file__).parents[2]
 PARAMETERS = 64 * 64 + 64 + 64 * 10 + 10
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "examples/local_sgd.py", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-
-
 def test_local_steps_learn_the_digits_with_a_tenth_of_the_bytes() -> None:
-    with serving() as url, Client(url) as server:
-        server.buffers["0.weight"].create(3)
-        done = run("--steps", "40", "--url", url)
+    with shared("0.weight") as url:
+        done = run("local_sgd", "--steps", "40", "--url", url)
         assert done.returncode == 0, done.stderr
-        assert [(one.name, one.version) for one in server.buffers.list()] == [("0.weight", 0)]
     rows = re.findall(r"^(\w+) +([\d,]+) +([\d.]+) +([\d.]+)%$", done.stdout, re.MULTILINE)
     assert [name for name, *_ in rows] == ["data_parallel", "local_steps"]
     together, local = (int(sent.replace(",", "")) for _, sent, _, _ in rows)
@@ -36,6 +23,6 @@ def test_local_steps_learn_the_digits_with_a_tenth_of_the_bytes() -> None:
 
 
 def test_steps_that_are_no_whole_rounds_are_refused() -> None:
-    done = run("--steps", "15")
+    done = run("local_sgd", "--steps", "15")
     assert done.returncode == 2
     assert "--steps is 15, but must be a multiple of 10" in done.stderr

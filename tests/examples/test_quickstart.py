@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradserve_client import Client
 
 from tests.examples.notebook import NOTEBOOK, executed, read
-from tests.serving import serving
+from tests.examples.running import shared
 
 MAX_BYTES = 30_000
 """The limit of the notebook's size, with a plot of 10 KB: each change of an output stays in the history."""
@@ -40,10 +39,8 @@ def test_it_prints_what_is_committed(given: bool, tmp_path: Path, monkeypatch: p
     if not given:
         assert outputs(executed()) == outputs(read())
         return
-    with serving() as url, Client(url) as server:
-        server.buffers["weight"].create(3)
+    with shared("weight") as url:
         assert outputs(executed(GRADSERVE_URL=url)) == outputs(read())
-        assert [(one.name, one.version) for one in server.buffers.list()] == [("weight", 0)]
 
 
 def test_it_shows_a_kernel_a_buffer_an_all_reduce_and_a_plot() -> None:

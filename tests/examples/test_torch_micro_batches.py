@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from gradserve_client import Client
 
 import service.api.buffers.request
+from tests.examples.running import run, shared
 from tests.serving import serving
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "examples/torch_micro_batches.py", "--short", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
 def test_the_example_equals_pytorch_behind_a_bad_network() -> None:
-    done = run()
+    done = run("torch_micro_batches", "--short")
     assert done.returncode == 0, done.stderr
     (requests, harmed) = map(int, re.findall(r"saw (\d+) requests, and did harm to (\d+)", done.stdout)[0])
     assert requests // 5 <= harmed <= requests // 5 + 1
@@ -36,11 +26,9 @@ def test_the_example_equals_pytorch_behind_a_bad_network() -> None:
 
 
 def test_the_example_leaves_no_buffer_on_the_named_server() -> None:
-    with serving() as url, Client(url) as server:
-        server.buffers["0.weight"].create(3)
-        done = run("--url", url)
+    with shared("0.weight") as url:
+        done = run("torch_micro_batches", "--short", "--url", url)
         assert done.returncode == 0, done.stderr
-        assert [(one.name, one.version) for one in server.buffers.list()] == [("0.weight", 0)]
 
 
 def test_the_example_fails_if_the_server_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +37,7 @@ def test_the_example_fails_if_the_server_counts_twice(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(service.api.buffers.request, "key_of", forgotten)
     with serving() as url:
-        done = run("--url", url)
+        done = run("torch_micro_batches", "--short", "--url", url)
     assert done.returncode == 1
     signs = ("The difference is beyond 1e-06", "EpochOpen", "StaleEpoch")  # by what was counted twice
     assert any(sign in done.stderr for sign in signs), done.stderr

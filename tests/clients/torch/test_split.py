@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from gradserve_client import Client, ConnectionFailed, InvalidInput, KeyReused, StaleEpoch, TooLarge
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.test_torch import assert_close, grads
+from tests.clients.torch.training import Watched, assert_close, fill_with, grads
 from tests.serving import serving
 
 BODY_BYTES = 1 << 16
@@ -30,11 +28,6 @@ def urls() -> Iterator[list[str]]:
 def server(urls: list[str]) -> Iterator[Client]:
     with Client(urls[0]) as server:
         yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
 
 
 def wide(seed: int = 0) -> Any:
@@ -57,26 +50,10 @@ def accumulator(model: Any, server: Client, run: str, **options: Any) -> Gradien
     return GradientAccumulator(model, server, run=run, **given)
 
 
-class Cut(httpx.HTTPTransport):
-    """Loses the connection after some requests, and notes the sizes of the bodies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = 1 << 30
-        self.sent: list[tuple[str, int]] = []
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        if self.left == 0:
-            raise httpx.ConnectError("no route")
-        self.left -= 1
-        self.sent.append((request.url.path, int(request.headers.get("content-length", "0"))))
-        return super().handle_request(request)
-
-
 @pytest.mark.parametrize("quorum", [None, 2])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_model_of_many_requests(urls: list[str], run: str, quorum: int | None, servers: int) -> None:
-    transport = Cut()
+    transport = Watched()
     with Client(urls[:servers], transport=transport) as server:
         model = wide()
         gradients = accumulator(model, server, run, quorum=quorum)
@@ -99,7 +76,7 @@ def test_a_worker_that_dies_between_requests_repeats_its_push(
     urls: list[str], server: Client, run: str, done: int
 ) -> None:
     """The other worker has pushed before, so that some epochs close and others stay open."""
-    models, transport = [wide(), wide()], Cut()
+    models, transport = [wide(), wide()], Watched()
     expected = [fill(model, seed) for seed, model in enumerate(models)]
     other = accumulator(models[0], server, run, quorum=2, worker="0")
     other.push(weight=1)
@@ -123,7 +100,7 @@ def test_a_worker_that_dies_between_requests_repeats_its_push(
 
 
 def test_a_pull_that_breaks_off_sets_no_gradient(urls: list[str], run: str) -> None:
-    transport = Cut()
+    transport = Watched()
     with Client(urls[0], transport=transport, max_retries=0) as server:
         model = wide()
         gradients = accumulator(model, server, run)
@@ -141,7 +118,7 @@ def test_a_pull_that_breaks_off_sets_no_gradient(urls: list[str], run: str) -> N
 
 def test_a_push_with_other_gradients_counts_where_the_first_did_not(urls: list[str], server: Client, run: str) -> None:
     """Each buffer gets one push, so its epoch can close."""
-    model, transport = wide(), Cut()
+    model, transport = wide(), Watched()
     with Client(urls[0], transport=transport, max_retries=0) as mortal:
         gradients = accumulator(model, mortal, run, quorum=1, worker="0")
         first = fill(model, 1)
@@ -161,7 +138,7 @@ def test_a_push_with_other_gradients_counts_where_the_first_did_not(urls: list[s
 
 def test_a_late_push_does_not_keep_its_other_requests_back(urls: list[str], server: Client, run: str) -> None:
     """Of the fast worker's push, one request came through. All buffers end in the same epoch."""
-    fast, slow, transport = wide(), wide(), Cut()
+    fast, slow, transport = wide(), wide(), Watched()
     with Client(urls[0], transport=transport, max_retries=0) as mortal:
         late = accumulator(slow, server, run, quorum=1, worker="1")
         first = accumulator(fast, mortal, run, quorum=1, worker="0")
@@ -208,8 +185,7 @@ def test_requests_fit_the_server_by_default(server: Client, run: str) -> None:
 def test_requests_of_any_size(server: Client, run: str, size: int) -> None:
     model = torch.nn.ParameterList([torch.zeros(5), torch.zeros(size // 4)])
     gradients = accumulator(model, server, run, request_bytes=size)
-    for parameter in model:
-        parameter.grad = torch.ones_like(parameter)
+    fill_with(model, 1)
     gradients.push()
     gradients.pull()
     assert all(gradient.eq(1).all() for gradient in grads(model))

@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import math
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from gradserve_client import Client, ConnectionFailed, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.test_torch import assert_close, backward, grads, net, own
-
-
-@pytest.fixture(scope="module")
-def server(url: str) -> Iterator[Client]:
-    with Client(url) as server:
-        yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
+from tests.clients.torch.training import Watched, assert_close, backward, fill_with, grads, net, own
 
 
 def workers(server: Client, run: str, **options: Any) -> list[tuple[Any, GradientAccumulator]]:
     """Return two models with accumulators of one quorum."""
     models = [net(), net()]
     return [(model, GradientAccumulator(model, server, run=run, quorum=2, **options)) for model in models]
-
-
-class Sizes(httpx.HTTPTransport):
-    """Notes the bytes of the requests and of the answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[int] = []
-        self.answered: list[int] = []
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self.sent.append(int(request.headers.get("content-length", "0")))
-        response = super().handle_request(request)
-        self.answered.append(int(response.headers.get("content-length", "0")))
-        return response
 
 
 # ----- epochs without gradients -----
@@ -85,17 +56,16 @@ def test_a_single_worker_closes_an_epoch_without_weight(server: Client, run: str
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_push_of_weight_0_sends_no_number(url: str, run: str, bad: float) -> None:
-    transport = Sizes()
+    transport = Watched()
     with Client(url, transport=transport) as server:
         (first, one), (second, two) = workers(server, run)
         backward(first, 4, 1)
         expected = grads(first)
         one.push()
-        for parameter in second.parameters():
-            parameter.grad = torch.full_like(parameter, bad)
+        fill_with(second, bad)
         transport.sent.clear()
         two.push(weight=0)
-        assert max(transport.sent) < 600
+        assert max(size for _, size in transport.sent) < 600
         assert grads(second) == [None] * 4
         for model, worker in ((first, one), (second, two)):
             worker.pull()
@@ -122,8 +92,7 @@ def test_reduce_sum(server: Client, run: str, quorum: int | None) -> None:
         backward(model, size, seed)
         gradients.push(weight=size)
     assert gradients.pull().weight == 6
-    for found, wanted in zip(grads(model), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert_close(grads(model), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
@@ -158,8 +127,7 @@ def test_options_that_do_not_exist(server: Client, run: str, options: Any, words
 def test_nonfinite_gradients_are_refused(server: Client, run: str) -> None:
     model = net()
     gradients = GradientAccumulator(model, server, run=run, nonfinite="reject")
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, math.nan)
+    fill_with(model, math.nan)
     with pytest.raises(InvalidInput, match="infinite or NaN"):
         gradients.push()
     assert all(gradient.isnan().all() for gradient in grads(model))
@@ -197,7 +165,7 @@ def test_rules_reach_the_buffers(server: Client, run: str) -> None:
 def test_half_precision_travels_as_it_is(
     url: str, run: str, quorum: int | None, dtype: Any, wire: Any, itemsize: int
 ) -> None:
-    transport, size = Sizes(), 5000
+    transport, size = Watched(), 5000
     with Client(url, transport=transport) as server:
         model = torch.nn.ParameterList([torch.zeros(size, dtype=dtype)])
         gradients = GradientAccumulator(model, server, run=run, quorum=quorum, wire_dtype=wire)
@@ -205,7 +173,7 @@ def test_half_precision_travels_as_it_is(
         expected = model[0].grad
         transport.sent.clear()
         gradients.push(weight=3)
-        assert 0 <= sum(transport.sent) - size * itemsize < 1000
+        assert 0 <= sum(size for _, size in transport.sent) - size * itemsize < 1000
         transport.answered.clear()
         gradients.pull()
         assert 0 <= sum(transport.answered) - size * itemsize < 2000
@@ -213,30 +181,18 @@ def test_half_precision_travels_as_it_is(
     assert torch.equal(model[0].grad, expected)
 
 
-class Refusing(httpx.HTTPTransport):
-    """Does not connect for a request whose query has `refused`."""
-
-    refused = "nothing"
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        if self.refused in request.url.query.decode():
-            raise httpx.ConnectError("no route")
-        return super().handle_request(request)
-
-
 def test_a_pull_of_several_dtypes_is_finished_by_another_worker(url: str, run: str) -> None:
     """Without a quorum there is a `take` for each dtype. The first worker dies after the first `take`."""
-    transport = Refusing()
+    transport = Watched()
     with Client(url, transport=transport, max_retries=0) as server:
         models = [torch.nn.ParameterList([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]) for _ in range(2)]
         first = GradientAccumulator(models[0], server, run=run)
-        for parameter in models[0]:
-            parameter.grad = torch.ones_like(parameter)
+        fill_with(models[0], 1)
         first.push()
-        transport.refused = "dtype=bfloat16"
+        transport.refuses = lambda request: b"dtype=bfloat16" in request.url.query
         with pytest.raises(ConnectionFailed):
             first.pull()
-        transport.refused = "nothing"
+        transport.refuses = lambda request: False
         second = GradientAccumulator(models[1], server, run=run)
         for worker, model in ((second, models[1]), (first, models[0])):
             assert worker.epoch == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,18 +11,7 @@ from gradserve_client import Client, Conflict, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 from torch.nn import functional
 
-from tests.clients.test_torch import batch, grads, net
-
-
-@pytest.fixture(scope="module")
-def server(url: str) -> Iterator[Client]:
-    with Client(url) as server:
-        yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
+from tests.clients.torch.training import assert_close, batch, fill_with, grads, net, same
 
 
 class Worker:
@@ -70,9 +57,8 @@ def test_scaled_gradients_train_all_workers_alike(server: Client, run: str, dtyp
             optimizer.step()
             optimizer.zero_grad()
         first, second = (list(worker.model.parameters()) for worker in workers)
-        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-        for found, wanted in zip(first, own.parameters(), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+        assert same(first, second)
+        assert_close(first, [*own.parameters()], atol=1e-3)
     assert [worker.scaler.get_scale() for worker in workers] == [1024.0, 1024.0]  # doubled once, halved once
 
 
@@ -84,8 +70,7 @@ def test_different_scales_are_noticed_by_all(server: Client, run: str, reduce: A
 
     def push(scales: list[float]) -> None:
         for worker, model, one in zip(workers, models, scales, strict=True):
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
+            fill_with(model, 1)
             worker.push(weight=0.7, scale=one)
 
     push([1024.0, scale])
@@ -102,8 +87,7 @@ def test_a_push_of_weight_0_has_no_scale(server: Client, run: str) -> None:
     model = net()
     worker = GradientAccumulator(model, server, run=run, quorum=2)
     worker.push(weight=0, scale=3.0)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    fill_with(model, 1)
     worker.push(scale=2.0)
     assert worker.pull().weight == 1
 

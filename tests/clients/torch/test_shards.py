@@ -2,55 +2,25 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from gradserve_client import Client, Conflict, ConnectionFailed, InvalidInput
 from gradserve_client._http import policy
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.test_torch import assert_close, backward, grads, net, own
+from tests.clients.torch.training import Watched, assert_close, backward, grads, net, own, same
 from tests.faults.servers import Server
-from tests.serving import serving
-
-
-@pytest.fixture(scope="module")
-def urls() -> Iterator[list[str]]:
-    with ExitStack() as servers:
-        yield [servers.enter_context(serving()) for _ in range(3)]
 
 
 @pytest.fixture
 def server(urls: list[str]) -> Iterator[Client]:
     with Client(urls) as server:
         yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
-
-
-class Partial(httpx.HTTPTransport):
-    """Reaches every server except those in `down`, and counts requests by path."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down: set[str] = set()
-        self.paths: Counter[str] = Counter()
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self.paths[request.url.path] += 1
-        if f"http://{request.url.netloc.decode()}" in self.down:
-            raise httpx.ConnectError("no route")
-        return super().handle_request(request)
 
 
 def train(server: Client, run: str, killed: Sequence[Server] = ()) -> list[Any]:
@@ -77,7 +47,7 @@ def train(server: Client, run: str, killed: Sequence[Server] = ()) -> list[Any]:
             state = workers[0].state_dict()
             workers[0] = accumulator(0)
             workers[0].load_state_dict(state)
-    assert all(torch.equal(one, two) for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert same(models[0].parameters(), models[1].parameters())
     return [*models[0].parameters()]
 
 
@@ -96,17 +66,17 @@ def test_three_servers_and_kills_give_the_bits_of_one(
         found = train(server, run, processes)
         assert len({*server.places(run).values()}) == 3
         assert {info.epoch for info in server.buffers.list(run) if not info.name.endswith("::start")} == {3}
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert same(found, expected)
 
 
 def test_bytes_are_balanced_and_requests_are_one_for_each_server(urls: list[str], run: str) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(30 + number, 50) for number in range(9)])
-    transport = Partial()
+    transport = Watched()
     with Client(urls, transport=transport) as server:
         gradients = GradientAccumulator(model, server, run=run)
-        transport.paths.clear()
+        transport.sent.clear()
         gradients.push(weight=0)
-        assert transport.paths == {"/v1/buffers/accumulate": 3}
+        assert [path for path, _ in transport.sent] == ["/v1/buffers/accumulate"] * 3
         held = Counter[str]()
         for info in server.buffers.list(run):
             if "::" not in info.name:
@@ -156,7 +126,7 @@ def test_a_state_says_where_the_buffers_are(urls: list[str], server: Client, run
 
 
 def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(urls: list[str], run: str) -> None:
-    models, transport = [net(), net()], Partial()
+    models, transport = [net(), net()], Watched()
     expected = own(models[0], [(4, 1), (2, 2)])
 
     with Client(urls, transport=transport, max_retries=0) as server:
@@ -168,11 +138,11 @@ def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(ur
         backward(models[0], 4, 1)
         workers[0].push(weight=4)
         backward(models[1], 2, 2)
-        transport.down = {urls[2]}
+        transport.refuses = lambda request: str(request.url).startswith(urls[2])
         with pytest.raises(ConnectionFailed, match=f"^{urls[2]}: The connection failed: no route$") as caught:
             workers[1].push(weight=2)
         assert caught.value.maybe_done
-        transport.down = set()
+        transport.refuses = lambda request: False
         assert {info.epoch for info in server.buffers.list(run)} == {0, 1}
 
         workers[1] = accumulator(1)
@@ -181,7 +151,7 @@ def test_a_worker_that_died_between_servers_pushes_again_in_the_earlier_epoch(ur
         for worker, model in zip(workers, models, strict=True):
             worker.pull()
             assert_close(grads(model), expected)
-        assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
+        assert same(grads(models[0]), grads(models[1]))
         assert {info.epoch for info in server.buffers.list(run) if not info.name.endswith("::start")} == {1}
 
 

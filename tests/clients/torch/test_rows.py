@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +9,7 @@ import torch
 from gradserve_client import Client
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.test_torch import assert_close, grads
-from tests.clients.test_torch_split import Cut
-
-
-@pytest.fixture(scope="module")
-def server(url: str) -> Iterator[Client]:
-    with Client(url) as server:
-        yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
+from tests.clients.torch.training import Watched, assert_close, exchange, grads
 
 
 class Words(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
@@ -59,7 +45,7 @@ def test_a_sparse_embedding_gets_the_gradient_of_a_dense_one(server: Client, run
         gradients.pull()
         assert (model.words.weight.grad.layout == torch.sparse_coo) is sparse
         found.append(whole(grads(model)))
-    assert_close(*found)
+    assert_close(found[0], found[1])
 
 
 def test_workers_with_sparse_and_dense_gradients_meet(server: Client, run: str) -> None:
@@ -85,7 +71,7 @@ def test_sparse_gradients_of_every_dtype(server: Client, run: str, dtype: Any, w
     values = torch.tensor([[1.0], [2.0], [4.0]]).to(dtype).expand(3, 20) * (1j if dtype.is_complex else 1)
     model.x.grad = torch.sparse_coo_tensor(torch.tensor([[7, 30, 7]]), values, (40, 20), check_invariants=True)
     expected = model.x.grad.to_dense()
-    transport = Cut()
+    transport = Watched()
     with Client(server.url, transport=transport) as noting:
         gradients = GradientAccumulator(model, noting, run=run, wire_dtype=wire)
         gradients.push()
@@ -95,7 +81,7 @@ def test_sparse_gradients_of_every_dtype(server: Client, run: str, dtype: Any, w
 
 
 def test_only_rows_travel(server: Client, run: str) -> None:
-    transport = Cut()
+    transport = Watched()
     with Client(server.url, transport=transport) as noting:
         model = Words(sparse=True, count=3000)
         gradients = GradientAccumulator(model, noting, run=run)
@@ -111,7 +97,7 @@ def test_only_rows_travel(server: Client, run: str) -> None:
 
 def test_a_split_embedding_sends_each_part_in_the_shorter_form(server: Client, run: str) -> None:
     """The first parts get all rows, as numbers; the others get few. Rows of one number take 12 bytes, not 4."""
-    transport = Cut()
+    transport = Watched()
     with Client(server.url, transport=transport) as noting:
         model = Words(sparse=True, count=20_000, width=1)
         gradients = GradientAccumulator(model, noting, run=run, request_bytes=10_000)
@@ -141,9 +127,7 @@ def test_other_sparse_gradients_travel(server: Client, run: str, gradient: Any) 
     model.x = torch.nn.Parameter(torch.zeros(4, 4))
     model.x.grad = gradient
     expected = gradient.to_dense()
-    gradients = GradientAccumulator(model, server, run=run)
-    gradients.push()
-    gradients.pull()
+    exchange(model, server, run)
     assert torch.equal(model.x.grad.to_dense(), expected)
 
 

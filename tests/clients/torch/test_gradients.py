@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,31 +9,13 @@ import torch
 from gradserve_client import Client
 from gradserve_client.torch import GradientAccumulator
 
-
-@pytest.fixture(scope="module")
-def server(url: str) -> Iterator[Client]:
-    with Client(url) as server:
-        yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
-
-
-def one(data: Any) -> Any:
-    """Return a model with one parameter, `x`."""
-    model = torch.nn.Module()
-    model.x = torch.nn.Parameter(data)
-    return model
+from tests.clients.torch.training import exchange, one
 
 
 def exchanged(server: Client, run: str, model: Any, gradient: Any) -> Any:
     """Return what the parameter gets back for this gradient."""
     model.x.grad = gradient
-    gradients = GradientAccumulator(model, server, run=run)
-    gradients.push()
-    gradients.pull()
+    exchange(model, server, run)
     return model.x.grad
 
 

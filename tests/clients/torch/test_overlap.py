@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Iterator
 
 import httpx
@@ -12,7 +11,7 @@ import torch
 from gradserve_client import Client, ConnectionFailed, KeyReused, NotFound, StaleEpoch
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.test_torch import assert_close, backward, grads, net, own
+from tests.clients.torch.training import assert_close, backward, grads, net, own
 
 
 class Gate(httpx.HTTPTransport):
@@ -49,11 +48,6 @@ def gate() -> Gate:
 def server(url: str, gate: Gate) -> Iterator[Client]:
     with Client(url, transport=gate, max_retries=0) as server:
         yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
 
 
 def test_the_next_forward_and_backward_run_while_a_push_is_on_its_way(server: Client, gate: Gate, run: str) -> None:

@@ -1,38 +1,22 @@
-"""Workers that are slow, dead or late: epochs end by their deadlines, and say who was in them."""
+"""Workers that are slow, dead, late or gone: epochs end by their rules, and say who was in them. Runs come and go."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from gradserve_client import Client, Conflict, DuplicateContributor, EpochOpen, InvalidInput, StaleEpoch
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.test_torch import assert_close, backward, grads, net, own
-from tests.serving import serving
+from tests.clients.torch.training import assert_close, backward, grads, net, own, same
 
 DEADLINE_SECONDS = 0.3
 """Seconds of a deadline that the tests wait for: several pushes take a tenth of it."""
 
 
-@pytest.fixture(scope="module")
-def urls() -> Iterator[list[str]]:
-    with ExitStack() as servers:
-        yield [servers.enter_context(serving()) for _ in range(3)]
-
-
-@pytest.fixture(params=[1, 3], ids=["one server", "three servers"])
-def server(request: pytest.FixtureRequest, urls: list[str]) -> Iterator[Client]:
-    with Client(urls[: request.param], timeout=20) as server:
-        yield server
-
-
 @pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
+def server(one_or_three: Client) -> Client:
+    return one_or_three
 
 
 def workers(server: Client, run: str, number: int, **options: Any) -> list[tuple[Any, GradientAccumulator]]:
@@ -177,3 +161,68 @@ def test_a_mistaken_rule_fails_before_any_request(server: Client, run: str) -> N
         with pytest.raises(error, match=next(iter(mistaken))):
             workers(server, run, 1, **mistaken)
     assert server.buffers.list(run) == []
+
+
+# ----- a run comes and goes -----
+
+
+def accumulator(server: Client, run: str, seed: int = 0, **options: Any) -> tuple[Any, GradientAccumulator]:
+    model = net(seed)
+    return model, GradientAccumulator(model, server, run=run, timeout=5, **options)
+
+
+@pytest.mark.parametrize("request_bytes", [None, 400], ids=["one request", "many requests"])
+def test_a_worker_leaves_and_the_quorum_follows(server: Client, run: str, request_bytes: int | None) -> None:
+    workers = [accumulator(server, run, quorum=3, request_bytes=request_bytes) for _ in range(2)]
+    for seed, (model, worker) in enumerate(workers):
+        backward(model, 2, seed)
+        worker.push(weight=2)
+    workers[0][1].set_rules(quorum=2, max_norm=1e9)
+    pulled = [worker.pull() for _, worker in workers]
+    assert [(one.count, one.closed_by) for one in pulled] == [(2, "quorum")] * 2
+    assert same(*(grads(model) for model, _ in workers))
+    infos = [info for info in server.buffers.list(run) if not info.name.endswith("::start")]
+    assert {info.quorum for info in infos} == {2}
+    assert {(info.name.endswith("::tally"), info.max_norm) for info in infos} == {(True, None), (False, 1e9)}
+    accumulator(server, run, start="any", quorum=2, max_norm=1e9, request_bytes=request_bytes)
+    with pytest.raises(Conflict, match="quorum 2, not 3"):
+        accumulator(server, run, start="any", quorum=3, max_norm=1e9, request_bytes=request_bytes)
+
+
+def test_whether_epochs_close_by_themselves_stays(server: Client, run: str) -> None:
+    _, closing = accumulator(server, run, quorum=3)
+    _, taking = accumulator(server, f"{run}-x")
+    for worker, rules in ((closing, {"quorum": None}), (taking, {"deadline_seconds": 3.0})):
+        with pytest.raises(InvalidInput, match="whether epochs close by themselves"):
+            worker.set_rules(**rules)
+    closing.set_rules(quorum=None, quorum_weight=7.0)
+    assert {info.quorum_weight for info in server.buffers.list(run) if info.name.endswith("::tally")} == {7.0, None}
+
+
+def test_all_buffers_of_a_run_expire(server: Client, run: str) -> None:
+    model, worker = accumulator(server, run, ttl_seconds=1000.0)
+    backward(model, 2, 0)
+    worker.push()
+    worker.broadcast_parameters(send=True)
+    infos = server.buffers.list(run)
+    assert {info.name.rpartition("::")[2].partition(".")[0] for info in infos} >= {"start", "state", "tally"}
+    assert {info.ttl_seconds for info in infos} == {1000.0}
+
+
+def test_a_broadcast_survives_the_expiry_of_the_last(server: Client, run: str) -> None:
+    workers = [accumulator(server, run, seed, start="any", ttl_seconds=1000.0) for seed in range(2)]
+    for _ in range(2):
+        workers[0][1].broadcast_parameters(send=True)
+        workers[1][1].broadcast_parameters(send=False)
+        ours, theirs = (list(model.parameters()) for model, _ in workers)
+        assert same(ours, theirs)
+        server.buffers.delete(prefix=f"{workers[0][1].prefix}::state")
+
+
+def test_a_run_is_deleted_by_its_prefix(server: Client, run: str) -> None:
+    model, worker = accumulator(server, run)
+    backward(model, 2, 0)
+    worker.push()
+    server.buffers.delete(prefix=worker.prefix)
+    assert server.buffers.list(run) == []
+    accumulator(server, run, seed=1)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import doctest
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import gradserve_client.torch
-import httpx
 import pytest
 import torch
 from gradserve_client import (
@@ -30,70 +27,8 @@ from gradserve_client import (
 from gradserve_client.torch import GradientAccumulator
 from torch.nn import functional
 
+from tests.clients.torch.training import Watched, assert_close, backward, exchange, fill_with, grads, net, own, same
 from tests.faults.servers import Server
-
-
-@pytest.fixture(scope="module")
-def server(url: str) -> Iterator[Client]:
-    with Client(url) as server:
-        yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
-
-
-def net(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
-
-
-def batch(size: int, seed: int) -> tuple[Any, Any]:
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 5, generator=random), torch.randint(3, (size,), generator=random)
-
-
-def backward(model: Any, size: int, seed: int) -> None:
-    samples, labels = batch(size, seed)
-    functional.cross_entropy(model(samples), labels).backward()
-
-
-def own(model: Any, batches: list[tuple[int, int]]) -> list[Any]:
-    """Return PyTorch's own weighted mean of the gradients over batches of these sizes and seeds."""
-    model = copy.deepcopy(model)
-    model.zero_grad()
-    for size, seed in batches:
-        samples, labels = batch(size, seed)
-        (functional.cross_entropy(model(samples), labels) * size / sum(size for size, _ in batches)).backward()
-    return grads(model)
-
-
-def grads(model: Any) -> list[Any]:
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def assert_close(found: list[Any], expected: list[Any]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-
-
-class Watched(httpx.HTTPTransport):
-    """Counts requests by path, and loses the answers after `lose` was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.paths: list[str] = []
-        self.losing = False
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self.paths.append(request.url.path)
-        response = super().handle_request(request)
-        if self.losing:
-            response.read()
-            raise httpx.ReadError("the answer is lost")
-        return response
-
 
 # ----- one worker -----
 
@@ -124,12 +59,12 @@ def test_a_push_is_one_request_and_so_is_a_pull(url: str, run: str) -> None:
     with Client(url, transport=transport) as server:
         model = net()
         gradients = GradientAccumulator(model, server, run=run)
-        assert transport.paths.count("/v1/buffers/create") == 1
-        transport.paths.clear()
+        assert [path for path, _ in transport.sent].count("/v1/buffers/create") == 1
+        transport.sent.clear()
         backward(model, 4, 1)
         gradients.push()
         gradients.pull()
-    assert transport.paths == ["/v1/buffers/accumulate", "/v1/buffers/take"]
+    assert [path for path, _ in transport.sent] == ["/v1/buffers/accumulate", "/v1/buffers/take"]
 
 
 class Mixed(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
@@ -218,9 +153,7 @@ def test_gradients_are_as_sparse_as_they_were_pushed(server: Client, run: str) -
     (rows.sum() + functional.embedding(words, model.functional, sparse=True).sum()).backward()
     layouts = [torch.sparse_coo, torch.strided]
     assert [one.layout for one in grads(model)] == layouts
-    gradients = GradientAccumulator(model, server, run=run)
-    gradients.push()
-    gradients.pull()
+    exchange(model, server, run)
     assert [one.layout for one in grads(model)] == layouts
 
 
@@ -291,9 +224,9 @@ def test_all_workers_get_the_same_correct_bits(url: str, run: str, count: int) -
     for found, _, _, model in results:
         for step in range(steps):
             assert_close(found[step], results[0][1][step])
-            assert all(torch.equal(one, other) for one, other in zip(found[step], results[0][0][step], strict=True))
+            assert same(found[step], results[0][0][step])
         first = results[0][3].parameters()
-        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), first, strict=True))
+        assert same(model.parameters(), first)
     assert sum(closed for _, _, closed, _ in results) == steps
 
 
@@ -310,7 +243,7 @@ def test_a_pull_waits_for_all_pushes_and_can_be_repeated(server: Client, run: st
     for worker in (first, second):
         worker.pull()
         assert worker.epoch == 1
-    assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
+    assert same(grads(models[0]), grads(models[1]))
 
 
 def test_a_late_push_is_refused_and_the_error_names_the_remedy(server: Client, run: str) -> None:
@@ -325,7 +258,7 @@ def test_a_late_push_is_refused_and_the_error_names_the_remedy(server: Client, r
         slow.push()
     assert grads(models[1]) == late
     slow.pull()
-    assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
+    assert same(grads(models[0]), grads(models[1]))
     for seed in (3, 4):
         backward(models[0], 4, seed)
         fast.push()
@@ -345,7 +278,7 @@ def test_keep_says_how_far_behind_a_worker_may_be(server: Client, run: str) -> N
         fast.pull()
     slow.pull()
     slow.pull()
-    assert all(torch.equal(one, other) for one, other in zip(grads(models[0]), grads(models[1]), strict=True))
+    assert same(grads(models[0]), grads(models[1]))
 
 
 # ----- failures and restarts -----
@@ -401,7 +334,7 @@ def test_the_server_is_killed_between_push_and_pull(durable: Server, run: str) -
         second.pull()
         waiting.result(30)
     assert_close(grads(model), expected)
-    assert all(torch.equal(one, other) for one, other in zip(grads(model), grads(other), strict=True))
+    assert same(grads(model), grads(other))
 
 
 def trainer(server: Client, run: str, **options: Any) -> tuple[Any, GradientAccumulator]:
@@ -606,8 +539,7 @@ def test_runs_of_different_names_do_not_mix_and_workers_of_one_run_meet(server: 
         models = [net(), net()]
         for number, model in enumerate(models):
             gradients = GradientAccumulator(model, server, run=name, quorum=2)  # the second is late
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, float(10 * value + number))
+            fill_with(model, float(10 * value + number))
             assert gradients.push().count == number + 1
         gradients.pull()
         assert {gradient.mean().item() for gradient in grads(model)} == {10 * value + 0.5}
@@ -643,3 +575,9 @@ def test_the_example_in_its_docstring(server: Client) -> None:
     found = doctest.testmod(gradserve_client.torch, extraglobs={"server": server})
     assert found.attempted > 3
     assert not found.failed
+
+
+def test_an_accumulator_says_where_it_is(server: Client, run: str) -> None:
+    named = GradientAccumulator(net(), server, run=run, worker="rank0")
+    assert repr(named) == f"GradientAccumulator('rank0', prefix='{run}.', epoch=0, server=Client({server.url!r}))"
+    assert repr(GradientAccumulator(net(), server, run=run)).startswith(f"GradientAccumulator(prefix='{run}.'")

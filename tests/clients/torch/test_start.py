@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,8 @@ import torch
 from gradserve_client import Client, Conflict, EpochOpen, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.test_torch import backward, grads, net
+from tests.clients.torch.training import backward, grads, net, same
 from tests.serving import serving
-
-
-@pytest.fixture(scope="module")
-def server(url: str) -> Iterator[Client]:
-    with Client(url) as server:
-        yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
 
 
 def joined(model: Any, server: Client, run: str, **options: Any) -> GradientAccumulator:
@@ -108,7 +95,7 @@ class Kinds(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not checked
         self.register_buffer("empty", torch.ones(0, 3))
 
 
-def same(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
     pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
     return all(name == twin and torch.equal(tensor, copy) for (name, tensor), (twin, copy) in pairs)
 
@@ -125,9 +112,9 @@ def test_one_worker_sends_its_parameters_and_buffers_to_all(url: str, run: str, 
 
         with ThreadPoolExecutor(3) as threads:
             list(threads.map(work, range(3)))
-    assert same(models[1], Kinds(2.0))
-    assert same(models[0], models[1])
-    assert same(models[2], models[1])
+    assert alike(models[1], Kinds(2.0))
+    assert alike(models[0], models[1])
+    assert alike(models[2], models[1])
 
 
 def test_a_late_worker_continues_with_the_others(server: Client, run: str) -> None:
@@ -148,12 +135,12 @@ def test_a_late_worker_continues_with_the_others(server: Client, run: str) -> No
         first.broadcast_parameters(send=True)
         waiting.result(20)
     assert second.epoch == first.epoch == 3
-    assert same(late, model)
+    assert alike(late, model)
     backward(late, 4, 7)
     second.push()
     for worker in (first, second):
         worker.pull()
-    assert all(torch.equal(one, other) for one, other in zip(grads(model), grads(late), strict=True))
+    assert same(grads(model), grads(late))
 
 
 def test_a_worker_that_is_behind_goes_on_to_the_epoch_of_the_parameters(server: Client, run: str) -> None:
@@ -176,7 +163,7 @@ def test_parameters_that_nobody_sends(server: Client, run: str) -> None:
     worker = GradientAccumulator(model, server, run=run, timeout=0.05)
     with pytest.raises(EpochOpen, match="Nobody has sent the parameters of epoch 0 or later within 0.05 seconds"):
         worker.broadcast_parameters(send=False)
-    assert same(model, net())
+    assert alike(model, net())
 
 
 def test_integers_that_cannot_be_sent(server: Client, run: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,13 @@ from gradserve_client import Client, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.clients.test_torch import assert_close, backward, grads, net, own
-
-
-@pytest.fixture(scope="module")
-def server(url: str) -> Iterator[Client]:
-    with Client(url) as server:
-        yield server
-
-
-@pytest.fixture
-def run() -> str:
-    return uuid.uuid4().hex
+from tests.clients.torch.training import assert_close, backward, exchange, grads, net, one, own
 
 
 def names(server: Client, run: str) -> set[str]:
     """Return the parameters that have buffers."""
     found = {info.name.removeprefix(f"{run}.") for info in server.buffers.list(run)}
     return {name for name in found if "::" not in name}
-
-
-def one(data: Any) -> Any:
-    """Return a model with one parameter, `x`."""
-    model = torch.nn.Module()
-    model.x = data if isinstance(data, torch.nn.Parameter) else torch.nn.Parameter(data)
-    return model
 
 
 # ----- refused -----
@@ -107,9 +88,7 @@ def test_names_of_runs_that_no_buffer_can_have(server: Client, mistaken: dict[st
 def test_names_that_the_server_does_not_take_are_quoted(server: Client, run: str, name: str) -> None:
     model = torch.nn.ParameterDict({name: torch.ones(1)})
     model[name].grad = torch.ones(1)
-    gradients = GradientAccumulator(model, server, run=run)
-    gradients.push()
-    gradients.pull()
+    exchange(model, server, run)
     assert model[name].grad.tolist() == [1]
     (quoted,) = names(server, run)
     assert unquote(quoted.replace(":", "%")) == name
@@ -119,9 +98,7 @@ def test_long_names_stay_distinct(server: Client, run: str) -> None:
     model = torch.nn.ParameterDict({"é" * 300 + end: torch.full((1,), float(end)) for end in "12"})
     for parameter in model.values():
         parameter.grad = parameter.detach().clone()
-    gradients = GradientAccumulator(model, server, run=run)
-    gradients.push()
-    gradients.pull()
+    exchange(model, server, run)
     assert [parameter.grad.item() for parameter in model.values()] == [1, 2]
     assert all(len(info.name) <= 200 for info in server.buffers.list(run))
 
@@ -191,9 +168,7 @@ def test_complex_parameters(server: Client, run: str, dtype: Any) -> None:
 def test_a_conjugated_complex_gradient(server: Client, run: str) -> None:
     model = one(torch.ones(2, dtype=torch.complex64))
     model.x.grad = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    gradients = GradientAccumulator(model, server, run=run)
-    gradients.push()
-    gradients.pull()
+    exchange(model, server, run)
     assert model.x.grad.tolist() == [1 - 2j, 3 + 4j]
 
 
