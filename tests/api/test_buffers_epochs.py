@@ -22,15 +22,8 @@ def test_zero_begins_the_next_epoch(http: httpx.Client) -> None:
     add(http, name, [1, 2])
     answer = post(http, name, "zero")
     assert answer.headers["etag"] == etag(http, name) == '"1-2"'
-    assert ok(answer) == {
-        "name": name,
-        "updated": True,
-        "closed": False,
-        "epoch": 1,
-        "version": 2,
-        "count": 0,
-        "weight": 0.0,
-    }
+    expected = {"name": name, "updated": True, "closed": False, "epoch": 1, "version": 2, "count": 0, "weight": 0.0}
+    assert ok(answer) == expected
     assert value(http, name) == [0, 0]
     problem = assert_problem(get(http, name, epoch=0), 410, "epoch_gone", name, "zeroed")
     assert problem["epoch"] == 1
@@ -154,9 +147,8 @@ def test_a_take_of_another_epoch_takes_nothing(http: httpx.Client) -> None:
     add(http, name, [3, 4])
     before = state(http, name, other)
     for epoch, word in ((0, "has passed"), (2, "has not begun")):
-        problem = assert_problem(
-            post(http, name, "take", epoch=epoch, timeout=60, min_count=2), 409, "stale_epoch", word, "in epoch 1"
-        )
+        answer = post(http, name, "take", epoch=epoch, timeout=60, min_count=2)
+        problem = assert_problem(answer, 409, "stale_epoch", word, "in epoch 1")
         assert problem["epoch"] == 1
     many = http.post("/v1/buffers/take", json=naming(other, name), params={"epoch": 0})
     assert_problem(many, 409, "stale_epoch", f"'{name}'")
@@ -251,10 +243,8 @@ def test_one_add_completes_several_quorums(http: httpx.Client) -> None:
     assert {name: one["closed"] for name, one in receipts.items()} == {a: True, b: True, c: False}
     closed = ok(http.post("/v1/buffers/value", json=naming(a, b), params={"epoch": 0}))["buffers"]
     assert {name: one["value"]["data"] for name, one in closed.items()} == {a: [2, 2], b: [4, 4]}
-    problem = assert_problem(
-        http.post("/v1/buffers/value", json=naming(a, b, c), params={"epoch": 0}), 409, "epoch_open", c
-    )
-    assert problem["buffer"] == c
+    answer = http.post("/v1/buffers/value", json=naming(a, b, c), params={"epoch": 0})
+    assert assert_problem(answer, 409, "epoch_open", c)["buffer"] == c
 
 
 def test_a_buffer_named_metadata_does_not_break_safetensors(http: httpx.Client) -> None:

@@ -331,9 +331,7 @@ def test_mistakes_in_gather_into_are_named(http: httpx.Client) -> None:
 # ----- /v2 -----
 
 
-def infer(
-    http: httpx.Client, op: str, tensors: Any, parameters: Any, headers: Any = None, **more: Any
-) -> httpx.Response:
+def infer(http: httpx.Client, op: str, tensors: Any, parameters: Any, headers: Any = None, **more: Any) -> Any:
     arrays = {name: np.asarray(one, np.float32) for name, one in tensors.items()}
     inputs = [
         {"name": name, "datatype": "FP32", "shape": one.shape, "data": one.ravel().tolist()}

@@ -40,20 +40,18 @@ def in_safetensors(name: str = "gradient", indices: Any = INDICES, rows: Any = R
     return {f"{name}/indices": np.asarray(indices), f"{name}/rows": np.asarray(rows)}
 
 
+OBJECTS = {
+    "rows": {"dtype": "float64", "shape": [3, 2], "data": ROWS.tolist()},
+    "indices": {"dtype": "int32", "data": INDICES.tolist()},
+}
+IN_BASE64 = {
+    "indices": {"dtype": "int64", "shape": [1], "base64": "//////////8="},
+    "rows": {"dtype": "float16", "shape": [1, 2], "base64": "ADwAQA=="},
+}
 FORMS: dict[str, Any] = {
     "lists": {"gradient": in_json()},
-    "objects": {
-        "gradient": {
-            "rows": {"dtype": "float64", "shape": [3, 2], "data": ROWS.tolist()},
-            "indices": {"dtype": "int32", "data": INDICES.tolist()},
-        }
-    },
-    "base64": {
-        "gradient": {
-            "indices": {"dtype": "int64", "shape": [1], "base64": "//////////8="},
-            "rows": {"dtype": "float16", "shape": [1, 2], "base64": "ADwAQA=="},
-        }
-    },
+    "objects": {"gradient": OBJECTS},
+    "base64": {"gradient": IN_BASE64},
     "safetensors": in_safetensors(),
     "int32 and bfloat16": in_safetensors(indices=INDICES.astype(np.int32), rows=ROWS.astype(ml_dtypes.bfloat16)),
 }
@@ -83,14 +81,16 @@ def test_dense_and_sparse_gradients_share_a_request(http: httpx.Client, form: st
 
 def test_a_sparse_gradient_can_answer_the_sum(http: httpx.Client) -> None:
     name = create(http, shape=(2, 2))
-    assert ok(post(http, f"{name}/accumulate", FORMS["lists"], **{"return": "value"}))["value"]["data"] == [
-        [6, 8],
-        [3, 4],
-    ]
+    answer = ok(post(http, f"{name}/accumulate", FORMS["lists"], **{"return": "value"}))
+    assert answer["value"]["data"] == [[6, 8], [3, 4]]
     answer = ok(post(http, f"{name}/accumulate", {"gradient": in_json([], [])}, **{"return": "value"}))
     assert (answer["count"], answer["value"]["data"]) == (2, [[6, 8], [3, 4]])
     answer = ok(post(http, f"{name}/accumulate", FORMS["base64"], overwrite=True, **{"return": "value"}))
     assert answer["value"]["base64"]
+
+
+def rows_at(indices: Any) -> dict[str, Any]:
+    return {"gradient": {"indices": indices, "rows": [[1, 2]]}}
 
 
 REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
@@ -100,34 +100,18 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "safetensors without indices": ({"gradient/rows": ROWS}, "missing_tensor", ("gradient/indices",)),
     "another member": ({"gradient": {**in_json(), "axis": 0}}, "invalid_tensor", ("gradient.axis", "indices, rows")),
     "a member of a tensor": ({"gradient": {**in_json(), "shape": [3]}}, "invalid_tensor", ("gradient.shape",)),
-    "a strange member": (
-        {"gradient": {"indices": {"data": [0], "more": 1}, "rows": [[1, 2]]}},
-        "invalid_tensor",
-        ("gradient/indices.more",),
-    ),
+    "a strange member": (rows_at({"data": [0], "more": 1}), "invalid_tensor", ("gradient/indices.more",)),
     "null": ({"gradient": {"indices": None, "rows": [[1, 2]]}}, "invalid_tensor", ("gradient/indices",)),
     "nested objects": ({"gradient": {"indices": in_json(), "rows": [[1, 2]]}}, "invalid_tensor", ("gradient/indices",)),
     "floats for indices": ({"gradient": {"indices": [0.5], "rows": [[1, 2]]}}, "invalid_tensor", ("0.5",)),
-    "a dtype of floats for indices": (
-        {"gradient": {"indices": {"dtype": "float32", "data": [0]}, "rows": [[1, 2]]}},
-        "dtype_mismatch",
-        ("gradient/indices", "float32", "int32, int64"),
-    ),
-    "flags for indices": (
-        in_safetensors(indices=[True], rows=ROWS[:1]),
-        "dtype_mismatch",
-        ("gradient/indices", "bool"),
-    ),
+    "float32 for indices": (rows_at({"dtype": "float32", "data": [0]}), "dtype_mismatch", ("float32", "int32, int64")),
+    "flags for indices": (in_safetensors(indices=[True], rows=ROWS[:1]), "dtype_mismatch", ("/indices", "bool")),
     "integers for rows": (in_safetensors(rows=ROWS.astype(np.int64)), "dtype_mismatch", ("gradient/rows", "int64")),
     "one index": ({"gradient": {"indices": 0, "rows": [1, 2]}}, "shape_mismatch", ("gradient/indices", "[]")),
     "a table of indices": (in_safetensors(indices=[[0]], rows=[[[1.0, 2]]]), "shape_mismatch", ("indices", "[1, 1]")),
     "too few rows": (in_safetensors(rows=ROWS[:2]), "shape_mismatch", ("gradient/rows", "[2, 2]", "[3, 2]")),
     "rows of another width": ({"gradient": in_json(rows=ROWS[:, :1])}, "shape_mismatch", ("[3, 1]", "[3, 2]")),
-    "an index too large": (
-        {"gradient": in_json([0, 4, 0])},
-        "index_out_of_range",
-        ("gradient/indices[1] is 4", "[-4, 3]"),
-    ),
+    "an index too large": ({"gradient": in_json([0, 4, 0])}, "index_out_of_range", ("/indices[1] is 4", "[-4, 3]")),
     "an index too small": (in_safetensors(indices=[0, 0, -5]), "index_out_of_range", ("gradient/indices[2] is -5",)),
     "both": ({**in_safetensors(), "gradient": ROWS}, "invalid_tensor", ("gradient", "as a tensor and as rows")),
     "another gradient": ({"gradient": in_json(), "other": in_json()}, "unknown_tensor", ("other",)),
@@ -155,9 +139,8 @@ def test_a_bad_sparse_gradient_is_refused(http: httpx.Client, case: str) -> None
 
 def test_a_buffer_without_dimensions_has_no_rows(http: httpx.Client) -> None:
     name = create(http, shape=())
-    problem = assert_problem(
-        add(http, name, in_json([0], [1])), 422, "shape_mismatch", "no dimensions", "send one number"
-    )
+    answer = add(http, name, in_json([0], [1]))
+    problem = assert_problem(answer, 422, "shape_mismatch", "no dimensions", "send one number")
     assert problem["tensor"] == "gradient/rows"
 
 

@@ -227,15 +227,8 @@ def test_do_update_and_overwrite_work_as_in_onnx_runtime(http: httpx.Client) -> 
     add(http, name, [1, 2], weight=3)
     before = state(http, name)
     receipt = ok(add(http, name, [5, 5], do_update=False))
-    assert receipt == {
-        "name": name,
-        "updated": False,
-        "closed": False,
-        "epoch": 0,
-        "version": 1,
-        "count": 1,
-        "weight": 3.0,
-    }
+    expected = {"name": name, "updated": False, "closed": False, "epoch": 0, "version": 1, "count": 1, "weight": 3.0}
+    assert receipt == expected
     assert state(http, name) == before
     receipt = ok(add(http, name, [5, 6], overwrite=True, weight=0.5))
     assert (receipt["updated"], receipt["version"], receipt["count"], receipt["weight"]) == (True, 2, 1, 0.5)
@@ -391,9 +384,8 @@ def test_bodies_and_answers_may_be_compressed(http: httpx.Client, coding: str) -
         headers = {"Content-Encoding": "gzip"}
         path = f"/v1/buffers/{name}/accumulate"
         assert ok(http.post(path, content=gzip.compress(body), headers=headers))["count"] == 1
-        assert (
-            loaded(http.post(path, content=gzip.compress(gradient), headers={**headers, **SAFE}))[1][name]["count"] == 2
-        )
+        answer = http.post(path, content=gzip.compress(gradient), headers={**headers, **SAFE})
+        assert loaded(answer)[1][name]["count"] == 2
         many = json.dumps({name: [1, 2]}).encode()
         answer = ok(http.post("/v1/buffers/accumulate", content=gzip.compress(many), headers=headers))
         assert answer["buffers"][name]["count"] == 3

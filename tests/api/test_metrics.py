@@ -136,15 +136,8 @@ def test_errors_are_counted_by_code(url: str) -> None:
     wait_until(lambda: of(scraped(url), "gradserve_in_flight") == 1)
     samples = scraped(url)
     found = {dict(labels)["code"]: n for (name, labels), n in samples.items() if name == "gradserve_errors_total"}
-    assert found == {
-        "buffer_exists": 1,
-        "unknown_buffer": 2,
-        "not_found": 1,
-        "unknown_operator": 1,
-        "shape_mismatch": 1,
-        "malformed_body": 2,
-        "method_not_allowed": 1,
-    }
+    once = ("buffer_exists", "not_found", "unknown_operator", "shape_mismatch", "method_not_allowed")
+    assert found == {"unknown_buffer": 2, "malformed_body": 2, **dict.fromkeys(once, 1)}
     failed = [
         n
         for (name, labels), n in samples.items()
@@ -229,22 +222,11 @@ def test_phases_and_bytes_are_counted(url: str) -> None:
 
 
 NUMBERS = np.linspace(-1, 1, 300_000, dtype=np.float32)
+WEIGHTS = {name: np.ones((1, 3, 1), np.float32) for name in ("W", "R")}
 FILE = {"Content-Type": "application/vnd.safetensors"}
 LONGEST: dict[str, tuple[str, dict[str, Any]]] = {
     "decode": ("ReluGrad?encoding=base64", {"json": {"dY": NUMBERS.tolist(), "X": NUMBERS.tolist()}}),
-    "kernel": (
-        "GRUTraining",
-        {
-            "content": save(
-                {
-                    "X": np.ones((3000, 1, 1), np.float32),
-                    "W": np.ones((1, 3, 1), np.float32),
-                    "R": np.ones((1, 3, 1), np.float32),
-                }
-            ),
-            "headers": FILE,
-        },
-    ),
+    "kernel": ("GRUTraining", {"content": save({"X": np.ones((3000, 1, 1), np.float32), **WEIGHTS}), "headers": FILE}),
     "encode": (
         "ReluGrad?encoding=list",
         {"content": save({"dY": NUMBERS, "X": NUMBERS}), "headers": {**FILE, "Accept": "application/json"}},

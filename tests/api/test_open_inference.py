@@ -72,17 +72,10 @@ def test_the_server_describes_itself(client: httpx.Client) -> None:
 
 def test_a_model_describes_its_tensors(client: httpx.Client) -> None:
     for path in ("/v2/models/GatherGrad", "/v2/models/GatherGrad/versions/1"):
-        assert client.get(path).json() == {
-            "name": "GatherGrad",
-            "versions": ["1"],
-            "platform": "gradserve",
-            "inputs": [
-                {"name": "shape", "datatype": "INT64", "shape": [-1]},
-                {"name": "indices", "datatype": "INT64", "shape": [-1]},
-                {"name": "grad", "datatype": "FP32", "shape": [-1]},
-            ],
-            "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1]}],
-        }
+        types = {"shape": "INT64", "indices": "INT64", "grad": "FP32", "output": "FP32"}
+        *inputs, output = ({"name": name, "datatype": one, "shape": [-1]} for name, one in types.items())
+        described = {"name": "GatherGrad", "versions": ["1"], "platform": "gradserve"}
+        assert client.get(path).json() == {**described, "inputs": inputs, "outputs": [output]}
         assert client.get(f"{path}/ready").json() == {"name": "GatherGrad", "ready": True}
         config = client.get(f"{path}/config").json()
         assert config["input"][0] == {"name": "shape", "data_type": "TYPE_INT64", "dims": [-1], "optional": False}
@@ -109,15 +102,9 @@ def test_an_answer_is_json_by_default(client: httpx.Client) -> None:
     answer = infer(client, id="x")
     assert answer.headers["content-type"] == "application/json"
     assert LENGTH not in answer.headers
-    assert answer.json() == {
-        "id": "x",
-        "model_name": "InPlaceAccumulatorV2",
-        "model_version": "1",
-        "outputs": [
-            {"name": "updated", "datatype": "BOOL", "shape": [1], "data": [True]},
-            {"name": "accumulated_gradient", "datatype": "FP32", "shape": [2], "data": [11.0, 22.0]},
-        ],
-    }
+    outputs = [listed("updated", [True], "BOOL"), listed("accumulated_gradient", [11.0, 22.0])]
+    model = {"model_name": "InPlaceAccumulatorV2", "model_version": "1"}
+    assert answer.json() == {"id": "x", **model, "outputs": outputs}
     assert "id" not in infer(client).json()
 
 
@@ -176,20 +163,11 @@ def test_the_content_type_does_not_matter(client: httpx.Client, content_type: st
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("accepted", "coding"),
-    [
-        ("gzip", "gzip"),
-        ("deflate", "deflate"),
-        (" GZIP ", "gzip"),
-        ("gzip, deflate", None),
-        ("gzip, deflate, br, zstd", None),
-        ("identity", None),
-        ("br", None),
-        ("*", None),
-        ("", None),
-    ],
-)
+PLAIN = ("gzip, deflate", "gzip, deflate, br, zstd", "identity", "br", "*", "")
+CODINGS = {"gzip": "gzip", "deflate": "deflate", " GZIP ": "gzip", **dict.fromkeys(PLAIN)}
+
+
+@pytest.mark.parametrize(("accepted", "coding"), CODINGS.items())
 @pytest.mark.parametrize("binary", [False, True])
 def test_lists_are_compressed_if_the_client_accepts_one_coding(
     client: httpx.Client, accepted: str, coding: str | None, binary: bool
@@ -357,20 +335,14 @@ def test_each_mistake_has_its_own_error(client: httpx.Client, case: str) -> None
     assert_error(client.post(path, **request), status, *words)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"),
-    [
-        ("GET", RELU, "POST"),
-        ("PUT", RELU, "POST"),
-        ("GET", "/v2/models/ReluGrad/versions/1/infer", "POST"),
-        ("GET", "/v2/repository/index", "POST"),
-        ("POST", "/v2", "GET, HEAD"),
-        ("POST", "/v2/models/ReluGrad", "GET, HEAD"),
-        ("DELETE", "/v2/models/ReluGrad/ready", "GET, HEAD"),
-        ("POST", "/v2/health/live", "GET, HEAD"),
-    ],
-)
-def test_an_unsupported_method_is_refused(client: httpx.Client, method: str, path: str, allowed: str) -> None:
+POSTED = (f"GET {RELU}", f"PUT {RELU}", "GET /v2/models/ReluGrad/versions/1/infer", "GET /v2/repository/index")
+READ = ("POST /v2", "POST /v2/models/ReluGrad", "DELETE /v2/models/ReluGrad/ready", "POST /v2/health/live")
+ALLOWED = dict.fromkeys(POSTED, "POST") | dict.fromkeys(READ, "GET, HEAD")
+
+
+@pytest.mark.parametrize(("line", "allowed"), ALLOWED.items())
+def test_an_unsupported_method_is_refused(client: httpx.Client, line: str, allowed: str) -> None:
+    method, path = line.split()
     answer = client.request(method, path)
     assert_error(answer, 405, path, method, allowed)
     assert answer.headers["allow"] == allowed

@@ -92,14 +92,8 @@ def test_accept_decides_the_answer(client: httpx.Client, sent: str, accept: str 
 
 @pytest.mark.parametrize("accept", ["text/html", "application/octet-stream", "application/vnd.safetensors2", "*"])
 def test_an_unsupported_accept_is_refused(client: httpx.Client, accept: str) -> None:
-    problem = assert_problem(
-        post(client, "ReluGrad", codec_bytes(ONES), accept=accept),
-        406,
-        "not_acceptable",
-        repr(accept),
-        JSON,
-        MEDIA_TYPE,
-    )
+    answer = post(client, "ReluGrad", codec_bytes(ONES), accept=accept)
+    problem = assert_problem(answer, 406, "not_acceptable", repr(accept), JSON, MEDIA_TYPE)
     assert problem["op"] == "ReluGrad"
 
 

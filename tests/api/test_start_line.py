@@ -57,23 +57,17 @@ def test_the_paths_of_the_line_answer(url: str) -> None:
         assert httpx.get(url + path.split(",")[0], follow_redirects=True).status_code == 200
 
 
+DATABASE = {"store": "postgresql://ann:s3cret@db/g", "threads": 1, "workers": 8, "host": "::1"}
+HTTPS = {"store": "memory:", "threads": 2, "tls_certificate": Path("c"), "host": "0.0.0.0"}
+
+
 @pytest.mark.parametrize(
     ("given", "address", "store", "threads"),
     [
         ({"store": "memory:", "threads": 1}, "http://127.0.0.1:80", "in memory (1 buffer)", "1 thread"),
         ({"store": "lmdb:./a", "threads": 2}, "http://127.0.0.1:80", f"{Path.cwd()}/a (1 buffer)", "2 threads"),
-        (
-            {"store": "postgresql://ann:s3cret@db/g", "threads": 1, "workers": 8, "host": "::1"},
-            "http://[::1]:80",
-            "postgresql://ann:***@db/g (1 buffer)",
-            "8 workers with 1 thread each",
-        ),
-        (
-            {"store": "memory:", "threads": 2, "tls_certificate": Path("c"), "host": "0.0.0.0"},
-            "https://0.0.0.0:80",
-            "in memory (1 buffer)",
-            "2 threads",
-        ),
+        (DATABASE, "http://[::1]:80", "postgresql://ann:***@db/g (1 buffer)", "8 workers with 1 thread each"),
+        (HTTPS, "https://0.0.0.0:80", "in memory (1 buffer)", "2 threads"),
     ],
     ids=["memory", "relative path", "database", "https"],
 )

@@ -235,18 +235,9 @@ def test_buffers_are_named_or_have_a_prefix(http: httpx.Client) -> None:
     assert_problem(http.post(path, json=naming(names[0]), params={"epoch": 1}), 422, "unknown_parameter")
 
 
-@pytest.mark.parametrize(
-    ("params", "code"),
-    [
-        ({"heat_map": 0}, "invalid_parameter"),
-        ({"heat_map": 257}, "invalid_parameter"),
-        ({"heat_map": "x"}, "invalid_parameter"),
-        ({"epoch": -1}, "invalid_parameter"),
-        ({"cells": 3}, "unknown_parameter"),
-    ],
-)
-def test_wrong_parameters_are_refused(http: httpx.Client, params: dict[str, Any], code: str) -> None:
-    name = create(http)
+@pytest.mark.parametrize("params", [{"heat_map": 0}, {"heat_map": 257}, {"heat_map": "x"}, {"epoch": -1}, {"cells": 3}])
+def test_wrong_parameters_are_refused(http: httpx.Client, params: dict[str, Any]) -> None:
+    name, code = create(http), "unknown_parameter" if "cells" in params else "invalid_parameter"
     assert_problem(http.get(f"/v1/buffers/{name}/statistics", params=params), 422, code, next(iter(params)))
     assert_problem(http.get(f"/v1/buffers/{fresh()}/statistics"), 404, "unknown_buffer")
 
