@@ -1,6 +1,6 @@
 """Records and idempotency keys as stores keep them: lists that JSON can hold.
 
-A buffer without the rules of a later version is stored as the version before stored it, in no more bytes.
+What most buffers do not use takes no bytes: rules with their defaults, contributors, and deadlines.
 """
 
 from __future__ import annotations

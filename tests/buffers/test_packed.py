@@ -1,4 +1,4 @@
-"""Records as stores keep them: those of the version before are read, and written as that version did."""
+"""Records as stores keep them: in few bytes, and read as they were."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.buffers.calls import spec
 
 NAME = BufferName("", "a")
 
-BEFORE = (
+PLAIN = (
     b'[{"shape":[2],"dtype":"float32","nonfinite":"allow","quorum":2,"keep":2,"ttl_seconds":null},'
     b"7,1.5,2.5,2,5,1,1.0,9,[[0,2,2,2.0,3],[1,4,1,1.0,null]]]"
 )
-"""A record of the version before: its quorum has closed an epoch, and a take another."""
+"""A record without deadline and contributors: its quorum has closed an epoch, and a take another."""
 
 
-def test_a_record_of_the_version_before_stays_as_it_is() -> None:
-    record = unpack_record(NAME, BEFORE)
+def test_a_plain_record_takes_few_bytes() -> None:
+    record = unpack_record(NAME, PLAIN)
     assert record.spec == spec((2,), quorum=2, keep=2)
     assert (record.epoch, record.version, record.count, record.value) == (2, 5, 1, 9)
     assert record.closed == (Closed(0, 2, 2, 2.0, 3, "quorum"), Closed(1, 4, 1, 1.0, None, "take"))
     assert (record.began, record.contributors_in, record.deadline_at, record.missing) == (None, {}, None, None)
-    assert pack_record(record) == BEFORE
+    assert pack_record(record) == PLAIN
 
 
 @pytest.mark.parametrize("began", [None, 3.25])
@@ -41,8 +41,8 @@ def test_a_record_comes_back(began: float | None, held: dict[str, int], rules: d
     assert unpack_record(NAME, pack_record(record)) == record
 
 
-@pytest.mark.parametrize("packed", [b"", b"[]", b"[{}]", b"3", b"null", BEFORE[:-1], BEFORE[:-1] + b",1,2,3]"])
-def test_what_no_version_has_packed_is_refused(packed: bytes) -> None:
+@pytest.mark.parametrize("packed", [b"", b"[]", b"[{}]", b"3", b"null", PLAIN[:-1], PLAIN[:-1] + b",1,2,3]"])
+def test_what_nothing_has_packed_is_refused(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt, match="'a' is damaged"):
         unpack_record(NAME, packed)
 
@@ -58,6 +58,6 @@ def test_what_a_key_answers_comes_back(known: Known) -> None:
 
 
 @pytest.mark.parametrize("packed", [b"", b"[]", b"[[],[0],[1],[],null]", b"[[[9,[]]],[],[],[],null]", b"x\x9c"])
-def test_what_no_version_has_packed_with_a_key_is_damage(packed: bytes) -> None:
+def test_what_nothing_has_packed_with_a_key_is_damage(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt, match="outcome of this Idempotency-Key is damaged"):
         unpack_known(bytes(16) + packed, ["a"])
