@@ -6,8 +6,9 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import httpx
@@ -46,3 +47,22 @@ def put(client: httpx.Client, name: str, **spec: Any) -> None:
 def add(client: httpx.Client, name: str, gradient: object, **query: float | str) -> None:
     answer = client.post(f"/v1/buffers/{name}/accumulate", json={"gradient": gradient}, params=query)
     assert answer.status_code == 200, answer.text
+
+
+@contextmanager
+def adding(url: str, names: Iterable[str]) -> Iterator[None]:
+    """Send requests that add 1 to all these buffers, one request after the other, until the context is left."""
+    done = threading.Event()
+
+    def keep_adding() -> None:
+        with httpx.Client(base_url=url) as client:
+            while not done.is_set():
+                assert client.post("/v1/buffers/accumulate", json=dict.fromkeys(names, 1)).status_code == 200
+
+    thread = threading.Thread(target=keep_adding)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

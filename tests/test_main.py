@@ -130,11 +130,7 @@ def test_listening_beyond_loopback_needs_keys(host: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("case", ["missing", "no PEM", "encrypted"])
 def test_an_unusable_certificate_is_named(
-    case: str,
-    workers: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     if case == "no PEM":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from service.keys import add as add_key
-from tests.commands import add, called, put
+from tests.commands import add, adding, called, put
 from tests.serving import serving
 
 LARGE = 100_003
@@ -75,26 +74,14 @@ def test_an_export_from_postgresql_is_of_one_moment(tmp_path: Path, postgres_url
     with serving(store=postgres_url, postgres_schema=schema) as url, httpx.Client(base_url=url) as client:
         for name in names:
             put(client, name, shape=[20_000])
-        done = threading.Event()
-
-        def keep_adding() -> None:
-            with httpx.Client(base_url=url) as own:
-                while not done.is_set():
-                    assert own.post("/v1/buffers/accumulate", json=dict.fromkeys(names, 1)).status_code == 200
-
-        adding = threading.Thread(target=keep_adding)
-        adding.start()
         counts: list[float] = []
-        try:
+        with adding(url, names):
             for number in range(4):
                 file = tmp_path / f"{number}.safetensors"
                 assert called("export", str(file), "--store", postgres_url)[0] == 0
                 sums = {value for tensor in load_file(file).values() for value in tensor.tolist()}
                 assert len(sums) == 1
                 counts += sums
-        finally:
-            done.set()
-            adding.join()
     assert counts[0] < counts[-1]
 
 

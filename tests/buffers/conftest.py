@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from service.buffers.changes import Delete
-from service.buffers.lmdb import LmdbStore, writer
-from service.buffers.store import MAX_BUFFERS, Store
-from tests.buffers.calls import Clock, do, open_lmdb, open_memory, open_postgres
+from service.buffers.lmdb import writer
+from service.buffers.store import Store
+from tests.buffers.calls import do
+from tests.buffers.postgres import Schema
+from tests.buffers.stores import Clock, Reopen, open_lmdb, open_memory, open_postgres, reopening
 
 KINDS = ["memory", "lmdb", "postgres"]
 
@@ -22,19 +25,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def reopen(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., LmdbStore]]:
-    """Return a function that closes the store in `tmp_path / "store"` and opens it again."""
-    opened: list[LmdbStore] = []
+def reopen(tmp_path: Path, clock: Clock) -> Iterator[Reopen]:
+    """Yield a function that closes the store in `tmp_path / "store"` and opens it again."""
+    yield from reopening(partial(open_lmdb, tmp_path / "store", clock))
 
-    def reopen(*, max_buffers: int = MAX_BUFFERS) -> LmdbStore:
-        for store in opened:
-            store.close()
-        opened.append(open_lmdb(tmp_path / "store", clock, max_buffers=max_buffers))
-        return opened[-1]
 
-    yield reopen
-    for store in opened:
-        store.close()
+@pytest.fixture
+def schema(postgres_url: str) -> Iterator[Schema]:
+    """Yield a new schema of PostgreSQL; its stores are closed after the test."""
+    made = Schema(postgres_url)
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=KINDS)

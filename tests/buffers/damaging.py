@@ -27,7 +27,8 @@ from service.buffers.readonly import WRONG
 from service.buffers.record import Key
 from service.errors import GradserveError
 from service.kernels.gather import GatheredRows
-from tests.buffers.calls import MAX_BYTES, PATIENCE, add, create, do, ones, spec
+from tests.buffers.calls import add, create, do, ones, spec
+from tests.buffers.stores import MAX_BYTES, PATIENCE
 
 PAGE = 4096
 HEAD = 16

@@ -14,7 +14,7 @@ import pytest
 from service.buffers.names import BufferName
 from service.buffers.packed import unpack_record
 from service.buffers.postgres import PostgresStore, compactor, deltas, transaction, writer
-from tests.buffers.calls import PATIENCE, SMALL_CHUNK
+from tests.buffers.stores import PATIENCE, SMALL_CHUNK
 
 
 class Schema:

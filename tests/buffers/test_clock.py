@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -15,7 +16,8 @@ from service.buffers.lmdb import LmdbStore
 from service.buffers.lmdb.format import CLOCK, CLOCK_SEED, seal
 from service.buffers.memory import MemoryStore
 from service.buffers.store import Store
-from tests.buffers.calls import MAX_BYTES, create, do, key, ones
+from tests.buffers.calls import create, do, key, ones
+from tests.buffers.stores import MAX_BYTES, Reopen, reopening
 
 DAY = 24 * 3600.0
 TIME = 1_700_000_000.0
@@ -36,19 +38,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, machine: Machine) -> Iterator[Callable[[], LmdbStore]]:
-    """Return a function that opens the store once more."""
-    stores: list[LmdbStore] = []
-
-    def opened() -> LmdbStore:
-        for store in stores:
-            store.close()
-        stores.append(LmdbStore(tmp_path, max_bytes=MAX_BYTES))
-        return stores[-1]
-
-    yield opened
-    for store in stores:
-        store.close()
+def opened(tmp_path: Path, machine: Machine) -> Iterator[Reopen]:
+    """Yield a function that opens the store once more."""
+    yield from reopening(partial(LmdbStore, tmp_path, max_bytes=MAX_BYTES))
 
 
 def replayed(store: Store, text: str = "k") -> bool:
@@ -63,9 +55,7 @@ def updated(store: Store, text: str) -> float:
 
 @pytest.mark.parametrize("days", [-400, -1, 1, 400])
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
-def test_ages_do_not_depend_on_the_time_of_the_machine(
-    opened: Callable[[], LmdbStore], machine: Machine, kind: str, days: int
-) -> None:
+def test_ages_do_not_depend_on_the_time_of_the_machine(opened: Reopen, machine: Machine, kind: str, days: int) -> None:
     store: Store = MemoryStore() if kind == "memory" else opened()
     create(store, "a", ttl_seconds=3600.0)
     assert not replayed(store)
@@ -75,9 +65,7 @@ def test_ages_do_not_depend_on_the_time_of_the_machine(
     assert updated(store, "later") == 0
 
 
-def test_the_clock_goes_on_with_the_monotonic_clock(
-    opened: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_goes_on_with_the_monotonic_clock(opened: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened()
     create(store, "a")
     assert not replayed(store)
@@ -90,7 +78,7 @@ def test_the_clock_goes_on_with_the_monotonic_clock(
         assert replayed(store) == remembered
 
 
-def test_the_machine_starts_again(opened: Callable[[], LmdbStore], machine: Machine) -> None:
+def test_the_machine_starts_again(opened: Reopen, machine: Machine) -> None:
     """Its time is taken, unless it lies before the newest key."""
     store = opened()
     create(store, "a")
@@ -102,7 +90,7 @@ def test_the_machine_starts_again(opened: Callable[[], LmdbStore], machine: Mach
         assert replayed(store, "first")
 
 
-def test_a_system_without_boots_starts_with_each_process(opened: Callable[[], LmdbStore], machine: Machine) -> None:
+def test_a_system_without_boots_starts_with_each_process(opened: Reopen, machine: Machine) -> None:
     machine.boot = b""
     store = opened()
     create(store, "a")
@@ -114,7 +102,7 @@ def test_a_system_without_boots_starts_with_each_process(opened: Callable[[], Lm
 
 
 @pytest.mark.parametrize("place", [None, 0, 6, 8, -1])
-def test_a_damaged_clock_is_started_again(opened: Callable[[], LmdbStore], tmp_path: Path, place: int | None) -> None:
+def test_a_damaged_clock_is_started_again(opened: Reopen, tmp_path: Path, place: int | None) -> None:
     store = opened()
     create(store, "a")
     assert not replayed(store)
@@ -130,7 +118,7 @@ def test_a_damaged_clock_is_started_again(opened: Callable[[], LmdbStore], tmp_p
     assert updated(store, "later") == 0
 
 
-def test_another_machine_with_the_same_name_starts_again(opened: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_another_machine_with_the_same_name_starts_again(opened: Reopen, tmp_path: Path) -> None:
     """Its monotonic clock is not the one that the store knows."""
     store = opened()
     create(store, "a")

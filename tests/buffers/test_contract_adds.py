@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -16,8 +15,9 @@ from service.dtypes import Array
 from service.errors import InvalidParameter, NonfiniteGradient, NormTooLarge, ShapeMismatch
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2
 from service.kernels.gather import GatheredRows, gather_grad
-from tests.buffers.calls import LARGE, Clock, add, create, do, fails_alone, ones, state, value
-from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES
+from tests.buffers.calls import LARGE, add, create, do, fails_alone, ones, state, told, value
+from tests.buffers.stores import Clock
+from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES, peak_bytes
 from tests.kernels.equality import assert_same_bits
 from tests.kernels.test_accumulate import FITTING, UNFIT, numbers
 
@@ -45,15 +45,7 @@ def test_an_add_equals_in_place_accumulator(store: Store, dtype: Any, gradient_d
         expected = in_place_accumulator(expected, gradient)
         receipt = add(store, "a", gradient)
         assert_same_bits(value(store, "a"), expected)
-        assert receipt == {
-            "name": "a",
-            "updated": True,
-            "closed": False,
-            "epoch": 0,
-            "version": seed + 1,
-            "count": seed + 1,
-            "weight": seed + 1,
-        }
+        assert receipt == told("a", epoch=0, version=seed + 1, count=seed + 1, weight=seed + 1)
 
 
 @every_pair
@@ -139,15 +131,7 @@ def test_an_add_without_update_changes_nothing(store: Store, module_clock: Clock
     before = state(store)
     module_clock.advance(1)
     outcome = do(store, Add(name="a", gradient=ones(7, 7), do_update=False, want_value=True))
-    assert outcome.receipts["a"] == {
-        "name": "a",
-        "updated": False,
-        "closed": False,
-        "epoch": 0,
-        "version": 1,
-        "count": 1,
-        "weight": 0.5,
-    }
+    assert outcome.receipts["a"] == told("a", epoch=0, version=1, count=1, weight=0.5, updated=False)
     assert outcome.values["a"].tolist() == [0.5, 1.0]
     assert state(store) == before
 
@@ -197,14 +181,10 @@ def test_a_weight_must_be_finite_in_the_dtype_of_the_sum(store: Store, weight: f
 
 
 def test_the_sum_of_the_weights_must_be_finite(store: Store) -> None:
+    """An overwrite begins a new sum."""
     create(store, "a", dtype="float64")
     add(store, "a", [0, 0], weight=1.5e308)
     fails_alone(store, InvalidParameter, Add(name="a", gradient=ones(2), weight=1.5e308))
-
-
-def test_an_overwrite_restarts_the_sum_of_the_weights(store: Store) -> None:
-    create(store, "a", dtype="float64")
-    add(store, "a", [0, 0], weight=1.5e308)
     assert add(store, "a", [0, 0], weight=1.5e308, overwrite=True)["weight"] == 1.5e308
 
 
@@ -274,12 +254,7 @@ def test_a_single_0_changes_count_and_weight_only(store: Store, size: int, gradi
 def test_a_scalar_is_added_without_a_copy_for_each_element(store: Store, overwrite: bool) -> None:
     create(store, "a", shape=(4, 1 << 19))
     add(store, "a", 1.0)
-    tracemalloc.start()
-    try:
-        add(store, "a", np.array(2.0, np.float32), weight=3.0, overwrite=overwrite)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    peak = peak_bytes(lambda: add(store, "a", np.array(2.0, np.float32), weight=3.0, overwrite=overwrite))
     assert peak < 1.25 * store.record("a").spec.nbytes  # memory stores have the sum beside the old value
     assert (value(store, "a") == (6 if overwrite else 7)).all()
 

@@ -11,7 +11,8 @@ from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.rules import SetRules
 from service.buffers.store import Store
 from service.errors import InvalidParameter, KeyReused, UnknownBuffer
-from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, spec, state
+from tests.buffers.calls import add, create, do, key, spec, state
+from tests.buffers.stores import PATIENCE, Clock
 
 MANY = 300
 """Buffers: more than the event loop looks up by itself."""

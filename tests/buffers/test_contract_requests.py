@@ -5,37 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from service import errors
 from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.perform import Outcome, Request
 from service.buffers.store import Store
-from service.errors import (
-    BufferExists,
-    EpochGone,
-    GradserveError,
-    Invalid,
-    InvalidParameter,
-    KeyReused,
-    NonfiniteGradient,
-    PreconditionFailed,
-    ShapeMismatch,
-    StaleEpoch,
-    TooFewGradients,
-    UnknownBuffer,
-)
-from tests.buffers.calls import (
-    KEY_SECONDS,
-    LARGE,
-    PATIENCE,
-    Clock,
-    add,
-    create,
-    do,
-    fails_alone,
-    key,
-    ones,
-    spec,
-    state,
-)
+from tests.buffers.calls import LARGE, add, create, do, fails_alone, key, ones, spec, state
+from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock
 from tests.kernels.equality import assert_same_bits
 from tests.kernels.test_accumulate import numbers
 
@@ -67,7 +42,7 @@ def test_all_buffers_that_differ_are_named(store: Store) -> None:
     create(store, *NAMES[:3], quorum=2)
     create(store, *NAMES[3:])
     creates = [Create(name=name, spec=spec()) for name in (*NAMES, "new")]
-    error = fails_alone(store, BufferExists, *creates)
+    error = fails_alone(store, errors.BufferExists, *creates)
     assert (error.context["buffer"], error.context["buffers"]) == ("b0", ["b0", "b1", "b2"])
     assert {name: one["created"] for name, one in do(store, *creates[3:]).receipts.items()} == {
         "b3": False,
@@ -76,39 +51,39 @@ def test_all_buffers_that_differ_are_named(store: Store) -> None:
     }
 
 
-FAILURES: list[tuple[type[GradserveError], Change]] = [
-    (UnknownBuffer, Add(name="nowhere", gradient=ones(2))),
-    (UnknownBuffer, Zero(name="nowhere")),
-    (UnknownBuffer, Take(name="nowhere")),
-    (UnknownBuffer, Delete(name="nowhere")),
-    (PreconditionFailed, Add(name="last", gradient=ones(2), match=frozenset({'"9-9"'}))),
-    (PreconditionFailed, Delete(name="last", match=frozenset({'"9-9"'}))),
-    (PreconditionFailed, Create(name="nowhere", spec=spec(), match=frozenset({"*"}))),
-    (BufferExists, Create(name="last", spec=spec((9,)))),
-    (StaleEpoch, Add(name="last", gradient=ones(2), epoch=0)),
-    (StaleEpoch, Add(name="last", gradient=ones(2), epoch=2)),
-    (InvalidParameter, Add(name="last", gradient=ones(2), weight=np.nan)),
-    (ShapeMismatch, Add(name="last", gradient=ones(3))),
-    (TooFewGradients, Take(name="last", min_count=2)),
-    (NonfiniteGradient, Add(name="last", gradient=np.array([1, np.inf], np.float32))),
-    (NonfiniteGradient, Add(name="last", gradient=np.array([1, np.nan], np.float32), overwrite=True)),
-    (Invalid, Add(name="b0", gradient=ones(2))),
-    (Invalid, Zero(name="b1")),
-    (Invalid, Create(name="fresh", spec=spec())),
+FAILURES: list[tuple[type[errors.GradserveError], Change]] = [
+    (errors.UnknownBuffer, Add(name="nowhere", gradient=ones(2))),
+    (errors.UnknownBuffer, Zero(name="nowhere")),
+    (errors.UnknownBuffer, Take(name="nowhere")),
+    (errors.UnknownBuffer, Delete(name="nowhere")),
+    (errors.PreconditionFailed, Add(name="last", gradient=ones(2), match=frozenset({'"9-9"'}))),
+    (errors.PreconditionFailed, Delete(name="last", match=frozenset({'"9-9"'}))),
+    (errors.PreconditionFailed, Create(name="nowhere", spec=spec(), match=frozenset({"*"}))),
+    (errors.BufferExists, Create(name="last", spec=spec((9,)))),
+    (errors.StaleEpoch, Add(name="last", gradient=ones(2), epoch=0)),
+    (errors.StaleEpoch, Add(name="last", gradient=ones(2), epoch=2)),
+    (errors.InvalidParameter, Add(name="last", gradient=ones(2), weight=np.nan)),
+    (errors.ShapeMismatch, Add(name="last", gradient=ones(3))),
+    (errors.TooFewGradients, Take(name="last", min_count=2)),
+    (errors.NonfiniteGradient, Add(name="last", gradient=np.array([1, np.inf], np.float32))),
+    (errors.NonfiniteGradient, Add(name="last", gradient=np.array([1, np.nan], np.float32), overwrite=True)),
+    (errors.Invalid, Add(name="b0", gradient=ones(2))),
+    (errors.Invalid, Zero(name="b1")),
+    (errors.Invalid, Create(name="fresh", spec=spec())),
 ]
 
 
 @pytest.mark.parametrize(("error", "last"), FAILURES, ids=lambda part: getattr(part, "__name__", type(part).__name__))
-def test_a_change_that_fails_undoes_the_others(namespace: Store, error: type[GradserveError], last: Change) -> None:
+def test_a_change_that_fails_undoes_the_others_and_stores_no_key(
+    namespace: Store, error: type[errors.GradserveError], last: Change
+) -> None:
     create(namespace, *NAMES)
     create(namespace, "last", nonfinite="reject")
     create(namespace, "old", ttl_seconds=0.0)
     do(namespace, Take(name="last"))
     for name in [*NAMES, "last"]:
         add(namespace, name, [1, 2])
-    fails_alone(
-        namespace,
-        error,
+    changes: list[Change] = [
         Add(name="b0", gradient=ones(2)),
         Add(name="b1", gradient=ones(2), overwrite=True),
         Zero(name="b2"),
@@ -116,13 +91,18 @@ def test_a_change_that_fails_undoes_the_others(namespace: Store, error: type[Gra
         Delete(name="b4"),
         Create(name="fresh", spec=spec()),
         Create(name="old", spec=spec((3,))),
-        last,
-    )
-    with pytest.raises(UnknownBuffer):
+    ]
+    fails_alone(namespace, error, *changes, last)
+    with pytest.raises(errors.UnknownBuffer):
         namespace.record("fresh")
-    with pytest.raises(UnknownBuffer):
+    with pytest.raises(errors.UnknownBuffer):
         namespace.record("old")
-    do(namespace, *[Add(name=name, gradient=ones(2)) for name in NAMES])
+    keyed = key(caller=namespace.namespace)
+    with pytest.raises(error):
+        do(namespace, *changes, last, key=keyed)
+    assert namespace.recall(keyed) is None
+    adds = [Add(name=name, gradient=ones(2)) for name in NAMES]
+    assert not do(namespace, *adds, key=keyed._replace(fingerprint=bytes(16))).replayed
 
 
 def test_a_request_may_have_no_changes(store: Store) -> None:
@@ -198,38 +178,26 @@ def test_a_take_repeated_too_late_finds_no_value(store: Store) -> None:
     do(store, Take(name="a"), key=key())
     do(store, Take(name="a"))
     before = state(store)
-    with pytest.raises(EpochGone):
+    with pytest.raises(errors.EpochGone):
         do(store, Take(name="a"), key=key())
     assert state(store) == before
 
 
-def test_a_take_repeated_after_a_delete_finds_no_value(store: Store) -> None:
-    create(store, "a")
-    do(store, Take(name="a"), key=key())
-    do(store, Delete(name="a"))
-    with pytest.raises((EpochGone, UnknownBuffer)):
-        do(store, Take(name="a"), key=key())
-
-
-def test_a_take_repeated_after_expiry_finds_no_value(store: Store, clock: Clock) -> None:
+@pytest.mark.parametrize("since", ["expired", "deleted", "created again", "created again, and taken"])
+def test_a_take_repeated_after_its_buffer_has_gone_finds_no_value(store: Store, clock: Clock, since: str) -> None:
     create(store, "a", ttl_seconds=10.0)
-    do(store, Take(name="a"), key=key())
-    clock.advance(10)
-    with pytest.raises((EpochGone, UnknownBuffer)):
-        do(store, Take(name="a"), key=key())
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_repeated_take_never_answers_the_value_of_a_recreated_buffer(store: Store, taken: bool) -> None:
-    create(store, "a")
     add(store, "a", [1, 2])
     do(store, Take(name="a"), key=key())
-    do(store, Delete(name="a"))
-    create(store, "a")
-    add(store, "a", [5, 5])
-    if taken:
+    if since == "expired":
+        clock.advance(10)
+    else:
+        do(store, Delete(name="a"))
+    if since.startswith("created"):
+        create(store, "a")
+        add(store, "a", [5, 5])
+    if since.endswith("taken"):
         do(store, Take(name="a"))
-    with pytest.raises((EpochGone, UnknownBuffer)):
+    with pytest.raises((errors.EpochGone, errors.UnknownBuffer)):
         do(store, Take(name="a"), key=key())
 
 
@@ -237,10 +205,10 @@ def test_a_key_is_for_one_request(store: Store) -> None:
     create(store, "a")
     do(store, Add(name="a", gradient=ones(2)), key=key())
     before = state(store)
-    with pytest.raises(KeyReused, match="'k' was used for another request"):
+    with pytest.raises(errors.KeyReused, match="'k' was used for another request"):
         do(store, Add(name="a", gradient=ones(2)), key=key(request="another"))
     for names in ("ab", "b", ""):
-        with pytest.raises(KeyReused):
+        with pytest.raises(errors.KeyReused):
             do(store, *[Add(name=name, gradient=ones(2)) for name in names], key=key(request="for other buffers"))
     assert state(store) == before
 
@@ -251,19 +219,6 @@ def test_each_caller_has_its_own_keys(store: Store) -> None:
         outcome = do(store, Add(name="a", gradient=ones(2)), key=key(caller=caller, request=f"of {caller}"))
         assert not outcome.replayed
     assert store.record("a").count == 3
-
-
-@pytest.mark.parametrize(("error", "last"), FAILURES, ids=lambda part: getattr(part, "__name__", type(part).__name__))
-def test_a_failed_request_stores_no_key(namespace: Store, error: type[GradserveError], last: Change) -> None:
-    caller = namespace.namespace
-    create(namespace, "b0", "b1", "fresh")
-    create(namespace, "last", nonfinite="reject")
-    do(namespace, Take(name="last"))
-    twice = [Add(name=name, gradient=ones(2)) for name in ("b0", "b1", "fresh")]
-    with pytest.raises(error):
-        do(namespace, *twice, last, key=key(caller=caller))
-    assert namespace.recall(key(caller=caller)) is None
-    assert not do(namespace, *twice, key=key(caller=caller, request="another")).replayed
 
 
 def test_a_key_stores_the_receipts(store: Store) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -11,22 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from service import errors
 from service.buffers.changes import Add, Create
 from service.buffers.gradients import Rows
 from service.buffers.memory import MemoryStore
 from service.buffers.store import Store
 from service.dtypes import NAMES, Array
-from service.errors import (
-    DuplicateContributor,
-    IndexOutOfRange,
-    KeyReused,
-    NonfiniteGradient,
-    NormTooLarge,
-    ShapeMismatch,
-    StaleEpoch,
-)
 from tests.buffers.calls import LARGE, add, create, do, fails_alone, key, ones, spec, value
-from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES
+from tests.kernels.calls import FLOAT_DTYPES, NARROW_DTYPES, peak_bytes
 from tests.kernels.equality import assert_same_bits
 
 ROWS = LARGE // 40
@@ -106,21 +97,21 @@ def test_no_rows_are_a_gradient_of_nothing(store: Store, numbers: Array) -> None
 def test_rows_of_weight_0_add_nothing_but_must_fit(store: Store) -> None:
     create(store, "a", shape=(2, 1), max_norm=1.0, nonfinite="reject")
     assert add(store, "a", rows([1], [[np.nan]]), weight=0.0)["count"] == 1
-    fails_alone(store, IndexOutOfRange, Add(name="a", gradient=rows([2], [[np.nan]]), weight=0.0))
+    fails_alone(store, errors.IndexOutOfRange, Add(name="a", gradient=rows([2], [[np.nan]]), weight=0.0))
     assert add(store, "a", rows([2], [[1, 2, 3]]), do_update=False)["updated"] is False
     assert value(store, "a").tolist() == [[0], [0]]
 
 
 UNFIT: dict[str, tuple[tuple[int, ...], Any, Any, type[Exception], str]] = {
-    "no dimensions": ((), [0], [1], ShapeMismatch, "rows"),
-    "too few rows": ((3, 2), [0, 1], [[1, 2]], ShapeMismatch, "rows"),
-    "too many rows": ((3,), [0], [1, 2], ShapeMismatch, "rows"),
-    "rows that would broadcast": ((3, 2), [0, 1], [[1], [2]], ShapeMismatch, "rows"),
-    "rows of another rank": ((3, 2), [0], [1], ShapeMismatch, "rows"),
-    "an index too large": ((3,), [0, 3], [1, 2], IndexOutOfRange, "indices"),
-    "an index too small": ((3,), [-4], [1], IndexOutOfRange, "indices"),
-    "an index of nothing": ((0,), [0], [1], IndexOutOfRange, "indices"),
-    "an index of empty rows": ((3, 0), [3], [[]], IndexOutOfRange, "indices"),
+    "no dimensions": ((), [0], [1], errors.ShapeMismatch, "rows"),
+    "too few rows": ((3, 2), [0, 1], [[1, 2]], errors.ShapeMismatch, "rows"),
+    "too many rows": ((3,), [0], [1, 2], errors.ShapeMismatch, "rows"),
+    "rows that would broadcast": ((3, 2), [0, 1], [[1], [2]], errors.ShapeMismatch, "rows"),
+    "rows of another rank": ((3, 2), [0], [1], errors.ShapeMismatch, "rows"),
+    "an index too large": ((3,), [0, 3], [1, 2], errors.IndexOutOfRange, "indices"),
+    "an index too small": ((3,), [-4], [1], errors.IndexOutOfRange, "indices"),
+    "an index of nothing": ((0,), [0], [1], errors.IndexOutOfRange, "indices"),
+    "an index of empty rows": ((3, 0), [3], [[]], errors.IndexOutOfRange, "indices"),
 }
 
 
@@ -139,15 +130,17 @@ def test_rules_hold_for_rows(store: Store) -> None:
     create(store, "finite", shape=(ROWS, 2), nonfinite="reject")
     create(store, "short", shape=(ROWS, 2), max_norm=5.0)
     create(store, "named", shape=(ROWS, 2), quorum=2)
-    fails_alone(store, NonfiniteGradient, Add(name="finite", gradient=rows([ROWS - 1], [[1, np.inf]])))
+    fails_alone(store, errors.NonfiniteGradient, Add(name="finite", gradient=rows([ROWS - 1], [[1, np.inf]])))
     add(store, "short", rows([7, -1, 7], [[1, 0], [0, 4], [2, 0]]))
     assert (
-        fails_alone(store, NormTooLarge, Add(name="short", gradient=rows([7, 7], [[3, 0], [3, 0]]))).context["norm"]
+        fails_alone(store, errors.NormTooLarge, Add(name="short", gradient=rows([7, 7], [[3, 0], [3, 0]]))).context[
+            "norm"
+        ]
         == 6.0
     )
-    fails_alone(store, StaleEpoch, Add(name="named", gradient=rows([0], [[1, 1]]), epoch=1))
+    fails_alone(store, errors.StaleEpoch, Add(name="named", gradient=rows([0], [[1, 1]]), epoch=1))
     add(store, "named", rows([0], [[1, 1]]), contributor="ann")
-    fails_alone(store, DuplicateContributor, Add(name="named", gradient=rows([0], [[1, 1]]), contributor="ann"))
+    fails_alone(store, errors.DuplicateContributor, Add(name="named", gradient=rows([0], [[1, 1]]), contributor="ann"))
     receipt = add(store, "named", rows([0, -1], [[1, 1], [2, 3]]), weight=2.0, contributor="bob")
     assert (receipt["closed"], receipt["closed_by"], receipt["weight"]) == (True, "quorum", 3.0)
     closed = value(store, "named", 0)
@@ -163,7 +156,7 @@ def test_rows_with_a_key_count_once_also_after_the_buffer_has_gone(store: Store)
     repeated = do(store, *again, key=key())
     assert (repeated.replayed, repeated.receipts) == (True, first.receipts)
     assert (value(store, "a")[-1].tolist(), value(store, "b")[-1].tolist()) == ([1, 2], [1, 2])
-    with pytest.raises(KeyReused):
+    with pytest.raises(errors.KeyReused):
         do(store, *again, key=key(request="another"))
 
 
@@ -175,7 +168,7 @@ def test_rows_find_the_buffer_that_is_there_when_they_are_added(store: Store) ->
     create(store, "b", shape=(1, 3))
     add(store, "a", gradient)
     assert (value(store, "a")[0].tolist(), value(store, "a")[-1].tolist()) == ([3, 4], [1, 2])
-    fails_alone(store, ShapeMismatch, Add(name="b", gradient=gradient))
+    fails_alone(store, errors.ShapeMismatch, Add(name="b", gradient=gradient))
 
 
 def test_few_rows_take_little_memory(store: Store) -> None:
@@ -184,12 +177,7 @@ def test_few_rows_take_little_memory(store: Store) -> None:
     do(store, Create(name="a", spec=spec(shape)))
     gradients = [rows([1, -1, 5 * number], ones(3, 16)) for number in range(2)]
     add(store, "a", gradients[0])
-    tracemalloc.start()
-    try:
-        add(store, "a", gradients[1])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    peak = peak_bytes(lambda: add(store, "a", gradients[1]))
     assert peak < (36 << 20 if isinstance(store, MemoryStore) else 4 << 20)
     assert value(store, "a")[[0, 1, 5, -1]].sum(axis=1).tolist() == [16, 32, 16, 32]
 

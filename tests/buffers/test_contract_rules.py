@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from service import errors
 from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS
 from service.buffers.rules import CloseIfDue, SetRules
 from service.buffers.store import Store
-from service.errors import (
-    DuplicateContributor,
-    EpochOpen,
-    GradserveError,
-    InvalidParameter,
-    StaleEpoch,
-    TooFewGradients,
-    UnknownBuffer,
-)
-from tests.buffers.calls import PATIENCE, Clock, add, create, do, fails_alone, key, ones, spec, value
+from tests.buffers.calls import add, create, do, fails_alone, key, ones, spec, value
+from tests.buffers.postgres import until
+from tests.buffers.stores import Clock
 
 
 def closing(store: Store, epoch: int = 0, name: str = "a") -> dict[str, Any]:
     """Return the receipt of a closed epoch."""
     (snapshot,) = store.read([name], epoch)
     return snapshot.receipt()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def settle(store: Store, *names: str) -> None:
@@ -56,7 +41,7 @@ def test_contributors_are_listed(store: Store) -> None:
         ["y", "z"],
         ["x", "y", "z"],
     )
-    with pytest.raises(EpochOpen, match=r"; y and z are missing$") as caught:
+    with pytest.raises(errors.EpochOpen, match=r"; y and z are missing$") as caught:
         store.read(["a"], 0)
     assert caught.value.context["missing"] == ["y", "z"]
     receipt = add(store, "a", [1, 2], contributor="guest")
@@ -69,7 +54,7 @@ def test_contributors_are_listed(store: Store) -> None:
 def test_too_few_gradients_names_the_missing(store: Store) -> None:
     create(store, "a", contributors=("x", "y"))
     add(store, "a", [1, 2], contributor="x")
-    assert fails_alone(store, TooFewGradients, Take(name="a", min_count=2)).detail.endswith("; y is missing")
+    assert fails_alone(store, errors.TooFewGradients, Take(name="a", min_count=2)).detail.endswith("; y is missing")
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -78,7 +63,7 @@ def test_a_contributor_adds_only_so_often(store: Store, limit: int) -> None:
     again = Add(name="a", gradient=ones(2), contributor="x")
     for _ in range(limit):
         do(store, again)
-    error = fails_alone(store, DuplicateContributor, again)
+    error = fails_alone(store, errors.DuplicateContributor, again)
     assert error.context == {"buffer": "a", "epoch": 0, "count": limit}
     add(store, "a", [1, 2], contributor="y")
     do(store, Zero(name="a"))
@@ -89,7 +74,7 @@ def test_a_duplicate_in_one_buffer_refuses_the_request(store: Store) -> None:
     create(store, "a", "b")
     add(store, "b", [1, 2], contributor="x")
     changes = [Add(name=name, gradient=ones(2), contributor="x") for name in "ab"]
-    assert fails_alone(store, DuplicateContributor, *changes).context["buffer"] == "b"
+    assert fails_alone(store, errors.DuplicateContributor, *changes).context["buffer"] == "b"
 
 
 def test_a_repeated_request_is_no_duplicate(store: Store) -> None:
@@ -139,7 +124,7 @@ def test_an_epoch_has_a_bounded_number_of_contributors(store: Store, keep: int) 
     record = store.record("a")
     crowd = {f"rank{number}": 1 for number in range(most)}
     change = Add(name="a", gradient=ones(2), contributor="one more")
-    with pytest.raises(InvalidParameter, match=f"'one more', but epoch 0 of 'a' has {most} contributors"):
+    with pytest.raises(errors.InvalidParameter, match=f"'one more', but epoch 0 of 'a' has {most} contributors"):
         change.admit(record.changed(contributors_in=crowd))
     change.admit(record.changed(contributors_in=dict([*crowd.items()][1:])))
 
@@ -150,7 +135,7 @@ def test_an_epoch_has_a_bounded_number_of_contributors(store: Store, keep: int) 
 def test_the_quorum_of_weight_closes_the_epoch(store: Store) -> None:
     create(store, "a", quorum_weight=10.0)
     assert not add(store, "a", [1, 2], weight=6.0)["closed"]
-    with pytest.raises(EpochOpen, match=r"its weight 6.0 of 10.0"):
+    with pytest.raises(errors.EpochOpen, match=r"its weight 6.0 of 10.0"):
         store.read(["a"], 0)
     receipt = add(store, "a", [1, 2], weight=5.0)
     assert (receipt["closed"], receipt["closed_by"], receipt["count"], receipt["weight"]) == (True, "quorum", 2, 11.0)
@@ -198,7 +183,7 @@ def test_an_add_to_an_epoch_whose_deadline_is_over_is_late(store: Store, clock: 
     create(store, "a", deadline_seconds=10.0)
     add(store, "a", [1, 2], epoch=0)
     clock.advance(10)
-    with pytest.raises(StaleEpoch):
+    with pytest.raises(errors.StaleEpoch):
         do(store, Add(name="a", gradient=ones(2), epoch=0))
     settle(store, "a")
     assert closing(store)["count"] == 1
@@ -233,7 +218,7 @@ def test_every_change_finds_the_next_epoch(store: Store, clock: Clock, change: A
     clock.advance(10)
     do(store, change)
     if isinstance(change, Delete):
-        with pytest.raises(UnknownBuffer):
+        with pytest.raises(errors.UnknownBuffer):
             store.record("a")
         return
     assert closing(store)["closed_by"] == "deadline"
@@ -246,10 +231,10 @@ def test_the_store_closes_by_itself(store: Store, clock: Clock, at_once: None) -
     add(store, "a", [1, 2])
     add(store, "b", [1, 2])
     clock.advance(15)
-    until(lambda: store.record("a").epoch == 1)
+    until(lambda: store.record("a").epoch == 1, "an epoch stays open")
     assert store.record("b").epoch == 0
     clock.advance(15)
-    until(lambda: store.record("b").epoch == 1)
+    until(lambda: store.record("b").epoch == 1, "an epoch stays open")
     assert (store.record("a").updated, store.record("b").updated) == (clock.now - 20, clock.now - 10)
 
 
@@ -264,10 +249,10 @@ def test_a_deadline_is_a_change(store: Store, clock: Clock) -> None:
     settle(store, "a")
     assert store.record("a").as_json()["expires_at"] == clock.now + 3
     assert closing(store)["count"] == 1
-    with pytest.raises(UnknownBuffer):
+    with pytest.raises(errors.UnknownBuffer):
         store.record("b")
     clock.advance(3)
-    with pytest.raises(UnknownBuffer):
+    with pytest.raises(errors.UnknownBuffer):
         store.record("a")
 
 
@@ -361,5 +346,5 @@ def test_a_shorter_time_to_live_counts(store: Store, clock: Clock, at_once: None
 def test_too_many_expected_contributors_are_refused(store: Store) -> None:
     create(store, "a", keep=1000)
     rules = {"contributors": tuple(map(str, range(21)))}
-    error: GradserveError = fails_alone(store, InvalidParameter, SetRules(name="a", rules=rules))
+    error: errors.GradserveError = fails_alone(store, errors.InvalidParameter, SetRules(name="a", rules=rules))
     assert error.context["limit"] == 20

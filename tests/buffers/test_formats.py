@@ -12,8 +12,9 @@ import pytest
 from service.buffers.lmdb import LmdbStore
 from service.buffers.packed import FORMAT
 from service.errors import EpochGone, StoreFailed
-from tests.buffers.calls import MAX_BYTES, add, value
+from tests.buffers.calls import add, value
 from tests.buffers.postgres import Schema
+from tests.buffers.stores import MAX_BYTES
 from tests.commands import called
 
 MADE = Path(__file__).parent / "format1"

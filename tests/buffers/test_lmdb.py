@@ -23,7 +23,6 @@ from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.epochs import Closed
 from service.buffers.lmdb import caches, value_writer
 from service.buffers.lmdb.environment import Environment
-from service.buffers.lmdb.store import LmdbStore
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome
 from service.buffers.record import Record, Spec
@@ -31,23 +30,17 @@ from service.buffers.rules import SetRules
 from service.dtypes import FLOAT32
 from service.errors import StoreFailed
 from service.kernels.gather import GatheredRows
-from tests.buffers.calls import (
+from tests.buffers.calls import LARGE, add, create, do, key, ones, request, spec, state, value
+from tests.buffers.stores import (
     KEY_SECONDS,
-    LARGE,
     PATIENCE,
     Clock,
     Gate,
-    add,
-    create,
-    do,
+    Reopen,
     entries_of,
-    key,
-    ones,
     open_lmdb,
-    request,
-    spec,
-    state,
-    value,
+    start,
+    waiting,
     wrong,
 )
 from tests.kernels.equality import assert_same_bits
@@ -55,7 +48,7 @@ from tests.kernels.equality import assert_same_bits
 # ----- durability -----
 
 
-def test_a_reopened_store_has_everything(reopen: Callable[[], LmdbStore], clock: Clock) -> None:
+def test_a_reopened_store_has_everything(reopen: Reopen, clock: Clock) -> None:
     store = reopen()
     create(store, "a", shape=(LARGE,), dtype="bfloat16", keep=3)
     create(store, "b", shape=(), nonfinite="reject", quorum=2, ttl_seconds=1e6)
@@ -82,7 +75,7 @@ def test_a_reopened_store_has_everything(reopen: Callable[[], LmdbStore], clock:
     assert changed["d"][1] == [np.array([1, 2], np.float32).tobytes()]
 
 
-def test_close_finishes_submitted_requests(reopen: Callable[[], LmdbStore]) -> None:
+def test_close_finishes_submitted_requests(reopen: Reopen) -> None:
     store = reopen()
     create(store, "a")
     futures = [store.submit(request(Add(name="a", gradient=ones(2)))) for _ in range(50)]
@@ -92,7 +85,7 @@ def test_close_finishes_submitted_requests(reopen: Callable[[], LmdbStore]) -> N
     assert store.record("a").count == 50
 
 
-def test_a_closed_store_raises_store_failed(reopen: Callable[[], LmdbStore]) -> None:
+def test_a_closed_store_raises_store_failed(reopen: Reopen) -> None:
     store = reopen()
     create(store, "a")
     store.close()
@@ -110,9 +103,7 @@ def test_a_closed_store_raises_store_failed(reopen: Callable[[], LmdbStore]) -> 
             use()
 
 
-def test_a_store_opens_after_a_batch_that_creates_and_deletes(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_opens_after_a_batch_that_creates_and_deletes(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     """LMDB counts pages that a transaction took and gave back, but may never write them."""
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "stays", shape=(LARGE,))
@@ -134,7 +125,7 @@ def test_a_store_opens_after_a_batch_that_creates_and_deletes(
 
 @pytest.mark.parametrize("readonly", [False, True])
 def test_a_harmlessly_short_file_is_lengthened(
-    reopen: Callable[[], LmdbStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readonly: bool
+    reopen: Reopen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readonly: bool
 ) -> None:
     path = tmp_path / "store"
     store = reopen()
@@ -166,7 +157,7 @@ def test_a_harmlessly_short_file_is_lengthened(
     assert value(store, "a").tolist() == [2] * LARGE
 
 
-def test_the_writer_knows_the_number_of_its_last_transaction(reopen: Callable[[], LmdbStore]) -> None:
+def test_the_writer_knows_the_number_of_its_last_transaction(reopen: Reopen) -> None:
     """By it the writer knows that no other process has written since."""
     store = reopen()
     create(store, "stays", quorum=2, ttl_seconds=5.0)
@@ -218,25 +209,10 @@ store.close()
 
 def adding(path: Path, number: int, times: int) -> subprocess.Popen[str]:
     """Start a process that adds `number` to the buffers a and b, once the process reads a line."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", ADDER, str(path), str(number), str(times)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+    return waiting(ADDER, path, number, times)
 
 
-def start(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def test_processes_share_a_store(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_processes_share_a_store(reopen: Reopen, tmp_path: Path) -> None:
     store = reopen()
     create(store, "a", "b", shape=(20_000,))
     generation = store.generation()
@@ -257,7 +233,7 @@ def test_processes_share_a_store(reopen: Callable[[], LmdbStore], tmp_path: Path
     assert store.generation() >= generation + 80
 
 
-def test_an_add_of_nothing_writes_no_chunk(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_add_of_nothing_writes_no_chunk(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hits = reopen(), Counter[str]()
     create(store, "a", shape=(LARGE,))
     add(store, "a", 1.0)
@@ -270,7 +246,7 @@ def test_an_add_of_nothing_writes_no_chunk(reopen: Callable[[], LmdbStore], monk
 
 
 def test_copies_at_every_step_of_the_writer_are_whole(
-    reopen: Callable[[], LmdbStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    reopen: Reopen, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each copy is the store that a crash at this step would leave."""
     store = reopen()
@@ -303,9 +279,7 @@ def test_copies_at_every_step_of_the_writer_are_whole(
         copied.close()
 
 
-def test_copies_while_another_process_adds_are_whole(
-    reopen: Callable[[], LmdbStore], tmp_path: Path, clock: Clock
-) -> None:
+def test_copies_while_another_process_adds_are_whole(reopen: Reopen, tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "store"
     store = reopen()
     create(store, "a", "b", shape=(20_000,))
@@ -340,9 +314,7 @@ def test_copies_while_another_process_adds_are_whole(
 
 
 @pytest.mark.parametrize("elements", [600, LARGE])
-def test_mixed_changes_keep_the_right_value(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int
-) -> None:
+def test_mixed_changes_keep_the_right_value(reopen: Reopen, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """Some values are cached, others are not, some gradients wait, and the cache is too small."""
     monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", 3 * (elements * 4 + 2 * caches.ARRAY_BYTES))
     store, names, draw = reopen(), ["a", "b", "c", "d", "e"], random.Random(3)
@@ -375,7 +347,7 @@ def test_mixed_changes_keep_the_right_value(
         np.testing.assert_array_equal(value(store, name), expected[name], err_msg=name)
 
 
-def test_short_writes_are_completed(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_completed(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store, write = reopen(), os.pwrite
     create(store, "a", shape=(LARGE,))
     gradient = np.random.default_rng(1).normal(size=LARGE).astype(np.float32)
@@ -385,7 +357,7 @@ def test_short_writes_are_completed(reopen: Callable[[], LmdbStore], monkeypatch
     assert_same_bits(value(reopen(), "a"), gradient)
 
 
-def test_only_a_few_sparse_gradients_wait(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_only_a_few_sparse_gradients_wait(reopen: Reopen, tmp_path: Path) -> None:
     """Each waiting gradient slows every read and every later add."""
     store, most = reopen(), value_writer.MOST_WAITING_GRADIENTS
     create(store, "a", shape=(LARGE, 1))
@@ -417,7 +389,7 @@ def test_the_cache_keeps_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.take(3) is None
 
 
-def test_ids_of_values_are_never_reused(reopen: Callable[[], LmdbStore]) -> None:
+def test_ids_of_values_are_never_reused(reopen: Reopen) -> None:
     seen = set()
     for _ in range(3):
         store = reopen()
@@ -439,7 +411,7 @@ def test_ids_of_values_are_never_reused(reopen: Callable[[], LmdbStore]) -> None
 COUNTER = """
 import sys, time
 from pathlib import Path
-from tests.buffers.calls import entries_of
+from tests.buffers.stores import entries_of
 path, expected, *databases = sys.argv[1:]
 for _ in range(1000):
     entries = entries_of(Path(path))
@@ -457,7 +429,7 @@ def wait_for_entries(path: Path, expected: int, *databases: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_expired_keys_are_removed_during_adds(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
+def test_expired_keys_are_removed_during_adds(reopen: Reopen, clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "a")
     for number in range(30):
@@ -480,7 +452,7 @@ def test_expired_keys_are_removed_during_adds(reopen: Callable[[], LmdbStore], c
 
 
 @pytest.mark.usefixtures("at_once")
-def test_expired_keys_are_removed_when_idle(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
+def test_expired_keys_are_removed_when_idle(reopen: Reopen, clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "a")
     for number in range(30):
@@ -491,20 +463,26 @@ def test_expired_keys_are_removed_when_idle(reopen: Callable[[], LmdbStore], clo
 
 
 @pytest.mark.usefixtures("untidied")
-def test_expired_buffers_are_removed_during_adds(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
+def test_expired_buffers_are_removed_during_adds(reopen: Reopen, clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "a")
-    create(store, *[f"b{number}" for number in range(1000)], ttl_seconds=10.0)
+    create(store, "lives", ttl_seconds=100.0)
+    create(store, *[f"b{number}" for number in range(999)], ttl_seconds=10.0)
+    create(store, "large", shape=(LARGE,), ttl_seconds=10.0, keep=2)
+    for _ in range(2):
+        add(store, "large", ones(LARGE))
+        do(store, Take(name="large"))
     clock.advance(20)
     for _ in range(10):
         clock.advance(2)
         add(store, "a", [1, 2])
     store.close()
-    assert entries_of(tmp_path / "store")["buffers"] == 1
+    entries = entries_of(tmp_path / "store")
+    assert (entries["buffers"], entries["values"], entries["deadlines"]) == (2, 1, 1)
 
 
 @pytest.mark.usefixtures("untidied")
-def test_removal_keeps_pace_with_expiry(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
+def test_removal_keeps_pace_with_expiry(reopen: Reopen, clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, *[f"b{number}" for number in range(500)], ttl_seconds=10.0)
     clock.advance(20)
@@ -532,7 +510,7 @@ def test_the_writers_memory_has_bounds() -> None:
     assert records[last] is record
 
 
-def test_a_stored_name_begins_with_its_namespace(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_a_stored_name_begins_with_its_namespace(reopen: Reopen, tmp_path: Path) -> None:
     store = reopen()
     for namespace in ("", "ann", "bob"):
         create(store.within(namespace), "w", ttl_seconds=10.0)
@@ -544,7 +522,7 @@ def test_a_stored_name_begins_with_its_namespace(reopen: Callable[[], LmdbStore]
 
 
 @pytest.mark.usefixtures("at_once")
-def test_expired_buffers_are_removed_when_idle(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
+def test_expired_buffers_are_removed_when_idle(reopen: Reopen, clock: Clock, tmp_path: Path) -> None:
     store = reopen()
     create(store, "stays", "also", shape=(LARGE,))
     create(store, "a", "b", "c", shape=(LARGE,), ttl_seconds=10.0)
@@ -561,19 +539,7 @@ def test_expired_buffers_are_removed_when_idle(reopen: Callable[[], LmdbStore], 
     wait_for_entries(tmp_path / "store", 2, "buffers", "values", "deadlines")
 
 
-def test_a_deleted_buffer_leaves_no_deadline(reopen: Callable[[], LmdbStore], clock: Clock, tmp_path: Path) -> None:
-    store = reopen()
-    create(store, "stays", ttl_seconds=1e9)
-    for _ in range(5):
-        create(store, "a", ttl_seconds=1e9)
-        clock.advance(3)
-        add(store, "a", ones(2))
-        do(store, Delete(name="a"))
-    store.close()
-    assert entries_of(tmp_path / "store")["deadlines"] == 1
-
-
-def test_the_doctor_finds_a_deadline_that_is_not_scheduled(reopen: Callable[..., LmdbStore], tmp_path: Path) -> None:
+def test_the_doctor_finds_a_deadline_that_is_not_scheduled(reopen: Reopen, tmp_path: Path) -> None:
     store, path = reopen(), tmp_path / "store"
     create(store, "a", deadline_seconds=100.0)
     add(store, "a", [1, 2])
@@ -585,14 +551,20 @@ def test_the_doctor_finds_a_deadline_that_is_not_scheduled(reopen: Callable[...,
     assert [line for line in wrong(path) if "the deadline of the buffer 'a' is not scheduled" in line]
 
 
-def test_ends_of_epochs_leave_no_deadlines(reopen: Callable[..., LmdbStore], tmp_path: Path, clock: Clock) -> None:
+def test_ends_of_epochs_and_of_buffers_leave_no_deadlines(reopen: Reopen, tmp_path: Path, clock: Clock) -> None:
     """Epochs that close before their deadline, and buffers that are deleted."""
     store = reopen()
+    create(store, "stays", ttl_seconds=1e9)
     create(store, *"abc", deadline_seconds=100.0, quorum=2)
     for name in "aabc":
         add(store, name, [1, 2])
         clock.advance(1)
     do(store, Zero(name="b"))
     do(store, Delete(name="c"))
+    for _ in range(5):
+        create(store, "d", ttl_seconds=1e9)
+        clock.advance(3)
+        add(store, "d", ones(2))
+        do(store, Delete(name="d"))
     store.close()
-    assert entries_of(tmp_path / "store")["deadlines"] == 0
+    assert entries_of(tmp_path / "store")["deadlines"] == 1

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from service.buffers import failpoints
 from service.buffers.changes import Add, Delete
-from service.buffers.lmdb.store import LmdbStore
 from service.buffers.perform import Request
 from service.errors import GradserveError, NonfiniteGradient, ShapeMismatch, StaleEpoch, StoreFailed, UnknownBuffer
-from tests.buffers.calls import LARGE, PATIENCE, Gate, add, create, do, key, ones, request, value
+from tests.buffers.calls import LARGE, add, create, do, key, ones, request, value
+from tests.buffers.stores import PATIENCE, Gate, Reopen
 
 
-def test_waiting_requests_share_a_transaction(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_share_a_transaction(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "a", "b")
     before = store.generation()
@@ -27,9 +26,7 @@ def test_waiting_requests_share_a_transaction(reopen: Callable[[], LmdbStore], m
     assert store.generation() - before <= 2
 
 
-def test_a_failed_request_fails_alone_in_its_batch(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_request_fails_alone_in_its_batch(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "a", "b", shape=(LARGE,), nonfinite="reject")
     nan = ones(LARGE)
@@ -59,7 +56,7 @@ def test_a_failed_request_fails_alone_in_its_batch(
 @pytest.mark.parametrize("failing", ["the gradient", "the commit"])
 @pytest.mark.parametrize("elements", [2, LARGE])
 def test_a_failure_leaves_the_sum_unchanged(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, elements: int, failing: str
+    reopen: Reopen, monkeypatch: pytest.MonkeyPatch, elements: int, failing: str
 ) -> None:
     """A failed request has already changed values that the writer caches."""
     store = reopen()
@@ -84,9 +81,7 @@ def test_a_failure_leaves_the_sum_unchanged(
     assert set(value(store, "b")) == {1}
 
 
-def test_a_repeated_key_in_one_batch_counts_once(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_key_in_one_batch_counts_once(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "a")
     futures = gate.together(store, [Request([Add(name="a", gradient=ones(2))], key()) for _ in range(10)])
@@ -96,7 +91,7 @@ def test_a_repeated_key_in_one_batch_counts_once(
     assert store.record("a").count == 1
 
 
-def test_cancelled_requests_change_nothing(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_requests_change_nothing(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store = reopen()
     create(store, "a")
     held, opened = threading.Event(), threading.Event()

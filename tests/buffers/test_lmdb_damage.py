@@ -19,11 +19,12 @@ from service.buffers.lmdb.store import LmdbStore
 from service.buffers.lmdb.writer import Writer
 from service.buffers.names import BufferName
 from service.errors import BufferCorrupt, KeyReused, StoreFailed
-from tests.buffers.calls import LARGE, PATIENCE, Clock, add, create, do, key, ones, request, value
+from tests.buffers.calls import LARGE, add, create, do, key, ones, request, value
+from tests.buffers.stores import PATIENCE, Clock, Reopen
 from tests.kernels.equality import assert_same_bits
 
 
-def prepared(reopen: Callable[[], LmdbStore]) -> None:
+def prepared(reopen: Reopen) -> None:
     store = reopen()
     create(store, "a", shape=(LARGE,))
     add(store, "a", ones(1))
@@ -39,7 +40,7 @@ def prepared(reopen: Callable[[], LmdbStore]) -> None:
         (b"", "has format ,"),
     ],
 )
-def test_another_format_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Path, found: bytes, message: str) -> None:
+def test_another_format_is_refused(reopen: Reopen, tmp_path: Path, found: bytes, message: str) -> None:
     prepared(reopen)
     with lmdb.open(str(tmp_path / "store"), max_dbs=8) as env, env.begin(write=True) as txn:
         txn.put(b"format", found, db=env.open_db(b"meta", txn=txn))
@@ -52,7 +53,7 @@ def test_another_format_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Pa
 @pytest.mark.parametrize("locks_stay", [True, False])
 @pytest.mark.parametrize("emptied", [True, False])
 def test_a_store_without_its_data_file_is_not_recreated(
-    reopen: Callable[[], LmdbStore], tmp_path: Path, emptied: bool, locks_stay: bool
+    reopen: Reopen, tmp_path: Path, emptied: bool, locks_stay: bool
 ) -> None:
     prepared(reopen)
     data = tmp_path / "store" / "data.mdb"
@@ -67,7 +68,7 @@ def test_a_store_without_its_data_file_is_not_recreated(
 
 
 @pytest.mark.parametrize("left", [1, 100, 4095, 4096, 4097, 8191, 8192, 3 * 4096, -3 * 4096, -4096, -1])
-def test_a_truncated_store_is_refused_or_whole(reopen: Callable[[], LmdbStore], tmp_path: Path, left: int) -> None:
+def test_a_truncated_store_is_refused_or_whole(reopen: Reopen, tmp_path: Path, left: int) -> None:
     prepared(reopen)
     data = tmp_path / "store" / "data.mdb"
     whole = data.read_bytes()
@@ -85,7 +86,7 @@ def test_a_truncated_store_is_refused_or_whole(reopen: Callable[[], LmdbStore], 
 
 
 @pytest.mark.parametrize("left", [0, 1, 4096, -4096, -1])
-def test_truncated_values_damage_their_buffer_only(reopen: Callable[[], LmdbStore], tmp_path: Path, left: int) -> None:
+def test_truncated_values_damage_their_buffer_only(reopen: Reopen, tmp_path: Path, left: int) -> None:
     prepared(reopen)
     create(reopen(), "small")
     values = tmp_path / "store" / "values"
@@ -101,15 +102,11 @@ def test_truncated_values_damage_their_buffer_only(reopen: Callable[[], LmdbStor
     assert value(store, "a").tolist() == [1] * LARGE
 
 
-def test_a_foreign_data_file_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "data.mdb").write_bytes(b"notes to myself\n" * 5000)
-    with pytest.raises(StoreFailed, match="cannot be opened"):
-        reopen()
-
-
-def test_a_file_in_place_of_the_directory_is_refused(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("x")
+@pytest.mark.parametrize("place", ["store", "store/data.mdb"])
+def test_a_foreign_file_is_refused(reopen: Reopen, tmp_path: Path, place: str) -> None:
+    """In place of the directory, or of the data file in it."""
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_bytes(b"notes to myself\n" * 5000)
     with pytest.raises(StoreFailed, match="cannot be opened"):
         reopen()
 
@@ -128,7 +125,7 @@ def flip(directory: Path, pattern: bytes) -> None:
 
 
 @pytest.mark.parametrize("elements", [600, LARGE])
-def test_a_damaged_value_harms_one_buffer(reopen: Callable[[], LmdbStore], tmp_path: Path, elements: int) -> None:
+def test_a_damaged_value_harms_one_buffer(reopen: Reopen, tmp_path: Path, elements: int) -> None:
     store = reopen()
     create(store, "hurt", "well", "z", shape=(elements,))
     numbers = np.random.default_rng(1).normal(size=elements).astype(np.float32)
@@ -156,9 +153,7 @@ def test_a_damaged_value_harms_one_buffer(reopen: Callable[[], LmdbStore], tmp_p
 
 @pytest.mark.parametrize("elements", [600, LARGE])
 @pytest.mark.parametrize("how", ["overwrite", "zero"])
-def test_a_damaged_value_can_be_replaced(
-    reopen: Callable[[], LmdbStore], tmp_path: Path, how: str, elements: int
-) -> None:
+def test_a_damaged_value_can_be_replaced(reopen: Reopen, tmp_path: Path, how: str, elements: int) -> None:
     store = reopen()
     create(store, "a", shape=(elements,))
     numbers = np.random.default_rng(1).normal(size=elements).astype(np.float32)
@@ -173,7 +168,7 @@ def test_a_damaged_value_can_be_replaced(
     assert_same_bits(value(store, "a"), np.zeros(elements, np.float32) if how == "zero" else numbers)
 
 
-def test_an_unreadable_value_harms_one_buffer(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_value_harms_one_buffer(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad sector of the disk raises EIO."""
     store = reopen()
     create(store, "hurt", shape=(LARGE,))
@@ -192,7 +187,7 @@ def test_an_unreadable_value_harms_one_buffer(reopen: Callable[[], LmdbStore], m
     assert add(store, "well", [1, 2])["count"] == 1
 
 
-def test_the_writer_survives_a_failing_disk(reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_survives_a_failing_disk(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store = reopen()
     create(store, "a")
     with monkeypatch.context() as patch:
@@ -212,7 +207,7 @@ def test_the_writer_survives_a_failing_disk(reopen: Callable[[], LmdbStore], mon
 
 
 @pytest.fixture
-def hurt(reopen: Callable[[], LmdbStore], tmp_path: Path) -> LmdbStore:
+def hurt(reopen: Reopen, tmp_path: Path) -> LmdbStore:
     """Return a store with the buffers "hurt", whose record is damaged and expires, and "well"."""
     store = reopen()
     create(store, "hurt", ttl_seconds=12345.678)
@@ -244,7 +239,7 @@ def test_a_damaged_record_harms_one_buffer(hurt: LmdbStore) -> None:
         hurt.records(strict=True)
 
 
-def test_a_damaged_record_harms_no_other_namespace(reopen: Callable[[], LmdbStore], tmp_path: Path) -> None:
+def test_a_damaged_record_harms_no_other_namespace(reopen: Reopen, tmp_path: Path) -> None:
     store = reopen()
     create(store, "well")
     for name in ("hurt", "well"):
@@ -291,9 +286,7 @@ def test_an_expired_damaged_record_does_not_stop_the_writer(hurt: LmdbStore, clo
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "values"])
-def test_a_removed_or_replaced_file_is_reported(
-    reopen: Callable[[], LmdbStore], tmp_path: Path, name: str, replaced: bool
-) -> None:
+def test_a_removed_or_replaced_file_is_reported(reopen: Reopen, tmp_path: Path, name: str, replaced: bool) -> None:
     prepared(reopen)
     store, file, aside = reopen(), tmp_path / "store" / name, tmp_path / "aside"
     file.rename(aside)

@@ -23,22 +23,8 @@ from service.buffers.lmdb import environment
 from service.buffers.lmdb.slots import CHUNK_BYTES
 from service.buffers.lmdb.store import LmdbStore
 from service.errors import StoreFull
-from tests.buffers.calls import (
-    LARGE,
-    PATIENCE,
-    Clock,
-    Gate,
-    add,
-    create,
-    do,
-    key,
-    ones,
-    open_lmdb,
-    request,
-    spec,
-    state,
-    value,
-)
+from tests.buffers.calls import LARGE, add, create, do, key, ones, request, spec, state, value
+from tests.buffers.stores import PATIENCE, Clock, Gate, open_lmdb
 
 
 def fills(store: LmdbStore, elements: int) -> list[str]:
@@ -152,12 +138,20 @@ def roomy(tmp_path: Path, clock: Clock) -> Iterator[LmdbStore]:
     store.close()
 
 
-def test_an_add_reuses_the_slots_freed_last(roomy: LmdbStore) -> None:
-    size = 6 * CHUNK_FLOATS
-    create(roomy, "a", shape=(size,))
+@pytest.mark.parametrize("requests", [["a"], ["abcdef"], ["a", "b"]], ids=["an add", "many buffers", "a batch"])
+def test_the_slots_freed_last_are_reused(
+    roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch, requests: list[str]
+) -> None:
+    """Each time the requests need six slots. Each request adds to its buffers; those of a batch share a transaction."""
+    names = "".join(requests)
+    size, gate = 6 // len(names) * CHUNK_FLOATS, Gate(monkeypatch)
+    create(roomy, *names, shape=(size,))
     for count in range(1, 9):
-        assert add(roomy, "a", ones(size))["count"] == count
-    assert set(value(roomy, "a")) == {8.0}
+        adds = [request(*[Add(name=name, gradient=ones(size)) for name in some]) for some in requests]
+        futures = gate.together(roomy, adds) if len(adds) > 1 else [roomy.submit(adds[0])]
+        done = [one.result(PATIENCE).receipts for one in futures]
+        assert [one["count"] for receipts in done for one in receipts.values()] == [count] * len(names)
+    assert {*value(roomy, "a")} == {8.0}
 
 
 def test_an_add_reuses_the_slots_of_a_deleted_buffer(roomy: LmdbStore) -> None:
@@ -169,24 +163,6 @@ def test_an_add_reuses_the_slots_of_a_deleted_buffer(roomy: LmdbStore) -> None:
     for name, count in zip(names, range(1, 6), strict=True):
         do(roomy, Delete(name=name))
         assert add(roomy, "next", ones(size))["count"] == count
-
-
-def test_a_request_for_many_buffers_reuses_the_slots_freed_last(roomy: LmdbStore) -> None:
-    size = CHUNK_FLOATS
-    names = [f"a{number}" for number in range(6)]
-    create(roomy, *names, shape=(size,))
-    for count in range(1, 6):
-        outcome = do(roomy, *[Add(name=name, gradient=ones(size)) for name in names])
-        assert [one["count"] for one in outcome.receipts.values()] == [count] * 6
-
-
-def test_a_batch_reuses_the_slots_freed_last(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    size, gate = 3 * CHUNK_FLOATS, Gate(monkeypatch)
-    create(roomy, "a", "b", shape=(size,))
-    for count in range(1, 6):
-        adds = [request(Add(name=name, gradient=ones(size))) for name in ("a", "b")]
-        done = [one.result(PATIENCE).receipts for one in gate.together(roomy, adds)]
-        assert [one["count"] for receipts in done for one in receipts.values()] == [count] * 2
 
 
 def test_a_request_without_room_is_tried_twice_only(roomy: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:

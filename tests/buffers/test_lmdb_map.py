@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.buffers.calls import PATIENCE, Clock, add, create, ones, open_lmdb
+from tests.buffers.calls import add, create, ones
+from tests.buffers.stores import PATIENCE, Clock, open_lmdb
 from tests.commands import called
 from tests.serving import serving
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +15,8 @@ from service.buffers.lmdb import caches
 from service.buffers.lmdb.store import LmdbStore
 from service.dtypes import Array
 from service.errors import StoreFull, UnknownBuffer
-from tests.buffers.calls import (
-    PATIENCE,
-    Clock,
-    Gate,
-    create,
-    do,
-    ones,
-    open_lmdb,
-    request,
-    spec,
-    state,
-    value,
-    wrong,
-)
+from tests.buffers.calls import create, do, ones, request, spec, state, value
+from tests.buffers.stores import PATIENCE, Clock, Gate, Reopen, open_lmdb, wrong
 from tests.kernels.equality import assert_same_bits
 
 SIZE = 12_800
@@ -52,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def filled(reopen: Callable[[], LmdbStore]) -> LmdbStore:
+def filled(reopen: Reopen) -> LmdbStore:
     """Return a store of forty buffers, each with one add."""
     store = reopen()
     create(store, *NAMES, shape=(SIZE,))
@@ -61,7 +48,7 @@ def filled(reopen: Callable[[], LmdbStore]) -> LmdbStore:
 
 
 @pytest.mark.parametrize("elements", [1 << 14, (1 << 14) + 1])
-def test_values_up_to_64_kb_are_stored_in_lmdb(reopen: Callable[[], LmdbStore], path: Path, elements: int) -> None:
+def test_values_up_to_64_kb_are_stored_in_lmdb(reopen: Reopen, path: Path, elements: int) -> None:
     store = reopen()
     create(store, *NAMES, shape=(elements,))
     do(store, *[Add(name=name, gradient=ones(elements)) for name in NAMES])
@@ -70,7 +57,7 @@ def test_values_up_to_64_kb_are_stored_in_lmdb(reopen: Callable[[], LmdbStore], 
     assert bool((path / "values").stat().st_size) == (4 * elements > 1 << 16)
 
 
-def test_many_small_buffers_change_together(filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path) -> None:
+def test_many_small_buffers_change_together(filled: LmdbStore, reopen: Reopen, path: Path) -> None:
     for turn in range(1, 4):
         do(filled, *adds(turn=turn))
     store = reopen()
@@ -88,7 +75,7 @@ def test_many_small_buffers_change_together(filled: LmdbStore, reopen: Callable[
 
 
 def test_one_transaction_may_change_a_value_again(
-    filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LmdbStore, reopen: Reopen, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads, takes, deletes and adds of the same values come before the commit."""
     gate, reverse = Gate(monkeypatch), NAMES[::-1]
@@ -121,7 +108,7 @@ def test_one_transaction_may_change_a_value_again(
 
 
 def test_a_failed_request_changes_nothing(
-    filled: LmdbStore, reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LmdbStore, reopen: Reopen, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, gate = state(filled), Gate(monkeypatch)
     with pytest.raises(UnknownBuffer):
@@ -140,7 +127,7 @@ def test_a_failed_request_changes_nothing(
 
 @pytest.mark.parametrize("cached", [0, 3 * 51_200])
 def test_random_changes_keep_the_right_values(
-    reopen: Callable[[], LmdbStore], path: Path, monkeypatch: pytest.MonkeyPatch, cached: int
+    reopen: Reopen, path: Path, monkeypatch: pytest.MonkeyPatch, cached: int
 ) -> None:
     """Batches and single requests change small and large values; the writer caches few or none."""
     monkeypatch.setattr(caches, "MOST_BYTES_OF_VALUES", cached)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,20 +15,14 @@ from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.packed import FORMAT
 from service.buffers.perform import Request
 from service.buffers.postgres import connections, janitor, transaction, watcher
-from service.errors import BufferCorrupt, GradserveError, StoreFailed, UnknownBuffer
-from tests.buffers.calls import PATIENCE, add, create, do, key, ones, spec, value
+from service.errors import BufferCorrupt, StoreFailed, UnknownBuffer
+from tests.buffers.calls import add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed
+from tests.buffers.stores import PATIENCE
 from tests.kernels.equality import assert_same_bits
 
 LARGE = 40_000
 """Elements of a float32 gradient that is staged: a gradient of 64 KB or less goes into a row."""
-
-
-@pytest.fixture
-def schema(postgres_url: str) -> Iterator[Schema]:
-    made = Schema(postgres_url)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("version", [1, FORMAT + 1])
@@ -357,11 +350,3 @@ def test_only_the_clock_of_the_database_counts(schema: Schema) -> None:
         patch.setattr(time, "time", lambda: 4e9)
         assert ahead.submit(sent).result(PATIENCE).replayed
         assert ahead.record("w").updated < 4e9
-
-
-def test_a_closed_store_answers_no_more(schema: Schema) -> None:
-    store = schema.open()
-    create(store, "w")
-    schema.close()
-    with pytest.raises(GradserveError):
-        add(store, "w", 1.0)

@@ -17,19 +17,13 @@ from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import PostgresStore, batch, connections, exchange, janitor, store, writer
 from service.buffers.postgres.batch import Submission
 from service.errors import StoreFailed
-from tests.buffers.calls import PATIENCE, Clock, add, create, do, key, ones, value
+from tests.buffers.calls import add, create, do, key, ones, value
 from tests.buffers.postgres import Schema, until, until_changed
+from tests.buffers.stores import PATIENCE, Clock
 from tests.network import Network
 
 LARGE = 40_000
 DAY = 24 * 3600.0
-
-
-@pytest.fixture
-def schema(postgres_url: str) -> Iterator[Schema]:
-    made = Schema(postgres_url)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from service.buffers.postgres import janitor
 from tests.buffers.calls import add, create, value
 from tests.buffers.postgres import Schema, until
-
-
-@pytest.fixture
-def schema(postgres_url: str) -> Iterator[Schema]:
-    schema = Schema(postgres_url)
-    yield schema
-    schema.close()
-    schema.drop()
 
 
 def test_two_servers_close_an_epoch_once(schema: Schema) -> None:

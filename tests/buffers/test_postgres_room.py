@@ -19,21 +19,15 @@ from service.buffers.changes import Add, Delete, Zero
 from service.buffers.perform import Request
 from service.buffers.postgres import janitor
 from service.errors import StoreFull
-from tests.buffers.calls import PATIENCE, add, create, do, key, ones, value
+from tests.buffers.calls import add, create, do, key, ones, value
 from tests.buffers.postgres import Schema, until, until_changed
+from tests.buffers.stores import PATIENCE
 from tests.postgres import NOBODY, free_port
 
 SIZE = 100_000
 """Elements of a float32 gradient: 400 KB."""
 
 ROOM_BYTES = 8 << 20
-
-
-@pytest.fixture
-def schema(postgres_url: str) -> Iterator[Schema]:
-    made = Schema(postgres_url)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from service.buffers.postgres import PostgresStore, deltas, writer
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.exchange import Connection, Statement
 from service.buffers.postgres.statements import COMMIT
-from tests.buffers.calls import PATIENCE, Gate, add, create, ones, value
+from tests.buffers.calls import add, create, ones, value
 from tests.buffers.postgres import Schema
+from tests.buffers.stores import PATIENCE, Gate
 
 LARGE = 40_000
 """Elements of a float32 gradient that is staged."""
@@ -36,10 +37,8 @@ def connection(postgres_url: str) -> Iterator[Connection]:
 
 
 @pytest.fixture
-def store(postgres_url: str) -> Iterator[PostgresStore]:
-    schema = Schema(postgres_url)
-    yield schema.open()
-    schema.close()
+def store(schema: Schema) -> PostgresStore:
+    return schema.open()
 
 
 @pytest.mark.parametrize("prepares", [True, False])

@@ -9,8 +9,8 @@ import pytest
 from service.buffers.postgres import watcher
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.watcher import Watcher
-from tests.buffers.calls import PATIENCE
 from tests.buffers.postgres import Schema, until
+from tests.buffers.stores import PATIENCE
 from tests.network import Network
 
 

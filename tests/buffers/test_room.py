@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -18,19 +19,16 @@ from service.buffers.lmdb.format import KEYS, USE
 from service.buffers.perform import Request
 from service.buffers.store import Store
 from service.errors import GradserveError, KeysFull, StoreFull
-from tests.buffers.calls import (
+from tests.buffers.calls import add, create, do, key, ones, spec
+from tests.buffers.stores import (
     KEY_SECONDS,
     PATIENCE,
     Clock,
-    add,
-    create,
-    do,
+    Reopen,
     entries_of,
-    key,
-    ones,
     open_lmdb,
     open_memory,
-    spec,
+    reopening,
     wrong,
 )
 from tests.buffers.test_counts import meta
@@ -146,19 +144,9 @@ def test_a_store_full_of_values_takes_keys_of_requests_that_add_nothing(store: S
 
 
 @pytest.fixture
-def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], LmdbStore]]:
-    """Return a function that opens the store once more."""
-    stores: list[LmdbStore] = []
-
-    def opened() -> LmdbStore:
-        for store in stores:
-            store.close()
-        stores.append(open_small(tmp_path, clock))
-        return stores[-1]
-
-    yield opened
-    for store in stores:
-        store.close()
+def opened(tmp_path: Path, clock: Clock) -> Iterator[Reopen]:
+    """Yield a function that opens the store once more."""
+    yield from reopening(partial(open_small, tmp_path, clock))
 
 
 def used(path: Path) -> dict[str, int]:
@@ -167,7 +155,7 @@ def used(path: Path) -> dict[str, int]:
     return {name: USE.unpack(value)[0] for name, value in stored.items()}
 
 
-def test_the_store_counts_keys(opened: Callable[[], LmdbStore], tmp_path: Path, clock: Clock) -> None:
+def test_the_store_counts_keys(opened: Reopen, tmp_path: Path, clock: Clock) -> None:
     store = opened()
     create(store, *NAMES)
     for number in range(5):
@@ -187,7 +175,7 @@ def test_the_store_counts_keys(opened: Callable[[], LmdbStore], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("damage", ["no counts", "a wrong count"])
-def test_the_next_start_counts_again(opened: Callable[[], LmdbStore], tmp_path: Path, damage: str) -> None:
+def test_the_next_start_counts_again(opened: Reopen, tmp_path: Path, damage: str) -> None:
     store = opened()
     create(store, *NAMES)
     for number in range(5):
@@ -215,7 +203,7 @@ def remembered(store: LmdbStore, texts: str, caller: str) -> str:
 
 
 def test_keys_are_forgotten_by_age_and_namespace(
-    opened: Callable[[], LmdbStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    opened: Reopen, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.buffers.lmdb.forget.clock_of", lambda env: clock)
     monkeypatch.setattr("service.buffers.lmdb.forget.MOST_AT_ONCE", 2)
@@ -249,7 +237,7 @@ def test_keys_are_forgotten_by_age_and_namespace(
 
 
 def test_a_full_store_has_room_once_keys_are_forgotten(
-    opened: Callable[[], LmdbStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    opened: Reopen, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.buffers.lmdb.forget.clock_of", lambda env: clock)
     store = opened()

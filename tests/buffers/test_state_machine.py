@@ -24,8 +24,9 @@ from service.buffers.rules import CloseIfDue, SetRules
 from service.buffers.store import Store
 from service.dtypes import DTYPES, NAMES, Array
 from service.errors import GradserveError, UnknownBuffer
-from tests.buffers.calls import KEY_SECONDS, PATIENCE, Clock, key, open_lmdb, open_memory, shrink_lmdb, wrong
+from tests.buffers.calls import key
 from tests.buffers.postgres import Schema, shrink
+from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, open_lmdb, open_memory, shrink_lmdb, wrong
 from tests.kernels.calls import FLOAT_DTYPES
 from tests.kernels.equality import assert_same_bits
 
@@ -84,29 +85,18 @@ class Buffer:
 
     def metadata(self, name: str) -> dict[str, Any]:
         expected = self.spec.contributors
+        named = {"name": name, "shape": list(self.spec.shape), "dtype": NAMES[self.spec.dtype]}
+        rules = {rule: getattr(self.spec, rule) for rule in ("nonfinite", "keep", *RULES)}
+        numbers = {"epoch": self.epoch, "version": self.version, "count": self.count, "weight": self.weight}
+        times = {"created_at": self.created, "updated_at": self.updated, "expires_at": self.expires}
         return {
-            "name": name,
-            "shape": list(self.spec.shape),
-            "dtype": NAMES[self.spec.dtype],
-            "nonfinite": self.spec.nonfinite,
-            "quorum": self.spec.quorum,
-            "keep": self.spec.keep,
-            "ttl_seconds": self.spec.ttl_seconds,
-            "deadline_seconds": self.spec.deadline_seconds,
-            "min_count": self.spec.min_count,
-            "quorum_weight": self.spec.quorum_weight,
+            **named,
+            **rules,
             "contributors": None if expected is None else [*expected],
-            "per_contributor": self.spec.per_contributor,
-            "max_norm": self.spec.max_norm,
-            "epoch": self.epoch,
-            "version": self.version,
-            "count": self.count,
-            "weight": self.weight,
+            **numbers,
+            **times,
             "bytes": self.value.nbytes,
             "closed_epochs": list(self.epochs),
-            "created_at": self.created,
-            "updated_at": self.updated,
-            "expires_at": self.expires,
             "deadline_at": self.ends,
             "contributors_in": self.names,
             "missing": None,

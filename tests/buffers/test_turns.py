@@ -12,7 +12,8 @@ from service.buffers.batches import Batches
 from service.buffers.changes import Add, Change, Take
 from service.buffers.lmdb.store import LmdbStore
 from service.buffers.perform import Request
-from tests.buffers.calls import LARGE, PATIENCE, Gate, create, do, key, ones
+from tests.buffers.calls import LARGE, create, do, key, ones
+from tests.buffers.stores import PATIENCE, Gate, Reopen
 
 MANY = 200
 """Buffers of a request that names many."""
@@ -34,7 +35,7 @@ def replays(store: LmdbStore) -> list[Request]:
 
 @pytest.mark.parametrize("greedy", [broadcasts, takes, replays])
 def test_a_small_add_waits_for_one_large_request(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch, greedy: Callable[[LmdbStore], list[Request]]
+    reopen: Reopen, monkeypatch: pytest.MonkeyPatch, greedy: Callable[[LmdbStore], list[Request]]
 ) -> None:
     monkeypatch.setattr(batches, "MOST_SHARED_BYTES", 1 << 20)
     store, gate, order = reopen(), Gate(monkeypatch), list[int]()
@@ -54,9 +55,7 @@ def test_a_small_add_waits_for_one_large_request(
     assert [number for number in order if number != 10] == [*range(10)]
 
 
-def test_large_requests_of_one_namespace_share_a_transaction(
-    reopen: Callable[[], LmdbStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_requests_of_one_namespace_share_a_transaction(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MOST_SHARED_BYTES", 1)
     store, gate = reopen(), Gate(monkeypatch)
     create(store, "large", shape=(LARGE,))

@@ -8,7 +8,7 @@ from service.buffers.lmdb.store import LmdbStore
 from service.buffers.memory import MemoryStore
 from service.buffers.url import open_store, path_of, without_password
 from service.errors import StoreFailed
-from tests.buffers.calls import KEY_SECONDS, MAX_BYTES
+from tests.buffers.stores import KEY_SECONDS, MAX_BYTES
 
 
 @pytest.mark.parametrize(

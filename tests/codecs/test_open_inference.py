@@ -12,19 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service import errors
 from service.codecs import open_inference as codec
 from service.codecs._inference_head import MAX_QUOTATION_MARKS, SMALL_JSON_BYTES
 from service.codecs.open_inference import InferenceRequest
 from service.codecs.parts import Part, SharedInput
 from service.dtypes import BFLOAT16, DTYPES, FLOAT32, OPEN_INFERENCE, Array
-from service.errors import (
-    GradserveError,
-    InvalidParameter,
-    InvalidTensor,
-    MalformedBody,
-    TensorTooLarge,
-    TooManyDimensions,
-)
 from service.limits import Limits
 from tests.codecs.test_json import any_array
 from tests.codecs.test_safetensors import EVERY_DTYPE, HUGE
@@ -127,7 +120,7 @@ def test_an_answer() -> None:
 
 
 def test_bfloat16_is_answered_in_bytes_only() -> None:
-    with pytest.raises(InvalidTensor, match="x is BF16, which can only be sent as bytes: request binary_data"):
+    with pytest.raises(errors.InvalidTensor, match="x is BF16, which can only be sent as bytes: request binary_data"):
         codec.encode("m", None, {"x": np.zeros(2, BFLOAT16)}, ())
 
 
@@ -224,13 +217,13 @@ def test_lists_are_flat_or_nested(data: Any, shape: list[int], datatype: str, pa
     ],
 )
 def test_lists_that_are_no_tensor(data: Any, shape: list[int], place: str, padding: bytes) -> None:
-    with pytest.raises(InvalidTensor, match=place):
+    with pytest.raises(errors.InvalidTensor, match=place):
         read(data, "FP32", shape, padding)
 
 
 def test_a_list_among_many_numbers() -> None:
     numbers = [0] * SMALL_JSON_BYTES
-    with pytest.raises(InvalidTensor, match=rf"a\[{SMALL_JSON_BYTES}\] is a list"):
+    with pytest.raises(errors.InvalidTensor, match=rf"a\[{SMALL_JSON_BYTES}\] is a list"):
         read([*numbers, [1], 2], "INT64", [SMALL_JSON_BYTES + 2])
     for extra in ({"id": "[[["}, {"parameters": {"note": "["}}, {"outputs": [{"name": "["}]}):
         text = {"inputs": [one("a", "INT64", [SMALL_JSON_BYTES], data=numbers)], **extra}
@@ -240,7 +233,7 @@ def test_a_list_among_many_numbers() -> None:
 @EITHER_READER
 def test_a_bracket_elsewhere_does_not_hide_a_list(padding: bytes) -> None:
     inputs = [one("a", data=[1, [2]], shape=[2]), one("b", data=[[1], [2]], shape=[2, 1])]
-    with pytest.raises(InvalidTensor, match=r"a\[1\] is a list"):
+    with pytest.raises(errors.InvalidTensor, match=r"a\[1\] is a list"):
         decode(json.dumps({"inputs": inputs, "more": [[[]], "["]}).encode() + padding)
 
 
@@ -250,7 +243,7 @@ def test_numbers_that_are_not_finite(padding: bytes) -> None:
         tensor = read(["NaN", "Infinity", "-Infinity", -0.0], datatype, [4], padding)
         assert list(map(str, tensor.tolist())) == ["nan", "inf", "-inf", "-0.0"]
     for datatype in ("INT32", "INT64", "BOOL"):
-        with pytest.raises(InvalidTensor, match=r"a\[0\] is 'NaN'"):
+        with pytest.raises(errors.InvalidTensor, match=r"a\[0\] is 'NaN'"):
             read(["NaN"], datatype, [1], padding)
 
 
@@ -263,17 +256,17 @@ def test_numbers_that_are_not_finite_may_be_bare_words_as_tritonclient_writes_th
     got = decode(text.replace('"data": [1]', '"data": [-Infinity]').encode() + padding)
     assert (got.id, got.tensors["Infinity NaN"].tolist()) == ("-Infinity, NaN", [-math.inf])
     for bad in (b"[-NaN]", b'[NaN, \\"]', b"[NaNNaN]", b"[+Infinity]", b"[nan]", b"[1NaN]", b"[NaN"):
-        with pytest.raises(MalformedBody, match="not JSON"):
+        with pytest.raises(errors.MalformedBody, match="not JSON"):
             read(bad, padding=padding)
 
 
 @EITHER_READER
 def test_two_members_of_one_name(padding: bytes) -> None:
     for text in (b'"id": "a", "id": "b"', b'"parameters": {"axis": 1, "axis": 2}', b'"id": 1, "\\u0069d": 2'):
-        with pytest.raises(MalformedBody, match="two members named"):
+        with pytest.raises(errors.MalformedBody, match="two members named"):
             decode(b'{"inputs": [], ' + text + b"}" + padding)
     data = b'{"inputs": [{"name": "a", "datatype": "FP32", "shape": [1], "data": [1.5], "data": [2.5]}]}'
-    with pytest.raises(MalformedBody, match="two members named 'data'"):
+    with pytest.raises(errors.MalformedBody, match="two members named 'data'"):
         decode(data + padding)
 
 
@@ -282,9 +275,9 @@ def test_what_is_remembered_of_a_request_is_not_its_tensors() -> None:
     for numbers in ([1.0, 2.0], [3.0, 4.0]):
         got = decode(head, np.array(numbers, np.float32).tobytes())
         assert (got.tensors["a"].tolist(), got.parameters, got.binary) == (numbers, {"axis": 1}, True)
-    with pytest.raises(MalformedBody, match="only 4 came"):
+    with pytest.raises(errors.MalformedBody, match="only 4 came"):
         decode(head, F)
-    with pytest.raises(TensorTooLarge):
+    with pytest.raises(errors.TensorTooLarge):
         decode(head, F + F, limits=Limits(7))
 
 
@@ -306,14 +299,14 @@ def test_what_is_remembered_of_a_request_is_not_its_tensors() -> None:
     ],
 )
 def test_numbers_out_of_range(number: Any, datatype: str, padding: bytes) -> None:
-    with pytest.raises(InvalidTensor, match=r"^a\[1\] is"):
+    with pytest.raises(errors.InvalidTensor, match=r"^a\[1\] is"):
         read([0 if datatype != "BOOL" else False, number], datatype, [2], padding)
 
 
 @EITHER_READER
 def test_a_number_beyond_every_float_is_refused(padding: bytes) -> None:
     for text in (b"[1e400]", b"[-1e400]", b"[1" + b"0" * 400 + b"]"):
-        with pytest.raises((InvalidTensor, MalformedBody)):
+        with pytest.raises((errors.InvalidTensor, errors.MalformedBody)):
             read(text, "FP64", padding=padding)
 
 
@@ -345,7 +338,7 @@ def test_bare_words_may_stand_beside_strings_with_escapes(text: str, padding: by
 def test_bare_words_beside_too_many_strings_are_refused() -> None:
     strings = MAX_QUOTATION_MARKS // 2
     assert np.isnan(read([*["NaN"] * strings, 1], "FP32", [strings + 1])[:-1]).all()
-    with pytest.raises(MalformedBody, match="not JSON"):
+    with pytest.raises(errors.MalformedBody, match="not JSON"):
         read(b"[" + b'"NaN",' * strings + b"NaN]", "FP32", [strings + 1])
 
 
@@ -364,10 +357,7 @@ def test_parts_of_shared_memory(padding: bytes) -> None:
         {"name": "z", "parameters": {"binary_data": True}},
     ]
     request = decode(json.dumps({"inputs": inputs, "outputs": outputs}).encode() + padding, F)
-    assert request.shared == {
-        "a": SharedInput(part, FLOAT32, [1]),
-        "c": SharedInput(Part("r", 0, 0), FLOAT32, [0]),
-    }
+    assert request.shared == {"a": SharedInput(part, FLOAT32, [1]), "c": SharedInput(Part("r", 0, 0), FLOAT32, [0])}
     assert {name: a.tolist() for name, a in request.tensors.items()} == {"b": [0]}
     assert (request.outputs, request.parts) == ({"x": True, "y": False, "z": True}, {"x": part})
     ones = np.ones(1, np.float32)
@@ -392,7 +382,7 @@ def test_an_answer_whose_outputs_are_all_in_shared_memory_is_only_json() -> None
 def test_two_inputs_of_one_name_in_shared_memory() -> None:
     for other in (shared(), size(4)):
         for entries in itertools.permutations([one(**shared()), one(**other)]):
-            with pytest.raises(InvalidTensor, match="two inputs named 'a'"):
+            with pytest.raises(errors.InvalidTensor, match="two inputs named 'a'"):
                 decode({"inputs": list(entries)}, F if other == size(4) else None)
 
 
@@ -440,11 +430,7 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = 
     "no name": (({"inputs": [{"datatype": "FP32"}]},), {}, ("name of each entry in inputs", "null")),
     "a name that is a number": (({"inputs": [one(5, data=[1])]},), {}, ("name of each entry", "5")),
     "parameters that are a list": (({"inputs": [], "parameters": []},), {}, ("parameters is []", "an object")),
-    "parameters of an input": (
-        ({"inputs": [one(data=[1], parameters=5)]},),
-        {},
-        ("a.parameters is 5", "an object"),
-    ),
+    "parameters of an input": (({"inputs": [one(data=[1], parameters=5)]},), {}, ("a.parameters is 5", "an object")),
     "an id that is a number": (({"id": 5, "inputs": []},), {}, ("id is 5", "a string")),
     "outputs that are a text": (({"inputs": [DATA], "outputs": "x"},), {}, ("outputs is 'x'", "a list")),
     "an output without a name": (({"inputs": [DATA], "outputs": [{}]},), {}, ("name of each entry in outputs",)),
@@ -484,7 +470,7 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_each_request_that_cannot_be_read(case: str) -> None:
     args, more, words = MALFORMED[case]
-    with pytest.raises(MalformedBody) as raised:
+    with pytest.raises(errors.MalformedBody) as raised:
         decode(*args, **more)
     for word in words:
         assert word in raised.value.detail, raised.value.detail
@@ -546,7 +532,7 @@ INVALID: dict[str, tuple[Any, tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", INVALID)
 def test_each_invalid_tensor_is_named(case: str, padding: bytes) -> None:
     entry, words = INVALID[case]
-    with pytest.raises(InvalidTensor) as raised:
+    with pytest.raises(errors.InvalidTensor) as raised:
         decode(json.dumps({"inputs": [entry]}).encode() + padding, F)
     for word in words:
         assert word in raised.value.detail, raised.value.detail
@@ -554,23 +540,25 @@ def test_each_invalid_tensor_is_named(case: str, padding: bytes) -> None:
 
 
 def test_bytes_without_the_header_that_says_where_they_begin() -> None:
-    with pytest.raises(InvalidTensor, match="a has a binary_data_size, but the header Inference-Header-Content-Length"):
+    with pytest.raises(
+        errors.InvalidTensor, match="a has a binary_data_size, but the header Inference-Header-Content-Length"
+    ):
         decode(BYTES)
-    with pytest.raises(MalformedBody, match="not JSON"):
+    with pytest.raises(errors.MalformedBody, match="not JSON"):
         decode(json.dumps(BYTES).encode() + F)
 
 
 def test_two_inputs_of_one_name() -> None:
-    with pytest.raises(InvalidTensor, match="two inputs named 'a'"):
+    with pytest.raises(errors.InvalidTensor, match="two inputs named 'a'"):
         decode({"inputs": [DATA, DATA]})
-    with pytest.raises(InvalidTensor, match="two inputs named 'a'"):
+    with pytest.raises(errors.InvalidTensor, match="two inputs named 'a'"):
         decode({"inputs": [one(**size(4)), one(**size(4))]}, F + F)
 
 
 def test_bytes_of_booleans() -> None:
     entry = {"inputs": [one(datatype="BOOL", shape=[3], **size(3))]}
     assert decode(entry, b"\0\1\1").tensors["a"].tolist() == [False, True, True]
-    with pytest.raises(InvalidTensor, match="a has a byte that is neither 0 nor 1"):
+    with pytest.raises(errors.InvalidTensor, match="a has a byte that is neither 0 nor 1"):
         decode(entry, b"\0\1\2")
 
 
@@ -578,21 +566,21 @@ def test_bytes_of_booleans() -> None:
 @pytest.mark.parametrize("shape", [[HUGE], [1 << 32, 1 << 31], [1 << 32] * 2, [(1 << 63) - 1] * 64, [0, HUGE, 4]])
 @pytest.mark.parametrize("more", [size(0), size(4), {"data": []}, {"data": [1]}])
 def test_shapes_that_no_memory_holds(shape: list[int], more: dict[str, Any], padding: bytes) -> None:
-    with pytest.raises(TensorTooLarge, match="^a"):
+    with pytest.raises(errors.TensorTooLarge, match="^a"):
         decode(json.dumps({"inputs": [one(shape=shape, **more)]}).encode() + padding, F)
 
 
 def test_the_limits() -> None:
     for entry, data in ((one(shape=[2], data=[1, 2]), b""), (one(shape=[2], **size(8)), bytes(8))):
-        with pytest.raises(TensorTooLarge, match=r"a, float32 of shape \[2\], takes 8 bytes; the limit is 7"):
+        with pytest.raises(errors.TensorTooLarge, match=r"a, float32 of shape \[2\], takes 8 bytes; the limit is 7"):
             decode({"inputs": [entry]}, data, limits=Limits(7))
         assert decode({"inputs": [entry]}, data, limits=Limits(8)).tensors["a"].size == 2
-    with pytest.raises(TooManyDimensions, match="a has 65 dimensions"):
+    with pytest.raises(errors.TooManyDimensions, match="a has 65 dimensions"):
         decode({"inputs": [one(shape=[1] * 65, data=[1])]})
     nested: Any = 1
     for _ in range(65):
         nested = [nested]
-    with pytest.raises(TooManyDimensions, match="a has 65 dimensions"):
+    with pytest.raises(errors.TooManyDimensions, match="a has 65 dimensions"):
         decode({"inputs": [one(data=nested)]})
     assert decode({"inputs": [one(shape=[1] * 64, data=nested[0])]}).tensors["a"].ndim == 64
 
@@ -629,7 +617,7 @@ def test_what_is_asked_for(padding: bytes) -> None:
     ],
 )
 def test_what_cannot_be_asked_for(more: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidParameter, match=words):
+    with pytest.raises(errors.InvalidParameter, match=words):
         decode({"inputs": [DATA], **more})
 
 
@@ -639,7 +627,7 @@ def test_what_cannot_be_asked_for(more: dict[str, Any], words: str) -> None:
 def request_or_an_error(body: bytes, length: int | None) -> InferenceRequest | None:
     try:
         return codec.decode(memoryview(body), length, LIMITS)
-    except GradserveError as error:
+    except errors.GradserveError as error:
         refused = error
     assert 400 <= refused.status < 500
     return None
@@ -703,7 +691,7 @@ def test_a_large_and_a_small_request_are_read_alike(text: dict[str, Any], data: 
         head = json.dumps(text).encode() + padding
         try:
             results.append(decode(head, data))
-        except GradserveError as error:
+        except errors.GradserveError as error:
             results.append(type(error))
     small, large = results
     if isinstance(small, InferenceRequest) and isinstance(large, InferenceRequest):

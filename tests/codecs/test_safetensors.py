@@ -210,10 +210,7 @@ BROKEN: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "an end far beyond the bytes": (file({"a": entry(offsets=[0, HUGE])}, FOUR), ("4 bytes follow", "'a'", str(HUGE))),
     "an end beyond 64 bits": (file({"a": entry(offsets=[0, 10**30])}, FOUR), ("'a'", "data_offsets")),
     "a hole at the start": (file({"a": entry(offsets=[4, 8])}, bytes(8)), ("'a'", "[4, 8]", "begin at 0")),
-    "a hole between": (
-        file({"a": entry(), "b": entry(offsets=[5, 9])}, bytes(9)),
-        ("'b'", "[5, 9]", "begin at 4"),
-    ),
+    "a hole between": (file({"a": entry(), "b": entry(offsets=[5, 9])}, bytes(9)), ("'b'", "[5, 9]", "begin at 4")),
     "a hole at the end": (file({"a": entry()}, bytes(5)), ("5 bytes follow", "ends at 4")),
     "bytes of nobody": (file({}, FOUR), ("4 bytes follow", "end at 0")),
     "an overlap": (file({"a": entry(), "b": entry(offsets=[3, 7])}, bytes(7)), ("'b'", "[3, 7]", "begin at 4")),

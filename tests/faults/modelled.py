@@ -16,8 +16,8 @@ import pytest
 from service import __main__
 from service.buffers import postgres, url
 from service.buffers.store import Store
-from tests.buffers.calls import KEY_SECONDS, shrink_lmdb
 from tests.buffers.postgres import shrink
+from tests.buffers.stores import KEY_SECONDS, shrink_lmdb
 
 
 def main() -> int:

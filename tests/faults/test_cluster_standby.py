@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from service.buffers.postgres import PostgresStore
-from tests.buffers.calls import Clock, add, create
+from tests.buffers.calls import add, create
+from tests.buffers.stores import Clock
 from tests.faults.cluster import Load, Pair, replicas, wait
 from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
 

@@ -24,8 +24,8 @@ from service.buffers.store import Store
 from service.dtypes import Array
 from service.errors import NothingToAverage
 from tests.buffers import test_state_machine as machine
-from tests.buffers.calls import KEY_SECONDS, MAX_BYTES, Clock, shrink_lmdb, wrong
 from tests.buffers.postgres import Schema
+from tests.buffers.stores import KEY_SECONDS, MAX_BYTES, Clock, shrink_lmdb, wrong
 from tests.faults.cluster import replicas
 from tests.faults.remote import Remote
 from tests.faults.servers import LONG, Server

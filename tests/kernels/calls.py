@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,3 +95,13 @@ GATHER: dict[str, Callable[..., Call]] = {f"GatherGrad-axis={axis}": _gather(axi
 
 CALLS = {**ELEMENTWISE, **SOFTMAX, **GATHER}
 """Name -> function that makes the call for an output of a given shape and dtype."""
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Return how many bytes are allocated at most while `work` is called."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,7 +18,7 @@ from service.errors import TensorTooLarge
 from service.kernels import Workspace, workspace
 from service.kernels._blocks import helpers, share_out
 from service.kernels.accumulate import in_place_accumulator, in_place_accumulator_v2
-from tests.kernels.calls import CALLS, ELEMENTWISE, FLOAT_DTYPES, SOFTMAX, Call
+from tests.kernels.calls import CALLS, ELEMENTWISE, FLOAT_DTYPES, SOFTMAX, Call, peak_bytes
 from tests.kernels.equality import assert_close, assert_same_bits
 from tests.kernels.threads import PATIENCE, threads
 
@@ -276,7 +275,7 @@ def test_infinities_raise_no_floating_point_errors(make: Callable[..., Call], co
         assert_same_bits(result, call.run())
 
 
-def peak_bytes(call: Call, out: Array) -> int:
+def peak_of(call: Call, out: Array) -> int:
     """How much is allocated at most during the call, by two threads that have not worked before."""
 
     def run() -> None:
@@ -284,12 +283,7 @@ def peak_bytes(call: Call, out: Array) -> int:
             call.run(out=out)
 
     with ThreadPoolExecutor(2) as pool:
-        tracemalloc.start()
-        try:
-            pool.submit(run).result()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        return peak_bytes(lambda: pool.submit(run).result())
 
 
 @pytest.mark.parametrize("make", [*ELEMENTWISE.values(), *SOFTMAX.values()], ids=[*ELEMENTWISE, *SOFTMAX])
@@ -299,7 +293,7 @@ def peak_bytes(call: Call, out: Array) -> int:
 )
 def test_kernels_take_little_memory(make: Callable[..., Call], shape: tuple[int, ...], dtype: str) -> None:
     call = make(shape, dtype)
-    assert peak_bytes(call, np.empty(shape, dtype)) < 4 * MIB
+    assert peak_of(call, np.empty(shape, dtype)) < 4 * MIB
 
 
 @pytest.mark.parametrize(
@@ -313,17 +307,17 @@ def test_adding_a_gradient_that_broadcasts_takes_little_memory(
     chance = np.random.default_rng(0)
     buffer, gradient = chance.random(shape).astype(np.float16), chance.random(of_gradient).astype(np.float16)
     call, out = Call("InPlaceAccumulator", [buffer, np.asarray(gradient)], {}), np.empty_like(buffer)
-    assert peak_bytes(call, out) < 4 * MIB
+    assert peak_of(call, out) < 4 * MIB
     assert_same_bits(out, (buffer.astype(np.float32) + gradient).astype(np.float16))
 
 
 def test_few_gathered_rows_take_little_memory() -> None:
     indices = np.arange(0, 20_000, 20)
     call = Call("GatherGrad", [np.array([20_000, 100]), indices, np.ones((1000, 100), np.float32)], {})
-    assert peak_bytes(call, np.empty((20_000, 100), np.float32)) < 4 * MIB
+    assert peak_of(call, np.empty((20_000, 100), np.float32)) < 4 * MIB
 
 
 def test_converting_a_gradient_takes_little_memory() -> None:
     buffer, gradient = np.ones((1 << 21,), np.float32), np.ones((1 << 21,), np.float64)
     call = Call("InPlaceAccumulator", [buffer, gradient], {})
-    assert peak_bytes(call, np.empty_like(buffer)) < 4 * MIB
+    assert peak_of(call, np.empty_like(buffer)) < 4 * MIB

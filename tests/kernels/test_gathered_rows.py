@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from service.dtypes import Array
 from service.errors import AxisOutOfRange, GradserveError, IndexOutOfRange, InvalidTensor, ShapeMismatch
 from service.kernels.gather import GatheredRows, gather_grad
-from tests.kernels.calls import FLOAT_DTYPES
+from tests.kernels.calls import FLOAT_DTYPES, peak_bytes
 from tests.kernels.equality import assert_same_bits
 
 INF, NAN = np.inf, np.nan
@@ -105,15 +105,10 @@ def test_a_piece_of_a_wide_row_takes_what_the_piece_has() -> None:
     rows, output = GatheredRows(np.array([2, width]), np.array([1, 0, 1]), grad), np.empty((2, width), np.float32)
     gather_grad(np.array([2, width]), np.array([1, 0, 1]), grad, out=output)
     for start in (0, 5, width - size // 2, 2 * width - size):
-        tracemalloc.start()
-        try:
-            piece = rows.piece(start, start + size)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        piece = rows.piece(start, start + size)
         assert piece is not None
         assert_same_bits(piece, output.reshape(-1)[start : start + size])
-        assert peak < 2 << 20
+        assert peak_bytes(partial(rows.piece, start, start + size)) < 2 << 20
 
 
 def test_grad_may_lie_in_memory_anyhow() -> None:
@@ -143,16 +138,11 @@ def test_empty_outputs(shape: tuple[int, ...], index_shape: tuple[int, ...], axi
     assert (rows.shape, rows.dtype) == (shape, grad.dtype)
 
 
-@pytest.mark.parametrize(
-    ("shape", "indices", "grad_shape", "axis"),
-    [([1 << 58, 2, 0], [0, 1], (1 << 58, 2, 0), 1), ([1 << 58, 0], [], (1 << 58, 0), 1)],
-)
-def test_huge_empty_outputs_need_no_memory(
-    shape: list[int], indices: list[int], grad_shape: tuple[int, ...], axis: int
-) -> None:
-    places, grad = np.array(indices, np.int64), np.empty(grad_shape, np.float32)
-    expected = gather_grad(np.array(shape), places, grad, axis=axis)
-    assert GatheredRows(np.array(shape), places, grad, axis=axis).shape == expected.shape
+@pytest.mark.parametrize(("shape", "indices"), [((1 << 58, 2, 0), [0, 1]), ((1 << 58, 0), [])])
+def test_huge_empty_outputs_need_no_memory(shape: tuple[int, ...], indices: list[int]) -> None:
+    places, grad = np.array(indices, np.int64), np.empty(shape, np.float32)
+    expected = gather_grad(np.array(shape), places, grad, axis=1)
+    assert GatheredRows(np.array(shape), places, grad, axis=1).shape == expected.shape
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ OPTIONS = list(itertools.product(DIRECTIONS, (0, 1), (True, False), (True, False
 NAMES = ("direction", "linear_before_reset", "bias", "start", "lengths")
 
 
+every_kind = pytest.mark.parametrize(
+    "attributes", [{"direction": one, "linear_before_reset": flag} for one in DIRECTIONS for flag in (0, 1)], ids=str
+)
+
+
 def pairs(option: tuple[Any, ...]) -> set[Any]:
     return set(itertools.combinations([(place, str(value)) for place, value in enumerate(option)], 2))
 
@@ -153,13 +158,11 @@ def test_last_bits(
         np.testing.assert_allclose(made[name], array, rtol=4e-15, atol=4e-15, err_msg=name)
 
 
-@pytest.mark.parametrize("linear_before_reset", [0, 1])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@every_kind
 @pytest.mark.usefixtures("shared")
-def test_many_lengths_in_no_order(direction: str, linear_before_reset: int) -> None:
-    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+def test_many_lengths_in_no_order(attributes: dict[str, Any]) -> None:
     lengths = np.random.default_rng(3).integers(0, 20, 40).tolist()
-    given = case(direction, lengths=lengths, S=21, N=40)
+    given = case(attributes["direction"], lengths=lengths, S=21, N=40)
     got, expected = train(*given.values(), **attributes), forward(**given, **attributes)
     for mine, right in zip(got, expected, strict=True):
         np.testing.assert_allclose(mine, right, rtol=1e-13, atol=1e-13)
@@ -192,17 +195,13 @@ def test_16_bit_floats_are_computed_in_float32(dtype: str, lengths: list[int] | 
         np.testing.assert_array_equal(got.astype(np.float32), expected.astype(DTYPES[dtype]).astype(np.float32))
 
 
-@pytest.mark.parametrize("linear_before_reset", [0, 1])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@every_kind
 @pytest.mark.parametrize(
     ("S", "N", "inputs", "lengths"),
     [(0, 3, 2, None), (3, 0, 2, None), (3, 3, 0, None), (0, 0, 0, None), (3, 0, 2, []), (3, 3, 0, [1, 0, 3])],
 )
-def test_empty_dimensions(
-    S: int, N: int, inputs: int, lengths: list[int] | None, direction: str, linear_before_reset: int
-) -> None:
-    given = case(direction, S=S, N=N, inputs=inputs, lengths=lengths)
-    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
+def test_empty_dimensions(S: int, N: int, inputs: int, lengths: list[int] | None, attributes: dict[str, Any]) -> None:
+    given = case(attributes["direction"], S=S, N=N, inputs=inputs, lengths=lengths)
     for got, expected in zip(train(*given.values(), **attributes), forward(**given, **attributes), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-13)
     made, grad_HAll, grad_Ht = gradients(given, **attributes)
@@ -215,11 +214,9 @@ def test_empty_dimensions(
         np.testing.assert_allclose(made[name], expected, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("linear_before_reset", [0, 1])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_subset_is_what_the_whole_has(direction: str, linear_before_reset: int) -> None:
-    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
-    given = case(direction)
+@every_kind
+def test_a_subset_is_what_the_whole_has(attributes: dict[str, Any]) -> None:
+    given = case(attributes["direction"])
     HAll, _, ZRH = train(*given.values(), **attributes)
     whole = back(*given.values(), HAll, ZRH, HAll, **attributes)
     for count in range(1, 5):
@@ -232,12 +229,10 @@ def test_a_subset_is_what_the_whole_has(direction: str, linear_before_reset: int
                     assert got is None
 
 
-@pytest.mark.parametrize("linear_before_reset", [0, 1])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@every_kind
 @pytest.mark.usefixtures("shared")
-def test_what_stands_beyond_a_length_does_not_count(direction: str, linear_before_reset: int) -> None:
-    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
-    given = case(direction, lengths=[3, 1, 0])
+def test_what_stands_beyond_a_length_does_not_count(attributes: dict[str, Any]) -> None:
+    given = case(attributes["direction"], lengths=[3, 1, 0])
     spoilt = {**given, "X": np.where(np.arange(3)[:, None, None] >= given["SL"][:, None], np.nan, given["X"])}
     whole, broken = (train(*inputs.values(), **attributes) for inputs in (given, spoilt))
     for got, expected in zip(broken, whole, strict=True):
@@ -257,10 +252,9 @@ def test_what_stands_beyond_a_length_does_not_count(direction: str, linear_befor
     assert not results[0][0][:, 2].any()
 
 
-@pytest.mark.parametrize("linear_before_reset", [0, 1])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@every_kind
 @pytest.mark.usefixtures("shared")
-def test_padding_is_not_computed(direction: str, linear_before_reset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_not_computed(attributes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of a sequence takes as many multiplications, and those that no sequence runs take not even a call."""
     work, product = list[int](), np.matmul
 
@@ -272,8 +266,8 @@ def test_padding_is_not_computed(direction: str, linear_before_reset: int, monke
     monkeypatch.setattr(np, "matmul", counting)
     took = list[tuple[int, int]]()
     for S, lengths in ((9, [9] * 6), (9, [2, 9, 0, 1, 5, 9]), (400, [2, 9, 0, 1, 5, 9])):
-        given = case(direction, lengths=lengths, S=S, N=6)
-        gradients(given, direction=direction, linear_before_reset=linear_before_reset)
+        given = case(attributes["direction"], lengths=lengths, S=S, N=6)
+        gradients(given, **attributes)
         took.append((sum(work), len(work)))
         work.clear()
     (full, _), ragged, padded = took
@@ -398,12 +392,10 @@ def test_gates_stay_in_their_range(dtype: Any) -> None:
         assert ((z >= 0) & (z <= 1) & (r >= 0) & (r <= 1) & (h >= -1) & (h <= 1)).all()
 
 
-@pytest.mark.parametrize("linear_before_reset", [0, 1])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@every_kind
 @pytest.mark.usefixtures("shared")
-def test_any_number_of_threads_gives_the_same_bits(direction: str, linear_before_reset: int) -> None:
-    attributes: Any = {"direction": direction, "linear_before_reset": linear_before_reset}
-    given = case(direction, S=40, N=37, inputs=20, H=24, dtype=np.float32, lengths=[40] * 30 + [7] * 7)
+def test_any_number_of_threads_gives_the_same_bits(attributes: dict[str, Any]) -> None:
+    given = case(attributes["direction"], S=40, N=37, inputs=20, H=24, dtype=np.float32, lengths=[40] * 30 + [7] * 7)
     results = []
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(5) as pool:
         for threads in (1, 2, 5):
