@@ -279,13 +279,19 @@ def test_parameters_of_into_are_refused_without_it(server: Any) -> None:
 
 
 def test_arguments_of_wrong_types_are_refused(server: Any) -> None:
-    calls: dict[str, Callable[[], Any]] = {
-        "weight": lambda: server.buffers["a"].accumulate([1], weight=np.array([1, 2])),
-        "if_match": lambda: server.buffers["a"].zero(if_match=3),
-        "prefix": lambda: server.buffers.list(None),
-        "sent": lambda: server.buffers.list("\ud800"),
-    }
-    for words, call in calls.items():
+    a = server.buffers["a"]
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("weight", lambda: a.accumulate([1], weight=np.array([1, 2]))),
+        ("if_match", lambda: a.zero(if_match=3)),
+        ("prefix", lambda: server.buffers.list(None)),
+        ("sent", lambda: server.buffers.list("\ud800")),
+        ("must be an integer", lambda: a.create((3.0,))),
+        ("must be an integer", lambda: a.create(2, keep="1")),
+        ("must be an integer", lambda: a.create([2], quorum=1.5)),
+        ("^ttl_seconds cannot be a float", lambda: a.create(2, ttl_seconds="long")),
+        *(("is not a buffer name", server.buffers[name].zero) for name in (5, None, b"a")),
+    ]
+    for words, call in calls:
         with pytest.raises(InvalidInput, match=words):
             call()
     with pytest.raises(NotFound):
@@ -299,23 +305,6 @@ def test_the_buffers_are_not_a_sequence(url: str) -> None:
             list(buffers)  # type: ignore[call-overload]
         with pytest.raises(TypeError):
             "a" in buffers  # type: ignore[misc]  # noqa: B015
-
-
-@pytest.mark.parametrize("name", [5, None, b"a"])
-def test_names_that_are_not_strings_are_refused(server: Any, name: Any) -> None:
-    with pytest.raises(InvalidInput, match="is not a buffer name"):
-        server.buffers[name].zero()
-
-
-@pytest.mark.parametrize("more", [{"shape": (3.0,)}, {"shape": 2, "keep": "1"}, {"shape": [2], "quorum": 1.5}])
-def test_numbers_that_are_not_integers_are_refused(server: Any, more: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="must be an integer"):
-        server.buffers["a"].create(**more)
-
-
-def test_a_time_that_is_not_a_number_is_refused(server: Any) -> None:
-    with pytest.raises(InvalidInput, match="^ttl_seconds cannot be a float"):
-        server.buffers["a"].create(2, ttl_seconds="long")
 
 
 def test_a_closed_client_makes_no_calls(kind: str, url: str) -> None:

@@ -315,18 +315,14 @@ def test_a_url_with_a_password_is_refused_and_not_shown(kind: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("retries", ["1", -1, 1.5])
-def test_malformed_max_retries_are_refused(kind: str, url: str, retries: Any) -> None:
-    with pytest.raises(InvalidInput, match="max_retries"), connected(kind, url, max_retries=retries):
-        pass
-
-
 @pytest.mark.parametrize(
-    "settings", [{"timeout": 0}, {"attempt_timeout": -1}, {"timeout": float("nan")}, {"timeout": "3"}]
+    ("setting", "values"),
+    [("max_retries", ["1", -1, 1.5]), ("timeout", [0, float("nan"), "3"]), ("attempt_timeout", [-1])],
 )
-def test_a_client_timeout_that_is_not_positive_is_refused(kind: str, url: str, settings: Any) -> None:
-    with pytest.raises(InvalidInput, match="timeout"), connected(kind, url, **settings):
-        pass
+def test_malformed_settings_are_refused(kind: str, url: str, setting: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidInput, match=setting), connected(kind, url, **{setting: value}):
+            pass
 
 
 def test_the_clients_use_the_clock_of_these_tests(clock: Clock) -> None:
