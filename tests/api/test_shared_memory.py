@@ -431,6 +431,12 @@ with socket.create_connection((host, port)) as connection:
 """
 
 
+def answered(url: str) -> float:
+    """Return the number of infer requests that have their answer, or no client for it."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith('gradserve_requests_total{route="infer"'))
+
+
 def test_the_server_lives_if_the_client_dies_while_its_region_is_read(
     http: httpx.Client, url: str, objects: Callable[..., Object]
 ) -> None:
@@ -440,9 +446,11 @@ def test_the_server_lives_if_the_client_dies_while_its_region_is_read(
     body = json.dumps(relu(elements))
     request = f"POST {RELU} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     host, port = url.removeprefix("http://").split(":")
+    before = answered(url)
     for _ in range(5):
         subprocess.run([sys.executable, "-c", DYING, host, port, request], check=False)
         made.path.unlink(missing_ok=True)  # as the resource tracker of a Python client does
+    wait_until(lambda: answered(url) == before + 5)  # the server may read a request after its client's end
     wait_until(lambda: in_flight(url, "_bytes") == 0)
     refused(http.post(RELU, json=relu(elements)), 400, "cannot open")
 
