@@ -82,6 +82,7 @@ class Cluster:
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": "",
             "max_connections": 200,
+            "dynamic_shared_memory_type": "mmap",  # in its directory; in /dev/shm a killed server leaves them
         }
         options = [f"-c{name}={value}" for name, value in (fixed | settings).items()]
         log = (self.directory.parent / f"{self.directory.name}.log").open("ab")
