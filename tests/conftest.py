@@ -15,6 +15,7 @@ import httpx
 import hypothesis
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
+from xdist.workermanage import NodeManager  # type: ignore[import-untyped]
 
 from tests.postgres import cluster
 from tests.temporary import use_memory
@@ -24,6 +25,11 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("busy machine")
 
+
+EXIT_SECONDS = 60
+"""How long a process of pytest may take to end. Then it shows its stacks, before pytest-xdist kills it."""
+
+NodeManager.EXIT_TIMEOUT = EXIT_SECONDS + 30
 
 for part in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, part, 60)  # httpx gives up after 5 seconds, which a busy machine may take
@@ -42,10 +48,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fail the run if a process of pytest-xdist does not end by itself."""
+    manager = getattr(session.config.pluginmanager.getplugin("dsession"), "nodemanager", None)
+    processes = [gateway._io.popen for gateway in manager.group] if manager is not None else []
+    yield
+    if any(process.returncode for process in processes):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
     """Show the stacks of a process that does not end, and end it."""
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
