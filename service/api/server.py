@@ -124,7 +124,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
 def listening(settings: Settings) -> Iterator[list[socket]]:
     """Yield the sockets of the server: one for each address of the host, and the UNIX socket.
 
-    Raises `HostInvalid`, `SocketPathInvalid`, and OSError if an address is in use.
+    Raises `AddressInvalid`, and OSError if an address is in use.
     """
     with ExitStack() as stack:
         sockets = stack.enter_context(tcp.bound(settings.host, settings.port)) if settings.uses_tcp else []

@@ -22,8 +22,7 @@ from service.commands.keys import add_key_commands
 from service.commands.preflight import UsageError
 from service.errors import GradserveError, StoreFailed, shown
 from service.host.system import keep_freed_memory
-from service.host.tcp import HostInvalid
-from service.host.unix_socket import SocketPathInvalid
+from service.host.tcp import AddressInvalid
 from service.kernels import OPERATORS
 from service.keys import KeyFileInvalid
 from service.limits import Limits
@@ -48,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 1
-    except (UsageError, HostInvalid, SocketPathInvalid) as error:
+    except (UsageError, AddressInvalid) as error:
         for line in error.args:
             _complain(line)
         return 2

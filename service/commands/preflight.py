@@ -24,7 +24,7 @@ class UsageError(Exception):
 
 
 def check(settings: Settings) -> None:
-    """Raise `UsageError` or `HostInvalid` if no server can or may start with these settings."""
+    """Raise `UsageError` or `AddressInvalid` if no server can or may start with these settings."""
     if settings.uses_tcp:
         tcp.addresses(settings.host, settings.port)
     _check_access(settings)

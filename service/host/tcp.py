@@ -10,16 +10,16 @@ from typing import Any
 from service.errors import shown
 
 
-class HostInvalid(Exception):
-    """The host of the server has no address."""
+class AddressInvalid(Exception):
+    """The server cannot listen at this address, or make its socket at this path."""
 
 
 def addresses(host: str, port: int) -> list[Any]:
-    """Return what `socket.getaddrinfo` makes of the host; the empty host has all addresses. Raises `HostInvalid`."""
+    """Return what `socket.getaddrinfo` makes of the host; the empty host has all addresses. Raises `AddressInvalid`."""
     try:
         return socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise HostInvalid(
+        raise AddressInvalid(
             f"GRADSERVE_HOST is {shown(host)}, but must be an IP address or a host name, without port and without"
             " brackets"
         ) from None
@@ -27,7 +27,7 @@ def addresses(host: str, port: int) -> list[Any]:
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Yield a socket bound to each address of the host. Raises `HostInvalid`, and OSError for an address in use."""
+    """Yield a socket bound to each address of the host. Raises `AddressInvalid`, and OSError for an address in use."""
     with ExitStack() as stack:
         sockets = []
         for family, kind, protocol, _, address in dict.fromkeys(addresses(host, port)):

@@ -11,6 +11,7 @@ from pathlib import Path
 from socket import AF_UNIX, socket
 
 from service.host.files import locked
+from service.host.tcp import AddressInvalid
 
 MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Bytes of a path that the system takes: the size of `sun_path`, less a zero byte."""
@@ -22,10 +23,6 @@ _OTHERS = 0o077
 """The permission bits of the group and of everybody."""
 
 
-class SocketPathInvalid(Exception):
-    """The server cannot make its socket at this path."""
-
-
 def is_private(mode: str) -> bool:
     """Return whether only its owner can open a socket of this octal mode."""
     return not int(mode, 8) & _OTHERS
@@ -35,7 +32,7 @@ def is_private(mode: str) -> bool:
 def listening(path: Path, mode: str) -> Iterator[socket]:
     """Yield a listening socket whose file has this octal mode. Replace a socket that no process listens on.
 
-    At the end remove the file, unless another server has put its own there. Raises `SocketPathInvalid` if no socket can
+    At the end remove the file, unless another server has put its own there. Raises `AddressInvalid` if no socket can
     be made at this path, OSError if a server listens there.
     """
     with socket(AF_UNIX) as listener:
@@ -67,24 +64,24 @@ def _listen(listener: socket, path: Path, mode: int) -> tuple[int, ...]:
 
 
 def _check_place(path: Path) -> None:
-    """Raise `SocketPathInvalid` for a path that is too long, or in no directory."""
+    """Raise `AddressInvalid` for a path that is too long, or in no directory."""
     if (size := len(os.fsencode(path))) > MAX_PATH_BYTES:
-        raise SocketPathInvalid(
+        raise AddressInvalid(
             f"GRADSERVE_SOCKET is {path}, which has {size} bytes; a socket's path has {MAX_PATH_BYTES} at most"
         )
     if not path.parent.is_dir():
-        raise SocketPathInvalid(f"GRADSERVE_SOCKET is {path}, but {path.parent} is not a directory")
+        raise AddressInvalid(f"GRADSERVE_SOCKET is {path}, but {path.parent} is not a directory")
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a socket that no process listens on is at the path. Raises `SocketPathInvalid` and OSError."""
+    """Return whether a socket that no process listens on is at the path. Raises `AddressInvalid` and OSError."""
     try:
         kind = stat.S_IFMT(path.lstat().st_mode)
     except FileNotFoundError:
         return False
     if kind != stat.S_IFSOCK:
         found = _KINDS.get(kind, "a device")
-        raise SocketPathInvalid(f"GRADSERVE_SOCKET is {path}, which is {found}; name a file that does not exist")
+        raise AddressInvalid(f"GRADSERVE_SOCKET is {path}, which is {found}; name a file that does not exist")
     with socket(AF_UNIX) as probe:
         probe.setblocking(False)
         try:

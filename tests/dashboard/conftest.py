@@ -13,12 +13,18 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
+from service.keys import add
 from tests.serving import serving
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 
 DESK, PHONE = (1360, 800), (360, 740)
 """Sizes of a window, in pixels."""
+
+EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+"""Text of a client that runs as a program if the page takes it for HTML."""
+
+LOOKS = pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)], ids=["light", "dark"])
 
 _HURRY = "{ const wait = setTimeout; window.setTimeout = (work, ms, ...given) => wait(work, ms / 8, ...given); }"
 """Shorten the page's pauses: it asks the server every quarter of a second in place of every two seconds."""
@@ -47,6 +53,48 @@ def server() -> Iterator[str]:
 def http(server: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server, timeout=30) as client:
         yield client
+
+
+@pytest.fixture(scope="package")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="package")
+def keys(key_file: Path) -> dict[str, str]:
+    """Return keys by their names."""
+    both = ["buffers:read", "buffers:write"]
+    return {
+        "ann": add(key_file, "ann", both, "ann"),
+        "bob": add(key_file, "bob", both, "bob"),
+        "gone": add(key_file, "gone", both, "ann"),
+        "reader": add(key_file, "reader", ["buffers:read"], "ann"),
+        "visitor": add(key_file, "visitor", ["buffers:read", "ops"]),
+        "ops": add(key_file, "ops", ["ops"], "ann"),
+        "admin": add(key_file, "admin", ["admin"]),
+    }
+
+
+@pytest.fixture(scope="package")
+def locked(key_file: Path, keys: dict[str, str]) -> Iterator[str]:
+    """Yield the URL of a server that wants these keys. The buffers of Ann and of Bob have their names."""
+    with serving(keys=key_file, threads=2) as url:
+        for name in ("ann", "bob"):
+            head = {"Authorization": f"Bearer {keys[name]}"}
+            httpx.put(f"{url}/v1/buffers/{name}.weight", headers=head, json={"shape": [2]}).raise_for_status()
+        yield url
+
+
+def sign_in(page: Page, key: str) -> None:
+    page.get_by_label("API key").fill(key)
+    page.keyboard.press("Enter")
+
+
+def asked_by(page: Page) -> list[str]:
+    """Return the list that the URLs of the page's later requests come to."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    return asked
 
 
 class Faults:

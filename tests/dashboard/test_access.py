@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
-from service.keys import add, remove
-from tests.dashboard.conftest import Faults, Open
+from service.keys import remove
+from tests.dashboard.conftest import EVIL, Faults, Open, asked_by, sign_in
 from tests.postgres import free_port
 from tests.serving import serving
-
-EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("keys") / "keys.json"
-
-
-@pytest.fixture(scope="module")
-def keys(file: Path) -> dict[str, str]:
-    both = ["buffers:read", "buffers:write"]
-    return {
-        "ann": add(file, "ann", both, "ann"),
-        "bob": add(file, "bob", both, "bob"),
-        "reader": add(file, "reader", ["buffers:read"], "ann"),
-        "ops": add(file, "ops", ["ops"], "ann"),
-        "gone": add(file, "gone", both, "ann"),
-    }
-
-
-@pytest.fixture(scope="module")
-def locked(file: Path, keys: dict[str, str]) -> Iterator[str]:
-    with serving(keys=file, threads=2) as url:
-        for name in ("ann", "bob"):
-            head = {"Authorization": f"Bearer {keys[name]}"}
-            httpx.put(f"{url}/v1/buffers/{name}.weight", headers=head, json={"shape": [2]}).raise_for_status()
-        yield url
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +19,9 @@ def statuses(faults: Faults) -> None:
     faults.statuses = {401, 403}
 
 
-def sign_in(page: Page, key: str) -> None:
-    page.get_by_label("API key").fill(key)
-    page.keyboard.press("Enter")
-
-
 def test_a_key_signs_in_for_this_tab_only(open_page: Open, locked: str, keys: dict[str, str]) -> None:
     page = open_page(locked)
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    asked = asked_by(page)
     expect(page.get_by_label("API key")).to_be_focused()
     sign_in(page, "gs_wrong")
     expect(page.get_by_role("alert")).to_have_text("This API key is unknown, was removed, or has expired")
@@ -97,12 +62,12 @@ def test_a_reader_gets_no_buttons_that_change(open_page: Open, locked: str, keys
 
 
 def test_a_key_that_is_removed_leads_back_to_the_form(
-    open_page: Open, locked: str, file: Path, keys: dict[str, str]
+    open_page: Open, locked: str, key_file: Path, keys: dict[str, str]
 ) -> None:
     page = open_page(locked)
     sign_in(page, keys["gone"])
     expect(page.locator(".rows .row")).to_have_count(1)
-    remove(file, "gone")
+    remove(key_file, "gone")
     expect(page.get_by_label("API key")).to_be_visible()
     expect(page.get_by_role("alert")).to_contain_text("removed")
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import httpx
 import pytest
 from playwright.sync_api import expect
 
-from service.keys import add
-from tests.dashboard.conftest import DESK, PHONE, Faults, Open, findings
+from tests.dashboard.conftest import LOOKS, Faults, Open, findings, sign_in
 from tests.serving import serving
 
 
@@ -24,9 +20,6 @@ def full(server: str, http: httpx.Client) -> str:
         path, body = f"/v1/buffers/net.{name}/accumulate", {"gradient": [[1, "Infinity"], [2, 0]]}
         http.post(path, params={"contributor": f"rank{rank}"}, json=body).raise_for_status()
     return server
-
-
-LOOKS = pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)], ids=["light", "dark"])
 
 
 @LOOKS
@@ -58,18 +51,9 @@ def test_a_question(open_page: Open, full: str, scheme: str, size: tuple[int, in
 def test_the_sign_in_form(open_page: Open, locked: str, faults: Faults, scheme: str, size: tuple[int, int]) -> None:
     faults.statuses = {401}
     page = open_page(locked, size, color_scheme=scheme)
-    page.get_by_label("API key").fill("gs_wrong")
-    page.keyboard.press("Enter")
+    sign_in(page, "gs_wrong")
     expect(page.get_by_role("alert")).to_contain_text("unknown")
     assert findings(page) == []
-
-
-@pytest.fixture(scope="module")
-def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    file: Path = tmp_path_factory.mktemp("keys") / "keys.json"
-    add(file, "ann", ["buffers:read"])
-    with serving(keys=file) as url:
-        yield url
 
 
 @LOOKS

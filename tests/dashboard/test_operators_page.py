@@ -6,9 +6,8 @@ import base64
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import numpy as np
@@ -16,11 +15,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from service.kernels import OPERATORS
-from service.keys import add
-from tests.dashboard.conftest import DESK, PHONE, Faults, Open, findings
-from tests.serving import serving
-
-EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+from tests.dashboard.conftest import EVIL, LOOKS, Faults, Open, asked_by, findings, sign_in
 
 CURVES = ["ReluGrad", "LeakyReluGrad", "SigmoidGrad", "TanhGrad", "QuickGeluGrad"]
 
@@ -146,10 +141,8 @@ def test_the_calls_have_what_the_reader_wrote(open_page: Open, server: str, monk
     assert "alpha=0.25" in text_of(page, "curl")
     by_curl = curl(text_of(page, "curl"))["dX"]
     bits = np.frombuffer(base64.b64decode(by_curl["base64"]), "<u2").astype(np.uint32) << 16
-    assert (by_curl["dtype"], bits.view(np.float32).astype(str).tolist()) == (
-        "bfloat16",
-        ["1.5", "nan", "-inf", "-500.0"],
-    )
+    assert by_curl["dtype"] == "bfloat16"
+    assert bits.view(np.float32).astype(str).tolist() == ["1.5", "nan", "-inf", "-500.0"]
     found = python(text_of(page, "Python"), monkeypatch)["dX"]
     assert found.dtype.name == "bfloat16"
     assert found.astype(float).tolist()[::3] == [1.5, -500.0]
@@ -161,9 +154,7 @@ def test_whole_numbers_keep_their_digits(open_page: Open, server: str) -> None:
     page.get_by_label("A_shape", exact=True).fill("[9007199254740993]")
     page.get_by_label("B_shape", exact=True).fill("[9007199254740993]")
     page.get_by_role("button", name="Run").click()
-    expect(panel(page).get_by_role("status")).to_contain_text(
-        "200 in "
-    )  # 9007199254740992 and ...3 would not broadcast
+    expect(panel(page).get_by_role("status")).to_contain_text("200 in ")  # ...2 and ...3 would not broadcast
     assert text_of(page, "curl").count("9007199254740993") == 2
     assert text_of(page, "Python").count("9007199254740993") == 2
 
@@ -215,8 +206,7 @@ def test_an_attribute_that_the_server_refuses_is_marked(open_page: Open, server:
 
 def test_what_is_not_json_is_not_sent(open_page: Open, server: str) -> None:
     page = show(open_page, server, "SoftmaxGrad")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    asked = asked_by(page)
     page.get_by_label("Y", exact=True).fill('1, "dY": 2')
     page.get_by_role("button", name="Run").click()
     expect(page.locator(".field", has=page.get_by_label("Y", exact=True))).to_contain_text("This is not JSON")
@@ -315,26 +305,13 @@ def test_an_operator_that_does_not_exist(open_page: Open, server: str) -> None:
     assert page.locator("img[src=x], main script").count() == 0
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
-    return file, {"ops": add(file, "ops", ["ops"]), "reader": add(file, "reader", ["buffers:read"])}
-
-
-@pytest.fixture(scope="module")
-def locked(keys: tuple[Path, dict[str, str]]) -> Iterator[str]:
-    with serving(keys=keys[0]) as url:
-        yield url
-
-
 def test_a_call_names_the_key_only_by_its_variable(
-    open_page: Open, locked: str, keys: tuple[Path, dict[str, str]], faults: Faults, monkeypatch: pytest.MonkeyPatch
+    open_page: Open, locked: str, keys: dict[str, str], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults.statuses = {401}
-    key = keys[1]["ops"]
+    key = keys["ops"]
     page = open_page(f"{locked}#/operators/ReluGrad")
-    page.get_by_label("API key").fill(key)
-    page.keyboard.press("Enter")
+    sign_in(page, key)
     assert run(page) == {"dX": ["1", "0", "3", "0"]}
     text = text_of(page, "curl")
     assert '-H "Authorization: Bearer $GRADSERVE_API_KEY"' in text
@@ -344,19 +321,16 @@ def test_a_call_names_the_key_only_by_its_variable(
     assert python(text_of(page, "Python"), monkeypatch)["dX"].tolist() == [[1, 0], [3, 0]]
 
 
-def test_a_key_without_the_scope_learns_so(
-    open_page: Open, locked: str, keys: tuple[Path, dict[str, str]], faults: Faults
-) -> None:
+def test_a_key_without_the_scope_learns_so(open_page: Open, locked: str, keys: dict[str, str], faults: Faults) -> None:
     faults.statuses = {401, 403}
     page = open_page(f"{locked}#/operators")
-    page.get_by_label("API key").fill(keys[1]["reader"])
-    page.keyboard.press("Enter")
+    sign_in(page, keys["reader"])
     expect(page.get_by_role("alert")).to_contain_text("needs ops")
 
 
-@pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)])
+@LOOKS
 def test_axe_finds_nothing_serious(
-    open_page: Open, server: str, scheme: Literal["light", "dark"], size: tuple[int, int], faults: Faults
+    open_page: Open, server: str, scheme: str, size: tuple[int, int], faults: Faults
 ) -> None:
     faults.statuses = {422}
     page = open_page(f"{server}#/operators", size, color_scheme=scheme)

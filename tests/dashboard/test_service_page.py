@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -13,11 +12,8 @@ import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
 from service.api.dashboard import history
-from service.keys import add
-from tests.dashboard.conftest import DESK, PHONE, Faults, Open, findings
+from tests.dashboard.conftest import EVIL, LOOKS, Faults, Open, asked_by, findings, sign_in
 from tests.serving import serving, wait_until
-
-EVIL = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
 
 STEP_SECONDS = 1
 """Shorter steps than a server's own, so that tests wait less."""
@@ -359,28 +355,14 @@ def test_the_page_keeps_an_hour(open_page: Open, server: str) -> None:
     assert kept == [paths, 1800, 404, 4002]
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
-    return file, {"admin": add(file, "admin", ["admin"]), "reader": add(file, "reader", ["buffers:read", "ops"])}
-
-
-@pytest.fixture(scope="module")
-def locked(keys: tuple[Path, dict[str, str]]) -> Iterator[str]:
-    with serving(keys=keys[0]) as url:
-        yield url
-
-
-@pytest.mark.parametrize("who", ["admin", "reader"])
+@pytest.mark.parametrize("who", ["admin", "visitor"])
 def test_only_an_admin_sees_the_service(
-    open_page: Open, locked: str, keys: tuple[Path, dict[str, str]], faults: Faults, who: str
+    open_page: Open, locked: str, keys: dict[str, str], faults: Faults, who: str
 ) -> None:
     faults.statuses = {401}
     page = open_page(f"{locked}#/service")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.get_by_label("API key").fill(keys[1][who])
-    page.keyboard.press("Enter")
+    asked = asked_by(page)
+    sign_in(page, keys[who])
     if who == "admin":
         expect(page.locator(".state")).to_have_text("live")
     else:
@@ -390,9 +372,9 @@ def test_only_an_admin_sees_the_service(
     assert not [url for url in [*asked, page.url] if "gs_" in url]
 
 
-@pytest.mark.parametrize(("scheme", "size"), [("light", DESK), ("dark", PHONE)])
+@LOOKS
 def test_axe_finds_nothing_serious(
-    open_page: Open, server: str, http: httpx.Client, scheme: Literal["light", "dark"], size: tuple[int, int]
+    open_page: Open, server: str, http: httpx.Client, scheme: str, size: tuple[int, int]
 ) -> None:
     worked(http)
     page = show(open_page, server, size=size, color_scheme=scheme)
