@@ -166,13 +166,6 @@ def test_a_gradient_may_have_another_float_dtype(http: httpx.Client, dtype: str,
     assert tensors["value"].tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(("gradient", "expected"), [(2, [[2, 2]] * 3), ([1, 2], [[1, 2]] * 3), ([[1], [2], [3]], None)])
-def test_a_gradient_is_broadcast(http: httpx.Client, gradient: Any, expected: Any) -> None:
-    name = create(http, shape=(3, 2))
-    assert ok(add(http, name, gradient))["count"] == 1
-    assert value(http, name) == (expected or [[1, 1], [2, 2], [3, 3]])
-
-
 @pytest.mark.parametrize("gradient", [[1, 2, 3], [[1, 2]] * 4, [[[1, 2]]], []])
 def test_a_gradient_that_does_not_broadcast_is_refused(http: httpx.Client, gradient: Any) -> None:
     name = create(http, shape=(3, 2))
@@ -300,16 +293,6 @@ def test_a_sum_that_overflows_is_not_finite(http: httpx.Client) -> None:
     assert_problem(add(http, name, [40_000, 0]), 422, "nonfinite_gradient")
     assert_problem(add(http, name, [1, 1], weight=1e6), 422, "nonfinite_gradient")
     assert_problem(add(http, name, {"dtype": "float64", "data": [1e300, 0]}), 422, "nonfinite_gradient")
-    assert state(http, name) == before
-
-
-@pytest.mark.parametrize(("dtype", "weight"), [("float32", "1e39"), ("float16", "-1e39"), ("float64", "1e308")])
-def test_an_overflowing_weight_is_refused(http: httpx.Client, dtype: str, weight: str) -> None:
-    name = create(http, dtype=dtype)
-    if dtype == "float64":
-        add(http, name, [0, 0], weight=weight)
-    before = state(http, name)
-    assert_problem(add(http, name, [0, 0], weight=weight), 422, "invalid_parameter", "weight", dtype[:5])
     assert state(http, name) == before
 
 

@@ -246,18 +246,6 @@ def test_a_repeated_take_of_a_lost_value_says_that_it_counted(http: httpx.Client
     assert value(http, b, epoch=receipts[b]["epoch"]) == [3, 4]
 
 
-def test_a_take_is_never_replayed_with_other_numbers(http: httpx.Client, key: dict[str, str]) -> None:
-    name = create(http)
-    add(http, name, [1, 2])
-    ok(post(http, name, "take", key))
-    http.delete(f"/v1/buffers/{name}")
-    create(http, name)
-    add(http, name, [50, 60])
-    ok(post(http, name, "take"))
-    again = post(http, name, "take", key)
-    assert not again.is_success or again.json()["value"]["data"] == [1, 2]
-
-
 def test_reading_values_ignores_the_key(http: httpx.Client, key: dict[str, str]) -> None:
     name = create(http)
     add(http, name, [1, 2], key)
