@@ -144,6 +144,12 @@ LOG_SOFTMAX_ROWS: dict[str, tuple[list[float], list[float], list[float]]] = {
 }
 
 
+@kernels(SOFTMAX)
+@pytest.mark.parametrize(("dY", "Y", "dX"), SOFTMAX_ROWS.values(), ids=SOFTMAX_ROWS)
+def test_softmax_rows(kernel: Kernel, dY: list[float], Y: list[float], dX: list[float]) -> None:
+    assert_same_bits(kernel(f32(dY), f32(Y), axis=1), f32(dX))
+
+
 @kernels(LOG_SOFTMAX)
 @pytest.mark.parametrize(("dY", "Y", "dX"), LOG_SOFTMAX_ROWS.values(), ids=LOG_SOFTMAX_ROWS)
 def test_log_softmax_rows(kernel: Kernel, dY: list[float], Y: list[float], dX: list[float]) -> None:
