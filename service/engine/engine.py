@@ -83,7 +83,7 @@ class Engine:
 
     def _check(self, operator: Operator, tensors: Mapping[str, Array]) -> None:
         """Raise what `run` raises unless the tensors fit the operator and the limits."""
-        _check_types(operator, {name: tensor.dtype for name, tensor in tensors.items()})
+        _check_types(operator, tensors)
         for name, tensor in tensors.items():
             self.limits.check(name, tensor.shape, tensor.dtype)
 
@@ -103,13 +103,13 @@ def check_names(operator: Operator, names: Collection[str]) -> None:
             raise MissingTensor(f"{operator.name} needs the input {name!r}", tensor=name)
 
 
-def _check_types(operator: Operator, dtypes: Mapping[str, DType]) -> None:
-    """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless tensors of these dtypes fit."""
-    check_names(operator, dtypes)
+def _check_types(operator: Operator, tensors: Mapping[str, Array]) -> None:
+    """Raise `UnknownTensor`, `MissingTensor` or `DtypeMismatch` unless the names and dtypes of the tensors fit."""
+    check_names(operator, tensors)
     bound: dict[str, tuple[str, DType]] = {}
     for expected in operator.inputs:
-        if expected.name in dtypes:
-            _check_dtype(expected, dtypes[expected.name], bound)
+        if expected.name in tensors:
+            _check_dtype(expected, tensors[expected.name].dtype, bound)
 
 
 def _check_dtype(expected: Tensor, dtype: DType, bound: dict[str, tuple[str, DType]]) -> None:

@@ -57,12 +57,12 @@ class Incoming:
 class Head:
     """A request's head. The parser calls its `on_` methods. Once it is complete, nothing changes it."""
 
+    url = b""
+    method = version = ""
+    is_complete = keeps_alive = False
+
     def __init__(self) -> None:
-        self.url = b""
         self.headers: list[tuple[bytes, bytes]] = []
-        self.is_complete = False
-        self.method = self.version = ""
-        self.keeps_alive = False
 
     def on_url(self, url: bytes) -> None:
         self.url += url

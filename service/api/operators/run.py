@@ -60,7 +60,7 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     call.spent.setdefault("queue", 0)
     inline = not sources and computes_at_once(call, job) and not (targets and call.store.blocks)
     computed = _compute(call, job, True) if inline else await call.offload(False, _compute, call, job, False)
-    answered = {name: computed.outputs[name] for name in _answered(job) if name in computed.outputs}
+    answered = {name: output for name, output in computed.outputs.items() if name not in targets}
     if encoding is not None:
         form = AnswerForm(encoding, wanted_coding(call, encoding))
         texts = [output for name, output in answered.items() if name not in binary]
@@ -161,15 +161,15 @@ def _outputs(call: Call, job: Job, tensors: Mapping[str, Array], inline: bool) -
     Memory beyond the size of the inputs is reserved before it is allocated. In the event loop the kernel uses one
     thread, unless the tensors are large. Raises `Busy` and the errors of `Engine.run` and `write`.
     """
-    targets, reserve = job.buffers.targets, _beyond_body(call, job)
+    targets = job.buffers.targets
     if job.operator.sparse is not None and targets and not _answered(job):
         (name,) = targets
-        return {name: call.engine.in_pieces(job.operator, tensors, job.attributes, reserve)}
+        return {name: call.engine.in_pieces(job.operator, tensors, job.attributes, _beyond_body(call, job))}
     wanted = [*_answered(job), *targets] if targets else job.wanted
     if inline and _size(job) <= INLINE_BYTES:
         outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, alone=True)
     else:
-        outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, reserve=reserve)
+        outputs = call.engine.run(job.operator, tensors, job.attributes, wanted, reserve=_beyond_body(call, job))
     if job.parts:
         write_outputs(call, job.parts, outputs)
     return outputs
