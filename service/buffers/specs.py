@@ -87,8 +87,7 @@ class Spec:
     contributors: Annotated[
         tuple[str, ...] | None,
         _names(
-            "Contributors that each epoch expects: while it is open, the server says who is missing.",
-            MAX_CONTRIBUTORS,
+            "Contributors that each epoch expects: while it is open, the server says who is missing.", MAX_CONTRIBUTORS
         ),
     ] = None
     per_contributor: Annotated[int, _whole("Gradients that an epoch takes of each contributor.", MAX_QUORUM)] = 1

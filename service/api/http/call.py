@@ -50,8 +50,7 @@ class Caller(NamedTuple):
         """Raise `Forbidden` unless the caller has this scope."""
         if scope not in self.scopes:
             raise Forbidden(
-                f"This API key has {', '.join(sorted(self.scopes))}, but the request needs {scope}",
-                scope=scope,
+                f"This API key has {', '.join(sorted(self.scopes))}, but the request needs {scope}", scope=scope
             )
 
 

@@ -116,8 +116,7 @@ class EndpointQuery(BaseModel):
         [], alias="from", description="`X:acts.1`: take the input X from the buffer acts.1. May repeat."
     )
     into: list[str] = Field(
-        [],
-        description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. May repeat.",
+        [], description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. May repeat."
     )
     weight: float | None = Field(
         None, allow_inf_nan=False, description="With `into`: the weight of each added gradient; by default 1."

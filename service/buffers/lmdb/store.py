@@ -23,16 +23,7 @@ from service.buffers.lmdb.writer import Writer
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Key, Known, Record, Snapshot
-from service.buffers.store import (
-    KEY_SECONDS,
-    MAX_BUFFERS,
-    Allocate,
-    Committed,
-    Store,
-    alive,
-    snapshots,
-    uncounted,
-)
+from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, alive, snapshots, uncounted
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 

@@ -103,7 +103,7 @@ class Batch:
                 WIDE_RECORDS(*_columns(names, 2), *_columns(wide, 2)) if wide else LOCKED_RECORDS(*_columns(names, 2)),
                 CLAIM(blobs) if blobs else None,
                 TIME(clock),
-            ],
+            ]
         )
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
@@ -144,7 +144,7 @@ class Batch:
                 STAGE(0.0, unused) if unused else None,
                 REMEMBER(self.now, *_columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
                 COMMIT(),
-            ],
+            ]
         )
         return has_changed
 

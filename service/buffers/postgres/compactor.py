@@ -16,15 +16,7 @@ import psycopg
 
 from service.buffers.names import BufferName
 from service.buffers.postgres.connections import Database
-from service.buffers.postgres.deltas import (
-    Delta,
-    Turns,
-    check_complete,
-    delta_of,
-    payload_of,
-    total,
-    write_blobs,
-)
+from service.buffers.postgres.deltas import Delta, Turns, check_complete, delta_of, payload_of, total, write_blobs
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.postgres.statements import DELTAS, FREE, INSERT, LEASE, LOCKED

@@ -30,16 +30,7 @@ from service.buffers.postgres.transaction import Stored
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
 from service.buffers.record import Key, Known, Record, Snapshot
-from service.buffers.store import (
-    KEY_SECONDS,
-    MAX_BUFFERS,
-    Allocate,
-    Committed,
-    Store,
-    alive,
-    snapshots,
-    uncounted,
-)
+from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, alive, snapshots, uncounted
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
