@@ -44,10 +44,8 @@ class Change:
         if record is None:
             raise unknown_buffer(self.name)
         if self.match is not None and not self.match & record.tags:
-            raise PreconditionFailed(
-                f"If-Match is {cut(', '.join(sorted(self.match)))}, but {self.name!r} is at {record.etag}",
-                buffer=self.name,
-            )
+            problem = f"If-Match is {cut(', '.join(sorted(self.match)))}, but {self.name!r} is at {record.etag}"
+            raise PreconditionFailed(problem, buffer=self.name)
 
     def apply(self, txn: Transaction, name: BufferName, record: Any, now: float) -> tuple[Receipt, Array | None]:
         """Make the change of the admitted `record`. Return the receipt, and the value if the request wants it."""
@@ -143,11 +141,8 @@ class Add(Change):
             return self.gradient
         size = math.prod(self.gradient.shape)
         if size > spec.size:  # before memory is allocated for it
-            raise ShapeMismatch(
-                f"{self.tensor} has shape {list(self.gradient.shape)}, but {self.name!r} has {list(spec.shape)}",
-                buffer=self.name,
-                tensor=self.tensor,
-            )
+            problem = f"{self.tensor} has shape {list(self.gradient.shape)}, but {self.name!r} has {list(spec.shape)}"
+            raise ShapeMismatch(problem, buffer=self.name, tensor=self.tensor)
         whole = self.gradient.piece(0, size) if size else None
         flat = np.zeros(size, self.gradient.dtype) if whole is None else whole
         return Dense(flat.reshape(self.gradient.shape), spec.shape, self.tensor)
@@ -275,11 +270,8 @@ class Restore(Change):
 def _check_epoch(record: Record, epoch: int | None) -> None:
     if epoch is not None and epoch != record.epoch:
         late = "has passed" if epoch < record.epoch else "has not begun"
-        raise StaleEpoch(
-            f"Epoch {epoch} of {record.name!r} {late}: the buffer is in epoch {record.epoch}",
-            buffer=record.name,
-            epoch=record.epoch,
-        )
+        problem = f"Epoch {epoch} of {record.name!r} {late}: the buffer is in epoch {record.epoch}"
+        raise StaleEpoch(problem, buffer=record.name, epoch=record.epoch)
 
 
 def _is_in_range(weight: float, dtype: DType) -> bool:

@@ -18,22 +18,17 @@ def check_may_add(record: Record, name: str) -> None:
     adds, others = record.contributors_in.get(name, 0), len(record.contributors_in)
     limit, most = record.spec.per_contributor, most_contributors(record.spec.keep)
     if adds >= limit:
-        raise DuplicateContributor(
+        problem = (
             f"{shown(name)} has added {adds} gradient{'s' * (adds > 1)} to epoch {record.epoch} of {record.name!r},"
-            f" which takes {limit} of each contributor (see per_contributor)",
-            buffer=record.name,
-            epoch=record.epoch,
-            count=record.count,
+            f" which takes {limit} of each contributor (see per_contributor)"
         )
+        raise DuplicateContributor(problem, buffer=record.name, epoch=record.epoch, count=record.count)
     if not adds and others >= most:
-        raise InvalidParameter(
+        problem = (
             f"contributor is {shown(name)}, but epoch {record.epoch} of {record.name!r} has {others} contributors,"
-            " the limit",
-            parameter="contributor",
-            buffer=record.name,
-            epoch=record.epoch,
-            limit=most,
+            " the limit"
         )
+        raise InvalidParameter(problem, parameter="contributor", buffer=record.name, epoch=record.epoch, limit=most)
 
 
 def contributed(record: Record, name: str | None, *, alone: bool) -> Record:

@@ -86,9 +86,8 @@ class Rows:
     def _gather(self, shape: tuple[int, ...], name: str) -> GatheredRows:
         place = f"{name}/rows"
         if not shape:
-            raise ShapeMismatch(
-                f"{place} has rows, but the buffer has no dimensions, and so no rows: send one number", tensor=place
-            )
+            problem = f"{place} has rows, but the buffer has no dimensions, and so no rows: send one number"
+            raise ShapeMismatch(problem, tensor=place)
         expected = (len(self.indices), *shape[1:])
         rows = self.rows.reshape(0, *shape[1:]) if self.rows.shape == (0,) else self.rows  # as the list [] in JSON
         if rows.shape != expected:
@@ -153,12 +152,8 @@ def check_norm(gradient: Gradient, max_norm: float, name: str) -> None:
     """Raise `NormTooLarge` if the 2-norm of the gradient is above `max_norm`, or if the gradient is not finite."""
     norm = norm_of(gradient)
     if not norm <= max_norm:
-        raise NormTooLarge(
-            f"{name} has the 2-norm {norm}, but the buffer takes up to {max_norm} (max_norm)",
-            tensor=name,
-            norm=norm if math.isfinite(norm) else None,
-            max_norm=max_norm,
-        )
+        problem = f"{name} has the 2-norm {norm}, but the buffer takes up to {max_norm} (max_norm)"
+        raise NormTooLarge(problem, tensor=name, norm=norm if math.isfinite(norm) else None, max_norm=max_norm)
 
 
 def norm_of(gradient: Gradient) -> float:

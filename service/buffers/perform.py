@@ -175,10 +175,8 @@ def check_same_buffer(record: Record, known: Known) -> None:
 
 def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
     """Return the error of a repeated request that cannot have the rest of its original answer, only the receipts."""
-    return EpochGone(
-        f"This request was made before and counted once, but the rest of its answer is no longer kept: {why}",
-        receipts={name: dict(receipt) for name, receipt in receipts.items()},
-    )
+    problem = f"This request was made before and counted once, but the rest of its answer is no longer kept: {why}"
+    return EpochGone(problem, receipts={name: dict(receipt) for name, receipt in receipts.items()})
 
 
 def _alive(txn: Transaction, name: BufferName, now: float) -> Record | None:

@@ -21,11 +21,8 @@ The receipt of a closed epoch also has closed_by and contributors."""
 
 def too_many(count: int, limit: int) -> TooManyBuffers:
     """Return the error of a namespace that has as many buffers as it may."""
-    return TooManyBuffers(
-        f"The namespace has {count} buffers; the limit is {limit} (GRADSERVE_MAX_BUFFERS): delete some first",
-        limit=limit,
-        count=count,
-    )
+    problem = f"The namespace has {count} buffers; the limit is {limit} (GRADSERVE_MAX_BUFFERS): delete some first"
+    return TooManyBuffers(problem, limit=limit, count=count)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,5 @@ def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int:
 
 def store_full(max_bytes: int) -> StoreFull:
     """Return the error of a store that has reached its own limit."""
-    return StoreFull(
-        f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed",
-        limit=max_bytes,
-    )
+    problem = f"The store has reached its limit of {max_bytes} bytes (GRADSERVE_STORE_BYTES); nothing was changed"
+    return StoreFull(problem, limit=max_bytes)

@@ -40,11 +40,8 @@ def check_rules(spec: Spec) -> None:
     """Raise `InvalidParameter` if the buffer expects more contributors than its epochs may have."""
     expected, most = len(spec.contributors or ()), most_contributors(spec.keep)
     if expected > most:
-        raise InvalidParameter(
-            f"contributors has {expected} names, but an epoch takes {most} contributors if keep is {spec.keep}",
-            parameter="contributors",
-            limit=most,
-        )
+        problem = f"contributors has {expected} names, but an epoch takes {most} contributors if keep is {spec.keep}"
+        raise InvalidParameter(problem, parameter="contributors", limit=most)
 
 
 @dataclass(kw_only=True)

@@ -11,14 +11,11 @@ def same_shape(**tensors: Array) -> None:
     (name, first), *rest = tensors.items()
     for other, tensor in rest:
         if tensor.shape != first.shape:
-            raise ShapeMismatch(
-                f"{other} has shape {list(tensor.shape)}, but must have the shape of {name}, {list(first.shape)}",
-                tensor=other,
-            )
+            problem = f"{other} has shape {list(tensor.shape)}, but must have the shape of {name}, {list(first.shape)}"
+            raise ShapeMismatch(problem, tensor=other)
         if tensor.dtype != first.dtype:
-            raise DtypeMismatch(
-                f"{other} is {tensor.dtype}, but must have the dtype of {name}, {first.dtype}", tensor=other
-            )
+            problem = f"{other} is {tensor.dtype}, but must have the dtype of {name}, {first.dtype}"
+            raise DtypeMismatch(problem, tensor=other)
 
 
 def normalize_axis(axis: int, rank: int, tensor: str, owner: str | None = None) -> int:
@@ -30,9 +27,6 @@ def normalize_axis(axis: int, rank: int, tensor: str, owner: str | None = None) 
     if rank == 0:
         raise AxisOutOfRange(f"axis {axis}: {owner} is a scalar and has no axis", tensor=tensor, axis=axis)
     if not -rank <= axis < rank:
-        raise AxisOutOfRange(
-            f"axis {axis} is not in [{-rank}, {rank - 1}], the axes of {owner}, which has rank {rank}",
-            tensor=tensor,
-            axis=axis,
-        )
+        problem = f"axis {axis} is not in [{-rank}, {rank - 1}], the axes of {owner}, which has rank {rank}"
+        raise AxisOutOfRange(problem, tensor=tensor, axis=axis)
     return axis % rank

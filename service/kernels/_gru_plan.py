@@ -151,9 +151,8 @@ def _check_lengths(SL: Array, S: int, N: int) -> None:
     check_shape("SL", SL, N)
     outside = np.flatnonzero((SL < 0) | (SL > S))
     if outside.size:
-        raise InvalidTensor(
-            f"SL[{outside[0]}] is {SL[outside[0]]}, but must be in [0, {S}], where X has {S} steps", tensor="SL"
-        )
+        problem = f"SL[{outside[0]}] is {SL[outside[0]]}, but must be in [0, {S}], where X has {S} steps"
+        raise InvalidTensor(problem, tensor="SL")
 
 
 def _invalid(name: str, value: object, expected: str) -> InvalidParameter:

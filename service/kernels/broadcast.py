@@ -29,9 +29,8 @@ def broadcast_gradient_args(A_shape: Shape, B_shape: Shape, /) -> tuple[Shape, S
     b: Array = B_shape.ravel()
     for name, shape in (("A_shape", a), ("B_shape", b)):
         if shape.size > MAX_LENGTH:
-            raise TooManyDimensions(
-                f"{name} has {shape.size} dimensions; the limit is {MAX_LENGTH}", tensor=name, limit=MAX_LENGTH
-            )
+            problem = f"{name} has {shape.size} dimensions; the limit is {MAX_LENGTH}"
+            raise TooManyDimensions(problem, tensor=name, limit=MAX_LENGTH)
     rank, common = max(a.size, b.size), min(a.size, b.size)
     lead = rank - common  # the number of axes that one operand lacks
     last_a, last_b = a[a.size - common :], b[b.size - common :]

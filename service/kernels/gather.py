@@ -159,9 +159,8 @@ def _targets(indices: Array, size: int) -> Array:
         place = int(((flat < -size) | (flat >= size)).argmax())
         subscripts = "".join(f"[{k}]" for k in np.unravel_index(place, indices.shape))
         allowed = f"must be in [{-size}, {size - 1}]" if size else "the dimension that it indexes is empty"
-        raise IndexOutOfRange(
-            f"indices{subscripts} is {flat[place]}, but {allowed}", tensor="indices", index=int(flat[place])
-        )
+        problem = f"indices{subscripts} is {flat[place]}, but {allowed}"
+        raise IndexOutOfRange(problem, tensor="indices", index=int(flat[place]))
     if lowest < 0:
         given, flat = flat, spare_memory(flat.shape, INT64)
         flat[...] = given

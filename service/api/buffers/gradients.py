@@ -79,9 +79,8 @@ def _from_json(body: memoryview, limits: Limits) -> tuple[Gradients, json_codec.
 def _parts(document: json_codec.Document, name: str, members: Mapping[str, object]) -> dict[str, Array]:
     for member in members:
         if member not in PARTS:
-            raise InvalidTensor(
-                f"{name}.{member} is unknown; the members of a sparse gradient are {', '.join(PARTS)}", tensor=name
-            )
+            problem = f"{name}.{member} is unknown; the members of a sparse gradient are {', '.join(PARTS)}"
+            raise InvalidTensor(problem, tensor=name)
     places = {part: f"{name}/{part}" for part in members}
     return {
         part: read_tensor(document, place, document.member(place, members[part]), PARTS[part].default)
@@ -124,9 +123,8 @@ def _rows(name: str, parts: Mapping[str, Array]) -> Rows:
             raise _wrong_dtype(place, parts[part], kind)
     indices = parts["indices"]
     if indices.ndim != 1:
-        raise ShapeMismatch(
-            f"{name}/indices has shape {list(indices.shape)}, but must have one dimension", tensor=f"{name}/indices"
-        )
+        problem = f"{name}/indices has shape {list(indices.shape)}, but must have one dimension"
+        raise ShapeMismatch(problem, tensor=f"{name}/indices")
     return Rows(indices, parts["rows"])
 
 

@@ -258,9 +258,8 @@ async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]
 def _wide_prefix(query: WideQuery) -> str:
     """Return the prefix. Raises `InvalidParameter` if it is empty, as an unset variable of a script leaves it."""
     if query.prefix and query.all:
-        raise InvalidParameter(
-            f"The request has both prefix={query.prefix} and all=true; send only one", parameter="all"
-        )
+        problem = f"The request has both prefix={query.prefix} and all=true; send only one"
+        raise InvalidParameter(problem, parameter="all")
     if not (query.prefix or query.all):
         raise InvalidParameter(
             "prefix is missing or empty, so the request would change all buffers; if it must, send all=true instead",

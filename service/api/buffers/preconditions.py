@@ -40,10 +40,8 @@ def key_of(call: Call, *bodies: memoryview | bytes) -> Key | None:
     if len(lines) > 1:
         raise InvalidParameter(f"Idempotency-Key is given {len(lines)} times, not once", parameter="Idempotency-Key")
     if not 0 < len(text) <= MAX_KEY_CHARACTERS or not text.isascii() or not text.isprintable():
-        raise InvalidParameter(
-            f"Idempotency-Key is {shown(text)}, but must be 1 to {MAX_KEY_CHARACTERS} printable ASCII characters",
-            parameter="Idempotency-Key",
-        )
+        problem = f"Idempotency-Key is {shown(text)}, but must be 1 to {MAX_KEY_CHARACTERS} printable ASCII characters"
+        raise InvalidParameter(problem, parameter="Idempotency-Key")
     content_type = b",".join(call.lines(b"content-type"))
     head = [call.method.encode(), call.path.encode(), call.query_string, content_type, b""]
     fingerprint = xxhash.xxh3_128(b"\0".join(head))
@@ -86,9 +84,8 @@ def _tags(call: Call, name: str) -> frozenset[str] | None:
     header = b",".join(lines).decode("latin-1")
     tags = frozenset(tag.strip() for tag in header.split(",")) - {""}
     if not tags or not all(map(_TAG.fullmatch, tags)):
-        raise InvalidParameter(
-            f'{name} is {shown(header)}, but must be tags in quotation marks like "3-17", or *', parameter=name
-        )
+        problem = f'{name} is {shown(header)}, but must be tags in quotation marks like "3-17", or *'
+        raise InvalidParameter(problem, parameter=name)
     return tags
 
 

@@ -76,9 +76,8 @@ def buffers_of(
     targets = _pairs("into", into, operator.output_names)
     for output in operator.outputs:
         if output.name in targets and output.kind.dtypes != FLOATS.dtypes:
-            raise DtypeMismatch(
-                f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats", tensor=output.name
-            )
+            problem = f"{output.name} is {' or '.join(output.kind.dtypes)}, but a buffer holds floats"
+            raise DtypeMismatch(problem, tensor=output.name)
     if len(set(targets.values())) < len(targets):
         raise InvalidParameter("into names a buffer twice, but a request may change each once", parameter="into")
     if contributor is not None:

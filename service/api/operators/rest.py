@@ -142,9 +142,8 @@ def wanted_outputs(operator: Operator, outputs: str | None) -> list[str] | None:
         return None
     known, names = operator.output_names, outputs.split(",")
     if not set(names) <= set(known) or len(set(names)) < len(names):
-        raise InvalidParameter(
-            f"outputs is {shown(outputs)}, but must name some of {','.join(known)}, each once", parameter="outputs"
-        )
+        problem = f"outputs is {shown(outputs)}, but must name some of {','.join(known)}, each once"
+        raise InvalidParameter(problem, parameter="outputs")
     return names
 
 

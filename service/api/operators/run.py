@@ -148,9 +148,8 @@ def _inputs(call: Call, job: Job) -> tuple[Mapping[str, Array], Sequence[str]]:
     snapshots = call.store.read([*sources.values()])
     for name, buffer in sources.items():
         if name in job.tensors:
-            raise InvalidParameter(
-                f"{name} is in the body, but from= takes it from the buffer {buffer!r}, too", parameter="from"
-            )
+            problem = f"{name} is in the body, but from= takes it from the buffer {buffer!r}, too"
+            raise InvalidParameter(problem, parameter="from")
     taken = {name: snapshot.value for name, snapshot in zip(sources, snapshots, strict=True)}
     return {**job.tensors, **taken}, [snapshot.state for snapshot in snapshots]
 
