@@ -57,6 +57,7 @@ class Application(FastAPI):
             description="The gradient kernels of ONNX Runtime over HTTP, and buffers that count each gradient once.",
             lifespan=_lifespan,
             openapi_url=None,  # `static.py` serves it
+            generate_unique_id_function=lambda route: route.name,  # an operation has the name of its handler
         )
         self.metrics, self.history, self.observers = metrics, history, observers
         self.table = Table(routers)

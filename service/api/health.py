@@ -52,15 +52,15 @@ def routes(metrics: Metrics) -> APIRouter:
     """Return the endpoints, which report these metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/v2/health/live", summary="Whether the process is alive", operation_id="server_live")
+    @router.get("/v2/health/live", summary="Whether the process is alive")
     @access(label="health", open=True)
-    async def live(call: CurrentCall) -> JsonAnswer[Live]:
+    async def server_live(call: CurrentCall) -> JsonAnswer[Live]:
         """200 while the process answers at all, also while it starts or stops."""
         return JsonAnswer({"live": True})
 
-    @router.get("/v2/health/ready", summary="Whether the server is ready for requests", operation_id="server_ready")
+    @router.get("/v2/health/ready", summary="Whether the server is ready for requests")
     @access(label="health", open=True)
-    async def ready(call: CurrentCall) -> JsonAnswer[Ready]:
+    async def server_ready(call: CurrentCall) -> JsonAnswer[Ready]:
         """503 while the server starts or stops, while a worker process that died is being replaced, or if the buffer
         store has failed."""
         store = call.store
@@ -69,14 +69,9 @@ def routes(metrics: Metrics) -> APIRouter:
         await call.look_up(1, store.check)
         return JsonAnswer({"ready": True})
 
-    @router.get(
-        "/metrics",
-        summary="Metrics in Prometheus' format",
-        operation_id="get_metrics",
-        response_class=PlainTextResponse,
-    )
+    @router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
     @access("admin", label="metrics")
-    async def prometheus(call: CurrentCall) -> Answer:
+    async def get_metrics(call: CurrentCall) -> Answer:
         """If the server has API keys, the caller needs the scope admin, or to be let in by `GRADSERVE_METRICS_OPEN`."""
         metrics.set(WAITING, call.engine.pool.waiting())
         metrics.gauges = await call.look_up(1, partial(_gauges, call.store, call.settings.store_bytes))

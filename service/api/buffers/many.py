@@ -66,7 +66,6 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"], responses=openapi.CHA
 @router.post(
     "/create",
     summary="Create many buffers, all or nothing",
-    operation_id="create_many",
     dependencies=[*openapi.MANY, body(NewBuffers)],
     responses=openapi.CREATED_MANY,
 )
@@ -103,7 +102,6 @@ def _creates(call: Call, received: Received) -> list[Create]:
 @router.post(
     "/accumulate",
     summary="Add gradients to many buffers, all or nothing",
-    operation_id="accumulate_many",
     dependencies=[*openapi.MANY, body(GradientBodies)],
     openapi_extra=SAFETENSORS_BODY,
 )
@@ -128,10 +126,7 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
 
 
 @router.post(
-    "/zero",
-    summary="Discard the sums of many buffers",
-    operation_id="zero_many",
-    dependencies=[*openapi.MANY, body(Names, required=False)],
+    "/zero", summary="Discard the sums of many buffers", dependencies=[*openapi.MANY, body(Names, required=False)]
 )
 @access(WRITE, label="zero")
 async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()]) -> Answer:
@@ -152,7 +147,6 @@ async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()])
 @router.post(
     "/take",
     summary="Close the epochs of many buffers and return their values",
-    operation_id="take_many",
     dependencies=[*openapi.MANY, body(Names, required=False)],
 )
 @access(WRITE, READ, label="take")
@@ -177,7 +171,6 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 @router.post(
     "/value",
     summary="Read the values of many buffers at one moment",
-    operation_id="value_many",
     dependencies=[body(Names, required=False)],
     responses=openapi.READ_MANY,
 )
@@ -209,7 +202,7 @@ async def value_many(call: CurrentCall, query: Annotated[ManyValueQuery, Query()
     return await until_ready(call, received, query.prefix, query.timeout, look, read)
 
 
-@router.delete("", summary="Delete all buffers with a prefix", operation_id="delete_many", dependencies=openapi.MANY)
+@router.delete("", summary="Delete all buffers with a prefix", dependencies=openapi.MANY)
 @access(WRITE, label="buffers")
 async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:
     """All or none go, with their closed epochs; without a buffer this succeeds. Raises `invalid_parameter`."""
@@ -227,10 +220,7 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
 
 
 @router.patch(
-    "",
-    summary="Change the rules of many buffers, all or nothing",
-    operation_id="set_rules_many",
-    dependencies=[*openapi.MANY, body(NewRulesOfMany)],
+    "", summary="Change the rules of many buffers, all or nothing", dependencies=[*openapi.MANY, body(NewRulesOfMany)]
 )
 @access(WRITE, label="buffers")
 async def set_rules_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -> Answer:

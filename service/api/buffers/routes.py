@@ -51,12 +51,11 @@ router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 @router.put(
     "/{name}",
     summary="Create a buffer",
-    operation_id="create_buffer",
     dependencies=[*openapi.CREATING, body(NewBuffer)],
     responses=openapi.CREATED_ONE,
 )
 @access(WRITE, label="buffers")
-async def create(call: CurrentCall, name: str) -> Answer:
+async def create_buffer(call: CurrentCall, name: str) -> Answer:
     """A buffer of the same specification that exists already is no error: the status is 200, not 201. Raises
     `buffer_exists` for another specification, `too_many_buffers`, `invalid_parameter` and `store_full`.
     """
@@ -81,7 +80,7 @@ def _refusal(call: Call, name: str, spec: Spec) -> GradserveError | None:
     return None
 
 
-@router.get("", summary="List buffers", operation_id="list_buffers", response_model=BufferList)
+@router.get("", summary="List buffers", response_model=BufferList)
 @access(READ, label="buffers")
 async def list_buffers(call: CurrentCall, query: Annotated[ListQuery, Query()]) -> Answer:
     """In the order of their names, a page at a time."""
@@ -100,13 +99,12 @@ def _listed(store: Store, query: ListQuery) -> Answer:
 @router.get(
     "/{name}",
     summary="Read a buffer's metadata, or a closed epoch's receipt",
-    operation_id="get_buffer",
     response_model=Metadata | Receipt,
     dependencies=openapi.READING,
     responses=openapi.METADATA,
 )
 @access(READ, label="buffers")
-async def get(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Query()]) -> Answer:
+async def get_buffer(call: CurrentCall, name: str, query: Annotated[MetadataQuery, Query()]) -> Answer:
     """With `epoch`, the receipt of this closed epoch; with `timeout`, once it is closed. Raises `unknown_buffer`,
     `epoch_open` and `epoch_gone`.
     """
@@ -135,7 +133,6 @@ async def _when_closed(call: Call, name: str, epoch: int | None) -> Record:
 @router.patch(
     "/{name}",
     summary="Change a buffer's rules",
-    operation_id="set_rules",
     dependencies=[*openapi.ONE, body(NewRules)],
     responses=openapi.CHANGED_RULES,
 )
@@ -151,15 +148,10 @@ async def set_rules(call: CurrentCall, name: str) -> Answer:
 
 
 @router.delete(
-    "/{name}",
-    summary="Delete a buffer",
-    operation_id="delete_buffer",
-    status_code=204,
-    dependencies=openapi.ONE,
-    responses=openapi.DELETED,
+    "/{name}", summary="Delete a buffer", status_code=204, dependencies=openapi.ONE, responses=openapi.DELETED
 )
 @access(WRITE, label="buffers")
-async def delete(call: CurrentCall, name: str) -> Answer:
+async def delete_buffer(call: CurrentCall, name: str) -> Answer:
     """The value and all closed epochs go, too. Raises `unknown_buffer`."""
     check_no_query(call)
     received = await receive(call)
@@ -171,7 +163,6 @@ async def delete(call: CurrentCall, name: str) -> Answer:
 @router.get(
     "/{name}/value",
     summary="Read a buffer's value, or a closed epoch's",
-    operation_id="value",
     dependencies=openapi.READING,
     responses=openapi.READ_ONE,
 )
@@ -197,7 +188,6 @@ async def value(call: CurrentCall, name: str, query: Annotated[ValueQuery, Query
 @router.post(
     "/{name}/accumulate",
     summary="Add a gradient",
-    operation_id="accumulate",
     dependencies=[*openapi.ONE, body(GradientBody)],
     responses=openapi.CHANGED_ONE,
     openapi_extra=SAFETENSORS_BODY,
@@ -223,7 +213,6 @@ async def accumulate(call: CurrentCall, name: str, query: Annotated[AccumulateQu
 @router.post(
     "/{name}/zero",
     summary="Discard the sum and begin the next epoch",
-    operation_id="zero",
     dependencies=openapi.ONE,
     responses=openapi.CHANGED_ONE,
 )
@@ -240,7 +229,6 @@ async def zero(call: CurrentCall, name: str) -> Answer:
 @router.post(
     "/{name}/take",
     summary="Close the epoch and return its value",
-    operation_id="take",
     dependencies=openapi.ONE,
     responses=openapi.CHANGED_ONE,
 )

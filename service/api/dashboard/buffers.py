@@ -39,12 +39,7 @@ def routes(known: BufferStatistics) -> APIRouter:
     """Return the endpoints, which compute what is not `known`."""
     router = APIRouter(prefix="/v1/buffers", tags=["buffers"])
 
-    @router.post(
-        "/statistics",
-        summary="Statistics of many buffers",
-        operation_id="statistics_many",
-        dependencies=[body(Names, required=False)],
-    )
+    @router.post("/statistics", summary="Statistics of many buffers", dependencies=[body(Names, required=False)])
     @access(READ, label="buffers")
     async def statistics_many(call: CurrentCall, query: Annotated[PrefixQuery, Query()]) -> JsonAnswer[ManyStatistics]:
         """A request computes for a bounded number of bytes, first for the buffers that have waited longest."""
@@ -54,9 +49,7 @@ def routes(known: BufferStatistics) -> APIRouter:
         async with known.flight(call.caller.namespace):
             return await call.offload(False, _answer_many, call, known, names, query.prefix)
 
-    @router.get(
-        "/{name}/statistics", summary="Statistics of a buffer, with histogram and epochs", operation_id="statistics"
-    )
+    @router.get("/{name}/statistics", summary="Statistics of a buffer, with histogram and epochs")
     @access(READ, label="buffers")
     async def statistics(
         call: CurrentCall, name: str, query: Annotated[StatisticsQuery, Query()]

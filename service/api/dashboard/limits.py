@@ -60,9 +60,9 @@ def _described() -> type[BaseModel]:
     return model
 
 
-@router.get("/v1/limits", summary="The limits of requests", operation_id="get_limits", response_model=_described())
+@router.get("/v1/limits", summary="The limits of requests", response_model=_described())
 @access()
-async def limits(call: CurrentCall) -> JsonAnswer[dict[str, int | float]]:
+async def get_limits(call: CurrentCall) -> JsonAnswer[dict[str, int | float]]:
     """Each limit has the name of its setting, or, without a setting, of the thing that it limits."""
     constants = {name: value for name, (value, _) in CONSTANTS.items()}
     return JsonAnswer({name: getattr(call.settings, name) for name in SETTINGS} | constants)

@@ -81,17 +81,17 @@ def routes(history: History, started_at: float) -> APIRouter:
     """Return the endpoints of the service view, over this history."""
     router = APIRouter(tags=["service"])
 
-    @router.get("/v1/caller", summary="The caller, as the server sees it", operation_id="get_caller")
+    @router.get("/v1/caller", summary="The caller, as the server sees it")
     @access()
-    async def caller(call: CurrentCall) -> JsonAnswer[CallerAnswer]:
+    async def get_caller(call: CurrentCall) -> JsonAnswer[CallerAnswer]:
         """Any valid key may ask."""
         namespace, scopes, name = call.caller
         has_keys = call.settings.keys is not None
         return JsonAnswer({"name": name, "namespace": namespace, "scopes": sorted(scopes), "keys": has_keys})
 
-    @router.get("/v1/service", summary="The server and its settings", operation_id="get_service")
+    @router.get("/v1/service", summary="The server and its settings")
     @access("admin")
-    async def service(call: CurrentCall) -> JsonAnswer[Service]:
+    async def get_service(call: CurrentCall) -> JsonAnswer[Service]:
         """Passwords are never shown."""
         settings = call.settings
         buffers, size, replicas = await call.look_up(1, _look, call.store)
@@ -114,9 +114,9 @@ def routes(history: History, started_at: float) -> APIRouter:
             }
         )
 
-    @router.get("/v1/service/history", summary="The last hour in samples", operation_id="service_history")
+    @router.get("/v1/service/history", summary="The last hour in samples")
     @access("admin")
-    async def recent(call: CurrentCall, query: Annotated[HistoryQuery, Query()]) -> JsonAnswer[HistoryAnswer]:
+    async def service_history(call: CurrentCall, query: Annotated[HistoryQuery, Query()]) -> JsonAnswer[HistoryAnswer]:
         """A sample has the numbers of all worker processes. Each process keeps its own history. With `since`, the
         answer has the samples of later steps."""
         samples = [written(text, Sample) for text in history.since(query.since)]

@@ -32,53 +32,53 @@ def routes(statistics: OperatorStatistics) -> APIRouter:
     """Return the endpoints, which report these statistics."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
-    @router.get("", summary="Describe the server", operation_id="server_metadata")
+    @router.get("", summary="Describe the server")
     @access("ops")
-    async def server(call: CurrentCall) -> JsonAnswer[ServerMetadata]:
+    async def server_metadata(call: CurrentCall) -> JsonAnswer[ServerMetadata]:
         """The name and the version of the server, and the extensions of the protocol that it has."""
         extensions = EXTENSIONS + ["system_shared_memory"] * call.settings.shared_memory
         return JsonAnswer({"name": "gradserve", "version": metadata.version("gradserve"), "extensions": extensions})
 
-    @router.post("/repository/index", summary="List the models", operation_id="repository_index")
+    @router.post("/repository/index", summary="List the models")
     @access("ops")
-    async def index(call: CurrentCall) -> JsonAnswer[list[IndexEntry]]:
+    async def repository_index(call: CurrentCall) -> JsonAnswer[list[IndexEntry]]:
         """Every operator is a model. All are ready at all times."""
         return JsonAnswer([{"name": name, "version": VERSION, "state": "READY", "reason": ""} for name in OPERATORS])
 
-    @router.get("/models/{op}", summary="A model's inputs and outputs", operation_id="model_metadata")
+    @router.get("/models/{op}", summary="A model's inputs and outputs")
     @router.get("/models/{op}/versions/{version}", include_in_schema=False)
     @access("ops")
-    async def model(call: CurrentCall, op: str) -> JsonAnswer[ModelMetadata]:
+    async def model_metadata(call: CurrentCall, op: str) -> JsonAnswer[ModelMetadata]:
         """A dimension of any length is -1. 404 if there is no such model."""
         return JsonAnswer(_described(find_model(call, op)))
 
-    @router.get("/models/{op}/config", summary="A model's configuration", operation_id="model_configuration")
+    @router.get("/models/{op}/config", summary="A model's configuration")
     @router.get("/models/{op}/versions/{version}/config", include_in_schema=False)
     @access("ops")
-    async def config(call: CurrentCall, op: str) -> JsonAnswer[ModelConfiguration]:
+    async def model_configuration(call: CurrentCall, op: str) -> JsonAnswer[ModelConfiguration]:
         """As Triton describes a model. 404 if there is no such model."""
         return JsonAnswer(_configuration(find_model(call, op)))
 
-    @router.get("/models/{op}/ready", summary="Whether the model is ready", operation_id="model_ready")
+    @router.get("/models/{op}/ready", summary="Whether the model is ready")
     @router.get("/models/{op}/versions/{version}/ready", include_in_schema=False)
     @access("ops")
-    async def ready(call: CurrentCall, op: str) -> JsonAnswer[ModelReady]:
+    async def model_ready(call: CurrentCall, op: str) -> JsonAnswer[ModelReady]:
         """503 while the server starts or stops. 404 if there is no such model."""
         operator = find_model(call, op)
         assert call.engine is not None  # raises NotReady before the startup has finished
         return JsonAnswer({"name": operator.name, "ready": True})
 
-    @router.get("/models/stats", summary="Statistics of all models", operation_id="all_model_statistics")
+    @router.get("/models/stats", summary="Statistics of all models")
     @access("ops")
-    async def all_statistics(call: CurrentCall) -> JsonAnswer[ModelStatistics]:
+    async def all_model_statistics(call: CurrentCall) -> JsonAnswer[ModelStatistics]:
         """Counts and nanoseconds of the requests of the caller's namespace."""
         records = [(name, statistics.of(call.caller.namespace, name)) for name in OPERATORS]
         return JsonAnswer({"model_stats": [record.as_json(name, VERSION) for name, record in records]})
 
-    @router.get("/models/{op}/stats", summary="A model's statistics", operation_id="model_statistics")
+    @router.get("/models/{op}/stats", summary="A model's statistics")
     @router.get("/models/{op}/versions/{version}/stats", include_in_schema=False)
     @access("ops")
-    async def one_statistics(call: CurrentCall, op: str) -> JsonAnswer[ModelStatistics]:
+    async def model_statistics(call: CurrentCall, op: str) -> JsonAnswer[ModelStatistics]:
         """Counts and nanoseconds of the requests of the caller's namespace. 404 if there is no such model."""
         name = find_model(call, op).name
         return JsonAnswer({"model_stats": [statistics.of(call.caller.namespace, name).as_json(name, VERSION)]})

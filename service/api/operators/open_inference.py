@@ -67,7 +67,7 @@ def find_model(call: Call, name: str) -> Operator:
     return operator
 
 
-@router.post("/models/{op}/infer", operation_id="infer", summary="Run a model", **openapi.INFER)
+@router.post("/models/{op}/infer", summary="Run a model", **openapi.INFER)
 @router.post("/models/{op}/versions/{version}/infer", include_in_schema=False)
 @access("ops", label="infer")
 async def infer(call: CurrentCall, op: str) -> Answer:

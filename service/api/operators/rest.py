@@ -90,14 +90,14 @@ def _tensor_info(tensor: Tensor) -> TensorInfo:
     )
 
 
-@router.get("/v1/ops", summary="List the operators", operation_id="list_operators")
+@router.get("/v1/ops", summary="List the operators")
 @access("ops")
 async def list_operators(call: CurrentCall) -> JsonAnswer[OperatorList]:
     """Each with its formula, inputs, outputs, attributes and an example."""
     return JsonAnswer({"operators": [describe(operator) for operator in OPERATORS.values()]})
 
 
-@router.get("/v1/ops/{op}", summary="Describe an operator", operation_id="get_operator")
+@router.get("/v1/ops/{op}", summary="Describe an operator")
 @access("ops")
 async def get_operator(call: CurrentCall, op: str) -> JsonAnswer[OperatorInfo]:
     """Its formula, inputs, outputs, attributes and an example. Raises `unknown_operator`."""
@@ -234,7 +234,6 @@ def _add_endpoint(operator: Operator) -> None:
         access("ops", label="ops", operator=operator.name)(endpoint),
         methods=["POST"],
         name=operator.name,
-        operation_id=operator.name,
         **openapi.declaration(operator),
     )
 

@@ -51,29 +51,25 @@ class RegionStatus(TypedDict):
     byte_size: int
 
 
-@router.get("/status", summary="List the regions", operation_id="regions")
+@router.get("/status", summary="List the regions")
 @access(SCOPE)
-async def statuses(call: CurrentCall) -> JsonAnswer[list[RegionStatus]]:
+async def regions(call: CurrentCall) -> JsonAnswer[list[RegionStatus]]:
     """The regions of the caller's namespace. 404 unless GRADSERVE_SHARED_MEMORY is true, as for all requests here."""
     return JsonAnswer(list(map(_described, regions_of(call).all(call.caller.namespace))))
 
 
-@router.get("/region/{name}/status", summary="Describe a region", operation_id="region")
+@router.get("/region/{name}/status", summary="Describe a region")
 @access(SCOPE)
-async def status(call: CurrentCall, name: str) -> JsonAnswer[list[RegionStatus]]:
+async def region(call: CurrentCall, name: str) -> JsonAnswer[list[RegionStatus]]:
     """A list of one region. Raises `unknown_region`."""
     return JsonAnswer([_described(regions_of(call).find(call.caller.namespace, name))])
 
 
 @router.post(
-    "/region/{name}/register",
-    summary="Register a region",
-    operation_id="register_region",
-    dependencies=[body(NewRegion)],
-    response_class=Response,
+    "/region/{name}/register", summary="Register a region", dependencies=[body(NewRegion)], response_class=Response
 )
 @access(SCOPE)
-async def register(call: CurrentCall, name: str) -> Answer:
+async def register_region(call: CurrentCall, name: str) -> Answer:
     """The object must be a regular file in /dev/shm that the server may open. Raises `region_exists`,
     `too_many_regions` and `region_unusable`.
     """
@@ -85,24 +81,17 @@ async def register(call: CurrentCall, name: str) -> Answer:
     return Answer()
 
 
-@router.post(
-    "/region/{name}/unregister",
-    summary="Unregister a region",
-    operation_id="unregister_region",
-    response_class=Response,
-)
+@router.post("/region/{name}/unregister", summary="Unregister a region", response_class=Response)
 @access(SCOPE)
-async def unregister(call: CurrentCall, name: str) -> Answer:
+async def unregister_region(call: CurrentCall, name: str) -> Answer:
     """The object stays. An unknown name is no error."""
     regions_of(call).unregister(call.caller.namespace, name)
     return Answer()
 
 
-@router.post(
-    "/unregister", summary="Unregister all regions", operation_id="unregister_regions", response_class=Response
-)
+@router.post("/unregister", summary="Unregister all regions", response_class=Response)
 @access(SCOPE)
-async def unregister_all(call: CurrentCall) -> Answer:
+async def unregister_regions(call: CurrentCall) -> Answer:
     """All regions of the caller's namespace."""
     regions_of(call).unregister(call.caller.namespace)
     return Answer()
