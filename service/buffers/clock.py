@@ -26,10 +26,7 @@ def machine_time() -> float:
 
 
 class Clock:
-    """Seconds since 1970, as the monotonic clock moves them on.
-
-    `offset` is their distance from the monotonic clock, in seconds.
-    """
+    """Seconds since 1970, as the monotonic clock moves them on, which they are `offset` seconds ahead of."""
 
     def __init__(self, offset: float) -> None:
         self.offset = offset

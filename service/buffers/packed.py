@@ -80,7 +80,7 @@ def unpack_record(name: BufferName, packed: bytes | memoryview) -> Record:
     try:
         spec_members, *state = orjson.loads(packed)
         spec = spec_of(spec_members)
-        closed = tuple(_unpack_closed(spec, *each) for each in state[8])
+        closed = tuple(_unpack_closed(spec, each) for each in state[8])
         return Record(name, spec, *[*state[:8], closed, *state[9:]])
     except (LookupError, TypeError, ValueError):
         problem = f"The stored record of the buffer {str(name)!r} is damaged on the disk"
@@ -94,18 +94,8 @@ def _pack_closed(spec: Spec, closed: Closed) -> Sequence[Any]:
     return (*short, closed.closed_by, closed.contributors)
 
 
-def _unpack_closed(
-    spec: Spec,
-    epoch: int,
-    version: int,
-    count: int,
-    weight: float,
-    value: int | None,
-    closed_by: ClosedBy | None = None,
-    contributors: Mapping[str, int] | None = None,
-) -> Closed:
-    closed_by = closed_by or _usual(spec, count)
-    return Closed(epoch, version, count, weight, value, closed_by, {} if contributors is None else contributors)
+def _unpack_closed(spec: Spec, packed: Sequence[Any]) -> Closed:
+    return Closed(*(packed if len(packed) > 5 else (*packed, _usual(spec, packed[2]))))
 
 
 def _usual(spec: Spec, count: int) -> ClosedBy:

@@ -45,10 +45,7 @@ class Transaction(Protocol):
         """Return a value in memory of its own."""
 
     def recall(self, key: Key, names: Sequence[str]) -> Known | None:
-        """Return the data that is stored with the key, for any fingerprint. The request's buffers have these names.
-
-        Raises `BufferCorrupt`.
-        """
+        """Return what the key is stored with. The request's buffers have these names. Raises `BufferCorrupt`."""
 
     def admit_key(self, key: Key) -> None:
         """Raise `KeysFull` if the keys of its namespace have taken their share of the store."""

@@ -169,10 +169,7 @@ def _on_disk(path: Path | None) -> Iterator[BinaryIO]:
 
 
 def restore(store: Store, buffers: Collection[Restore]) -> None:
-    """Create all buffers, or, on an error, none.
-
-    Raises `BufferExists`, `StoreFull` and `TooManyBuffers`.
-    """
+    """Create all buffers, or, on an error, none. Raises `BufferExists`, `StoreFull` and `TooManyBuffers`."""
     changes = {change.record.full_name: change for change in buffers}
     stores = {namespace: store.within(namespace) for namespace, _ in changes}
     names = (record.full_name for own in stores.values() for record in own.records())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -102,35 +103,16 @@ def open_store(
     replicated: bool = False,
 ) -> Store:
     """Open or create the store at `url`. `schema` and `replicated` are for PostgreSQL. Raises `StoreFailed`."""
+    create: Callable[..., Store]
     if is_postgres(url):
         with installed():
             from service.buffers.postgres import PostgresStore
-        return PostgresStore(
-            url,
-            schema=schema,
-            replicated=replicated,
-            max_bytes=max_bytes,
-            allocate=allocate,
-            key_seconds=key_seconds,
-            committed=committed,
-            max_buffers=max_buffers,
-        )
-    path = path_of(url)
-    if path is None:
-        return MemoryStore(
-            allocate=allocate,
-            key_seconds=key_seconds,
-            committed=committed,
-            max_buffers=max_buffers,
-            max_bytes=max_bytes,
-        )
-    return LmdbStore(
-        path,
-        max_bytes=max_bytes,
-        allocate=allocate,
-        key_seconds=key_seconds,
-        committed=committed,
-        max_buffers=max_buffers,
+        create = partial(PostgresStore, url, schema=schema, replicated=replicated)
+    else:
+        path = path_of(url)
+        create = MemoryStore if path is None else partial(LmdbStore, path)
+    return create(
+        max_bytes=max_bytes, key_seconds=key_seconds, max_buffers=max_buffers, allocate=allocate, committed=committed
     )
 
 

@@ -95,10 +95,7 @@ def new_output(out: T | None, shape: tuple[int, ...], dtype: DType) -> T:
 
 
 def spare_memory(shape: tuple[int, ...], dtype: DType) -> Array:
-    """Return uninitialised memory from the workspace for an intermediate result.
-
-    Raises `TensorTooLarge` if there is not enough memory.
-    """
+    """Return uninitialised memory for an intermediate result. Raises `TensorTooLarge` if there is not enough."""
     return _allocate("an intermediate result", _current.get().spare, shape, dtype)
 
 

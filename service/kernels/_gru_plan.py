@@ -87,7 +87,6 @@ def make_plan(
     X: Array,
     R: Array,
     SL: Array | None,
-    *,
     hidden_size: int | None,
     direction: str,
     linear_before_reset: int,

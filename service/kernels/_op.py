@@ -134,43 +134,31 @@ def op(
     """
 
     def register(kernel: F) -> F:
-        OPERATORS[name] = _read(name, kernel, outputs.split(), example, linear, sparse)
+        hints = get_type_hints(kernel, include_extras=True)
+        parameters = inspect.signature(kernel).parameters.values()
+        returned = hints["return"]
+        returns = get_args(returned) if get_origin(returned) is tuple else (returned,)
+        formula, _, description = (inspect.getdoc(kernel) or "").partition("\n")
+        OPERATORS[name] = Operator(
+            name=name,
+            kernel=kernel,
+            inputs=tuple(_tensor(p.name, hints[p.name]) for p in parameters if p.kind is p.POSITIONAL_ONLY),
+            outputs=tuple(_tensor(*pair) for pair in zip(outputs.split(), returns, strict=True)),
+            attributes=tuple(
+                Attribute(p.name, hints[p.name], p.default)
+                for p in parameters
+                if p.kind is p.KEYWORD_ONLY and p.name not in ("out", "wanted")
+            ),
+            formula=formula.strip(),
+            description=description.strip(),
+            example=example,
+            takes_wanted="wanted" in hints,
+            linear=linear,
+            sparse=sparse,
+        )
         return kernel
 
     return register
-
-
-def _read(
-    name: str,
-    kernel: Callable[..., Any],
-    outputs: list[str],
-    example: Mapping[str, Any],
-    linear: bool,
-    sparse: Callable[..., Any] | None = None,
-) -> Operator:
-    hints = get_type_hints(kernel, include_extras=True)
-    parameters = inspect.signature(kernel).parameters.values()
-    returned = hints["return"]
-    returns = get_args(returned) if get_origin(returned) is tuple else (returned,)
-    doc = inspect.getdoc(kernel) or ""
-    formula, _, description = doc.partition("\n")
-    return Operator(
-        name=name,
-        kernel=kernel,
-        inputs=tuple(_tensor(p.name, hints[p.name]) for p in parameters if p.kind is p.POSITIONAL_ONLY),
-        outputs=tuple(_tensor(*pair) for pair in zip(outputs, returns, strict=True)),
-        attributes=tuple(
-            Attribute(p.name, hints[p.name], p.default)
-            for p in parameters
-            if p.kind is p.KEYWORD_ONLY and p.name not in ("out", "wanted")
-        ),
-        formula=formula.strip(),
-        description=description.strip(),
-        example=example,
-        takes_wanted="wanted" in hints,
-        linear=linear,
-        sparse=sparse,
-    )
 
 
 def _tensor(name: str, hint: Any) -> Tensor:

@@ -75,16 +75,7 @@ def gru_training(
     `activations` must be the default, and `clip` is refused. Raises `ShapeMismatch`, `InvalidTensor` and
     `InvalidParameter`.
     """
-    plan = make_plan(
-        X,
-        R,
-        SL,
-        hidden_size=hidden_size,
-        direction=direction,
-        linear_before_reset=linear_before_reset,
-        activations=activations,
-        clip=clip,
-    )
+    plan = make_plan(X, R, SL, hidden_size, direction, linear_before_reset, activations, clip)
     S, N, H, D = plan.S, plan.N, plan.H, plan.D
     check_shape("W", W, D, 3 * H, plan.I)
     check_shape("B", B, D, 6 * H)
@@ -126,16 +117,7 @@ def gru_grad(
     dX is zero and the incoming gradients are ignored. Only the requested outputs are computed. The attributes are
     those of GRUTraining. Raises `ShapeMismatch`, `InvalidTensor` and `InvalidParameter`.
     """
-    plan = make_plan(
-        X,
-        R,
-        SL,
-        hidden_size=hidden_size,
-        direction=direction,
-        linear_before_reset=linear_before_reset,
-        activations=activations,
-        clip=clip,
-    )
+    plan = make_plan(X, R, SL, hidden_size, direction, linear_before_reset, activations, clip)
     S, N, H, D = plan.S, plan.N, plan.H, plan.D
     shapes = {
         "W": (W, (D, 3 * H, plan.I)),

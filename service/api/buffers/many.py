@@ -23,9 +23,9 @@ from service.api.buffers.models import (
     GradientBodies,
     ManyTakeQuery,
     ManyValueQuery,
-    ManyZeroQuery,
     Names,
     NewRulesOfMany,
+    PrefixQuery,
     WideQuery,
 )
 from service.api.buffers.preconditions import refuse_headers
@@ -77,18 +77,15 @@ async def create_many(call: CurrentCall) -> Answer:
     check_no_query(call)
     refuse_headers(call, "If-Match")
     received = await receive(call)
-    given = call, received
-    changes = (
-        _creates(*given) if is_quick(received.body) else await call.decode_in_pool(received.body, _creates, *given)
-    )
+    inline = is_quick(received.body)
+    changes = _creates(call, received) if inline else await call.decode_in_pool(received.body, _creates, call, received)
     call.reserve(METADATA_BYTES * len(changes))
     outcome = await submit(call, received, changes)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
 
 def _creates(call: Call, received: Received) -> list[Create]:
-    limits = call.engine.limits
-    buffers = parse_models(received, "buffers", NewBuffer, MAX_SPECS_BYTES, limits)
+    buffers = parse_models(received, "buffers", NewBuffer, MAX_SPECS_BYTES, call.engine.limits)
     changes = []
     for name, new in buffers.items():
         try:
@@ -129,16 +126,13 @@ async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Q
     "/zero", summary="Discard the sums of many buffers", dependencies=[*openapi.MANY, body(Names, required=False)]
 )
 @access(WRITE, label="zero")
-async def zero_many(call: CurrentCall, query: Annotated[ManyZeroQuery, Query()]) -> Answer:
+async def zero_many(call: CurrentCall, query: Annotated[PrefixQuery, Query()]) -> Answer:
     """Names in the body, or a prefix in the query. Raises `unknown_buffer`."""
     refuse_headers(call, "If-Match")
     received = await receive(call)
 
-    def change(name: str) -> Zero:
-        return Zero(name=name)
-
     async def zero(names: list[str]) -> Outcome:
-        return await change_all(call, received, names, change, query.prefix, may_fit_none=True)
+        return await change_all(call, received, names, lambda name: Zero(name=name), query.prefix, may_fit_none=True)
 
     outcome = await until_ready(call, received, query.prefix, 0, call.store.record, zero)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
@@ -211,11 +205,8 @@ async def delete_many(call: CurrentCall, query: Annotated[WideQuery, Query()]) -
     received = await receive(call)
     check_no_body(received)
 
-    def change(name: str) -> Delete:
-        return Delete(name=name)
-
     names = await names_with_prefix(call, received, prefix)
-    outcome = await change_all(call, received, names, change, prefix, may_fit_none=True)
+    outcome = await change_all(call, received, names, lambda name: Delete(name=name), prefix, may_fit_none=True)
     return await answer_outcome(call, received.answers, outcome, "list", single=False)
 
 

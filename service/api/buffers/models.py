@@ -153,10 +153,6 @@ class ManyTakeQuery(TakeQuery, PrefixQuery):
     """When and how the values of many buffers are taken."""
 
 
-class ManyZeroQuery(PrefixQuery):
-    """Which buffers are zeroed."""
-
-
 class WideQuery(_Query):
     """Which buffers are deleted, or get other rules."""
 

@@ -17,7 +17,7 @@ from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import invalid_parameter, parameters_of, wanted_coding
 from service.api.http.routing import access
 from service.api.operators import openapi
-from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of, unknown_operator
+from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of, find
 from service.api.operators.protocol_models import BufferParameters
 from service.api.operators.run import Result, is_small, run
 from service.api.operators.shared_memory import SCOPE, read_inputs
@@ -25,7 +25,7 @@ from service.codecs import open_inference as codec
 from service.codecs.parts import Part, SharedInput
 from service.dtypes import DTYPES
 from service.errors import Invalid, InvalidParameter, MalformedBody, UnknownOperator, UnknownParameter, shown
-from service.kernels import OPERATORS, Operator
+from service.kernels import Operator
 from service.limits import Limits
 
 router = APIRouter(prefix="/v2", tags=["open inference protocol"])
@@ -59,9 +59,7 @@ Decoded: TypeAlias = tuple[Job, Reply, Mapping[str, SharedInput]]
 
 def find_model(call: Call, name: str) -> Operator:
     """Return the operator of this model, in the version of the path. Raises `UnknownOperator`."""
-    operator, version = OPERATORS.get(name), call.parameters.get("version", VERSION)
-    if operator is None:
-        raise unknown_operator(name)
+    operator, version = find(name), call.parameters.get("version", VERSION)
     if version != VERSION:
         raise UnknownOperator(f"{name} has version {VERSION} only, not {shown(version)}", op=name)
     return operator

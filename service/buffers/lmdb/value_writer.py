@@ -48,10 +48,7 @@ MOST_WAITING_GRADIENTS = 32
 
 
 class ValueWriter(ValueReader):
-    """The values that a transaction changes.
-
-    `cache` must be true, and must be cleared if the transaction is not committed.
-    """
+    """The values that a transaction changes. `cache` must be cleared if the transaction is not committed."""
 
     def __init__(self, env: Databases, txn: Any, cache: ValueCache) -> None:
         super().__init__(env, txn)

@@ -18,28 +18,10 @@ from service.buffers.changes import Create, Restore
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
+from service.buffers.postgres import statements as sql
 from service.buffers.postgres.connections import Database, NoStandbyError
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import FREED_SECONDS
-from service.buffers.postgres.statements import (
-    BY_INDEX,
-    CLAIM,
-    COMMIT,
-    COUNTS,
-    DELETE,
-    FREE,
-    INSERT,
-    KEY_LOCK,
-    KEYS,
-    LOCK,
-    LOCKED_RECORDS,
-    NAMESPACE_LOCK,
-    PUT,
-    REMEMBER,
-    STAGE,
-    TIME,
-    WIDE_RECORDS,
-)
 from service.buffers.postgres.transaction import Changes, Found, Stored
 from service.errors import BufferCorrupt, GradserveError
 
@@ -91,18 +73,19 @@ class Batch:
         growing = sorted(creating | {namespace for namespace, _ in wide})
         blobs = [blob for one in self.submissions for blob in one.staged.values()]
         locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
-        clock = database.clock()
+        clock, named = database.clock(), _columns(names, 2)
+        lock_rows = sql.WIDE_RECORDS(*named, *_columns(wide, 2)) if wide else sql.LOCKED_RECORDS(*named)
         _, ((*_, self.server),), *_, keys, counts, rows, claimed, ((self.now, standbys),) = connection.exchange(
             [
                 *database.beginning(),
-                BY_INDEX(),
-                LOCK(KEY_LOCK, sorted(map(_number, digests))),
-                LOCK(NAMESPACE_LOCK, locks) if locks else None,
-                KEYS(digests),
-                COUNTS(growing, clock) if growing else None,
-                WIDE_RECORDS(*_columns(names, 2), *_columns(wide, 2)) if wide else LOCKED_RECORDS(*_columns(names, 2)),
-                CLAIM(blobs) if blobs else None,
-                TIME(clock),
+                sql.BY_INDEX(),
+                sql.LOCK(sql.KEY_LOCK, sorted(map(_number, digests))),
+                sql.LOCK(sql.NAMESPACE_LOCK, locks) if locks else None,
+                sql.KEYS(digests),
+                sql.COUNTS(growing, clock) if growing else None,
+                lock_rows,
+                sql.CLAIM(blobs) if blobs else None,
+                sql.TIME(clock),
             ]
         )
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
@@ -137,13 +120,13 @@ class Batch:
         keys = [(digest, key.caller, pack_known(known)) for digest, (key, known) in changes.keys.items()]
         connection.exchange(
             [
-                DELETE(*_columns(gone, 2)) if gone else None,
-                PUT(*_columns(put, 6)) if put else None,
-                INSERT(*_columns(deltas, 9)) if deltas else None,
-                FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
-                STAGE(0.0, unused) if unused else None,
-                REMEMBER(self.now, *_columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
-                COMMIT(),
+                sql.DELETE(*_columns(gone, 2)) if gone else None,
+                sql.PUT(*_columns(put, 6)) if put else None,
+                sql.INSERT(*_columns(deltas, 9)) if deltas else None,
+                sql.FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
+                sql.STAGE(0.0, unused) if unused else None,
+                sql.REMEMBER(self.now, *_columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
+                sql.COMMIT(),
             ]
         )
         return has_changed

@@ -14,32 +14,15 @@ import psycopg
 
 from service.buffers.names import BufferName
 from service.buffers.packed import FORMAT, unpack_known, unpack_record
-from service.buffers.postgres.connections import as_client_error
+from service.buffers.postgres import statements as sql
+from service.buffers.postgres.connections import CONNECT_SECONDS, as_client_error
 from service.buffers.postgres.deltas import check_complete, read_deltas, total
 from service.buffers.postgres.exchange import Connection, Execution
 from service.buffers.postgres.schema import has_tables
-from service.buffers.postgres.statements import (
-    ALL_RECORDS,
-    BLOBS_OF_NOTHING,
-    COMMIT,
-    GRADIENTS,
-    LAST_ID,
-    NEXT_ID,
-    NOW,
-    ORPHANS,
-    OUTCOMES,
-    PATIENT_SETTINGS,
-    READ_ONLY,
-    UNOWNED,
-    UNOWNED_IN_USE,
-)
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
 from service.dtypes import Array
 from service.errors import BufferCorrupt, StoreFailed
-
-CONNECT_SECONDS = 10
-"""Seconds that a host of the URL has to accept a connection."""
 
 KEYS_AT_ONCE = 10_000
 """Keys that a statement reads: a longer one would make the server that drops old keys, and so all adds, wait."""
@@ -54,7 +37,7 @@ class PostgresMoment:
         """The `seq` of the last delta of each running value, as the records have it."""
 
     def sound_records(self, prefix: str = "") -> Iterator[tuple[BufferName, Record | None]]:
-        for namespace, name, packed, seq in self._connection.ask(ALL_RECORDS(prefix)):
+        for namespace, name, packed, seq in self._connection.ask(sql.ALL_RECORDS(prefix)):
             full_name = BufferName(namespace, name)
             try:
                 record = unpack_record(full_name, packed)
@@ -96,7 +79,7 @@ class PostgresReadOnly:
 
     def now(self) -> float:
         with _client_errors():
-            ((now,),) = self._connection.ask(NOW(None))
+            ((now,),) = self._connection.ask(sql.NOW(None))
             return float(now)
 
     @contextmanager
@@ -123,7 +106,7 @@ def opened_readonly(url: str, schema: str) -> Iterator[PostgresReadOnly]:
 
 
 def _beginning(schema: str) -> list[Execution]:
-    return [READ_ONLY(), PATIENT_SETTINGS(schema)]
+    return [sql.READ_ONLY(), sql.PATIENT_SETTINGS(schema)]
 
 
 @contextmanager
@@ -137,17 +120,17 @@ def _client_errors() -> Iterator[None]:
 
 def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]:
     """Yield lines about gradients and blobs, as the transaction of the connection sees them."""
-    ((count, blobs, size),) = connection.ask(GRADIENTS())
+    ((count, blobs, size),) = connection.ask(sql.GRADIENTS())
     yield f"{count} gradients, {blobs} of them in blobs; {size} bytes"
-    ((count, size),) = connection.ask(UNOWNED())
+    ((count, size),) = connection.ask(sql.UNOWNED())
     yield f"{count} blobs of {size} bytes are staged, or wait for their deletion"
-    for (value,) in connection.ask(ORPHANS([*values])):
+    for (value,) in connection.ask(sql.ORPHANS([*values])):
         yield f"{WRONG}value {value} belongs to no buffer that can be read"
-    for blob, value in connection.ask(UNOWNED_IN_USE()):
+    for blob, value in connection.ask(sql.UNOWNED_IN_USE()):
         yield f"{WRONG}the blob {blob} of the value {value} will be deleted, although it is used"
-    for blob, size in connection.ask(BLOBS_OF_NOTHING()):
+    for blob, size in connection.ask(sql.BLOBS_OF_NOTHING()):
         yield f"{WRONG}the blob {blob} of {size} bytes belongs to no gradient"
-    (following,), (last,) = connection.ask(NEXT_ID())[0], connection.ask(LAST_ID())[0]
+    (following,), (last,) = connection.ask(sql.NEXT_ID())[0], connection.ask(sql.LAST_ID())[0]
     if last is not None and last >= following:
         yield f"{WRONG}the sequence ids goes on with {following}, but the id {last} has been used: set it higher"
 
@@ -156,7 +139,7 @@ def _damaged_keys(connection: Connection, schema: str) -> Iterator[str]:
     """Yield lines about the idempotency keys. They are of many moments: no statement holds their table for long."""
     count = damaged = 0
     place: tuple[bytes, float] = (b"", 0.0)
-    while rows := connection.exchange([*_beginning(schema), OUTCOMES(*place, KEYS_AT_ONCE), COMMIT()])[2]:
+    while rows := connection.exchange([*_beginning(schema), sql.OUTCOMES(*place, KEYS_AT_ONCE), sql.COMMIT()])[2]:
         outcomes = [bytes(outcome) for _, _, outcome in rows if outcome]  # a transaction's own mark has none
         count += len(outcomes)
         damaged += sum(not _is_known(outcome) for outcome in outcomes)

@@ -97,10 +97,7 @@ def prepare(database: Database) -> None:
 
 
 def has_tables(connection: Connection, schema: str) -> bool:
-    """Return whether the schema, which the transaction looks up tables in, has a store.
-
-    Raises `StoreFailed` for a store of another format.
-    """
+    """Return whether the transaction's schema has a store. Raises `StoreFailed` for a store of another format."""
     if connection.ask(HAS_TABLE("meta")) == [(False,)]:
         return False
     found = ", ".join(str(version) for (version,) in connection.ask(VERSION()))

@@ -163,7 +163,8 @@ class PostgresTransaction:
     def accumulate(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> int | None:
         spec = record.spec
         if spec.nonfinite == "reject":
-            self._check(record, gradient, weight, overwrite)
+            before = np.empty(spec.size, spec.dtype) if overwrite else self.load(spec, record.value).reshape(-1)
+            add_whole(spec, before, before, gradient, weight, overwrite)  # raises the error of a sum that is not finite
         if not overwrite and not spec.size:
             return record.value
         stored = self._stored(record.full_name)
@@ -181,12 +182,6 @@ class PostgresTransaction:
             self.changes.blobs[blob] = payload
         self.changes.deltas.setdefault(value, []).append(delta_of(value, seq + 1, payload, weight, overwrite, blob))
         return value
-
-    def _check(self, record: Record, gradient: Gradient, weight: float, overwrite: bool) -> None:
-        """Raise `NonfiniteGradient` if the buffer refuses the sum with the gradient."""
-        spec = record.spec
-        total = np.empty(spec.size, spec.dtype) if overwrite else self.load(spec, record.value).reshape(-1)
-        add_whole(spec, total, total, gradient, weight, overwrite)
 
     def free(self, value: int | None) -> None:
         if value is not None:
