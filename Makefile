@@ -12,7 +12,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 IN_FOUR := -n 4 --dist worksteal
-QUICK := $(addprefix --ignore=tests/,dashboard examples faults clients/torch) -m 'not processes'
+HEAVY := dashboard examples faults clients/torch $(addsuffix .py,\
+  $(addprefix test_,transfer transfer_postgres doctor doctor_postgres) $(addprefix kernels/test_,gru blocks properties) \
+  $(addprefix buffers/test_,state_machine room lmdb_map lmdb_pages) $(addprefix api/test_,fuzz schema) \
+  codecs/test_same_bits)
+QUICK := $(addprefix --ignore=tests/,$(HEAVY)) -m 'not processes'
 WHAT ?=
 SECONDS ?= 60
 
@@ -24,7 +28,7 @@ help:  ## list the targets
 run: $(VENV)/.run  ## serve on 127.0.0.1:8000 (GRADSERVE_HOST, GRADSERVE_PORT)
 	@exec $(BIN)/gradserve serve
 
-check: lint  ## lint and the tests without PyTorch, browsers, examples and server processes, for every edit
+check: lint  ## lint and most tests, for every edit: none with server processes, and none that HEAVY lists
 	$(PYTEST) $(IN_FOUR) $(QUICK)
 
 test: $(VENV)/.dev  ## run every test in four processes, or WHAT="tests/codecs/test_json.py -k name" in one
