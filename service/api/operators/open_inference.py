@@ -14,7 +14,7 @@ from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer
 from service.api.http.body import is_quick, read_body
 from service.api.http.call import Call, CurrentCall
-from service.api.http.negotiation import invalid_parameter, parameters_of, wanted_coding
+from service.api.http.negotiation import invalid_parameter, parameters_of
 from service.api.http.routing import access
 from service.api.operators import openapi
 from service.api.operators.job import NO_BUFFERS, BufferUse, Job, buffers_of, find
@@ -149,7 +149,7 @@ def _encode(call: Call, operator: Operator, result: Result, reply: Reply) -> Ans
     parameters = receipts_text(result.receipts) if result.receipts else {}
     pieces, length = codec.encode(operator.name, reply.id, result.outputs, reply.binary, parameters, reply.parts)
     if length is None:
-        answer = Answer(pieces, JSON, result.fields).coded(wanted_coding(call, "list"))
+        answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     else:
         fields = {"Inference-Header-Content-Length": str(length), **result.fields}
         answer = Answer(pieces, "application/octet-stream", fields)

@@ -15,7 +15,7 @@ from service.api.buffers.receipts import receipts_text
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.body import header_of, is_quick, read_body
 from service.api.http.call import Call, CurrentCall
-from service.api.http.negotiation import media_types, wanted_coding
+from service.api.http.negotiation import media_types
 from service.api.http.routing import access
 from service.api.operators import openapi
 from service.api.operators.job import BufferUse, Job, buffers_of, find, unknown_operator
@@ -104,6 +104,10 @@ async def get_operator(call: CurrentCall, op: str) -> JsonAnswer[OperatorInfo]:
     return JsonAnswer(describe(find(op)))
 
 
+_NONE: Any = ()
+"""The default of a list: pydantic copies a list for each request, but no tuple."""
+
+
 class EndpointQuery(BaseModel):
     """The query parameters that every operator's endpoint has."""
 
@@ -113,10 +117,11 @@ class EndpointQuery(BaseModel):
         None, description="How a JSON answer writes tensors; by default in base64 if the request does, else as lists."
     )
     sources: list[str] = Field(
-        [], alias="from", description="`X:acts.1`: take the input X from the buffer acts.1. May repeat."
+        _NONE, alias="from", description="`X:acts.1`: take the input X from the buffer acts.1. May repeat."
     )
     into: list[str] = Field(
-        [], description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. May repeat."
+        _NONE,
+        description="`dW:gru.W`: add the output dW to the buffer gru.W, and return a receipt instead. May repeat.",
     )
     weight: float | None = Field(
         None, allow_inf_nan=False, description="With `into`: the weight of each added gradient; by default 1."
@@ -215,7 +220,7 @@ def encode(call: Call, result: Result, encoding: json_codec.Encoding | None) -> 
         answer = Answer(safetensors.encode(result.outputs, metadata), safetensors.MEDIA_TYPE, result.fields)
     else:
         pieces = json_codec.encode(result.outputs, encoding, result.receipts)
-        answer = Answer(pieces, JSON, result.fields).coded(wanted_coding(call, encoding))
+        answer = Answer(pieces, JSON, result.fields).coded(result.coding)
     call.spent["encode"] = time.perf_counter_ns() - began
     return answer
 

@@ -32,6 +32,8 @@ class Result(NamedTuple):
     receipts: Mapping[str, Receipt] = {}
     fields: Mapping[str, str] = {}
     """Headers of the answer."""
+    coding: str | None = None
+    """How the answer is compressed."""
 
     @property
     def is_large(self) -> bool:
@@ -61,12 +63,14 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
     inline = not sources and computes_at_once(call, job) and not (targets and call.store.blocks)
     computed = _compute(call, job, True) if inline else await call.offload(False, _compute, call, job, False)
     answered = {name: output for name, output in computed.outputs.items() if name not in targets}
+    coding = None
     if encoding is not None:
-        form = AnswerForm(encoding, wanted_coding(call, encoding))
+        coding = wanted_coding(call, encoding)
+        form = AnswerForm(encoding, coding)
         texts = [output for name, output in answered.items() if name not in binary]
         call.reserve(sum([form.extra_bytes(output.shape, output.dtype) for output in texts]))
     if not targets:
-        return Result(answered)
+        return Result(answered, coding=coding)
     outcome = computed.outcome
     if outcome is None:
         add = partial(Add, match=match_of(call), weight=use.weight, epoch=use.epoch, contributor=use.contributor)
@@ -74,7 +78,8 @@ async def run(call: Call, job: Job, encoding: json_codec.Encoding | None, binary
         outcome = await call.submit(adds, computed.key, computed.states)
     if answered:
         _check_unchanged(sources, outcome.sources, computed.states, outcome.receipts)
-    return Result(answered, {name: outcome.receipts[buffer] for name, buffer in targets.items()}, replayed(outcome))
+    receipts = {name: outcome.receipts[buffer] for name, buffer in targets.items()}
+    return Result(answered, receipts, replayed(outcome), coding)
 
 
 def _check(call: Call, job: Job) -> None:
