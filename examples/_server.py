@@ -31,11 +31,7 @@ def server(url: str | None) -> Iterator[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVE_")}
         settings = {"GRADSERVE_PORT": str(port), "GRADSERVE_STORE": f"lmdb:{directory}/store"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "service", "serve"],
-            cwd=ROOT,
-            env={**inherited, **settings},
-            stdout=log,
-            stderr=log,
+            [sys.executable, "-m", "service", "serve"], cwd=ROOT, env={**inherited, **settings}, stdout=log, stderr=log
         )
         try:
             url = f"http://127.0.0.1:{port}"

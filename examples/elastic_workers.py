@@ -26,15 +26,9 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import torch
-from _digits import (  # type: ignore[import-not-found]  # it lies beside this file
-    Digits,
-    delete_buffers,
-    network,
-    parameter_bytes,
-    processes,
-)
-from _server import server as running_server  # type: ignore[import-not-found]  # it lies beside this file
-from digits_data_parallel import load  # type: ignore[import-not-found]  # it lies beside this file
+from _digits import Digits, delete_buffers, network, parameter_bytes, processes  # type: ignore[import-not-found]  # beside this file
+from _server import server as running_server  # type: ignore[import-not-found]  # beside this file
+from digits_data_parallel import load  # type: ignore[import-not-found]  # beside this file
 from gradserve_client import Client, StaleEpoch
 from gradserve_client.torch import GradientAccumulator
 

@@ -27,10 +27,8 @@ class Limits:
     def check_count(self, count: int) -> None:
         """Raise `TooManyTensors` if a request may not have `count` tensors."""
         if count > self.max_tensors:
-            raise TooManyTensors(
-                f"The request has {count} tensors; the limit is {self.max_tensors} (GRADSERVE_MAX_TENSORS)",
-                limit=self.max_tensors,
-            )
+            problem = f"The request has {count} tensors; the limit is {self.max_tensors} (GRADSERVE_MAX_TENSORS)"
+            raise TooManyTensors(problem, limit=self.max_tensors)
 
     def check(self, tensor: str | None, shape: Sequence[int], dtype: DType, *, label: str = "") -> None:
         """Raise `TooManyDimensions` or `TensorTooLarge` if a tensor may not have this shape and dtype.
@@ -51,10 +49,8 @@ class Limits:
             )
         # NumPy multiplies the other dimensions of an empty tensor, too.
         if math.prod(max(dim, 1) for dim in shape) * dtype.itemsize >= INDEXABLE_BYTES:
-            raise TensorTooLarge(
-                f"{label or tensor} has shape {list(shape)}, which is empty, but too large for NumPy to index",
-                **_named(tensor),
-            )
+            problem = f"{label or tensor} has shape {list(shape)}, which is empty, but too large for NumPy to index"
+            raise TensorTooLarge(problem, **_named(tensor))
 
     def check_rank(self, tensor: str | None, rank: int, *, label: str = "") -> None:
         """Raise `TooManyDimensions` if a tensor may not have `rank` dimensions."""

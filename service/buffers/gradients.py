@@ -66,7 +66,6 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The last shape."""
         return None if self.gathered is None else self.gathered.shape
 
     @property

@@ -44,9 +44,8 @@ def view_at(data: bytes | memoryview, start: int, dtype: DType, shape: Sequence[
 def wrong_size(place: str, name: str, size: int, dtype: DType, shape: Sequence[int]) -> InvalidTensor:
     """Return the error for a tensor of `size` bytes, which are too many or too few."""
     expected = math.prod(shape) * dtype.itemsize
-    return InvalidTensor(
-        f"{place} holds {size} bytes, but {dtype} of shape {list(shape)} takes {expected}", tensor=name
-    )
+    problem = f"{place} holds {size} bytes, but {dtype} of shape {list(shape)} takes {expected}"
+    return InvalidTensor(problem, tensor=name)
 
 
 def bytes_of(tensor: Array) -> memoryview:

@@ -184,9 +184,8 @@ def _narrow(name: str, numbers: Array, shape: Shape, dtype: DType) -> Array:
             outside &= np.isfinite(numbers)
     if outside.any():
         first = int(outside.argmax())
-        raise InvalidTensor(
-            f"{_place(name, first, shape)} is {numbers[first]}, which is out of {dtype}'s range", tensor=name
-        )
+        problem = f"{_place(name, first, shape)} is {numbers[first]}, which is out of {dtype}'s range"
+        raise InvalidTensor(problem, tensor=name)
     return narrowed
 
 
@@ -223,9 +222,8 @@ def _check_lengths(name: str, lists: Iterator[Any], shape: Shape, depth: int, se
         if set(lengths) != {shape[depth]}:
             wrong = next(k for k, length in enumerate(lengths) if length != shape[depth])
             place = _place(name, seen[depth] + wrong, shape[:depth])
-            raise InvalidTensor(
-                f"{place} has {_length(batch[wrong])} elements, but its neighbours have {shape[depth]}", tensor=name
-            )
+            problem = f"{place} has {_length(batch[wrong])} elements, but its neighbours have {shape[depth]}"
+            raise InvalidTensor(problem, tensor=name)
         seen[depth] += len(batch)
         if depth + 1 < len(shape):
             _check_lengths(name, itertools.chain.from_iterable(batch), shape, depth + 1, seen)

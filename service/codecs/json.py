@@ -86,9 +86,8 @@ class Document:
         if shape is not None:
             self._check_shape(name, shape, dtype)
             if tuple(shape) != list_shape and not is_empty(list_shape, shape):
-                raise InvalidTensor(
-                    f"{name}.data has lists of shape {list(list_shape)}, but {name}.shape is {list(shape)}", tensor=name
-                )
+                problem = f"{name}.data has lists of shape {list(list_shape)}, but {name}.shape is {list(shape)}"
+                raise InvalidTensor(problem, tensor=name)
         return self._lists.read(name, data, list_shape, dtype).reshape(list_shape if shape is None else shape)
 
     def base64(self, name: str, text: str, dtype: DType, shape: Sequence[int]) -> Array:
@@ -101,9 +100,8 @@ class Document:
         try:
             data = pybase64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
-            raise InvalidTensor(
-                f"{place} is not base64 in the standard alphabet (A-Z a-z 0-9 + /), padded with =", tensor=name
-            ) from None
+            problem = f"{place} is not base64 in the standard alphabet (A-Z a-z 0-9 + /), padded with ="
+            raise InvalidTensor(problem, tensor=name) from None
         return view(place, name, data, dtype, shape)
 
     def finish(self) -> None:

@@ -142,9 +142,8 @@ class _Inputs:
 
     def _from_bytes(self, name: str, size: int, dtype: DType, shape: Sequence[int]) -> Array:
         if size and not self._has_length:
-            raise InvalidTensor(
-                f"{name} has a binary_data_size, but the header Inference-Header-Content-Length is missing", tensor=name
-            )
+            problem = f"{name} has a binary_data_size, but the header Inference-Header-Content-Length is missing"
+            raise InvalidTensor(problem, tensor=name)
         start, self._end = self._end, self._end + size
         data = self._data[start : self._end]
         if size != math.prod(shape) * dtype.itemsize:
@@ -162,10 +161,8 @@ class _Inputs:
             raise InvalidTensor(f"{name}.data is {shown(data)}, but must be a list", tensor=name)
         list_shape, size = shape_of(name, data, self._limits), math.prod(shape)
         if list_shape not in (tuple(shape), (size,)) and not is_empty(list_shape, shape):
-            raise InvalidTensor(
-                f"{name}.data has shape {list(list_shape)}, but must have {list(shape)}, or be flat, of {size}",
-                tensor=name,
-            )
+            problem = f"{name}.data has shape {list(list_shape)}, but must have {list(shape)}, or be flat, of {size}"
+            raise InvalidTensor(problem, tensor=name)
         return self._lists.read(name, data, list_shape, dtype).reshape(shape)
 
 

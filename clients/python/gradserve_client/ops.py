@@ -168,10 +168,7 @@ class Ops:
                 "InPlaceAccumulatorV2",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "overwrite": overwrite},
                 {},
-                gives=(
-                    "updated",
-                    "accumulated_gradient",
-                ),
+                gives=("updated", "accumulated_gradient"),
                 outputs=outputs,
                 into=into,
                 **add,
@@ -391,10 +388,7 @@ class Ops:
                 "BroadcastGradientArgs",
                 {"A_shape": A_shape, "B_shape": B_shape},
                 {},
-                gives=(
-                    "A_axes",
-                    "B_axes",
-                ),
+                gives=("A_axes", "B_axes"),
                 outputs=outputs,
             )
         )
@@ -561,11 +555,7 @@ class Ops:
                     "activations": activations,
                     "clip": clip,
                 },
-                gives=(
-                    "HAll",
-                    "HFinal",
-                    "ZRH",
-                ),
+                gives=("HAll", "HFinal", "ZRH"),
                 outputs=outputs,
                 into=into,
                 **add,
@@ -716,13 +706,7 @@ class Ops:
                     "activations": activations,
                     "clip": clip,
                 },
-                gives=(
-                    "dX",
-                    "dW",
-                    "dR",
-                    "dB",
-                    "dH0",
-                ),
+                gives=("dX", "dW", "dR", "dB", "dH0"),
                 outputs=outputs,
                 into=into,
                 **add,

@@ -154,9 +154,8 @@ def _coding_of(call: Call) -> str | None:
     coding = b", ".join(call.lines(b"content-encoding")).decode("latin-1").strip().lower()
     if coding != "identity" and coding not in CODINGS:
         accepted = "identity, gzip, deflate"
-        raise UnsupportedMediaType(
-            f"Content-Encoding is {shown(coding)}, but must be one of {accepted}", {"Accept-Encoding": accepted}
-        )
+        problem = f"Content-Encoding is {shown(coding)}, but must be one of {accepted}"
+        raise UnsupportedMediaType(problem, {"Accept-Encoding": accepted})
     return None if coding == "identity" else coding
 
 

@@ -49,9 +49,8 @@ class Caller(NamedTuple):
     def require(self, scope: str) -> None:
         """Raise `Forbidden` unless the caller has this scope."""
         if scope not in self.scopes:
-            raise Forbidden(
-                f"This API key has {', '.join(sorted(self.scopes))}, but the request needs {scope}", scope=scope
-            )
+            problem = f"This API key has {', '.join(sorted(self.scopes))}, but the request needs {scope}"
+            raise Forbidden(problem, scope=scope)
 
 
 ANYONE = Caller("", frozenset(SCOPES))
@@ -155,9 +154,8 @@ class Call:
             seconds = math.nan
         if not 0 < seconds < math.inf:
             text = shown(value.decode("latin-1"))
-            raise InvalidParameter(
-                f"Request-Timeout is {text}, but must be a number of seconds above 0", parameter="Request-Timeout"
-            )
+            problem = f"Request-Timeout is {text}, but must be a number of seconds above 0"
+            raise InvalidParameter(problem, parameter="Request-Timeout")
         return min(seconds, longest)
 
     # ----- the work -----

@@ -30,9 +30,8 @@ def media_types(call: Call) -> tuple[str, str]:
     if sent not in MEDIA_TYPES:
         if call.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in call.headers:
             accepted = ", ".join(MEDIA_TYPES)
-            raise UnsupportedMediaType(
-                f"Content-Type is {shown(header)}, but must be one of {accepted}", {"Accept": accepted}
-            )
+            problem = f"Content-Type is {shown(header)}, but must be one of {accepted}"
+            raise UnsupportedMediaType(problem, {"Accept": accepted})
         sent = JSON  # an empty body may have any type: curl -d '' calls it a form
     if b"accept" not in call.headers:
         return sent, sent

@@ -40,7 +40,6 @@ class RecordCache(dict[BufferName, Record | None]):
             self.clear()
 
     def clear(self) -> None:
-        """Forget all records."""
         super().clear()
         self._epochs = 0
 
@@ -83,7 +82,6 @@ class ValueCache:
             self.take(next(iter(self._values)))
 
     def clear(self) -> None:
-        """Forget all values."""
         self._values.clear()
         self._bytes = 0
 

@@ -182,7 +182,6 @@ class Environment:
         return os.stat(self.path / "data.mdb").st_blocks * 512
 
     def close(self) -> None:
-        """Close all files."""
         self._env.close()
         self.file.close()
 

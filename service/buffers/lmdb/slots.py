@@ -110,7 +110,6 @@ class SlotFile:
         return os.fstat(self._fd).st_blocks * 512
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 

@@ -148,7 +148,6 @@ class Database:
         self.readers, self.workers = _Pool(self.connect, READERS), _Pool(self.connect, WORKERS)
 
     def close(self) -> None:
-        """Close the connections of the pools."""
         self.readers.close()
         self.workers.close()
 

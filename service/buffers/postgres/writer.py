@@ -155,7 +155,6 @@ class Writer:
             self._connection.close()
 
     def _close_due(self) -> None:
-        """Close the epochs that are due."""
         try:
             with self._connected() as connection:
                 submissions = self._deadlines.due(connection)
@@ -194,7 +193,6 @@ class Writer:
                 submission.done.set_exception(answer)
 
     def _attempt(self, batch: Batch) -> None:
-        """Make the batch."""
         try:
             with self._connected() as connection:
                 self._transact(connection, batch)

@@ -11,10 +11,7 @@ from tests.golden.store import Case
 from tests.golden.values import generator, special_pairs
 
 SECOND = {"ReluGrad": "X", "LeakyReluGrad": "Y", "SigmoidGrad": "Y", "TanhGrad": "Y", "QuickGeluGrad": "X"}
-ALPHAS = {
-    "LeakyReluGrad": [0.01, 0.5, 0.0, -0.3, float("nan")],
-    "QuickGeluGrad": [1.702, 1.0, -1.702, 0.0],
-}
+ALPHAS = {"LeakyReluGrad": [0.01, 0.5, 0.0, -0.3, float("nan")], "QuickGeluGrad": [1.702, 1.0, -1.702, 0.0]}
 SHAPES = [(), (1,), (7,), (2, 3), (2, 3, 4), (2, 1, 3, 2), (2, 1, 2, 3, 2), (0,), (0, 3), (2, 0, 3), (2, 0, 1, 3, 2)]
 PEER = [-1, 0, 1, 100, -100, 1000, -1000]
 PEER_X = [-10, -1, 0, 1, 10]

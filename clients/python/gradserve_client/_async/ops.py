@@ -127,10 +127,7 @@ class AsyncOps:
                 "InPlaceAccumulatorV2",
                 {"gradient_buffer": gradient_buffer, "gradient": gradient, "overwrite": overwrite},
                 {},
-                gives=(
-                    "updated",
-                    "accumulated_gradient",
-                ),
+                gives=("updated", "accumulated_gradient"),
                 outputs=outputs,
                 into=into,
                 **add,
@@ -329,10 +326,7 @@ class AsyncOps:
                 "BroadcastGradientArgs",
                 {"A_shape": A_shape, "B_shape": B_shape},
                 {},
-                gives=(
-                    "A_axes",
-                    "B_axes",
-                ),
+                gives=("A_axes", "B_axes"),
                 outputs=outputs,
             )
         )
@@ -483,11 +477,7 @@ class AsyncOps:
                     "activations": activations,
                     "clip": clip,
                 },
-                gives=(
-                    "HAll",
-                    "HFinal",
-                    "ZRH",
-                ),
+                gives=("HAll", "HFinal", "ZRH"),
                 outputs=outputs,
                 into=into,
                 **add,
@@ -622,13 +612,7 @@ class AsyncOps:
                     "activations": activations,
                     "clip": clip,
                 },
-                gives=(
-                    "dX",
-                    "dW",
-                    "dR",
-                    "dB",
-                    "dH0",
-                ),
+                gives=("dX", "dW", "dR", "dB", "dH0"),
                 outputs=outputs,
                 into=into,
                 **add,

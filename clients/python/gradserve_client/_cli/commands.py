@@ -96,8 +96,7 @@ def everything(
 
 @app.command()
 def ops(
-    ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this operator.")] = None,
+    ctx: typer.Context, name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this operator.")] = None
 ) -> None:
     """List the operators, or show an operator's formula, inputs, outputs and attributes."""
     session: Session = ctx.obj
@@ -122,15 +121,13 @@ def run(
     ctx: typer.Context,
     op: Annotated[str, typer.Argument(metavar="OP", help="The operator.")],
     file: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="A safetensors file of the inputs, unless all are in buffers."),
+        Path | None, typer.Argument(metavar="FILE", help="A safetensors file of the inputs, unless all are in buffers.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outputs to this safetensors file.")
     ] = None,
     attributes: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-a", metavar="NAME=VALUE", help="An attribute. Repeat it for a list."),
+        list[str] | None, typer.Option("--set", "-a", metavar="NAME=VALUE", help="An attribute. Repeat it for a list.")
     ] = None,
     outputs: Annotated[str | None, typer.Option(metavar="NAME,...", help="Compute only these outputs.")] = None,
     into: Annotated[list[str] | None, typer.Option(metavar="OUTPUT:BUFFER", help="Add an output to a buffer.")] = None,

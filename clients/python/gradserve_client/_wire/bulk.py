@@ -139,12 +139,7 @@ def take(
 
 
 def set_rules(
-    names: Collection[str] | None,
-    prefix: str | None,
-    rules: BufferRules,
-    *,
-    all: bool,
-    idempotency_key: str | None,
+    names: Collection[str] | None, prefix: str | None, rules: BufferRules, *, all: bool, idempotency_key: str | None
 ) -> Call[dict[str, Receipt]]:
     """Change some rules of several buffers."""
     described = rules_json(rules)
