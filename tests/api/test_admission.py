@@ -51,13 +51,14 @@ REST_BYTES = 100
 
 @contextmanager
 def unfinished(url: str, body: bytes, *, chunked: bool = False) -> Iterator[socket.socket]:
-    """Yield a connection after all but the end of a request was sent."""
+    """Send all but the end of a request, and yield its connection once the server holds what has come."""
     host, port = url.removeprefix("http://").split(":")
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
     head = f"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n{length}\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         part = body[:-REST_BYTES]
         connection.sendall(head.encode() + (b"%x\r\n%b\r\n" % (len(part), part) if chunked else part))
+        wait_until_held(url)
         yield connection
 
 
@@ -71,7 +72,7 @@ def is_refused(url: str, body: bytes) -> bool:
 
 
 def wait_until_held(url: str) -> None:
-    """Wait until the server holds the unfinished request: a large request before it would keep it out."""
+    """Wait until the server holds an unfinished request: a large request before it would keep it out."""
     large = relu(40_000)
     for _ in range(1000):
         if in_flight(url, "_bytes") + len(large) > 1 << 20 and is_refused(url, large):
@@ -82,7 +83,6 @@ def wait_until_held(url: str) -> None:
 def test_large_requests_beyond_the_bytes_in_flight_are_refused(url: str) -> None:
     large, small = relu(100_000), relu(1000)
     with unfinished(url, large) as connection:
-        wait_until_held(url)
         with socket.create_connection(
             connection.getpeername(), timeout=30
         ) as other:  # answered before its body arrives
@@ -101,7 +101,6 @@ def test_refusing_an_expected_body_closes_the_connection(url: str) -> None:
     """The server cannot know whether the next bytes are the body or another request."""
     large = relu(100_000)
     with unfinished(url, large) as connection:
-        wait_until_held(url)
         for length, status in ((len(large), b"429"), (1 << 30, b"413")):
             with socket.create_connection(connection.getpeername(), timeout=30) as other:
                 head = f"POST /v1/ops/ReluGrad HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n"
@@ -114,7 +113,6 @@ def test_refusing_an_expected_body_closes_the_connection(url: str) -> None:
 
 def test_v2_reports_busy_in_its_own_form(url: str) -> None:
     with unfinished(url, relu(100_000)):
-        wait_until_held(url)
         answer = httpx.post(f"{url}/v2/models/ReluGrad/infer", content=relu(100_000))
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert "GRADSERVE_MAX_BYTES_IN_FLIGHT" in answer.json()["error"]
@@ -123,7 +121,7 @@ def test_v2_reports_busy_in_its_own_form(url: str) -> None:
 def test_a_client_that_left_holds_no_bytes_in_flight(url: str) -> None:
     for _ in range(3):
         with unfinished(url, relu(100_000)):
-            wait_until_held(url)
+            pass
     for _ in range(1000):
         if not is_refused(url, relu(100_000)):
             return
@@ -132,7 +130,6 @@ def test_a_client_that_left_holds_no_bytes_in_flight(url: str) -> None:
 
 def test_a_chunked_body_counts_as_it_arrives(url: str) -> None:
     with unfinished(url, relu(100_000), chunked=True):
-        wait_until_held(url)
         assert not is_refused(url, relu(20_000))
 
 
@@ -143,7 +140,6 @@ def test_a_single_request_may_exceed_the_bytes_in_flight(url: str) -> None:
 def test_a_refused_request_can_be_retried_on_its_connection(url: str) -> None:
     large = relu(100_000)
     with httpx.Client(base_url=url, timeout=30) as client, unfinished(url, large):
-        wait_until_held(url)
         for _ in range(3):
             answer = client.post("/v1/ops/ReluGrad", content=large, headers={"Content-Type": SAFETENSORS})
             assert answer.status_code == 429
@@ -153,7 +149,6 @@ def test_a_refused_request_can_be_retried_on_its_connection(url: str) -> None:
 def test_values_to_read_count_as_bytes_in_flight(url: str) -> None:
     httpx.put(f"{url}/v1/buffers/v", json={"shape": [200_000]})
     with unfinished(url, relu(100_000)):
-        wait_until_held(url)
         assert_problem(httpx.get(f"{url}/v1/buffers/v/value"), 429, "busy")
         assert_problem(httpx.post(f"{url}/v1/buffers/value", json={"names": ["v"]}), 429, "busy")
         assert httpx.get(f"{url}/v1/buffers/v").status_code == 200
@@ -268,7 +263,6 @@ def test_values_to_take_count_as_bytes_in_flight(url: str) -> None:
         add: dict[str, Any] = {"json": {"gradient": 1}, "headers": {"Accept": SAFETENSORS}}
         assert client.post("/v1/buffers/a/accumulate", **add).status_code == 200
         with unfinished(url, relu(100_000)):
-            wait_until_held(url)
             cases: list[tuple[str, dict[str, Any]]] = [
                 ("a/take?min_count=1", {}),
                 ("a/accumulate?return=value", add),
@@ -294,7 +288,6 @@ def test_values_of_input_buffers_count_as_bytes_in_flight(url: str) -> None:
         request: dict[str, Any] = {"json": {}, "headers": {"Accept": SAFETENSORS}}
         path = "/v1/ops/ReluGrad?from=dY:a&from=X:a"
         with unfinished(url, relu(100_000)):
-            wait_until_held(url)
             refused = client.post(path, **request)
             assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT", str(2 * 4 * size))
         wait_until(lambda: in_flight(url, "_bytes") == 0)
@@ -317,7 +310,6 @@ def test_inflated_bodies_and_outputs_count_as_bytes_in_flight(url: str) -> None:
     }
     assert max(len(more["content"]) for _, more in requests.values()) < 1 << 16
     with unfinished(url, relu(100_000)):
-        wait_until_held(url)
         for path, more in requests.values():
             assert_problem(httpx.post(f"{url}/v1/{path}", **more), 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
     wait_until(lambda: in_flight(url, "_bytes") == 0)
@@ -338,14 +330,12 @@ def test_a_request_answered_busy_has_added_nothing(url: str) -> None:
         assert httpx.put(f"{url}/v1/buffers/a", json=shape).status_code == 201
         for count, key in enumerate(({}, {"Idempotency-Key": "k"})):
             with unfinished(url, relu(100_000)):
-                wait_until_held(url)
                 refused = client.post(path, content=body, headers=key)
                 assert_problem(refused, 429, "busy", "GRADSERVE_MAX_BYTES_IN_FLIGHT")
                 assert client.get(f"{url}/v1/buffers/a").json()["count"] == count
             wait_until(lambda: in_flight(url, "_bytes") == 0)
             assert client.post(path, content=body, headers=key).status_code == 200
         with unfinished(url, relu(100_000)):
-            wait_until_held(url)
             assert_problem(client.post(path, content=body, headers=key), 429, "busy")
         wait_until(lambda: in_flight(url, "_bytes") == 0)
         again = client.post(path, content=body, headers=key)

@@ -64,23 +64,15 @@ TENSORS = [
 ]
 """Lists of wrong items, lists in lists, and shapes that are none."""
 
+OBJECTS = [Worst(b"{", b" ", b"}"), Worst(b"{", b'"":0,', b'"":0}', 1 << 16)]
+"""An object of nothing but spaces, and one of wrong members."""
+
+CONTRIBUTORS = Worst(b'{"contributors":[', b'"",', b'""]}', 10 << 20)
+
 BODIES = {
-    "PUT /v1/buffers/{name}": [
-        Worst(b'{"shape":[', b'"",', b'""]}', 10 << 20),
-        Worst(b"{", b" ", b"}"),
-        Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
-    ],
-    "PATCH /v1/buffers/{name}": [
-        Worst(b'{"contributors":[', b'"",', b'""]}', 10 << 20),
-        Worst(b"{", b" ", b"}"),
-        Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
-    ],
-    "PATCH /v1/buffers": [
-        Worst(b'{"names":[', b'"",', b'""]}', 10 << 20),
-        Worst(b'{"contributors":[', b'"",', b'""]}', 10 << 20),
-        Worst(b"{", b" ", b"}"),
-        Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
-    ],
+    "PUT /v1/buffers/{name}": [Worst(b'{"shape":[', b'"",', b'""]}', 10 << 20), *OBJECTS],
+    "PATCH /v1/buffers/{name}": [CONTRIBUTORS, *OBJECTS],
+    "PATCH /v1/buffers": [Worst(b'{"names":[', b'"",', b'""]}', 10 << 20), CONTRIBUTORS, *OBJECTS],
     "POST /v1/buffers/create": [
         Worst(b'{"buffers":{', b'"":{},', b'"":{}}}', 6 << 20),
         Worst(b'{"buffers":{"a":{"shape":[', b'"",', b'""]}}}', 3 << 20),
@@ -111,8 +103,7 @@ BODIES = {
     "POST /v2/systemsharedmemory/region/{name}/register": [
         Worst(b'{"byte_size":1,"key":"/', b"a", b'"}', 1 << 16),
         Worst(b'{"byte_size":1,"key":[', b'"",', b'""]}', 1 << 16),
-        Worst(b"{", b'"":0,', b'"":0}', 1 << 16),
-        Worst(b"{", b" ", b"}"),
+        *OBJECTS,
     ],
 }
 """The worst bodies that we know, by endpoint."""

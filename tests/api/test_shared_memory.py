@@ -198,19 +198,22 @@ def test_small_and_large_tensors(http: httpx.Client, objects: Callable[..., Obje
 # ----- off, keys, memory -----
 
 
+def every_use(http: httpx.Client, key: str) -> Iterator[httpx.Response]:
+    """Call each endpoint of shared memory, and name the region r in an input and in an output."""
+    for path in ("status", "region/r/status"):
+        yield http.get(f"{SHARED}/{path}")
+    yield register(http, "s", key, 96)
+    for path in ("region/r/unregister", "unregister"):
+        yield http.post(f"{SHARED}/{path}")
+    for request in (relu(8), {"inputs": [], "outputs": relu(8)["outputs"]}):
+        yield http.post(RELU, json=request)
+
+
 def test_it_is_off_unless_the_setting_says_otherwise(objects: Callable[..., Object]) -> None:
     made = objects(bytes(100))
     with serving() as url, httpx.Client(base_url=url) as http:
         assert "system_shared_memory" not in http.get("/v2").json()["extensions"]
-        for answer in (
-            http.get(f"{SHARED}/status"),
-            http.get(f"{SHARED}/region/r/status"),
-            register(http, "r", made.key, 100),
-            http.post(f"{SHARED}/region/r/unregister"),
-            http.post(f"{SHARED}/unregister"),
-            http.post(RELU, json=relu(8)),
-            http.post(RELU, json={"inputs": [], "outputs": relu(8)["outputs"]}),
-        ):
+        for answer in every_use(http, made.key):
             refused(answer, 404, "GRADSERVE_SHARED_MEMORY=true")
 
 
@@ -243,15 +246,7 @@ def test_a_key_needs_a_scope_and_sees_the_regions_of_its_namespace(
         register(https["one"], "r", made.key, 96).raise_for_status()
         assert https["one"].post(RELU, json=relu(8)).status_code == 200
         assert np.array_equal(made.array(64), expected(both))
-        for answer in (
-            https["plain"].get(f"{SHARED}/status"),
-            https["plain"].get(f"{SHARED}/region/r/status"),
-            register(https["plain"], "s", made.key, 96),
-            https["plain"].post(f"{SHARED}/region/r/unregister"),
-            https["plain"].post(f"{SHARED}/unregister"),
-            https["plain"].post(RELU, json=relu(8)),
-            https["plain"].post(RELU, json={"inputs": [], "outputs": relu(8)["outputs"]}),
-        ):
+        for answer in every_use(https["plain"], made.key):
             refused(answer, 403, "the request needs shared_memory")
         refused(https["only"].post(RELU, json=relu(8)), 403, "needs ops")
         refused(https["other"].post(RELU, json=relu(8)), 404, "dY: There is no region 'r'")

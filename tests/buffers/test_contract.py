@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -401,27 +401,19 @@ def test_concurrent_adds_sum_exactly(store: Store) -> None:
     """Eight threads add integers to shared buffers, and send each key twice."""
     names = ["all", "even", "odd", *(f"own{number}" for number in range(8))]
     create(store, *names, shape=(1000,))
-    failed: list[BaseException] = []
 
     def work(number: int) -> None:
         parity = ["even", "odd"][number % 2]
-        try:
-            for turn in range(50):
-                gradient = np.full(1000, number + 1, np.float32)
-                changes = [Add(name=name, gradient=gradient) for name in ("all", parity, f"own{number}")]
-                used = key(f"{number}-{turn}") if turn % 5 == 0 else None
-                outcomes = [do(store, *changes, key=used) for _ in range(1 if used is None else 2)]
-                assert [one.replayed for one in outcomes] == [False, True][: len(outcomes)]
-                assert (value(store, "all") % 1 == 0).all()
-        except BaseException as error:
-            failed.append(error)
+        for turn in range(50):
+            gradient = np.full(1000, number + 1, np.float32)
+            changes = [Add(name=name, gradient=gradient) for name in ("all", parity, f"own{number}")]
+            used = key(f"{number}-{turn}") if turn % 5 == 0 else None
+            outcomes = [do(store, *changes, key=used) for _ in range(1 if used is None else 2)]
+            assert [one.replayed for one in outcomes] == [False, True][: len(outcomes)]
+            assert (value(store, "all") % 1 == 0).all()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not failed
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8), timeout=PATIENCE))
     expected = {
         "all": (400, 50 * 36),
         "even": (200, 50 * 16),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -50,3 +52,24 @@ def connected(kind: str, url: str | Sequence[str], **settings: Any) -> Iterator[
             yield _Blocking(inner, portal)
         finally:
             portal.call(inner.__aexit__, None, None, None)
+
+
+@contextmanager
+def adding(url: str | Sequence[str], add: Callable[[Any, float], object]) -> Iterator[list[int]]:
+    """Let three workers, one of them with `await`, add 1, 2 and 3 again and again. Yield how often each has added."""
+    ended, counts = threading.Event(), [0, 0, 0]
+
+    def work(worker: int) -> None:
+        with connected("async" if worker == 1 else "sync", url) as mine:
+            while not ended.is_set():
+                add(mine, worker + 1.0)
+                counts[worker] += 1
+
+    with ThreadPoolExecutor(3) as threads:
+        workers = [threads.submit(work, worker) for worker in range(3)]
+        try:
+            yield counts
+        finally:
+            ended.set()
+        for done in workers:
+            done.result(60)

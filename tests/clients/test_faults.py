@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import pytest
 from gradserve_client import AsyncClient, Client, ConnectionFailed, EpochOpen
 from gradserve_client._http import policy
 
-from tests.clients.both import connected
+from tests.clients.both import adding, connected
 from tests.clients.proxy import FAULTS, Proxy
 from tests.faults.servers import Server
 from tests.serving import serving
@@ -117,26 +116,10 @@ def test_adds_through_kills_of_the_server_are_exact(tmp_path: Path, monkeypatch:
     chance = random.Random(0)
     with Server(tmp_path / "store") as process, Client(process.url) as server:
         server.buffers["w"].create((3,), dtype="float64")
-        ended = threading.Event()
-        counts = [0, 0, 0]
-
-        def work(worker: int) -> None:
-            with connected("async" if worker == 1 else "sync", process.url) as mine:
-                while not ended.is_set():
-                    mine.buffers["w"].accumulate(np.full(3, worker + 1.0))
-                    counts[worker] += 1
-
-        with ThreadPoolExecutor(3) as threads:
-            workers = [threads.submit(work, worker) for worker in range(3)]
-            try:
-                for _ in range(2):
-                    time.sleep(chance.uniform(0.1, 0.3))
-                    process.kill()
-                    process.start()
-            finally:
-                ended.set()
-            for done in workers:
-                done.result(60)
+        with adding(process.url, lambda mine, value: mine.buffers["w"].accumulate(np.full(3, value))) as counts:
+            for _ in range(2):
+                time.sleep(chance.uniform(0.1, 0.3))
+                process.restart()
         assert all(counts)
         assert server.buffers["w"].info().count == sum(counts)
         assert (server.buffers["w"].value() == counts[0] + 2 * counts[1] + 3 * counts[2]).all()

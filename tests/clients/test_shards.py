@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
 import time
 import uuid
 from collections import Counter
@@ -30,7 +29,7 @@ from gradserve_client._http.placement import Placement, balanced
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.clients.both import connected
+from tests.clients.both import adding, connected
 from tests.clients.conftest import delete_all
 from tests.clients.scripted import Scripted
 from tests.faults.servers import Server
@@ -310,26 +309,14 @@ def test_epochs_close_exactly_through_kills(
     """Three workers add to all servers, one of them with `await`, while servers are killed."""
     monkeypatch.setattr(policy, "LONGEST_DELAY", 0.2)
     create(durable, *NAMES[:6], dtype="float64", quorum=3, keep=100)
-    ended = threading.Event()
-    counts = [0, 0, 0]
 
-    def work(worker: int) -> None:
-        with connected("async" if worker == 1 else "sync", durable.urls) as mine:
-            while not ended.is_set():
-                mine.buffers.accumulate({name: np.full(2, worker + 1.0) for name in NAMES[:6]})
-                counts[worker] += 1
+    def add(mine: Any, value: float) -> None:
+        mine.buffers.accumulate(dict.fromkeys(NAMES[:6], np.full(2, value)))
 
-    with ThreadPoolExecutor(3) as threads:
-        workers = [threads.submit(work, worker) for worker in range(3)]
-        try:
-            for process in processes:
-                time.sleep(0.1)
-                process.kill()
-                process.start()
-        finally:
-            ended.set()
-        for done in workers:
-            done.result(60)
+    with adding(durable.urls, add) as counts:
+        for process in processes:
+            time.sleep(0.1)
+            process.restart()
     assert all(counts)
     for info in durable.buffers.list():
         assert 3 * info.epoch + info.count == sum(counts), info

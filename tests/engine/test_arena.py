@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -83,11 +83,8 @@ def test_many_threads_never_share_memory() -> None:
             if (array[::4096] != number).any():
                 mixed.append(number)
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(use, range(4)))
     gc.collect()
     assert not mixed
     assert arena.free_bytes <= 4 * MIN_REUSED_BYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import tracemalloc
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from service.engine.engine import Engine
 from service.errors import Busy, DtypeMismatch, MissingTensor, TensorTooLarge, UnknownTensor
 from service.kernels import OPERATORS
 from service.limits import Limits
+from tests.kernels.calls import peak_bytes
 
 RELU = OPERATORS["ReluGrad"]
 GATHER = OPERATORS["GatherGrad"]
@@ -128,25 +128,15 @@ def test_the_memory_of_a_kernel_is_reserved(operator: str, dtype: Any) -> None:
         outputs = engine.run(OPERATORS["GRUTraining"], tensors, {})
         tensors |= {"HAll": outputs["HAll"], "ZRH": outputs["ZRH"], "grad_HAll": outputs["HAll"]}
     reserved: list[int] = []
-    tracemalloc.start()
-    try:
-        engine.run(OPERATORS[operator], tensors, {}, reserve=reserved.append)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-        engine.pool.close()
+    peak = peak_bytes(lambda: engine.run(OPERATORS[operator], tensors, {}, reserve=reserved.append))
+    engine.pool.close()
     assert sum(reserved) > 1 << 20
     assert peak < sum(reserved) + (6 << 20)  # the scratch of two threads, and the kernel's objects
 
 
 def test_what_a_sparse_kernel_keeps_is_reserved(engine: Engine) -> None:
     tensors, reserved = large_tensors("GatherGrad", np.float16), list[int]()
-    tracemalloc.start()
-    try:
-        engine.in_pieces(GATHER, tensors, {}, reserved.append)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    peak = peak_bytes(lambda: engine.in_pieces(GATHER, tensors, {}, reserved.append))
     assert peak < sum(reserved) + (2 << 20)
 
 

@@ -119,6 +119,11 @@ class Server:
         _until_closed(self.port)
         self._process = None
 
+    def restart(self) -> None:
+        """Kill the server, and start it again."""
+        self.kill()
+        self.start()
+
     def kill_a_worker(self, chance: random.Random) -> None:
         """Kill -9 one of the worker processes; the parent starts another."""
         if workers := self.workers():

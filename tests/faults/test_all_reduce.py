@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -69,28 +70,29 @@ def check(client: Client, workers: list[Worker]) -> None:
     assert last["closed_epochs"] == [EPOCHS - 2, EPOCHS - 1]
 
 
-def test_every_worker_reads_the_same_correct_sums(tmp_path: Path) -> None:
-    chance = random.Random(6)
+def check_sums(
+    connect: Callable[[], Any], chance: random.Random, faults: list[Callable[[], object]], patience: float
+) -> None:
+    """Let all workers add and read epochs while these faults happen, and check what they have read."""
     failed = threading.Event()
-    with (
-        Server(tmp_path / "store", workers=2) as server,
-        Client(server.url) as client,
-        ThreadPoolExecutor(WORKERS) as threads,
-    ):
+    with connect() as client, ThreadPoolExecutor(WORKERS) as threads:
         client.create("sum", (SIZE,), "float32", quorum=WORKERS, keep=2)
-        workers = [Worker(partial(Client, server.url), number) for number in range(WORKERS)]
+        workers = [Worker(connect, number) for number in range(WORKERS)]
         running = [threads.submit(one.run, failed) for one in workers]
         try:
-            for kill in range(KILLS):
-                wait_for(workers[0], (kill + 1) * EPOCHS // (KILLS + 1), failed)
+            for number, fail in enumerate(faults, 1):
+                wait_for(workers[0], number * EPOCHS // (len(faults) + 1), failed)
                 time.sleep(chance.uniform(0, 0.02))
-                if kill % 2:
-                    server.kill_a_worker(chance)
-                else:
-                    server.kill()
-                    server.start()
+                fail()
             for one in running:
-                one.result(PATIENCE)
+                one.result(patience)
         finally:
             failed.set()
         check(client, workers)
+
+
+def test_every_worker_reads_the_same_correct_sums(tmp_path: Path) -> None:
+    chance = random.Random(6)
+    with Server(tmp_path / "store", workers=2) as server:
+        ways: list[Callable[[], object]] = [server.restart, partial(server.kill_a_worker, chance)]
+        check_sums(partial(Client, server.url), chance, [ways[kill % 2] for kill in range(KILLS)], PATIENCE)

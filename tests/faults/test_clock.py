@@ -62,8 +62,7 @@ def test_a_jump_counts_no_request_twice(ahead: Path, tmp_path: Path) -> None:
         kill(server.workers()[0])
         wait_until(server.is_ready)
         repeat()
-        server.kill()
-        server.start()
+        server.restart()
         repeat()
         client.add("a", ONES, key=new_key())
         assert 0 <= client.metadata("a")["updated_at"] - created < 3600 / 2

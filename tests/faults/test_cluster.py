@@ -47,8 +47,7 @@ def test_kills_at_points_of_a_commit(database: Cluster, tmp_path: Path) -> None:
             order.write_text(f"{['staged', 'made', 'committed'][number % 3]}:{1 + number // 3 % 3}")
             wait(lambda: mortal.process.poll() is not None, "the server does not die")
             load.check()
-            mortal.kill()
-            mortal.start()
+            mortal.restart()
         load.go_on()
 
 

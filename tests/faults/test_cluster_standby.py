@@ -125,12 +125,16 @@ def test_replicated_follows_the_settings_of_the_database(pair: Pair, tmp_path: P
         assert client.add("w", np.ones(3), key="l")["count"] == 2
 
 
+@contextmanager
+def loaded(pair: Pair, place: Path) -> Iterator[Load]:
+    """Yield a load on two servers that wait for the standby."""
+    with replicas(2, place, pair.url, durability="replicated") as servers, Load([one.url for one in servers]) as load:
+        yield load
+
+
 def test_stops_of_the_standby(pair: Pair, tmp_path: Path) -> None:
     chance = random.Random(1)
-    with (
-        replicas(2, tmp_path, pair.url, durability="replicated") as servers,
-        Load([one.url for one in servers]) as load,
-    ):
+    with loaded(pair, tmp_path) as load:
         for _ in moments(chance, STOPS, 0.0, 0.3):
             pair.standby.stop(chance.choice([signal.SIGINT, signal.SIGKILL]))
             time.sleep(0.2)  # for answers on their way
@@ -146,10 +150,7 @@ def test_stops_of_the_standby(pair: Pair, tmp_path: Path) -> None:
 def test_cancelled_waits_for_the_standby(pair: Pair, tmp_path: Path, function: str) -> None:
     """Each wait is cancelled while the standby is away. The primary dies soon after, and the standby goes on."""
     chance = random.Random(2)
-    with (
-        replicas(2, tmp_path, pair.url, durability="replicated") as servers,
-        Load([one.url for one in servers]) as load,
-    ):
+    with loaded(pair, tmp_path) as load:
         pair.standby.stop()
         cancelled = 0
         for _ in moments(chance, CANCELS, 0.1, 0.3):
@@ -165,10 +166,7 @@ def test_cancelled_waits_for_the_standby(pair: Pair, tmp_path: Path, function: s
 def test_failovers(pair: Pair, tmp_path: Path) -> None:
     """The primary is killed under load, the standby promoted, and the other copied from it as the next standby."""
     chance = random.Random(3)
-    with (
-        replicas(2, tmp_path, pair.url, durability="replicated") as servers,
-        Load([one.url for one in servers]) as load,
-    ):
+    with loaded(pair, tmp_path) as load:
         for _ in moments(chance, FAILOVERS, 0.0, 0.5):
             pair.primary.stop(signal.SIGKILL)
             pair.promote()

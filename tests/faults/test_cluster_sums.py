@@ -6,10 +6,9 @@ import random
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -21,8 +20,8 @@ import pytest
 from tests.faults import test_all_reduce as all_reduce
 from tests.faults import test_history as history
 from tests.faults.cluster import CLIENTS, Balanced, Load, replicas, wait
-from tests.faults.servers import LONG, PATIENCE, Client, Server, moments, new_key, tensors
-from tests.postgres import NOBODY, Cluster, cluster
+from tests.faults.servers import LONG, PATIENCE, Client, Server, new_key, tensors
+from tests.postgres import NOBODY, Cluster
 
 REPLICAS = 8 if LONG else 2
 BUFFERS = 4000 if LONG else 200
@@ -33,18 +32,8 @@ DISK_BYTES = 160 << 20
 HOUR = 3600
 
 
-@pytest.fixture(scope="module")
-def database() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
-
-
 def faults(database: Cluster, servers: list[Server]) -> list[Callable[[], object]]:
     """Return what can be done to servers and database, the fastest first."""
-
-    def restart(server: Server) -> None:
-        server.kill()
-        server.start()
 
     def crash() -> None:
         database.stop(signal.SIGKILL)
@@ -52,57 +41,22 @@ def faults(database: Cluster, servers: list[Server]) -> list[Callable[[], object
 
     end = "select pg_terminate_backend(pid) from pg_stat_activity where backend_type = 'client backend'"
     ends = partial(database.execute, f"{end} and pid <> pg_backend_pid()")
-    return [ends, *[partial(restart, server) for server in servers], crash]
+    return [ends, *[server.restart for server in servers], crash]
 
 
 def test_every_worker_reads_the_same_correct_sums(database: Cluster, tmp_path: Path) -> None:
-    chance, failed = random.Random(1), threading.Event()
-    with replicas(3, tmp_path, database.url) as servers, ThreadPoolExecutor(all_reduce.WORKERS) as threads:
+    chance = random.Random(1)
+    with replicas(3, tmp_path, database.url) as servers:
         connect = partial(Balanced, [server.url for server in servers])
-        with connect() as client:
-            client.create("sum", (all_reduce.SIZE,), "float32", quorum=all_reduce.WORKERS, keep=2)
-            workers = [all_reduce.Worker(connect, number) for number in range(all_reduce.WORKERS)]
-            running = [threads.submit(one.run, failed) for one in workers]
-            try:
-                kills = 20 if LONG else 3
-                for kill in range(kills):
-                    all_reduce.wait_for(workers[0], (kill + 1) * all_reduce.EPOCHS // (kills + 1), failed)
-                    time.sleep(chance.uniform(0, 0.02))
-                    chance.choice(faults(database, servers))()
-                for one in running:
-                    one.result(3 * PATIENCE)
-            finally:
-                failed.set()
-            all_reduce.check(client, workers)
+        ways = chance.choices(faults(database, servers), k=20 if LONG else 3)
+        all_reduce.check_sums(connect, chance, ways, 3 * PATIENCE)
 
 
 def test_concurrent_calls_are_linearizable(database: Cluster, tmp_path: Path) -> None:
-    chance, stop = random.Random(8), threading.Event()
-    others = [("take", 0.02), ("take", 0.03), ("zero", 0.1), ("value", 0.0), ("value", 0.001)]
-    with replicas(2, tmp_path, database.url) as servers, ThreadPoolExecutor(history.ADDERS + len(others)) as threads:
+    chance = random.Random(8)
+    with replicas(2, tmp_path, database.url) as servers:
         connect = partial(Balanced, [server.url for server in servers])
-        recorders = [history.Recorder(connect) for _ in range(history.ADDERS + len(others))]
-        with connect() as client:
-            client.create("it", (history.ADDS,), keep=50)
-            adding = [threads.submit(recorders[which].add, which) for which in range(history.ADDERS)]
-            running = [
-                threads.submit(recorder.until, stop, what, pause)  # type: ignore[arg-type]
-                for recorder, (what, pause) in zip(recorders[history.ADDERS :], others, strict=True)
-            ]
-            try:
-                for _ in moments(chance, history.KILLS, 0.1, 0.3):
-                    chance.choice(faults(database, servers))()
-                for one in adding:
-                    one.result(2 * PATIENCE)
-            finally:
-                stop.set()
-            for one in running:
-                one.result(PATIENCE)
-            recorders[0].call(client, "value")
-    found = [call for recorder in recorders for call in recorder.history]
-    history.check(found)
-    assert sorted(call.element for call in found if call.what == "add") == list(range(history.ADDS))
-    assert Counter(call.what for call in found)["take"] > 5
+        history.check_calls(connect, chance, lambda: chance.choice(faults(database, servers))(), 2 * PATIENCE)
 
 
 def test_many_overlapping_buffers(database: Cluster, tmp_path: Path) -> None:

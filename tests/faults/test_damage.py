@@ -214,6 +214,5 @@ def test_workers_never_write_under_different_lock_files(tmp_path: Path) -> None:
             if answer.status_code != 200:
                 assert_problem(answer, 503, "store_failed", "lock.mdb", "removed or replaced")
         assert answers[503] >= 20
-        server.kill()
-        server.start()
+        server.restart()
         assert httpx.get(f"{server.url}/v1/buffers/a").json()["count"] == answers[200] >= 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.faults.cluster import Balanced, replicas
 from tests.faults.epochs import running
 from tests.faults.servers import LONG, Client, Server, moments
 from tests.faults.test_cluster_sums import faults
-from tests.postgres import Cluster, cluster
+from tests.postgres import Cluster
 
 KILLS = 40 if LONG else 2
 
@@ -25,12 +25,6 @@ DEADLINE = 0.15
 
 SETTLING_SECONDS = 1.0
 """Seconds without faults in the end: epochs end by their deadlines and by their quorums."""
-
-
-@pytest.fixture(scope="module")
-def database() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
 
 
 def honour(client: Client, prefix: str, chance: random.Random, crash: Callable[[], object]) -> None:
@@ -52,13 +46,8 @@ def honour(client: Client, prefix: str, chance: random.Random, crash: Callable[[
 def test_a_deadline_is_honoured_after_a_kill(tmp_path: Path) -> None:
     chance = random.Random(1)
     with Server(tmp_path / "store") as server, Client(server.url) as client:
-
-        def crash() -> None:
-            server.kill()
-            server.start()
-
         for kill in range(KILLS):
-            honour(client, f"b{kill}", chance, crash)
+            honour(client, f"b{kill}", chance, server.restart)
 
 
 def test_a_deadline_is_honoured_after_a_crash_of_the_database(database: Cluster, tmp_path: Path) -> None:
@@ -85,8 +74,7 @@ def test_epochs_end_once_while_servers_die(workers: int, tmp_path: Path) -> None
             if workers > 1 and chance.random() < 0.7:
                 server.kill_a_worker(chance)
             else:
-                server.kill()
-                server.start()
+                server.restart()
         time.sleep(SETTLING_SECONDS)
 
 

@@ -71,8 +71,7 @@ def test_a_full_disk_changes_nothing_until_there_is_room(disk: Path, tmp_path: P
         ballast.unlink()
         assert client.add(f"b{last}", ONES, key=str(last))["count"] == 1  # the key of a failed request is free
         assert client.add("b1", ONES)["count"] == 2
-        server.kill()
-        server.start()
+        server.restart()
         assert (client.value("b1") == 2).all()
         assert (client.value(f"b{last}") == 1).all()
 
@@ -91,8 +90,7 @@ def test_deleting_a_buffer_makes_room_on_a_full_disk(disk: Path, tmp_path: Path,
         for number in range(50):  # these buffers need room from the disk
             client.create(f"new.{number}", (10,))
             assert client.add(f"new.{number}", np.ones(10))["count"] == 1
-        server.kill()
-        server.start()
+        server.restart()
         client.done("DELETE", "/v1/buffers/b2")
         assert client.add(f"b{last}", ones)["count"] == 1
         for name in ("b3", f"b{last}"):

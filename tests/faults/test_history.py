@@ -122,17 +122,14 @@ def check(history: list[Call]) -> None:
         latest = max(latest, call.sent)
 
 
-def test_concurrent_calls_are_linearizable(tmp_path: Path) -> None:
-    chance = random.Random(8)
-    stop = threading.Event()
-    with (
-        Server(tmp_path / "store", workers=2) as server,
-        Client(server.url) as client,
-        ThreadPoolExecutor(ADDERS + 5) as threads,
-    ):
+def check_calls(
+    connect: Callable[[], Any], chance: random.Random, fail: Callable[[], object], patience: float = PATIENCE
+) -> None:
+    """Record concurrent calls of a buffer while something fails `KILLS` times, and check their history."""
+    others = [("take", 0.02), ("take", 0.03), ("zero", 0.1), ("value", 0.0), ("value", 0.001)]
+    recorders, stop = [Recorder(connect) for _ in range(ADDERS + len(others))], threading.Event()
+    with connect() as client, ThreadPoolExecutor(len(recorders)) as threads:
         client.create("it", (ADDS,), keep=50)
-        recorders = [Recorder(partial(Client, server.url)) for _ in range(ADDERS + 5)]
-        others = [("take", 0.02), ("take", 0.03), ("zero", 0.1), ("value", 0.0), ("value", 0.001)]
         adding = [threads.submit(recorders[which].add, which) for which in range(ADDERS)]
         running = [
             threads.submit(recorder.until, stop, what, pause)  # type: ignore[arg-type]
@@ -141,9 +138,9 @@ def test_concurrent_calls_are_linearizable(tmp_path: Path) -> None:
         try:
             for _ in range(KILLS):
                 time.sleep(chance.uniform(0.1, 0.3))
-                server.kill_a_worker(chance)
+                fail()
             for one in adding:
-                one.result(PATIENCE)
+                one.result(patience)
         finally:
             stop.set()
         for one in running:
@@ -153,6 +150,12 @@ def test_concurrent_calls_are_linearizable(tmp_path: Path) -> None:
     check(history)
     assert sorted(call.element for call in history if call.what == "add") == list(range(ADDS))
     assert sum(call.what == "take" for call in history) > 5
+
+
+def test_concurrent_calls_are_linearizable(tmp_path: Path) -> None:
+    chance = random.Random(8)
+    with Server(tmp_path / "store", workers=2) as server:
+        check_calls(partial(Client, server.url), chance, lambda: server.kill_a_worker(chance))
 
 
 def _call(what: Any, at: float, version: int, epoch: int, count: int, **rest: Any) -> Call:

@@ -119,8 +119,7 @@ def test_every_gradient_counts_exactly_once(workers: int, tmp_path: Path) -> Non
                 if workers > 1 and kill % 4:
                     server.kill_a_worker(chance)
                 else:
-                    server.kill()
-                    server.start()
+                    server.restart()
                 check(client, adders)
         finally:
             stop.set()

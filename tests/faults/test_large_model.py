@@ -64,8 +64,7 @@ def test_a_server_that_is_killed_within_a_split_push_counts_it_once(tmp_path: Pa
             wanted = before + random.Random(number).randrange(24)
             while sum(info.version for info in server.buffers.list("large.")) < wanted:
                 pass
-            process.kill()
-            process.start()
+            process.restart()
             assert gradients.pull().count == 1
             assert all(parameter.grad.eq(number + 1).all() for parameter in model)
             buffers = [info for info in server.buffers.list("large.") if not info.name.endswith("::start")]

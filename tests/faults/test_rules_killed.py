@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.faults.cluster import wait
-from tests.faults.mortal import KINDS, Mortal, mortal
+from tests.faults.mortal import KINDS, Mortal
 from tests.faults.servers import Client, new_key, tensors
 from tests.serving import assert_problem
 
@@ -32,14 +32,6 @@ PATCHES: list[tuple[dict[str, Any], str | None]] = [
     ({"per_contributor": 2, "contributors": ["x"]}, None),
 ]
 """Rules, and what closes an epoch whose count and weight are 1 when they are set."""
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def service(
-    request: pytest.FixtureRequest, postgres_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mortal]:
-    with mortal(request.param, tmp_path_factory.mktemp(request.param), postgres_url) as service:
-        yield service
 
 
 @pytest.fixture

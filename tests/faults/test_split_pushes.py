@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from gradserve_client.torch import GradientAccumulator
 
 from tests.faults import servers
 from tests.faults.cluster import replicas
-from tests.faults.mortal import KINDS, Mortal, mortal
+from tests.faults.mortal import Mortal
 from tests.faults.servers import LONG, new_key
 from tests.postgres import cluster
 
@@ -29,14 +28,6 @@ DEATHS = [(point, place) for point in ("made", "committed") for place in range(1
 """Where the server dies: the request, and whether before or after its commit."""
 
 CRASHES = 10 if LONG else 1
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def service(
-    request: pytest.FixtureRequest, postgres_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mortal]:
-    with mortal(request.param, tmp_path_factory.mktemp(request.param), postgres_url) as service:
-        yield service
 
 
 def worker_of(server: Client, run: str, name: str) -> tuple[Any, GradientAccumulator]:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -209,11 +210,9 @@ def test_one_of_two_servers_gets_the_socket_of_a_dead_one(place: Path) -> None:
                 refused.append(str(error))
                 end.set()
 
-        threads = [threading.Thread(target=listen) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(listen) for _ in range(2)]:
+                done.result(PATIENCE)
         assert len(refused) == 1
         assert not path.exists()
 

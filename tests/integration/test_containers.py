@@ -20,7 +20,7 @@ import pytest
 from gradserve_client import Buffer, Client, InvalidInput
 
 from tests.deploy.test_monitoring import ALERTS, TARGETS
-from tests.integration.conftest import client
+from tests.integration.conftest import client, free_port
 from tests.integration.stack import Stack
 from tests.serving import assert_problem
 
@@ -164,9 +164,7 @@ def reached(buffer: Buffer, count: int) -> int:
 
 def test_the_tls_compose_file_serves_https(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
     files = tmp_path_factory.mktemp("tls")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     stack.serve_https(port, files / "certificate.pem", files / "key.pem")
     trust = ssl.create_default_context(cafile=files / "certificate.pem")
     try:
@@ -181,9 +179,7 @@ def test_the_tls_compose_file_serves_https(stack: Stack, tmp_path_factory: pytes
 
 
 def test_prometheus_reads_the_metrics_and_the_alerts(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     stack.watch(port, tmp_path_factory.mktemp("metrics") / "gradserve_metrics_key")
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", trust_env=False) as prometheus:

@@ -329,8 +329,7 @@ def test_the_server_is_killed_between_push_and_pull(durable: Server, run: str) -
         second = GradientAccumulator(other, server, run=run, quorum=2, worker="1", timeout=30)
         backward(other, 2, 2)
         assert second.push(weight=2).closed
-        durable.kill()
-        durable.start()
+        durable.restart()
         second.pull()
         waiting.result(30)
     assert_close(grads(model), expected)

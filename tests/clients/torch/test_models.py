@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,7 +11,7 @@ from gradserve_client import Client, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.clients.torch.training import assert_close, backward, exchange, grads, net, one, own
+from tests.clients.torch.training import assert_close, backward, exchange, grads, net, one, own, shard
 
 
 def names(server: Client, run: str) -> set[str]:
@@ -172,28 +170,14 @@ def test_a_conjugated_complex_gradient(server: Client, run: str) -> None:
     assert model.x.grad.tolist() == [1 - 2j, 3 + 4j]
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore")
 def test_dtensors_meet_plain_tensors(server: Client, run: str) -> None:
     """As `fully_shard` makes them: the gradient of each rank is a part, and the whole is sent."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (1,))
     plain, sharded = net(), net()
-    for layer in (sharded[0], sharded[2]):
-        for name, parameter in [*layer.named_parameters()]:
-            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
-            setattr(layer, name, torch.nn.Parameter(part))
+    mesh = shard(sharded)
     expected = own(plain, [(4, 1), (2, 2)])
     workers = [GradientAccumulator(model, server, run=run, quorum=2) for model in (plain, sharded)]
     backward(plain, 4, 1)

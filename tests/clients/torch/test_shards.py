@@ -52,8 +52,7 @@ def train(server: Client, run: str, killed: Sequence[Server] = ()) -> list[Any]:
 
 
 def restart(server: Server) -> None:
-    server.kill()
-    server.start()
+    server.restart()
 
 
 def test_three_servers_and_kills_give_the_bits_of_one(

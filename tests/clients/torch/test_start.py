@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from gradserve_client import Client, Conflict, EpochOpen, InvalidInput
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.torch.training import backward, grads, net, same
+from tests.clients.torch.training import backward, grads, net, same, shard
 from tests.serving import serving
 
 
@@ -173,22 +172,15 @@ def test_integers_that_cannot_be_sent(server: Client, run: str) -> None:
         GradientAccumulator(model, server, run=run).broadcast_parameters(send=True)
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore")
-def test_a_dtensor_gets_its_part(server: Client, run: str, tmp_path: Path) -> None:
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+def test_a_dtensor_gets_its_part(server: Client, run: str) -> None:
+    from torch.distributed.tensor import DTensor
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        plain, sharded = net(seed=1), net()
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in (sharded[0], sharded[2]):
-            for name, parameter in [*layer.named_parameters()]:
-                part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
-                setattr(layer, name, torch.nn.Parameter(part))
-        joined(plain, server, run).broadcast_parameters(send=True)
-        joined(sharded, server, run, start="any").broadcast_parameters(send=False)
-        for found, sent in zip(sharded.parameters(), plain.parameters(), strict=True):
-            assert isinstance(found, DTensor)
-            assert torch.equal(found.full_tensor(), sent)
-    finally:
-        torch.distributed.destroy_process_group()
+    plain, sharded = net(seed=1), net()
+    shard(sharded)
+    joined(plain, server, run).broadcast_parameters(send=True)
+    joined(sharded, server, run, start="any").broadcast_parameters(send=False)
+    for found, sent in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.full_tensor(), sent)

@@ -18,6 +18,18 @@ def net(seed: int = 0) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
 
 
+def shard(model: Any) -> Any:
+    """Make each parameter of a `net` a DTensor, divided along its first axis. Return the mesh."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (model[0], model[2]):
+        for name, parameter in [*layer.named_parameters()]:
+            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            setattr(layer, name, torch.nn.Parameter(part))
+    return mesh
+
+
 def one(data: Any) -> Any:
     """Return a model with one parameter, `x`."""
     model = torch.nn.Module()
