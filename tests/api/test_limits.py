@@ -24,7 +24,7 @@ from service.limits import MAX_RANK
 from service.settings import Settings
 from tests.api.calls import add, as_file, create, fresh, metadata, ok, saved, serving_workers, value
 from tests.api.headers import KEY, REPLAYED, SAFE
-from tests.api.test_admission import relu, unfinished, wait_until_held
+from tests.api.test_admission import relu, unfinished
 from tests.api.test_health import GATHER, Gate
 from tests.serving import assert_problem, serving
 
@@ -87,7 +87,6 @@ def store(client: httpx.Client) -> httpx.Response:
 def in_flight(client: httpx.Client) -> httpx.Response:
     url = str(client.base_url)
     with unfinished(url, relu(100_000)):
-        wait_until_held(url)
         return client.post("/v1/ops/ReluGrad", content=relu(40_000), headers=SAFE)
 
 
