@@ -1,4 +1,4 @@
-"""The `gradserve` command. A signal stops it at any time, even during its imports, which take a second."""
+"""The `gradserve` command. A signal stops it at any time, even during its imports, which take most of a second."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ def main(arguments: list[str] | None = None) -> int:
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop_at_once)
     try:
-        from service.commands import cli  # the import that takes a second
+        try:
+            from service.commands import cli
 
-        signal.signal(signal.SIGTERM, _stop)
-        signal.signal(signal.SIGINT, interrupted)
-        return cli.main(arguments)
+            options = cli.parse(arguments)  # imports the server, which takes most of a second
+        finally:
+            signal.signal(signal.SIGTERM, _stop)
+            signal.signal(signal.SIGINT, interrupted)
+        return cli.main(options)
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
     finally:

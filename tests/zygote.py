@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
-PRELOADED = ["service.commands.cli", "service.buffers.lmdb", "service.buffers.postgres", "uvicorn.lifespan.on"]
+PRELOADED = ["service.commands.cli", "service.api.server", "service.buffers.postgres", "uvicorn.lifespan.on"]
 """The modules that the process imports before it forks. The module that a server runs must not be among them."""
 
 POLL_SECONDS = 0.01

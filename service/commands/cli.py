@@ -7,13 +7,12 @@ import difflib
 import os
 import sys
 from contextlib import closing
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import ValidationError  # noqa: TID251 - pydantic-settings raises it for a bad setting
 
-from service.api.app import store_at
-from service.api.server import listening, run
 from service.buffers import doctor, transfer
 from service.buffers.readonly import WRONG
 from service.buffers.url import check_url, forget, path_of, without_password
@@ -35,9 +34,16 @@ UNIT_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 """The units of an age."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 if it fails, or 2 if arguments or settings are wrong."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command. Import the server, which takes most of a second, only for a command with it."""
     options = _parser().parse_args(arguments)
+    if options.run in (_serve, _import):
+        import_module("service.api.server")
+    return options
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status: 0, 1 if it fails, or 2 if arguments or settings are wrong."""
     try:
         status: int = options.run(_settings_from(options), options)
         if sys.stdout is not None:  # None if the shell has closed it
@@ -188,6 +194,8 @@ def _export(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _import(settings: Settings, options: argparse.Namespace) -> int:
+    from service.api.app import store_at
+
     _store(settings)  # a store in memory would be gone when the command ends
     limits = Limits(settings.max_tensor_bytes, sys.maxsize, settings.max_dimensions)
     buffers = transfer.read(options.path, limits, settings.max_name_length)
@@ -215,6 +223,9 @@ def _store(settings: Settings) -> str:
 
 
 def _serve(settings: Settings, options: argparse.Namespace) -> int:
+    from service.api.app import store_at
+    from service.api.server import listening, run
+
     if unused := preflight.unused_variables():
         _complain(f"variables without effect: {', '.join(unused)}")
     preflight.check(settings)

@@ -33,9 +33,9 @@ _HURRY = "{ const wait = setTimeout; window.setTimeout = (work, ms, ...given) =>
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """Yield a browser. The package shares one, and no other: its event loop would be in the way of other tests."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    chromium = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))), None)
     if chromium is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
+        pytest.skip("needs Chromium: apt-get install chromium-headless-shell")
     options = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=options)
