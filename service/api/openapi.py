@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 from service.api.http import problems
 from service.api.http.answer import JSON
-from service.api.http.openapi import REF, answer_header
+from service.api.http.routing import REF, answer_header
 from service.buffers.names import NAME
 
 _DESCRIPTION = """The gradient kernels of ONNX Runtime over HTTP, and buffers that count each gradient once.

@@ -48,8 +48,7 @@ from service.api.http.body import is_quick
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query
 from service.api.http.offload import INLINE_LOOKUPS
-from service.api.http.openapi import SAFETENSORS_BODY, body
-from service.api.http.routing import access
+from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.names import check_name
 from service.buffers.perform import Outcome

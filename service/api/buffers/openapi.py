@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from service.api.buffers.models import CreatedBuffers, Metadata, Receipt, Receipts
 from service.api.buffers.preconditions import MAX_KEY_CHARACTERS
-from service.api.http.openapi import SAFETENSORS_CONTENT, answer_header, header
+from service.api.http.routing import SAFETENSORS_CONTENT, answer_header, header
 
 Answers: TypeAlias = dict[int | str, dict[str, Any]]
 

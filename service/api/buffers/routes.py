@@ -29,8 +29,7 @@ from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query, media_types
 from service.api.http.offload import INLINE_BYTES, INLINE_TEXT_BYTES
-from service.api.http.openapi import SAFETENSORS_BODY, body
-from service.api.http.routing import access
+from service.api.http.routing import SAFETENSORS_BODY, access, body
 from service.api.http.waiting import ANY
 from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.epochs import check_contributor

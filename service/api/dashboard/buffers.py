@@ -24,8 +24,7 @@ from service.api.dashboard.statistics import EPOCHS_ELEMENTS, MAX_EPOCHS, Buffer
 from service.api.dashboard.summary import heat_map
 from service.api.http.answer import JsonAnswer
 from service.api.http.call import Call, CurrentCall
-from service.api.http.openapi import body
-from service.api.http.routing import access
+from service.api.http.routing import access, body
 from service.buffers.names import BufferName, check_name
 from service.buffers.record import Record, Snapshot
 from service.buffers.store import Store

@@ -1,7 +1,8 @@
 """The table of routes, read from the endpoints as FastAPI's routers declare them.
 
 The table dispatches every request. OpenAPI, keys, metrics and tracing read the same declarations. FastAPI's dispatch
-is not used: to find and call an endpoint it takes longer than a small request.
+is not used: to find and call an endpoint it takes longer than a small request. What an endpoint declares for OpenAPI
+alone is here, too: headers, bodies and media types.
 """
 
 from __future__ import annotations
@@ -10,18 +11,34 @@ import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Body, Header
+from fastapi.params import Depends
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from service.api.http.answer import Answer
 from service.api.http.call import Call
 from service.api.http.negotiation import parse_query
+from service.api.http.tensor_forms import absent
+from service.codecs import safetensors
 
 Handler = Callable[..., Awaitable[Answer]]
 H = TypeVar("H", bound=Handler)
+
+REF = "#/components/schemas/{model}"
+
+_STRING = {"type": "string"}
+
+_BYTES = {"schema": {"type": "string", "format": "binary"}}
+
+SAFETENSORS_CONTENT: dict[str, Any] = {safetensors.MEDIA_TYPE: _BYTES}
+
+SAFETENSORS_BODY: dict[str, Any] = {"requestBody": {"content": SAFETENSORS_CONTENT}}
+"""The entry of an endpoint whose tensors come as JSON or as safetensors."""
+
+BYTES_CONTENT: dict[str, Any] = {"application/octet-stream": _BYTES}
 
 
 class Access(NamedTuple):
@@ -49,6 +66,27 @@ def access(*scopes: str, label: str = "other", open: bool = False, operator: str
         return handler
 
     return declare
+
+
+def _declared(parameter: Any) -> Depends:
+    def declared(it: Any) -> None: ...
+
+    declared.__annotations__["it"] = parameter
+    return Depends(declared)
+
+
+def header(name: str, description: str, kind: Any = str, **bounds: Any) -> Depends:
+    """Declare a header of requests, which the handler reads by itself."""
+    return _declared(Annotated[kind, Header(alias=name, default_factory=absent, description=description, **bounds)])
+
+
+def body(model: Any, *, required: bool = True) -> Depends:
+    """Declare the JSON form of the body, which the handler reads by itself."""
+    return _declared(Annotated[model, Body() if required else Body(default_factory=absent)])
+
+
+def answer_header(name: str, description: str, schema: Mapping[str, Any] = _STRING) -> dict[str, Any]:
+    return {name: {"description": description, "schema": dict(schema)}}
 
 
 class Endpoint(NamedTuple):

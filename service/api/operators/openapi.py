@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from service.api.buffers.openapi import ONE
-from service.api.http.openapi import BYTES_CONTENT, SAFETENSORS_CONTENT, answer_header, body, header
+from service.api.http.routing import BYTES_CONTENT, SAFETENSORS_CONTENT, answer_header, body, header
 from service.api.operators.models import answer_model, request_model
 from service.api.operators.protocol_models import InferAnswer, InferRequest
 from service.codecs import json as json_codec

@@ -15,8 +15,7 @@ from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.body import ALIGNMENT_BYTES, read_body
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query
-from service.api.http.openapi import body
-from service.api.http.routing import access
+from service.api.http.routing import access, body
 from service.api.operators.job import Job
 from service.codecs.parts import MAX_BYTES, Part, SharedInput, bytes_for
 from service.dtypes import Array
