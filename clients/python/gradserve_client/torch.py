@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, overload
 
+from gradserve_client._runs.accumulator import Accumulator
 from gradserve_client._torch import torch
-from gradserve_client._torch.broadcast import Broadcast
 from gradserve_client._torch.model import Model
-from gradserve_client._torch.names import checked_prefix
 from gradserve_client._torch.parameters import HALF_DTYPES
-from gradserve_client._torch.pushes import Pushes
-from gradserve_client._torch.register import FirstWorker, fitting
-from gradserve_client._torch.sums import Sums, explained
-from gradserve_client._wire.arguments import as_contributor, check_choice
-from gradserve_client._wire.specs import Reduce, rules_json
-from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, mistaken
-from gradserve_client.models import BufferRules, Pulled, Pushed
+from gradserve_client._torch.state import State
+from gradserve_client._wire.arguments import check_choice
+from gradserve_client.errors import InvalidInput
+from gradserve_client.models import Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
 
-MOST_PUSHES = 10**9
-"""Pushes of a worker in an epoch, by default: the most that the server allows, so micro-batches need no limit."""
 
-
-class GradientAccumulator:
+class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     """Sums the gradients of a model's parameters in buffers on a server: over micro-batches, workers, or both.
 
     `push`, after `loss.backward()`, sends the gradients. `pull`, before `optimizer.step()`, sets the gradients to their
@@ -71,65 +61,14 @@ class GradientAccumulator:
     tensor([[0.7500, 0.7500]])
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        server: Client,
-        *,
-        run: str,
-        prefix: str | None = None,
-        worker: str | None = None,
-        keep: int = 1,
-        timeout: float = 600.0,
-        start: Literal["same", "any"] = "same",
-        reduce: Reduce = "mean",
-        unused: Literal["none", "zeros"] = "none",
-        wire_dtype: torch.dtype | None = None,
-        request_bytes: int | None = None,
-        nonfinite: str | None = None,
-        **rules: Unpack[BufferRules],
-    ) -> None:
-        check_choice("start", start, ("same", "any"))
-        check_choice("reduce", reduce, ("mean", "sum"))
-        check_choice("unused", unused, ("none", "zeros"))
-        check_choice("wire_dtype", wire_dtype, (None, *HALF_DTYPES))
-        rules_json(rules)  # a name or a value that is wrong fails before any request
-        if worker is not None:
-            as_contributor(worker, "worker")
-        self._prefix = checked_prefix(run, prefix)
-        self._server, self._timeout = server, timeout
-        self._reduce, self._unused, self._worker = reduce, unused, worker
-        request_bytes = fitting(server, request_bytes)
-        self._model = Model(model, self._prefix, wire_dtype, request_bytes)
-        ttl_seconds = rules.get("ttl_seconds")
-        given: dict[str, Any] = {"keep": keep, "nonfinite": nonfinite, "per_contributor": MOST_PUSHES, **rules}
-        self._sums = Sums(server, self._model.parts, given, request_bytes)
-        register = f"{self._prefix}::start"
-        places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
-        server.place(places)
-        first = FirstWorker(server, register, run, self._model, request_bytes, ttl_seconds)
-        first.check_form()
-        self._sums.open(places)
-        epoch = self._sums.epoch()
-        if start == "same" and epoch == 0:
-            first.check_weights()
-        self._pushes = Pushes(self._sums, worker, epoch)
-        self._new_broadcast = partial(Broadcast, server, model, self._prefix, request_bytes, ttl_seconds)
-        self._broadcast: Broadcast | None = None
+    _model: Model
 
-    def __repr__(self) -> str:
-        worker = "" if self._worker is None else f"{self._worker!r}, "
-        return f"{type(self).__name__}({worker}prefix={self._prefix!r}, epoch={self.epoch}, server={self._server!r})"
+    def _check_wire(self, dtype: torch.dtype | None) -> None:
+        check_choice("wire_dtype", dtype, (None, *HALF_DTYPES))
 
-    @property
-    def prefix(self) -> str:
-        """What the names of all buffers begin with."""
-        return self._prefix
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next push and pull."""
-        return self._pushes.epoch
+    def _adapted(self, model: torch.nn.Module, wire: torch.dtype | None, limit: int) -> Model:
+        self._new_state = partial(State, model, f"{self._prefix}::state.", limit)
+        return Model(model, self._prefix, wire, limit)
 
     @overload
     def push(self, *, weight: float = 1.0, scale: float = 1.0, wait: Literal[True] = True) -> Pushed: ...
@@ -157,27 +96,13 @@ class GradientAccumulator:
         """
         self._pushes.wait()
         self._model.check()
-        if not 0 < scale < math.inf:
-            raise mistaken("scale", f"is {scale}, but must be finite and above 0")
         gradients = self._model.gradients()
         if not gradients and weight:
             raise InvalidInput(
                 "No parameter has a gradient: call push after backward, once; without data, push(weight=0) counts for"
                 " the quorum"
             )
-        numbers, used = self._model.numbers(gradients, weight)
-        push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
-        if wait:
-            try:
-                pushed = push()
-            except KeyReused:
-                self._model.clear({})
-                raise
-            self._model.clear(gradients)
-            return pushed
-        self._model.clear(gradients)
-        self._pushes.start(push)
-        return None
+        return self._push(gradients, weight, scale, wait=wait)
 
     def pull(self) -> Pulled:
         """Set the gradients to the weighted mean of the epoch, and begin the next epoch.
@@ -196,34 +121,8 @@ class GradientAccumulator:
         """
         self._pushes.wait()
         self._model.check()
-        try:
-            summed = self._sums.pull(self.epoch, self._reduce, self._timeout)
-        except EpochGone as error:
-            raise explained(
-                error,
-                "This worker is too far behind to catch up: take the weights of another, with broadcast_parameters",
-            ) from None
-        if not summed.has_one_scale:
-            summed.values.clear()
-        self._model.set(summed, zeros=self._unused == "zeros")
-        pulled = Pulled.of(self.epoch, summed.receipts)
-        self._pushes.begin(self.epoch + 1)
-        if not summed.has_one_scale:
-            raise Conflict(
-                f"The pushes of epoch {pulled.epoch} had gradients of different scales, so they have no mean: update"
-                " the scaler of every worker after the same pulls"
-            )
+        pulled, _ = self._pull(partial(self._model.set, zeros=self._unused == "zeros"))
         return pulled
-
-    def set_rules(self, **rules: Unpack[BufferRules]) -> None:
-        """Change these of the buffers' rules, in a request for as many buffers as one push sends in a request.
-
-        None takes a rule away. If the running epoch fulfils a new rule already, it closes at once. One worker calls
-        this for all. Workers that join or restart later give the new rules, because their buffers must be equal. Raises
-        `InvalidInput` for rules that say whether epochs close by themselves: every worker relies on that.
-        """
-        self._pushes.wait()
-        self._sums.set_rules(rules)
 
     def broadcast_parameters(self, *, send: bool) -> None:
         """Send this worker's parameters and buffers to all others, or set them to those of the worker that sends.
@@ -232,31 +131,4 @@ class GradientAccumulator:
         `timeout` seconds. So a worker that joins late calls this once, and then another worker, between its steps. The
         states of optimizers are not sent. Raises `EpochOpen` if nobody sends.
         """
-        self._pushes.wait()
-        self._broadcast = self._broadcast or self._new_broadcast()
-        if send:
-            self._broadcast.send(self.epoch)
-        elif (epoch := self._broadcast.receive(self.epoch, self._timeout)) != self.epoch:
-            self._pushes.begin(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
-        self._pushes.wait()
-        state = {"epoch": self.epoch, "pushes": self._pushes.count}
-        return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of this `worker`.
-
-        Raises `InvalidInput` if the client lacks a server of it, and if the worker has no name: the server would not
-        recognize its pushes.
-        """
-        self._pushes.wait()
-        if self._worker is None:
-            raise InvalidInput(
-                "This worker has no name, so the server would count its repeated pushes again: give each worker its own"
-                " name, as with worker=f'rank{rank}'"
-            )
-        if (places := state.get("shards", self._sums.places)) != self._sums.places:
-            self._sums.open(places)
-        self._pushes.begin(state["epoch"], state["pushes"])
+        self._broadcast_state(self._new_state(), send=send)

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from gradserve_client._runs.names import buffer_name
+from gradserve_client._runs.parts import Part, joined, parts
+from gradserve_client._runs.sums import Summed
 from gradserve_client._torch import torch
-from gradserve_client._torch.names import buffer_name
 from gradserve_client._torch.parameters import (
     Trained,
     gradient_of,
@@ -18,8 +20,6 @@ from gradserve_client._torch.parameters import (
     set_gradients,
     trained,
 )
-from gradserve_client._torch.parts import Part, joined, parts
-from gradserve_client._torch.sums import Summed
 from gradserve_client.errors import InvalidInput
 from gradserve_client.rows import Gradient, Rows
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gradserve_client._runs.names import buffer_name
+from gradserve_client._runs.parts import Part, joined, parts
 from gradserve_client._torch import torch
-from gradserve_client._torch.names import buffer_name, plain_names
+from gradserve_client._torch.names import plain_names
 from gradserve_client._torch.parameters import distributed, dtype_name, numbers_of, tensor_of
-from gradserve_client._torch.parts import Part, joined, parts
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import InvalidInput
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from gradserve_client._torch.model import Model
-from gradserve_client._torch.parts import BUFFER_BYTES
+from gradserve_client._runs.model import Model
+from gradserve_client._runs.parts import BUFFER_BYTES
 from gradserve_client._wire.arguments import as_whole
 from gradserve_client._wire.calls import limits
 from gradserve_client._wire.tensors import Array

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradserve_client._torch.parts import rounds
-from gradserve_client._torch.state import State
+from gradserve_client._runs.parts import Part, rounds
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import EpochGone, EpochOpen
@@ -24,9 +23,10 @@ class Broadcast:
     The last buffer of a broadcast is the list: the epoch of the training, and the epoch of each buffer.
     """
 
-    def __init__(self, server: Client, model: Any, prefix: str, request_bytes: int, ttl: float | None) -> None:
-        self._state, self._server = State(model, f"{prefix}::state.", request_bytes), server
-        self._parts = self._state.parts
+    def __init__(
+        self, server: Client, prefix: str, request_bytes: int, ttl: float | None, parts: Mapping[str, Part]
+    ) -> None:
+        self._server, self._parts = server, parts
         self._rounds = [list(one.parts(self._parts)) for one in rounds(self._parts, {}, request_bytes)]
         self._list, self._ttl = server.buffers[f"{prefix}::state"], ttl
 
@@ -41,17 +41,17 @@ class Broadcast:
             self._server.buffers.create_many(specs)
         self._list.create(1 + len(self._parts), dtype="float64", **rules)
 
-    def send(self, epoch: int) -> None:
+    def send(self, numbers: Mapping[str, Array], epoch: int) -> None:
         """Send the tensors of a worker in this epoch."""
         self._create()
-        numbers, epochs = self._state.numbers(), []
+        epochs: list[int] = []
         for names in self._rounds:
             receipts = self._server.buffers.accumulate({name: numbers[name] for name in names}, overwrite=True)
             epochs += [receipts[name].epoch for name in names]
         self._list.accumulate(np.array([epoch, *epochs], np.float64), overwrite=True)
 
-    def receive(self, epoch: int, timeout: float) -> int:
-        """Set the tensors to those that were sent in this epoch or later, and return their epoch.
+    def receive(self, epoch: int, timeout: float) -> tuple[int, Mapping[str, Array]]:
+        """Return the tensors that were sent in this epoch or later, after their epoch.
 
         Raises `EpochOpen` if nobody sends them within `timeout` seconds.
         """
@@ -62,8 +62,7 @@ class Broadcast:
             try:
                 sent, *epochs = self._list.value(epoch=number, timeout=max(end - time.monotonic(), 0.0)).tolist()
                 if sent >= epoch:
-                    self._state.set(self._read(list(map(int, epochs))))
-                    return int(sent)
+                    return int(sent), self._read(list(map(int, epochs)))
                 number += 1
             except EpochGone:  # by two newer broadcasts
                 number = self._list.info().epoch - 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from gradserve_client._http.placement import RETRYABLE
-from gradserve_client._torch.sums import Sums, explained
+from gradserve_client._runs.sums import Sums, explained
 from gradserve_client.errors import KeyReused, StaleEpoch
 from gradserve_client.models import Pushed
 from gradserve_client.rows import Gradient

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradserve_client._http.placement import balanced
 from gradserve_client._http.policy import Call
-from gradserve_client._torch.parts import Group, Part, Round, rounds
+from gradserve_client._runs.parts import Group, Part, Round, rounds
 from gradserve_client._wire import answers, bulk
 from gradserve_client._wire.specs import Reduce
 from gradserve_client._wire.tensors import Array

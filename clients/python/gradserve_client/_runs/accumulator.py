@@ -1,0 +1,189 @@
+"""What the accumulators of all frameworks have alike: a worker's place in a run, its pushes and its pulls."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar, Unpack
+
+from gradserve_client._runs.broadcast import Broadcast
+from gradserve_client._runs.model import Model, State
+from gradserve_client._runs.names import checked_prefix
+from gradserve_client._runs.pushes import Pushes
+from gradserve_client._runs.register import FirstWorker, fitting
+from gradserve_client._runs.sums import Summed, Sums, explained
+from gradserve_client._wire.arguments import as_contributor, check_choice
+from gradserve_client._wire.specs import Reduce, rules_json
+from gradserve_client.client import Client
+from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, mistaken
+from gradserve_client.models import BufferRules, Pulled, Pushed
+
+MOST_PUSHES = 10**9
+"""Pushes of a worker in an epoch, by default: the most that the server allows, so micro-batches need no limit."""
+
+M = TypeVar("M")
+"""The model as the framework has it."""
+
+D = TypeVar("D")
+"""A dtype as the framework has it."""
+
+T = TypeVar("T")
+
+
+class Accumulator(Generic[M, D]):
+    """Sums the gradients of a model in buffers on a server. A subclass says how a framework holds them."""
+
+    _model: Model
+
+    def __init__(
+        self,
+        model: M,
+        server: Client,
+        *,
+        run: str,
+        prefix: str | None = None,
+        worker: str | None = None,
+        keep: int = 1,
+        timeout: float = 600.0,
+        start: Literal["same", "any"] = "same",
+        reduce: Reduce = "mean",
+        unused: Literal["none", "zeros"] = "none",
+        wire_dtype: D | None = None,
+        request_bytes: int | None = None,
+        nonfinite: str | None = None,
+        **rules: Unpack[BufferRules],
+    ) -> None:
+        check_choice("start", start, ("same", "any"))
+        check_choice("reduce", reduce, ("mean", "sum"))
+        check_choice("unused", unused, ("none", "zeros"))
+        self._check_wire(wire_dtype)
+        rules_json(rules)  # a name or a value that is wrong fails before any request
+        if worker is not None:
+            as_contributor(worker, "worker")
+        self._prefix = checked_prefix(run, prefix)
+        self._server, self._timeout = server, timeout
+        self._reduce, self._unused, self._worker = reduce, unused, worker
+        request_bytes = fitting(server, request_bytes)
+        self._model = self._adapted(model, wire_dtype, request_bytes)
+        ttl_seconds = rules.get("ttl_seconds")
+        given: dict[str, Any] = {"keep": keep, "nonfinite": nonfinite, "per_contributor": MOST_PUSHES, **rules}
+        self._sums = Sums(server, self._model.parts, given, request_bytes)
+        register = f"{self._prefix}::start"
+        places = self._sums.found_places(self._prefix, register) if len(server.urls) > 1 else {}
+        server.place(places)
+        first = FirstWorker(server, register, run, self._model, request_bytes, ttl_seconds)
+        first.check_form()
+        self._sums.open(places)
+        epoch = self._sums.epoch()
+        if start == "same" and epoch == 0:
+            first.check_weights()
+        self._pushes = Pushes(self._sums, worker, epoch)
+        self._new_broadcast = partial(Broadcast, server, self._prefix, request_bytes, ttl_seconds)
+
+    @abstractmethod
+    def _check_wire(self, dtype: D | None) -> None:
+        """Raise `InvalidInput` if gradients cannot travel in this dtype."""
+
+    @abstractmethod
+    def _adapted(self, model: M, wire: D | None, limit: int) -> Any:
+        """Return the model in buffers of at most `limit` bytes."""
+
+    def __repr__(self) -> str:
+        worker = "" if self._worker is None else f"{self._worker!r}, "
+        return f"{type(self).__name__}({worker}prefix={self._prefix!r}, epoch={self.epoch}, server={self._server!r})"
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all buffers begin with."""
+        return self._prefix
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next push and pull."""
+        return self._pushes.epoch
+
+    def _push(self, gradients: Mapping[str, Any], weight: float, scale: float, *, wait: bool) -> Pushed | None:
+        """Add `weight` times the gradients to the sums."""
+        if not 0 < scale < math.inf:
+            raise mistaken("scale", f"is {scale}, but must be finite and above 0")
+        numbers, used = self._model.numbers(gradients, weight)
+        push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
+        if wait:
+            try:
+                pushed = push()
+            except KeyReused:
+                self._model.clear({})
+                raise
+            self._model.clear(gradients)
+            return pushed
+        self._model.clear(gradients)
+        self._pushes.start(push)
+        return None
+
+    def _pull(self, use: Callable[[Summed], T]) -> tuple[Pulled, T]:
+        """Return the epoch and what `use` makes of its sums or means, and begin the next epoch."""
+        self._pushes.wait()
+        try:
+            summed = self._sums.pull(self.epoch, self._reduce, self._timeout)
+        except EpochGone as error:
+            raise explained(
+                error,
+                "This worker is too far behind to catch up: take the weights of another, with broadcast_parameters",
+            ) from None
+        if not summed.has_one_scale:
+            summed.values.clear()
+        used = use(summed)
+        pulled = Pulled.of(self.epoch, summed.receipts)
+        self._pushes.begin(self.epoch + 1)
+        if not summed.has_one_scale:
+            raise Conflict(
+                f"The pushes of epoch {pulled.epoch} had gradients of different scales, so they have no mean: update"
+                " the scaler of every worker after the same pulls"
+            )
+        return pulled, used
+
+    def set_rules(self, **rules: Unpack[BufferRules]) -> None:
+        """Change these of the buffers' rules, in a request for as many buffers as one push sends in a request.
+
+        None takes a rule away. If the running epoch fulfils a new rule already, it closes at once. One worker calls
+        this for all. Workers that join or restart later give the new rules, because their buffers must be equal. Raises
+        `InvalidInput` for rules that say whether epochs close by themselves: every worker relies on that.
+        """
+        self._pushes.wait()
+        self._sums.set_rules(rules)
+
+    def _broadcast_state(self, state: State, *, send: bool) -> None:
+        """Send this state to all others, or set it to that of the worker that sends."""
+        self._pushes.wait()
+        broadcast = self._new_broadcast(state.parts)
+        if send:
+            broadcast.send(state.numbers(), self.epoch)
+            return
+        epoch, numbers = broadcast.receive(self.epoch, self._timeout)
+        state.set(numbers)
+        if epoch != self.epoch:
+            self._pushes.begin(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
+        self._pushes.wait()
+        state = {"epoch": self.epoch, "pushes": self._pushes.count}
+        return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of this `worker`.
+
+        Raises `InvalidInput` if the client lacks a server of it, and if the worker has no name: the server would not
+        recognize its pushes.
+        """
+        self._pushes.wait()
+        if self._worker is None:
+            raise InvalidInput(
+                "This worker has no name, so the server would count its repeated pushes again: give each worker its own"
+                " name, as with worker=f'rank{rank}'"
+            )
+        if (places := state.get("shards", self._sums.places)) != self._sums.places:
+            self._sums.open(places)
+        self._pushes.begin(state["epoch"], state["pushes"])
