@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -41,11 +42,17 @@ class Call:
         return [place for place, array in enumerate(self.inputs) if array.dtype in FLOAT_DTYPES]
 
 
+@lru_cache(maxsize=2)
+def _numbers(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return normal and uniform numbers. The next call of the same kind takes copies of them."""
+    random = np.random.default_rng(1)
+    first, second = random.normal(size=shape), random.uniform(-1, 1, shape)
+    return np.asarray(first, dtype), np.asarray(second, dtype)
+
+
 def _pair(operator: str, **attributes: Any) -> Callable[..., Call]:
     def make(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Call:
-        random = np.random.default_rng(1)
-        first, second = random.normal(size=shape), random.uniform(-1, 1, shape)
-        return Call(operator, [np.asarray(first, dtype), np.asarray(second, dtype)], attributes)
+        return Call(operator, [one.copy() for one in _numbers(shape, np.dtype(dtype))], attributes)
 
     return make
 

@@ -28,6 +28,8 @@ def assert_like(got: Array, expected: Array) -> None:
 
 def assert_same_bits(got: Array, expected: Array) -> None:
     """Also every other element, down to the sign of a zero. What kind of NaN a NaN is does not count."""
+    if got.dtype == expected.dtype and np.array_equal(bits(got), bits(expected)):
+        return  # as most results are
     assert_like(got, expected)
     numbers = ~is_nan(expected)
     np.testing.assert_array_equal(bits(got)[numbers], bits(expected)[numbers])

@@ -46,7 +46,7 @@ def test_bits_do_not_depend_on_the_threads(make: Callable[..., Call], dtype: Any
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES[:3], ids=str)
 @pytest.mark.parametrize(
     ("shape", "axis"),
-    [((400_000,), 0), ((5000, 100), 0), ((3, 3000, 70), 1), ((2, 3, 200_000), 2), ((9, 40_000, 2), 1)],
+    [((400_000,), 0), ((5000, 100), 0), ((3, 3000, 70), 1), ((2, 2, 200_000), 2), ((5, 40_000, 2), 1)],
 )
 def test_softmax_over_more_than_a_block(operator: str, dtype: Any, shape: tuple[int, ...], axis: int) -> None:
     dY, Y = np.random.default_rng(0).uniform(-1, 1, (2, *shape)).astype(dtype)
