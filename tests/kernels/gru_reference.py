@@ -13,6 +13,10 @@ def sigmoid(x: Array) -> Array:
     return np.asarray(1 / (1 + np.exp(-x)))
 
 
+def times(matrix: Array, vector: Array) -> Array:
+    return np.asarray((matrix @ vector[..., None])[..., 0])
+
+
 def gru(
     X: Array,
     W: Array,
@@ -24,28 +28,34 @@ def gru(
     direction: str = "forward",
     linear_before_reset: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """HAll, HFinal and ZRH as ONNX's GRU defines them."""
-    S, N, _ = X.shape
-    D, _, H = R.shape
-    HAll, HFinal, ZRH = np.zeros((S, D, N, H)), np.zeros((D, N, H)), np.zeros((S, D, N, 3 * H))
+    """HAll, HFinal and ZRH as ONNX's GRU defines them.
+
+    A floating input may have one more dimension, the first: then all outputs have it, with the result for each entry.
+    """
+    *_, S, N, _ = X.shape
+    *_, D, _, H = R.shape
+    B = np.zeros((D, 6 * H)) if B is None else B
+    H0 = np.zeros((D, N, H)) if H0 is None else H0
+    more = np.broadcast_shapes(X.shape[:-3], W.shape[:-3], R.shape[:-3], B.shape[:-2], H0.shape[:-3])
+    HAll, HFinal, ZRH = (np.zeros((*more, *shape)) for shape in ((S, D, N, H), (D, N, H), (S, D, N, 3 * H)))
     for d, reverse in enumerate(REVERSE[direction]):
-        Wz, Wr, Wh = np.split(W[d].astype(np.float64), 3)
-        Rz, Rr, Rh = np.split(R[d].astype(np.float64), 3)
-        bz, br, bh, cz, cr, ch = np.split(np.zeros(6 * H) if B is None else B[d].astype(np.float64), 6)
+        Wz, Wr, Wh = np.split(W[..., d, :, :].astype(np.float64), 3, axis=-2)
+        Rz, Rr, Rh = np.split(R[..., d, :, :].astype(np.float64), 3, axis=-2)
+        bz, br, bh, cz, cr, ch = np.split(B[..., d, :].astype(np.float64), 6, axis=-1)
         for n in range(N):
-            h = np.zeros(H) if H0 is None else H0[d, n].astype(np.float64)
+            h = H0[..., d, n, :].astype(np.float64)
             length = S if SL is None else int(SL[n])
             for t in reversed(range(length)) if reverse else range(length):
-                x = X[t, n].astype(np.float64)
-                z = sigmoid(Wz @ x + Rz @ h + bz + cz)
-                r = sigmoid(Wr @ x + Rr @ h + br + cr)
+                x = X[..., t, n, :].astype(np.float64)
+                z = sigmoid(times(Wz, x) + times(Rz, h) + bz + cz)
+                r = sigmoid(times(Wr, x) + times(Rr, h) + br + cr)
                 if linear_before_reset:
-                    candidate = np.tanh(Wh @ x + r * (Rh @ h + ch) + bh)
+                    candidate = np.tanh(times(Wh, x) + r * (times(Rh, h) + ch) + bh)
                 else:
-                    candidate = np.tanh(Wh @ x + Rh @ (r * h) + ch + bh)
+                    candidate = np.tanh(times(Wh, x) + times(Rh, r * h) + ch + bh)
                 h = (1 - z) * candidate + z * h
-                HAll[t, d, n], ZRH[t, d, n] = h, np.concatenate([z, r, candidate])
-            HFinal[d, n] = h
+                HAll[..., t, d, n, :], ZRH[..., t, d, n, :] = h, np.concatenate([z, r, candidate], axis=-1)
+            HFinal[..., d, n, :] = h
     return HAll, HFinal, ZRH
 
 
