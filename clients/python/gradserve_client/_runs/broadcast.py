@@ -12,6 +12,7 @@ from gradserve_client._runs.parts import Part, rounds
 from gradserve_client._wire.tensors import Array
 from gradserve_client.client import Client
 from gradserve_client.errors import EpochGone, EpochOpen
+from gradserve_client.rows import Gradient
 
 _KEEP = 2
 """Broadcasts that a worker can read: it may begin with the last when the next comes."""
@@ -41,7 +42,7 @@ class Broadcast:
             self._server.buffers.create_many(specs)
         self._list.create(1 + len(self._parts), dtype="float64", **rules)
 
-    def send(self, numbers: Mapping[str, Array], epoch: int) -> None:
+    def send(self, numbers: Mapping[str, Gradient], epoch: int) -> None:
         """Send the tensors of a worker in this epoch."""
         self._create()
         epochs: list[int] = []

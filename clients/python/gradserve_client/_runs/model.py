@@ -37,7 +37,7 @@ class State(Protocol):
     def parts(self) -> dict[str, Part]:
         """The buffers by their names."""
 
-    def numbers(self) -> dict[str, Array]:
+    def numbers(self) -> dict[str, Gradient]:
         """Return the numbers of all buffers."""
 
     def set(self, numbers: Mapping[str, Array]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -64,9 +64,35 @@ def parts(name: str, shape: tuple[int, ...], dtype: str, answered: str | None, l
     }
 
 
-def joined(numbers: Sequence[Array]) -> Array:
-    """Return the numbers of a parameter from those of its parts."""
-    return numbers[0] if len(numbers) == 1 else np.concatenate(numbers)
+class Layout:
+    """The buffers of named arrays, each of at most `limit` bytes. `wholes` are buffers without this limit."""
+
+    def __init__(self, wholes: Mapping[str, Part], limit: int) -> None:
+        self._wholes = wholes
+        self._parts = {name: parts(name, one.shape, one.dtype, one.answered, limit) for name, one in wholes.items()}
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The buffers by their names."""
+        return {name: part for some in self._parts.values() for name, part in some.items()}
+
+    def names(self, name: str) -> Set[str]:
+        """Return the buffers of an array."""
+        return self._parts[name].keys()
+
+    def divided(self, name: str, whole: Gradient) -> dict[str, Gradient]:
+        """Return the numbers of an array's buffers."""
+        parts = self._parts[name]
+        if isinstance(whole, Rows):
+            if all(part.shape[1:] == whole.rows.shape[1:] for part in parts.values()):
+                return {part: one.of_rows(whole) for part, one in parts.items()}
+            whole = whole.whole(self._wholes[name].shape)
+        return {part: one.of(whole) for part, one in parts.items()}
+
+    def joined(self, name: str, numbers: MutableMapping[str, Array]) -> Array:
+        """Take the numbers of an array's buffers out of others, and return those of the array in their order."""
+        found = [numbers.pop(part) for part in self._parts[name]]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 @dataclass(frozen=True)

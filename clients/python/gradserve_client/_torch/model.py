@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradserve_client._runs.names import buffer_name
-from gradserve_client._runs.parts import Part, joined, parts
+from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._runs.sums import Summed
 from gradserve_client._torch import torch
 from gradserve_client._torch.parameters import (
@@ -21,7 +21,7 @@ from gradserve_client._torch.parameters import (
     trained,
 )
 from gradserve_client.errors import InvalidInput
-from gradserve_client.rows import Gradient, Rows
+from gradserve_client.rows import Gradient
 
 
 class Model:
@@ -35,15 +35,14 @@ class Model:
         self._trained = {buffer_name(prefix, one.name): one for one in trained(model)}
         if not self._trained:
             raise InvalidInput("The model has no parameter that requires a gradient")
-        self._parts = {
-            name: parts(name, one.shape, one.sum_dtype, one.answered(wire), limit)
-            for name, one in self._trained.items()
-        }
+        self._layout = Layout(
+            {name: Part(one.shape, one.sum_dtype, one.answered(wire)) for name, one in self._trained.items()}, limit
+        )
 
     @property
     def parts(self) -> dict[str, Part]:
         """The buffers by their names."""
-        return {name: part for some in self._parts.values() for name, part in some.items()}
+        return self._layout.parts
 
     def form(self) -> str:
         """Return what the models of all workers have alike."""
@@ -70,18 +69,9 @@ class Model:
                 gradient, self._trained[name].name, self._wire
             )  # at weight 0 too: all ranks of a DTensor do this
             if weight:
-                numbers |= self._divided(name, whole)
-                used |= self._parts[name].keys()
+                numbers |= self._layout.divided(name, whole)
+                used |= self._layout.names(name)
         return numbers, used
-
-    def _divided(self, name: str, whole: Gradient) -> dict[str, Gradient]:
-        """Return the parts of a gradient."""
-        parts = self._parts[name]
-        if isinstance(whole, Rows):
-            if all(part.shape[1:] == whole.rows.shape[1:] for part in parts.values()):
-                return {part: one.of_rows(whole) for part, one in parts.items()}
-            whole = whole.whole(self._trained[name].shape)
-        return {part: one.of(whole) for part, one in parts.items()}
 
     def clear(self, sent: Mapping[str, Any]) -> None:
         """Set the gradients to None after these were sent."""
@@ -101,10 +91,10 @@ class Model:
         )
 
     def _gradient(self, name: str, one: Trained, summed: Summed, zeros: bool) -> Any:
-        names = self._parts[name]
-        if not (summed.values.keys() >= names.keys() and (zeros or summed.used & names.keys())):
+        names = self._layout.names(name)
+        if not (summed.values.keys() >= names and (zeros or summed.used & names)):
             return None
-        return one.gradient(joined([summed.values.pop(part) for part in names]).reshape(one.shape))
+        return one.gradient(self._layout.joined(name, summed.values).reshape(one.shape))
 
     def check(self) -> None:
         """Raise `InvalidInput` if the model trains parameters that it did not have when the accumulator was made."""

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradserve_client._runs.names import buffer_name
-from gradserve_client._runs.parts import Part, joined, parts
+from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._torch import torch
 from gradserve_client._torch.names import plain_names
 from gradserve_client._torch.parameters import distributed, dtype_name, numbers_of, tensor_of
 from gradserve_client._wire.tensors import Array
 from gradserve_client.errors import InvalidInput
+from gradserve_client.rows import Gradient
 
 _SENT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that are sent as they are. Integers travel as float64, and complex numbers as pairs."""
@@ -23,29 +24,27 @@ class State:
     def __init__(self, model: torch.nn.Module, prefix: str, limit: int) -> None:
         named = dict(model.named_parameters()) | dict(model.named_buffers())
         self._tensors = {buffer_name(prefix, plain): named[name] for name, plain in plain_names(named).items()}
-        self._parts = {
-            name: parts(name, _shape(tensor), dtype_name(_sent_dtype(tensor)), None, limit)
-            for name, tensor in self._tensors.items()
-        }
+        self._layout = Layout(
+            {name: Part(_shape(one), dtype_name(_sent_dtype(one)), None) for name, one in self._tensors.items()}, limit
+        )
 
     @property
     def parts(self) -> dict[str, Part]:
         """The buffers on the server by their names."""
-        return {name: part for some in self._parts.values() for name, part in some.items()}
+        return self._layout.parts
 
-    def numbers(self) -> dict[str, Array]:
+    def numbers(self) -> dict[str, Gradient]:
         """Return the numbers of all parts. Raises `InvalidInput` for integers beyond 2**53."""
-        numbers: dict[str, Array] = {}
+        numbers: dict[str, Gradient] = {}
         for name, tensor in self._tensors.items():
-            whole = numbers_of(_as_sent(tensor.detach(), name), name)
-            numbers |= {part: one.of(whole) for part, one in self._parts[name].items()}
+            numbers |= self._layout.divided(name, numbers_of(_as_sent(tensor.detach(), name), name))
         return numbers
 
     def set(self, numbers: Mapping[str, Array]) -> None:
         """Set all tensors, or none."""
-        found = {}
+        found, rest = {}, dict(numbers)
         for name, tensor in self._tensors.items():
-            whole = joined([numbers[part] for part in self._parts[name]]).reshape(_shape(tensor))
+            whole = self._layout.joined(name, rest).reshape(_shape(tensor))
             found[name] = distributed(tensor_of(whole, tensor.dtype).to(tensor.device, tensor.dtype), tensor)
         with torch.no_grad():
             for name, tensor in self._tensors.items():
