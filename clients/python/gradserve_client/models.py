@@ -240,7 +240,7 @@ class Pulled:
     count: int
     """The number of pushes in the epoch."""
     weight: float
-    """The sum of the pushes' weights. If it is 0, there is no mean, and all gradients are None."""
+    """The sum of the pushes' weights. If it is 0, all gradients are None, except with `reduce="sum"`."""
     contributors: Mapping[str, int] | None
     """The number of pushes of each worker, if the server knows it."""
     closed_by: str | None

@@ -36,7 +36,7 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     `start`              "same": all workers have the same weights in epoch 0; "any": `broadcast_parameters` sends them
     `reduce`             "mean" or "sum": what `pull` sets
     `unused`             "none" or "zeros": the gradient of a parameter that nobody had a gradient for
-    `wire_dtype`         torch.float16 or torch.bfloat16: how all gradients travel; by default as they are
+    `wire_dtype`         torch.float16 or torch.bfloat16: how gradients travel unless that makes one infinite
     `request_bytes`      the bytes of a request at most, alike in all workers: 64 MiB, or half of what the server takes
     `ttl_seconds`        how long after its last change the server deletes a buffer: longer than any pause
     `per_contributor`    the number of pushes that an epoch takes of each worker, by default any
@@ -109,10 +109,12 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
 
         With a quorum or a deadline, this waits up to `timeout` seconds until the epoch closes. Without, it closes the
         epoch. The result says who was in it, and what closed it. Each gradient gets the dtype, the device and the
-        strides that its parameter wants. Sparse gradients stay sparse, with the rows that are not zero. Infinity and
-        NaN reach every worker unchanged.
+        strides that its parameter wants. Sparse gradients keep their sparse dimensions, without what is zero. Infinity
+        and NaN reach every worker unchanged.
 
-        If all weights are 0, nobody had a gradient: all gradients are None, and the result's `weight` is 0.
+        If all weights are 0, nobody had a gradient: all gradients are None, and the result's `weight` is 0. If other
+        weights sum to 0, there is no mean: this raises `NothingToAverage`, in every worker. Then the gradients are
+        None, and the next epoch begins. `reduce="sum"` sets the sums.
 
         After an error no gradient has changed, and the pull can be repeated. Raises `EpochOpen` if pushes are missing;
         its `missing` says whose, of the expected `contributors`. Raises `EpochGone` if this worker is more than `keep`

@@ -17,7 +17,7 @@ from gradserve_client._runs.sums import Summed, Sums, explained
 from gradserve_client._wire.arguments import as_contributor, check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, mistaken
+from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, NothingToAverage, mistaken
 from gradserve_client.models import BufferRules, Pulled, Pushed
 
 MOST_PUSHES = 10**9
@@ -132,11 +132,16 @@ class Accumulator(Generic[M, D]):
                 error,
                 "This worker is too far behind to catch up: take the weights of another, with broadcast_parameters",
             ) from None
-        if not summed.has_one_scale:
+        if summed.weights_cancel or not summed.has_one_scale:
             summed.values.clear()
         used = use(summed)
         pulled = Pulled.of(self.epoch, summed.receipts)
         self._pushes.begin(self.epoch + 1)
+        if summed.weights_cancel:
+            raise NothingToAverage(
+                f"The weights of epoch {pulled.epoch} sum to 0, so the gradients of its {pulled.count} pushes have no"
+                " mean: use weights above 0, or reduce='sum'"
+            )
         if not summed.has_one_scale:
             raise Conflict(
                 f"The pushes of epoch {pulled.epoch} had gradients of different scales, so they have no mean: update"

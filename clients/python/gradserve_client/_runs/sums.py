@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -26,11 +27,11 @@ T = TypeVar("T")
 Read: TypeAlias = tuple[Array | None, Mapping[str, Any]]
 """A value of a closed epoch with its receipt. A mean of weights that sum to 0 is None."""
 
-_TALLIED = 2
-"""Numbers at the end of a tally: the scale of the gradients, and its square."""
+_TALLIED = 3
+"""Numbers at the end of a tally: 1, the scale of the gradients, and its square."""
 
-_SAME_SCALE = 1e-9
-"""The relative variance up to which scales are the same: float64 rounds it to 1e-15, and scales differ by factors."""
+_ROUNDING = 1e-9
+"""The relative difference up to which numbers are the same: float64 rounds to 1e-15, and scales differ by factors."""
 
 
 @dataclass
@@ -45,19 +46,24 @@ class Summed:
     """A receipt of each group."""
     has_one_scale: bool = True
     """Whether all pushes had gradients of the same scale."""
+    weights_cancel: bool = False
+    """Whether there is no mean, because the weights of gradients sum to 0, up to rounding."""
 
     def enter(self, one: Round, found: Mapping[str, Read], reduce: Reduce) -> None:
-        """Add what was read of a round: sums or means."""
+        """Add what was read of a round: sums or means. A tally of weights that sum to 0 is a sum."""
         tallies = {group.tally for group in one.groups}
         self.values |= {name: value for name, (value, _) in found.items() if value is not None and name not in tallies}
         for group in one.groups:
             tally, receipt = found[group.tally]
+            assert tally is not None
             self.receipts.append(receipt)
-            if tally is None or not receipt["weight"]:
+            *used, total, scale, square = tally.tolist()
+            if not total:
                 continue
-            *used, scale, square = (tally / receipt["weight"] if reduce == "sum" else tally).tolist()
             self.used |= {name for name, part in zip(group.names, used, strict=True) if part}
-            self.has_one_scale &= abs(square - scale * scale) <= _SAME_SCALE * square
+            scale, square = scale / total, square / total
+            self.has_one_scale &= abs(square - scale * scale) <= _ROUNDING * square
+            self.weights_cancel |= reduce == "mean" and (not receipt["weight"] or _ROUNDING * abs(total) >= 1)
 
 
 class Sums:
@@ -227,15 +233,27 @@ class Sums:
         summed = Summed()
         for number, one in enumerate(self._rounds):
             found: dict[str, Read] = {}
-            wanted = reduce
+            tallies = {group.tally for group in one.groups}
             for dtype, names in one.reads(self._parts).items():
-                try:
-                    found |= self._read(fetch(names, number, dtype, wanted))
-                except NothingToAverage:
-                    wanted = "sum"
-                    found |= self._read(fetch(names, number, dtype, wanted))
-            summed.enter(one, found if wanted == reduce else _means(found), reduce)
+                found |= self._found(partial(fetch, names, number, dtype), dtype, reduce, tallies)
+            summed.enter(one, found, reduce)
         return summed
+
+    def _found(
+        self, fetch: Callable[[Reduce], Call[Any]], dtype: str | None, reduce: Reduce, tallies: set[str]
+    ) -> dict[str, Read]:
+        try:
+            return self._finite(self._read(fetch(reduce)), dtype, reduce)
+        except NothingToAverage:
+            return _means(self._finite(self._read(fetch("sum")), dtype, "sum"), tallies)
+
+    def _finite(self, found: dict[str, Read], dtype: str | None, reduce: Reduce) -> dict[str, Read]:
+        """Return what was read of a closed epoch. What half precision made infinite is read again in full."""
+        infinite = [name for name, (value, _) in found.items() if value is not None and np.isinf(value).any()]
+        if dtype is None or not infinite:
+            return found
+        epoch = found[infinite[0]][1]["epoch"]
+        return found | self._read(bulk.value(infinite, None, epoch=epoch, reduce=reduce, dtype=None, timeout=0.0))
 
     def _read(self, call: Call[Any]) -> dict[str, Read]:
         return self._run(replace(call, read=answers.values_with_receipts))
@@ -256,17 +274,22 @@ def explained(error: GradserveError, sentence: str) -> GradserveError:
 
 
 def _tally(group: Group, used: set[str], scale: float, weight: float) -> Array:
-    """Return what a push adds to the tally of a group: a push of weight 0 adds nothing."""
+    """Return what a push adds to the tally of a group, `weight` times.
+
+    No sign of a weight may cancel what another push adds. A push of weight 0 adds nothing.
+    """
     if not weight:
         return np.zeros(())
-    return np.array([*(name in used for name in group.names), scale, scale * scale], np.float64)
+    return np.copysign(np.array([*(name in used for name in group.names), 1, scale, scale * scale], np.float64), weight)
 
 
-def _means(found: Mapping[str, Read]) -> dict[str, Read]:
-    """Return the means of these sums, with None for a mean of nothing."""
+def _means(found: Mapping[str, Read], tallies: set[str]) -> dict[str, Read]:
+    """Return the means of these sums. If the weights sum to 0, a tally stays a sum, and other means are None."""
     means = {}
     for name, (value, receipt) in found.items():
         weight = receipt["weight"]
         assert value is not None
-        means[name] = (np.divide(value, weight, out=value) if weight else None, receipt)
+        if weight:
+            np.divide(value, weight, out=value)
+        means[name] = (value if weight or name in tallies else None, receipt)
     return means

@@ -14,6 +14,7 @@ from gradserve_client._runs.sums import Summed
 from gradserve_client._torch import torch
 from gradserve_client._torch.parameters import (
     Trained,
+    changed,
     gradient_of,
     named_parameters,
     numbers_of,
@@ -97,17 +98,15 @@ class Model:
         return one.gradient(self._layout.joined(name, summed.values).reshape(one.shape))
 
     def check(self) -> None:
-        """Raise `InvalidInput` if the model trains parameters that it did not have when the accumulator was made."""
+        """Raise `InvalidInput` if the model trains other parameters than before, or the same as a wider dtype."""
         current = named_parameters(self._model)
         before = {one.name: one.parameter for one in self._trained.values()}
         for name, parameter in current.items():
             if parameter.requires_grad and name not in before:
-                raise _changed(f"{name!r} requires a gradient now, but did not")
+                raise changed(f"{name!r} requires a gradient now, but did not")
             if parameter.requires_grad and parameter is not before[name]:
-                raise _changed(f"{name!r} is another parameter than")
+                raise changed(f"{name!r} is another parameter than")
         for name in before.keys() - current.keys():
-            raise _changed(f"{name!r} is not in the model any more, but was")
-
-
-def _changed(change: str) -> InvalidInput:
-    return InvalidInput(f"{change} when this accumulator was made; make a new one, with another run")
+            raise changed(f"{name!r} is not in the model any more, but was")
+        for one in self._trained.values():
+            one.check_dtype()

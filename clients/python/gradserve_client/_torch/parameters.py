@@ -34,15 +34,15 @@ class Trained:
 
     def __init__(self, name: str, parameter: Any, *, is_sparse: bool) -> None:
         self.name, self.parameter = name, parameter
-        self.is_sparse = is_sparse
-        """Whether the gradient is sparse: at first as the module says, then as the last gradient was."""
+        self._sparse = _sparse_form(parameter) or ({"sparse_dim": 1} if is_sparse else None)
+        """How the gradient is sparse: at first as the parameter or its module says, then as the last gradient was."""
         self._last_dtype = parameter.dtype
         if (refusal := _refusal(parameter)) is not None:
             raise InvalidInput(f"{name!r} {refusal}")
         if self.dtype not in _SUM_DTYPES:
             known = ", ".join(map(dtype_name, _SUM_DTYPES))
             raise InvalidInput(f"{name!r} is {self.dtype}, but must be one of {known}", code="dtype_mismatch")
-        self.sum_dtype = _SUM_DTYPES[self.dtype]
+        self._first_dtype, self.sum_dtype = self.dtype, _SUM_DTYPES[self.dtype]
         """The dtype of the sum on the server."""
 
     @property
@@ -62,29 +62,47 @@ class Trained:
         dtype = min((self.dtype, wire or self.dtype), key=lambda dtype: dtype.itemsize)
         return dtype_name(dtype) if dtype in HALF_DTYPES else None
 
+    def check_dtype(self) -> None:
+        """Raise `InvalidInput` if the parameter has a dtype now whose sum has another."""
+        dtype = getattr(self.parameter, "grad_dtype", None) or self.parameter.dtype
+        if _SUM_DTYPES.get(dtype) != self.sum_dtype:
+            raise changed(f"{self.name!r} is {dtype_name(dtype)} now, but was {dtype_name(self._first_dtype)}")
+
     def sent(self, gradient: Any) -> None:
         """Note the form of a gradient that was sent."""
-        self.is_sparse = gradient.layout != torch.strided
+        self._sparse = _sparse_form(gradient)
         self._last_dtype = gradient.dtype
 
     def gradient(self, numbers: Array) -> Any:
         """Return a gradient as the parameter wants it: its dtype, its device, and its place in memory."""
         found = tensor_of(numbers, self.dtype)
-        if self.is_sparse:
-            return found.to(self.parameter.device, self.dtype).to_sparse(1)
+        if self._sparse is not None:
+            return found.to(self.parameter.device, self.dtype).to_sparse(**self._sparse)
         if _is_distributed(self.parameter):
             return distributed(found.to(self.parameter.device, self.dtype), self.parameter)
         return torch.empty_like(self.parameter, dtype=self.dtype, requires_grad=False).copy_(found)
 
 
+def _sparse_form(tensor: Any) -> dict[str, Any] | None:
+    """Return the arguments of `to_sparse` that make a whole tensor like this, None for one that is not sparse."""
+    if tensor.layout == torch.strided:
+        return None
+    return {"sparse_dim": tensor.sparse_dim()} if tensor.layout == torch.sparse_coo else {"layout": tensor.layout}
+
+
 def numbers_of(tensor: Any, name: str, wire: Any = None) -> Array:
-    """Return a tensor as an array, not wider than `wire`, complex numbers as pairs. DTensors need all ranks."""
+    """Return a tensor as an array, complex numbers as pairs. DTensors need all ranks.
+
+    It is not wider than `wire`, unless a finite number would become infinite.
+    """
     if _is_distributed(tensor):
         tensor = tensor.full_tensor()
+    tensor = tensor.to_dense()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.to_dense().resolve_conj())
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if wire is not None and wire.itemsize < tensor.dtype.itemsize:
-        tensor = tensor.to(wire)
+        half = tensor.to(wire)
+        tensor = half if torch.equal(half.isinf(), tensor.isinf()) else tensor
     return as_array(tensor, name)
 
 
@@ -143,6 +161,11 @@ def set_gradients(gradients: Mapping[str, tuple[Trained, Any]]) -> None:
         for parameter, gradient in before:
             parameter.grad = gradient
         raise
+
+
+def changed(change: str) -> InvalidInput:
+    """Return the error of a model that is not as it was."""
+    return InvalidInput(f"{change} when this accumulator was made; make a new one, with another run")
 
 
 def _refusal(parameter: Any) -> str | None:
