@@ -12,9 +12,10 @@ from tests.examples.running import run, shared
 from tests.serving import serving
 
 
-def test_the_example_equals_pytorch_behind_a_bad_network() -> None:
-    done = run("torch_micro_batches", "--short")
-    assert done.returncode == 0, done.stderr
+def test_the_example_equals_pytorch_behind_a_bad_network_and_leaves_no_buffer() -> None:
+    with shared("0.weight") as url:
+        done = run("torch_micro_batches", "--short", "--url", url)
+        assert done.returncode == 0, done.stderr
     (requests, harmed) = map(int, re.findall(r"saw (\d+) requests, and did harm to (\d+)", done.stdout)[0])
     assert requests // 5 <= harmed <= requests // 5 + 1
     kinds = {kind: int(count) for count, kind in re.findall(r"^ +(\d+) (.+) \(", done.stdout, re.MULTILINE)}
@@ -23,12 +24,6 @@ def test_the_example_equals_pytorch_behind_a_bad_network() -> None:
     assert min(kinds.values()) >= 1
     (difference,) = re.findall(r"largest difference .*: (\S+)", done.stdout)
     assert float(difference) <= 1e-6
-
-
-def test_the_example_leaves_no_buffer_on_the_named_server() -> None:
-    with shared("0.weight") as url:
-        done = run("torch_micro_batches", "--short", "--url", url)
-        assert done.returncode == 0, done.stderr
 
 
 def test_the_example_fails_if_the_server_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
