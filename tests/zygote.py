@@ -1,8 +1,12 @@
-"""A process that has imported the service once and forks servers from it, in a tenth of the time of the imports."""
+"""A process that has imported the service once and forks servers from it, in a tenth of the time of the imports.
+
+The servers fork their worker processes, too.
+"""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -13,11 +17,13 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 
@@ -145,8 +151,45 @@ def _serve(module: str, environment: Mapping[str, str], log: str) -> None:
         os.dup2(opened, number)
         os.close(opened)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    util.spawnv_passfds = _spawn
     sys.argv = [module, "serve"]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+_execute = util.spawnv_passfds
+
+
+def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Start a process for `multiprocessing`, which has no other way to start one. Fork if it is a worker process."""
+    if "--multiprocessing-fork" not in args:
+        return _execute(path, args, passfds)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the new process has no handlers
+    pid = _fork()
+    if not pid:
+        _work(args, passfds, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return pid
+
+
+def _work(command: Sequence[Any], descriptors: Sequence[int], mask: Iterable[int]) -> NoReturn:
+    """Do what a new process does with this command: it has these descriptors only, and no handlers of signals."""
+    gc.freeze()  # the files of the server are closed here, but their objects must not close their numbers once more
+    kept = sorted({0, 1, 2, *descriptors})
+    for last, following in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(last + 1, following)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    code = command.index("-c") + 1
+    sys.argv = ["-c", *command[code + 1 :]]
+    try:
+        exec(command[code])  # it ends with SystemExit
+    except SystemExit as ended:
+        os._exit(ended.code if isinstance(ended.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
 class Server:
     """`python -m service serve` on a port of its own, started, killed and started again on one store.
 
-    The process is forked from one that has imported the service, unless a test of the start itself says `fork=False`.
+    It and its workers are forked from one that has imported the service, unless a test of the start says `fork=False`.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Server:
 
     def workers(self) -> list[int]:
         """Return the ids of the worker processes."""
-        return [pid for pid in _children_of(self.process.pid) if b"spawn_main" in _command_of(pid)]
+        own = b"tests.zygote" if self._command is None else b"spawn_main"
+        return [pid for pid in _children_of(self.process.pid) if own in _command_of(pid)]
 
     def ended(self) -> tuple[int, str]:
         """Wait for the server's end; return exit status and log."""
