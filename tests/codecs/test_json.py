@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -43,15 +44,15 @@ def read(body: bytes | str | dict[str, Any], dtype: str = "float32", limits: Lim
     return tensor
 
 
-def any_array() -> st.SearchStrategy[Array]:
-    shapes = arrays.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4)
+def any_array(names: Iterable[str] = DTYPES, min_side: int = 0) -> st.SearchStrategy[Array]:
+    shapes = arrays.array_shapes(min_dims=0, max_dims=5, min_side=min_side, max_side=4)
 
     def of(name: str) -> st.SearchStrategy[Array]:
         dtype = DTYPES[name]
         raw = arrays.arrays(f"u{dtype.itemsize}", shapes)
         return raw.map(lambda bits: (bits & 1).astype(BOOL) if dtype == BOOL else bits.view(dtype))
 
-    return st.sampled_from(sorted(DTYPES)).flatmap(of)
+    return st.sampled_from(sorted(names)).flatmap(of)
 
 
 @given(any_array())
@@ -72,7 +73,7 @@ def test_list_round_trip_is_exact_but_for_the_bits_of_nan(array: Array) -> None:
     assert json.loads(text)["a"].keys() == {"dtype", "shape", "data"}  # strict JSON, no NaN
 
 
-@given(any_array().filter(lambda array: array.dtype.kind == "f" and array.dtype.itemsize >= 4 and array.size > 0))
+@given(any_array(["float32", "float64"], min_side=1))
 def test_what_python_writes_is_read(array: Array) -> None:
     finite = np.nan_to_num(array)
     back = read({"a": {"dtype": array.dtype.name, "shape": list(array.shape), "data": finite.tolist()}})
@@ -153,12 +154,12 @@ def test_a_list_longer_than_simdjson_counts(monkeypatch: pytest.MonkeyPatch, par
 
 
 def test_many_short_rows() -> None:
-    rows = 200_000
+    rows = 140_000
     tensor = read(b'{"a": [' + b"[1, 2]," * (rows - 1) + b"[3, 4]]}", "int64")
     assert tensor.shape == (rows, 2)
     assert tensor[-1].tolist() == [3, 4]
-    with pytest.raises(InvalidTensor, match=r"a\[150000\] has 1 elements, but its neighbours have 2"):
-        read(b'{"a": [' + b"[1, 2]," * 150_000 + b"[1]," + b"[1, 2]," * 70_000 + b"[3, 4]]}")
+    with pytest.raises(InvalidTensor, match=r"a\[100000\] has 1 elements, but its neighbours have 2"):
+        read(b'{"a": [' + b"[1, 2]," * 100_000 + b"[1]," + b"[1, 2]," * 30_000 + b"[3, 4]]}")
 
 
 def test_a_mistake_far_inside_is_found() -> None:
@@ -317,7 +318,13 @@ def test_lists_are_compared_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
             read(json.dumps({"a": lists}).encode())
 
 
-@pytest.mark.parametrize("size", [1, DIAGNOSED_BYTES])
+@pytest.fixture(params=[1, 1 << 17])
+def ones(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Return one number, or as many as make a body too long for the search for mistakes."""
+    monkeypatch.setattr(json_codec, "DIAGNOSED_BYTES", 1 << 18)
+    return b",".join([b"1"] * request.param)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -327,22 +334,18 @@ def test_lists_are_compared_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         b'{"a": {"dtype": "int64", "shape": [1], "data": [%b], "dtype": "bool"}}',
     ],
 )
-def test_two_members_of_one_name_are_refused(body: bytes, size: int) -> None:
+def test_two_members_of_one_name_are_refused(body: bytes, ones: bytes) -> None:
     with pytest.raises(MalformedBody, match="two members"):
-        read(body % b",".join([b"1"] * (size // 2 + 1)))
+        read(body % ones)
 
 
-@pytest.mark.parametrize("size", [1, DIAGNOSED_BYTES])
 @pytest.mark.parametrize("name", [b"a:b", rb"\"", rb"\\", rb"\\\":\\", rb"\u003a", b"::::"])
-def test_a_colon_in_a_string_is_no_member(name: bytes, size: int) -> None:
-    ones = b",".join([b"1"] * (size // 2 + 1))
+def test_a_colon_in_a_string_is_no_member(name: bytes, ones: bytes) -> None:
     document = Document(b'{"%b": {"x": ":", "y": "\\":"}, "a": [%b]}' % (name, ones), LIMITS)
     assert document.members.keys() == {json.loads(b'"%b"' % name), "a"}
 
 
-@pytest.mark.parametrize("size", [1, DIAGNOSED_BYTES])
-def test_an_object_among_numbers_is_found(size: int) -> None:
-    ones = b",".join([b"1"] * (size // 2 + 1))
+def test_an_object_among_numbers_is_found(ones: bytes) -> None:
     with pytest.raises(InvalidTensor, match=r"a\[\d+\] is an object"):
         read(b'{"a": [%b, {"x": 1}]}' % ones)
 
