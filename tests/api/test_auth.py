@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -374,23 +372,19 @@ def test_the_key_file_holds_no_secret_and_is_private(tmp_path: Path) -> None:
     assert load(file)[0].name == "one"
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=30)
-
-
-def test_the_command_adds_lists_and_removes_keys(tmp_path: Path) -> None:
+def test_the_command_adds_lists_and_removes_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = str(tmp_path / "keys.json")
-    made = run("keys", "add", "ann", "--namespace", "team", "--expires", "90d", GRADSERVE_KEYS=file)
-    assert made.returncode == 0
-    assert made.stdout.startswith("gs_")
-    assert run("keys", "add", "bob", "--scopes", "ops", "--keys", file).returncode == 0
-    listed = run("keys", "ls", GRADSERVE_KEYS=file).stdout
+    status, secret, _ = called("keys", "add", "ann", "--namespace", "team", "--expires", "90d", "--keys", file)
+    assert status == 0
+    assert secret.startswith("gs_")
+    monkeypatch.setenv("GRADSERVE_KEYS", file)
+    assert called("keys", "add", "bob", "--scopes", "ops")[0] == 0
+    _, listed, _ = called("keys", "ls")
     assert [line.split()[0] for line in listed.splitlines()] == ["name", "ann", "bob"]
-    assert made.stdout.strip() not in listed
+    assert secret.strip() not in listed
     assert "team" in listed
     assert "never" in listed
-    assert run("keys", "rm", "ann", GRADSERVE_KEYS=file).returncode == 0
+    assert called("keys", "rm", "ann")[0] == 0
     assert [key.name for key in load(Path(file))] == ["bob"]
 
 
