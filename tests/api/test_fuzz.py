@@ -1,9 +1,13 @@
-"""Malformed requests over real HTTP: each answer is the gradient or a problem of ours, never a 5xx."""
+"""Malformed requests over real HTTP: each answer is the gradient or a problem of ours, never a 5xx.
+
+`make fuzz` makes more requests.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +19,8 @@ from hypothesis import strategies as st
 from service.kernels import OPERATORS
 from tests.serving import assert_problem
 
-FUZZ = settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = int(os.environ.get("GRADSERVE_FUZZ", "1"))
+FUZZ = settings(max_examples=150 * MANY, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
 
