@@ -87,7 +87,7 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
 
         wait=False hands the gradients to a thread, and returns None at once, so that the next forward pass runs
         meanwhile. The next call of this accumulator waits for the thread first, and raises its error. If the same push
-        may succeed later, the call after that sends it again.
+        may succeed later, the call after that sends it again. Without a next call, Python exits with status 120.
 
         After another error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch
         has closed without this worker, and `DuplicateContributor` after `per_contributor` pushes: the worker can `pull`

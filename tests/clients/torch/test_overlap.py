@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 import torch
-from gradserve_client import Client, ConnectionFailed, KeyReused, NotFound, StaleEpoch
+from gradserve_client import Client, ConnectionFailed, EpochOpen, KeyReused, NotFound, StaleEpoch
 from gradserve_client.torch import GradientAccumulator
 
-from tests.clients.torch.training import assert_close, backward, grads, net, own
+from tests.clients.torch.training import Watched, assert_close, backward, fill_with, grads, net, own
 
 
 class Gate(httpx.HTTPTransport):
@@ -137,3 +141,110 @@ def test_a_push_that_cannot_succeed_is_forgotten(server: Client, run: str) -> No
     with pytest.raises(NotFound):
         gradients.state_dict()
     assert gradients.state_dict() == {"epoch": 0, "pushes": 0}
+
+
+# ----- pushes that nobody asks about -----
+
+SCRIPT = """
+import atexit, logging, sys
+import torch
+from gradserve_client import Client, GradserveError
+from gradserve_client.torch import GradientAccumulator
+atexit.register(print, "a handler of the program", flush=True)
+url, run, number, asks, status = sys.argv[1:]
+model = torch.nn.Linear(2, 1)
+gradients = GradientAccumulator(model, Client(url), run=run, nonfinite="reject")
+model(torch.full((1, 2), float(number))).sum().backward()
+gradients.push(wait=False)
+if asks == "asks":
+    try:
+        gradients.pull()
+    except GradserveError:
+        pass
+sys.exit(int(status))
+"""
+
+
+def script(url: str, *arguments: str) -> tuple[int, str, str]:
+    """Return the exit status, the output and the errors of a trainer."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, url, *arguments], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("status", ["0", "3"])
+def test_a_push_that_fails_at_the_end_of_a_script_is_heard(url: str, run: str, status: str) -> None:
+    returncode, output, errors = script(url, run, "nan", "ends", status)
+    assert returncode == 120
+    assert output == "a handler of the program\n"
+    assert errors.startswith(
+        "gradserve_client: Push 0 of epoch 0 failed in its thread: InvalidInput: The gradient would"
+    )
+    assert errors.endswith("No later call of the accumulator asked for it\n")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(("number", "asks"), [("nan", "asks"), ("1", "ends")])
+def test_an_error_that_was_raised_and_a_push_that_succeeds_leave_the_status(
+    url: str, run: str, number: str, asks: str
+) -> None:
+    assert script(url, run, number, asks, "0") == (0, "a handler of the program\n", "")
+
+
+def test_a_push_that_fails_is_logged_at_once(
+    server: Client, gate: Gate, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    gradients = GradientAccumulator(model, server, run=run)
+    gate.down = True
+    gradients.push(weight=0, wait=False)
+    end = time.monotonic() + 20
+    while not caplog.records and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(ConnectionFailed):
+        gradients.pull()
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    text = record.getMessage()
+    assert text.startswith("Push 0 of epoch 0 failed in its thread: ConnectionFailed: ")
+
+
+def test_a_push_of_another_worker_of_the_same_name(server: Client, run: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With other bits it raises KeyReused. With the same bits it cannot be told from a restart without a state."""
+    workers = []
+    for seed in (1, 1):
+        model = net()
+        backward(model, 4, seed)
+        workers.append(GradientAccumulator(model, server, run=run, worker="rank0", quorum=2, timeout=0))
+    first, second = workers
+    assert not first.push().replayed
+    assert not caplog.records
+    assert second.push().replayed
+    (record,) = caplog.records
+    assert "push 0 of epoch 0 of 'rank0' from an earlier request" in record.getMessage()
+    with pytest.raises(EpochOpen, match="count is 1 of 2.*another worker may have the same name"):
+        second.pull()
+    with pytest.raises(EpochOpen) as caught:
+        first.pull()
+    assert "the same name" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_a_worker_that_repeats_its_own_push_is_not_taken_for_another(
+    url: str, run: str, is_restarted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a restart with its state, or after a push whose answer was lost."""
+    model, transport = net(), Watched()
+    with Client(url, transport=transport, max_retries=0) as server:
+        gradients = GradientAccumulator(model, server, run=run, worker="rank0")
+        state = gradients.state_dict()
+        fill_with(model, 1)
+        if is_restarted:
+            gradients.push()
+            gradients.load_state_dict(state)
+            fill_with(model, 1)
+        else:
+            transport.losing = True
+            with pytest.raises(ConnectionFailed):
+                gradients.push()
+            transport.losing = False
+        assert gradients.push().replayed
+    assert not caplog.records

@@ -17,7 +17,7 @@ from gradserve_client._runs.sums import Summed, Sums, explained
 from gradserve_client._wire.arguments import as_contributor, check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, InvalidInput, KeyReused, NothingToAverage, mistaken
+from gradserve_client.errors import Conflict, EpochGone, EpochOpen, InvalidInput, KeyReused, NothingToAverage, mistaken
 from gradserve_client.models import BufferRules, Pulled, Pushed
 
 MOST_PUSHES = 10**9
@@ -132,6 +132,10 @@ class Accumulator(Generic[M, D]):
                 error,
                 "This worker is too far behind to catch up: take the weights of another, with broadcast_parameters",
             ) from None
+        except EpochOpen as error:
+            if self._pushes.doubt is None:
+                raise
+            raise explained(error, self._pushes.doubt) from None
         if summed.weights_cancel or not summed.has_one_scale:
             summed.values.clear()
         used = use(summed)
@@ -191,4 +195,4 @@ class Accumulator(Generic[M, D]):
             )
         if (places := state.get("shards", self._sums.places)) != self._sums.places:
             self._sums.open(places)
-        self._pushes.begin(state["epoch"], state["pushes"])
+        self._pushes.begin(state["epoch"], state["pushes"], again=True)

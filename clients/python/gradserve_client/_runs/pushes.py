@@ -6,7 +6,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from gradserve_client._http.log import logger
 from gradserve_client._http.placement import RETRYABLE
+from gradserve_client._runs import unheard
 from gradserve_client._runs.sums import Sums, explained
 from gradserve_client.errors import KeyReused, StaleEpoch
 from gradserve_client.models import Pushed
@@ -21,14 +23,20 @@ class Pushes:
         self._name = worker or uuid.uuid4().hex
         self._push: Callable[[], Pushed] | None = None
         self._future: Future[Pushed] | None = None
+        self._ticket = object()
+        self._tried = False
         self.begin(epoch)
 
-    def begin(self, epoch: int, count: int = 0) -> None:
-        """Go on after this many pushes in this epoch."""
+    def begin(self, epoch: int, count: int = 0, *, again: bool = False) -> None:
+        """Go on after this many pushes in this epoch. After a restart the worker may make some `again`."""
         self.epoch, self.count = epoch, count
+        self._again = again
+        self.doubt: str | None = None
+        """What may be wrong with the name of this worker, as a sentence."""
 
     def add(self, numbers: Mapping[str, Gradient], used: set[str], *, weight: float, scale: float) -> Pushed:
         """Make the next push. Raises `StaleEpoch`, and `KeyReused` for a push that counts already."""
+        is_first, self._tried = not (self._again or self._tried), True
         try:
             receipts = self._sums.add(
                 numbers,
@@ -46,19 +54,30 @@ class Pushes:
             ) from None
         except KeyReused as error:
             push = f"push {self.count} of epoch {self.epoch}"
-            self.count += 1
+            self._made()
             raise explained(
                 error,
                 f"This worker made {push} before, with another gradient or weight, and that push counts; or another"
                 " worker has the same name",
             ) from None
-        self.count += 1
-        return Pushed.of(receipts)
+        pushed = Pushed.of(receipts)
+        if pushed.replayed and is_first:
+            self.doubt = (
+                f"The server has push {self.count} of epoch {self.epoch} of {self._name!r} from an earlier request: if"
+                " this worker was not restarted, another worker may have the same name"
+            )
+            logger.warning("%s", self.doubt)
+        self._made()
+        return pushed
+
+    def _made(self) -> None:
+        self.count, self._tried = self.count + 1, False
 
     def start(self, push: Callable[[], Pushed]) -> None:
-        """Make the push in a thread. Python waits for the thread before it exits."""
+        """Make the push in a thread. Python waits for the thread before it exits, and says if the push has failed."""
         thread = ThreadPoolExecutor(1, "gradserve push")
-        self._push, self._future = push, thread.submit(push)
+        self._push = push
+        self._future = thread.submit(unheard.made, push, self._ticket, f"Push {self.count} of epoch {self.epoch}")
         thread.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -79,6 +98,7 @@ class Pushes:
         except BaseException:
             self._push = None
             raise
-        finally:  # the error's traceback holds this frame: a cycle that would keep the numbers in memory
-            del future
+        finally:
+            unheard.heard(self._ticket)
+            del future  # the error's traceback holds this frame: a cycle that would keep the numbers in memory
         self._push = None
