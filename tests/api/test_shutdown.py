@@ -61,6 +61,7 @@ def wait_until_nothing_is_taken(server: Server) -> None:
             httpx.get(f"{server.url}/v2/health/ready", timeout=30)
         except httpx.TransportError:
             return
+        time.sleep(0.02)
     raise AssertionError("the server still accepts requests")
 
 
