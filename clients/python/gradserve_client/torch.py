@@ -24,7 +24,8 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     weighted mean. Without a `quorum`, a pull closes the epoch, which suits a single worker. With a `quorum` (workers
     times micro-batches), the `quorum`th push closes the epoch, and every worker pulls the same bits.
 
-    Workers that give the same `run` sum together. Each may join at any time, and again after a restart.
+    Workers that give the same `run` sum together. Each may join at any time, and again after a restart: from epoch 1 on
+    with `load_state_dict` or `broadcast_parameters(send=False)`, so that it has the run's weights.
 
     ===================  ===============================================================================================
     `run`                the name of the run; another run takes another name
@@ -33,7 +34,7 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     `quorum`             the number of pushes that closes an epoch
     `keep`               the number of closed epochs that can be pulled
     `timeout`            the seconds that `pull` waits
-    `start`              "same": all workers have the same weights in epoch 0; "any": `broadcast_parameters` sends them
+    `start`              "same": the weights are compared in epoch 0, and come from the run later; "any": as you care
     `reduce`             "mean" or "sum": what `pull` sets
     `unused`             "none" or "zeros": the gradient of a parameter that nobody had a gradient for
     `wire_dtype`         torch.float16 or torch.bfloat16: how gradients travel unless that makes one infinite
@@ -44,7 +45,8 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
     ===================  ===============================================================================================
 
     Threads must not share it. Raises `InvalidInput` for a model that cannot be accumulated. Raises `Conflict` for
-    buffers with other rules or of another run, and for a model unlike that of the run's first worker.
+    buffers with other rules or of another run, and for a model unlike that of the run's first worker: in its names,
+    shapes and dtypes, and in epoch 0 in its numbers, also in frozen parameters and persistent buffers.
 
     >>> import torch
     >>> from gradserve_client.torch import GradientAccumulator
@@ -89,10 +91,11 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
         meanwhile. The next call of this accumulator waits for the thread first, and raises its error. If the same push
         may succeed later, the call after that sends it again. Without a next call, Python exits with status 120.
 
-        After another error the gradients are unchanged, and the push can be repeated. Raises `StaleEpoch` if the epoch
-        has closed without this worker, and `DuplicateContributor` after `per_contributor` pushes: the worker can `pull`
-        then. Raises `KeyReused`, and sets the gradients to None, if a worker of this name has made this push with
-        another gradient or weight. That push counts, and the next call makes the next push.
+        After another error the gradients are unchanged, and the push can be repeated. Raises `Conflict` if the worker
+        came to the run after epoch 0 and has not got the run's weights. Raises `StaleEpoch` if the epoch has closed
+        without this worker, and `DuplicateContributor` after `per_contributor` pushes: the worker can `pull` then.
+        Raises `KeyReused`, and sets the gradients to None, if a worker of this name has made this push with another
+        gradient or weight. That push counts, and the next call makes the next push.
         """
         self._pushes.wait()
         self._model.check()

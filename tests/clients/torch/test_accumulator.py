@@ -362,7 +362,7 @@ def test_a_restarted_trainer_counts_once(server: Client, run: str) -> None:
         backward(model, 4, 1)  # as in the first epoch, whose keys are others
         pushed = gradients.push(weight=4)
         assert (pushed.epoch, pushed.count, pushed.replayed) == (1, 1, replayed)
-        model, gradients = trainer(server, run)
+        model, gradients = trainer(server, run, start="any")
 
 
 def test_a_restarted_trainer_with_other_gradients_learns_that_its_push_counts(server: Client, run: str) -> None:
@@ -408,7 +408,7 @@ def test_a_trainer_returns_to_an_older_checkpoint_in_a_new_epoch(server: Client,
         backward(model, 4, seed)
         gradients.push()
     server.buffers.zero(prefix=f"{run}.")
-    model, gradients = trainer(server, run)
+    model, gradients = trainer(server, run, start="any")
     expected = own(model, [(4, 3)])
     backward(model, 4, 3)
     assert gradients.push().count == 1
@@ -523,7 +523,7 @@ def test_a_worker_whose_epoch_another_client_closed_gets_stale_epoch(server: Cli
     first = GradientAccumulator(model, server, run=run)
     server.buffers.zero(prefix=f"{run}.")
     backward(model, 2, 1)
-    second = GradientAccumulator(model, server, run=run)
+    second = GradientAccumulator(model, server, run=run, start="any")
     second.push()
     backward(model, 2, 2)
     with pytest.raises(StaleEpoch, match="its gradients do not count$"):
@@ -570,7 +570,7 @@ def test_without_pytorch_the_import_says_what_to_install() -> None:
 
 
 def test_the_example_in_its_docstring(server: Client) -> None:
-    server.buffers.zero(prefix="linear.")
+    server.buffers.delete(prefix="linear.")
     found = doctest.testmod(gradserve_client.torch, extraglobs={"server": server})
     assert found.attempted > 3
     assert not found.failed

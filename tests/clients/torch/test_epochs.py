@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_an_epoch_without_weight_is_no_dead_end(server: Client, run: str, unused
         pulled = worker.pull()
         assert (pulled.epoch, pulled.count, pulled.weight) == (0, 2, 0)
         assert grads(model) == [None] * 4
-        assert worker.state_dict() == {"epoch": 1, "pushes": 0}
+        assert worker.state_dict() == {"run": ANY, "epoch": 1, "pushes": 0}
     expected = own(both[0][0], [(4, 1), (2, 2)])
     for (model, worker), (size, seed) in zip(both, [(4, 1), (2, 2)], strict=True):
         backward(model, size, seed)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import ANY
 
 import httpx
 import pytest
@@ -99,7 +100,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call_and_the_push_sent_aga
         with pytest.raises(ConnectionFailed):
             call()
     gate.down = False
-    assert gradients.state_dict() == {"epoch": 0, "pushes": 1}
+    assert gradients.state_dict() == {"run": ANY, "epoch": 0, "pushes": 1}
     assert gradients.pull().count == 1
     assert_close(grads(model), expected)
 
@@ -140,7 +141,7 @@ def test_a_push_that_cannot_succeed_is_forgotten(server: Client, run: str) -> No
     gradients.push(weight=0, wait=False)
     with pytest.raises(NotFound):
         gradients.state_dict()
-    assert gradients.state_dict() == {"epoch": 0, "pushes": 0}
+    assert gradients.state_dict() == {"run": ANY, "epoch": 0, "pushes": 0}
 
 
 # ----- pushes that nobody asks about -----

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar, Unpack
 
 from gradserve_client._runs.broadcast import Broadcast
+from gradserve_client._runs.joining import Joining, new_run
 from gradserve_client._runs.model import Model, State
 from gradserve_client._runs.names import checked_prefix
 from gradserve_client._runs.pushes import Pushes
@@ -76,10 +77,11 @@ class Accumulator(Generic[M, D]):
         first = FirstWorker(server, register, run, self._model, request_bytes, ttl_seconds)
         first.check_form()
         self._sums.open(places)
-        epoch = self._sums.epoch()
+        epoch, count = self._sums.position()
         if start == "same" and epoch == 0:
-            first.check_weights()
-        self._pushes = Pushes(self._sums, worker, epoch)
+            first.check_start(has_pushes=count > 0)
+        self._joining = Joining(first, self._prefix, epoch, cares=start == "any")
+        self._pushes = Pushes(self._sums, worker, epoch, new_run(self._prefix))
         self._new_broadcast = partial(Broadcast, server, self._prefix, request_bytes, ttl_seconds)
 
     @abstractmethod
@@ -108,6 +110,7 @@ class Accumulator(Generic[M, D]):
         """Add `weight` times the gradients to the sums."""
         if not 0 < scale < math.inf:
             raise mistaken("scale", f"is {scale}, but must be finite and above 0")
+        self._joining.check(self.epoch)
         numbers, used = self._model.numbers(gradients, weight)
         push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
         if wait:
@@ -168,24 +171,26 @@ class Accumulator(Generic[M, D]):
         self._pushes.wait()
         broadcast = self._new_broadcast(state.parts)
         if send:
+            self._joining.check(self.epoch)
             broadcast.send(state.numbers(), self.epoch)
             return
         epoch, numbers = broadcast.receive(self.epoch, self._timeout)
         state.set(numbers)
+        self._joining.receives()
         if epoch != self.epoch:
             self._pushes.begin(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this worker, and its buffers' servers, to save beside the states of the model."""
         self._pushes.wait()
-        state = {"epoch": self.epoch, "pushes": self._pushes.count}
+        state = {"run": self._sums.life, "epoch": self.epoch, "pushes": self._pushes.count}
         return {**state, "shards": dict(self._sums.places)} if self._sums.places else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of this `worker`.
 
         Raises `InvalidInput` if the client lacks a server of it, and if the worker has no name: the server would not
-        recognize its pushes.
+        recognize its pushes. Raises `Conflict` for a state of another run.
         """
         self._pushes.wait()
         if self._worker is None:
@@ -193,6 +198,15 @@ class Accumulator(Generic[M, D]):
                 "This worker has no name, so the server would count its repeated pushes again: give each worker its own"
                 " name, as with worker=f'rank{rank}'"
             )
-        if (places := state.get("shards", self._sums.places)) != self._sums.places:
+        places = state.get("shards", self._sums.places)
+        self._server.place(places)
+        if state.get("run", self._sums.life) != self._sums.life:
+            self._server.place(self._sums.places)
+            raise Conflict(
+                "This is the state of another run, or of one that was deleted since: load it into an accumulator of"
+                " its run; to begin a new run with a checkpoint's weights, leave out load_state_dict()"
+            )
+        if places != self._sums.places:
             self._sums.open(places)
         self._pushes.begin(state["epoch"], state["pushes"], again=True)
+        self._joining.loads()

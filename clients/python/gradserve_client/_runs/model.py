@@ -23,6 +23,12 @@ class Model(Protocol):
     def weights(self) -> str:
         """Return a hash of the trained parameters."""
 
+    def frozen(self) -> str:
+        """Return a hash of the parameters that are not trained."""
+
+    def buffers(self) -> str:
+        """Return a hash of what else the model has at the start, such as running statistics."""
+
     def numbers(self, gradients: Mapping[str, Any], weight: float) -> tuple[dict[str, Gradient], set[str]]:
         """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""
 

@@ -18,8 +18,8 @@ from gradserve_client.rows import Gradient
 class Pushes:
     """The pushes of a worker in its epoch. A worker without a name gets a random one."""
 
-    def __init__(self, sums: Sums, worker: str | None, epoch: int) -> None:
-        self._sums, self._worker = sums, worker
+    def __init__(self, sums: Sums, worker: str | None, epoch: int, new_run: str) -> None:
+        self._sums, self._worker, self._new_run = sums, worker, new_run
         self._name = worker or uuid.uuid4().hex
         self._push: Callable[[], Pushed] | None = None
         self._future: Future[Pushed] | None = None
@@ -58,7 +58,7 @@ class Pushes:
             raise explained(
                 error,
                 f"This worker made {push} before, with another gradient or weight, and that push counts; or another"
-                " worker has the same name",
+                f" worker has the same name. If an earlier job made it: {self._new_run}",
             ) from None
         pushed = Pushed.of(receipts)
         if pushed.replayed and is_first:

@@ -23,31 +23,50 @@ REQUEST_BYTES = 64 << 20
 
 
 class FirstWorker:
-    """The hashes of the worker that was first in a run: of the run and its model's form, and of its weights."""
+    """The hashes of the worker that was first in a run: of the run and its model's form, and of all that it has."""
 
     def __init__(
         self, server: Client, register: str, run: str, model: Model, request_bytes: int, ttl: float | None
     ) -> None:
+        self._model = model
         form = hashlib.sha256(f"{run!r} {request_bytes} {model.form()}".encode()).hexdigest()
-        self._ours = np.concatenate([_words(form), _words(model.weights())])
-        self._first = _first(server, register, self._ours, ttl)
+        self._ours = [_words(one) for one in (form, model.weights(), model.frozen(), model.buffers())]
+        self._first = _first(server, register, np.concatenate(self._ours), ttl).reshape(-1, _WORDS)
 
     def check_form(self) -> None:
         """Raise `Conflict` if the first worker has another run or other parameters."""
-        if not np.array_equal(self._ours[:_WORDS], self._first[:_WORDS]):
-            raise Conflict(
-                "The first worker under this prefix has another run or other parameters: their names, shapes or dtypes"
-                " differ, or its request_bytes; for another model, give another run="
+        self._check(
+            0,
+            "The first worker under this prefix has another run or other parameters: their names, shapes or dtypes"
+            " differ, also of those that are frozen and of buffers, or its request_bytes; for another model, give"
+            " another run=",
+        )
+
+    def check_start(self, *, has_pushes: bool) -> None:
+        """Raise `Conflict` if the first worker began with other weights, or with other buffers of its model.
+
+        Buffers may have changed since, as running statistics do, if the epoch `has_pushes`.
+        """
+        for number, name in enumerate(["weights", "frozen weights", "buffers"][: 2 if has_pushes else 3], 1):
+            self._check(
+                number,
+                f"The first worker of this run began with other {name}: load the same, or set the same seed before"
+                " the model is made; or give start='any' and call broadcast_parameters(); for a new run, give another"
+                " run=",
             )
 
-    def check_weights(self) -> None:
-        """Raise `Conflict` if the first worker began with other weights."""
-        if not np.array_equal(self._ours[_WORDS:], self._first[_WORDS:]):
-            raise Conflict(
-                "The first worker of this run began with other weights: load the same, or set the same seed before"
-                " the model is made; or give start='any' and call broadcast_parameters(); for a new run, give another"
-                " run="
-            )
+    def check_frozen(self) -> None:
+        """Raise `Conflict` if the frozen weights are now other than those that the first worker began with."""
+        self._ours[2] = _words(self._model.frozen())
+        self._check(
+            2,
+            "The first worker of this run began with other frozen weights: load the same; or give start='any' if"
+            " training changes them, as those of a momentum encoder",
+        )
+
+    def _check(self, number: int, fault: str) -> None:
+        if not np.array_equal(self._ours[number], self._first[number]):
+            raise Conflict(fault)
 
 
 def _first(server: Client, name: str, numbers: Array, ttl: float | None) -> Array:

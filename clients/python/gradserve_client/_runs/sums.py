@@ -74,6 +74,8 @@ class Sums:
         self._rules = {name: rule for name, rule in rules.items() if rule is not None}
         self.places: Mapping[str, str] = {}
         """The URLs of the buffers' servers, if the client has several servers."""
+        self.life = ""
+        """What tells these buffers from earlier buffers of the same names."""
 
     @property
     def closes_itself(self) -> bool:
@@ -95,7 +97,7 @@ class Sums:
             self.places = {**places, **{group.tally: places[group.names[0]] for group in groups}}
         self._server.place(self.places)
         created = [info.created_at for info in self._create()]
-        self._hash = hashlib.sha256(repr(([*self._parts], created)).encode()).hexdigest()
+        self.life = hashlib.sha256(repr(([*self._parts], created)).encode()).hexdigest()[:32]
 
     def _create(self) -> list[BufferInfo]:
         tally = {name: rule for name, rule in self._rules.items() if name != "max_norm"}
@@ -131,27 +133,29 @@ class Sums:
 
         The server may still remember the keys of earlier buffers with the same names.
         """
-        return hashlib.sha256(f"{self._hash} {worker}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self.life} {worker}".encode()).hexdigest()[:32]
 
-    def epoch(self) -> int:
-        """Return the earliest epoch of the buffers: groups may be one apart, if a worker was killed between requests.
+    def position(self) -> tuple[int, int]:
+        """Return the earliest epoch of the buffers, and its count: the greatest of a buffer.
 
-        Raises `Conflict` if the buffers do not belong to the same model.
+        Groups may be an epoch apart, if a worker was killed between requests. Raises `Conflict` if the buffers do not
+        belong to the same model.
         """
-        epochs: dict[int, str] = {}
+        epochs: dict[int, Receipt] = {}
         units: set[tuple[object, ...]] = set()
         for number, one in enumerate(self._rounds):
             found = self._server.buffers.accumulate(dict.fromkeys(one.names, 0.0), do_update=False)
             for answered, names in one.reads(self._parts).items():
                 units |= {(number, answered, self.places.get(name), found[name].epoch) for name in names}
-            epochs |= {receipt.epoch: name for name, receipt in found.items()}
+            for receipt in found.values():
+                epochs[receipt.epoch] = max(epochs.get(receipt.epoch, receipt), receipt, key=lambda one: one.count)
         if len({unit[:-1] for unit in units}) < len(units) or max(epochs) - min(epochs) > 1:
-            (first_epoch, first), *_, (second_epoch, second) = sorted(epochs.items())
+            first, *_, second = [epochs[epoch] for epoch in sorted(epochs)]
             raise Conflict(
-                f"The buffers do not belong to the same model: {first!r} is in epoch {first_epoch}, {second!r} in"
-                f" {second_epoch}; use another run, or delete the buffers"
+                f"The buffers do not belong to the same model: {first.name!r} is in epoch {first.epoch},"
+                f" {second.name!r} in {second.epoch}; use another run, or delete the buffers"
             )
-        return min(epochs)
+        return min(epochs), epochs[min(epochs)].count
 
     def add(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +11,8 @@ from gradserve_client._runs.names import buffer_name
 from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._runs.sums import Summed
 from gradserve_client._torch import torch
-from gradserve_client._torch.parameters import (
-    Trained,
-    changed,
-    gradient_of,
-    named_parameters,
-    numbers_of,
-    set_gradients,
-    trained,
-)
+from gradserve_client._torch.hashes import described, hashed, kept_buffers
+from gradserve_client._torch.parameters import Trained, changed, gradient_of, named_parameters, set_gradients, trained
 from gradserve_client.errors import InvalidInput
 from gradserve_client.rows import Gradient
 
@@ -48,14 +40,25 @@ class Model:
     def form(self) -> str:
         """Return what the models of all workers have alike."""
         dtypes = [str(one.parameter.dtype) for one in self._trained.values()]
-        return repr(([one.name for one in self._trained.values()], dtypes, self.parts))
+        others = [described(some) for some in (self._frozen(), kept_buffers(self._model))]
+        return repr(([one.name for one in self._trained.values()], dtypes, self.parts, others))
 
     def weights(self) -> str:
-        """Return a hash of the trained parameters. All ranks of a DTensor call this."""
-        digest = hashlib.sha256()
-        for one in self._trained.values():
-            digest.update(numbers_of(one.parameter.detach(), one.name).reshape(-1).view(np.uint8).data)
-        return digest.hexdigest()
+        """Return a hash of the trained parameters. All ranks of a DTensor call this, and the next two."""
+        return hashed({one.name: one.parameter for one in self._trained.values()})
+
+    def frozen(self) -> str:
+        """Return a hash of the parameters that are not trained."""
+        return hashed(self._frozen())
+
+    def buffers(self) -> str:
+        """Return a hash of the model's own buffers."""
+        return hashed(kept_buffers(self._model))
+
+    def _frozen(self) -> dict[str, Any]:
+        """Return the parameters that were frozen when the accumulator was made."""
+        trained = {one.name for one in self._trained.values()}
+        return {name: one for name, one in named_parameters(self._model).items() if name not in trained}
 
     def gradients(self) -> dict[str, Any]:
         """Return the gradients that are not None."""

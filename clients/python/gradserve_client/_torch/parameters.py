@@ -37,8 +37,8 @@ class Trained:
         self._sparse = _sparse_form(parameter) or ({"sparse_dim": 1} if is_sparse else None)
         """How the gradient is sparse: at first as the parameter or its module says, then as the last gradient was."""
         self._last_dtype = parameter.dtype
-        if (refusal := _refusal(parameter)) is not None:
-            raise InvalidInput(f"{name!r} {refusal}")
+        if (fault := fault_of(parameter)) is not None:
+            raise InvalidInput(f"{name!r} {fault}")
         if self.dtype not in _SUM_DTYPES:
             known = ", ".join(map(dtype_name, _SUM_DTYPES))
             raise InvalidInput(f"{name!r} is {self.dtype}, but must be one of {known}", code="dtype_mismatch")
@@ -78,7 +78,7 @@ class Trained:
         found = tensor_of(numbers, self.dtype)
         if self._sparse is not None:
             return found.to(self.parameter.device, self.dtype).to_sparse(**self._sparse)
-        if _is_distributed(self.parameter):
+        if is_distributed(self.parameter):
             return distributed(found.to(self.parameter.device, self.dtype), self.parameter)
         return torch.empty_like(self.parameter, dtype=self.dtype, requires_grad=False).copy_(found)
 
@@ -95,7 +95,7 @@ def numbers_of(tensor: Any, name: str, wire: Any = None) -> Array:
 
     It is not wider than `wire`, unless a finite number would become infinite.
     """
-    if _is_distributed(tensor):
+    if is_distributed(tensor):
         tensor = tensor.full_tensor()
     tensor = tensor.to_dense()
     if tensor.is_complex():
@@ -125,7 +125,7 @@ def tensor_of(numbers: Array, dtype: Any) -> Any:
 
 def distributed(tensor: Any, like: Any) -> Any:
     """Return the whole tensor as a DTensor that is divided like another, if that is a DTensor. Ranks send nothing."""
-    if not _is_distributed(like):
+    if not is_distributed(like):
         return tensor
     return _distributed().distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
@@ -168,7 +168,7 @@ def changed(change: str) -> InvalidInput:
     return InvalidInput(f"{change} when this accumulator was made; make a new one, with another run")
 
 
-def _refusal(parameter: Any) -> str | None:
+def fault_of(parameter: Any) -> str | None:
     """Return why the gradient of this parameter cannot be accumulated, and what to do."""
     if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
         return "is lazy and has no shape yet: call the model on a sample first"
@@ -176,7 +176,7 @@ def _refusal(parameter: Any) -> str | None:
         return "is on the meta device and has no data: give it data first, as with model.to_empty(device='cpu')"
     if hasattr(parameter, "ds_tensor"):
         return "is partitioned by DeepSpeed: use ZeRO stage 2 or lower, or torch.distributed.fsdp.fully_shard"
-    if _is_distributed(parameter):
+    if is_distributed(parameter):
         if "src_data_rank" not in inspect.signature(_distributed().distribute_tensor).parameters:
             return f"is a DTensor, which needs PyTorch 2.7 or later, not {torch.__version__}"
         return None
@@ -188,7 +188,7 @@ def _refusal(parameter: Any) -> str | None:
     return None
 
 
-def _is_distributed(tensor: Any) -> bool:
+def is_distributed(tensor: Any) -> bool:
     return _distributed() is not None and isinstance(tensor, _distributed().DTensor)
 
 

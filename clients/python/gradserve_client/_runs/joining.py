@@ -1,0 +1,44 @@
+"""How a worker comes to a run: with the run's weights, or without."""
+
+from __future__ import annotations
+
+from gradserve_client._runs.register import FirstWorker
+from gradserve_client.errors import Conflict
+
+
+class Joining:
+    """What a worker has said about its weights.
+
+    In epoch 0 they are compared with the first worker's. Later they must come from the run, unless the worker cares for
+    them itself (`start="any"`).
+    """
+
+    def __init__(self, first: FirstWorker, prefix: str, epoch: int, *, cares: bool) -> None:
+        self._first, self._prefix, self._cares = first, prefix, cares
+        self._has_weights = cares or epoch == 0
+        self._must_compare = False
+
+    def loads(self) -> None:
+        """Note that the worker goes on from its own checkpoint."""
+        self._has_weights, self._must_compare = True, not self._cares
+
+    def receives(self) -> None:
+        """Note that the worker has the parameters of another."""
+        self._has_weights, self._must_compare = True, False
+
+    def check(self, epoch: int) -> None:
+        """Raise `Conflict` if what the worker sends in this epoch may come from other weights than the run's."""
+        if not self._has_weights:
+            raise Conflict(
+                f"This run is in epoch {epoch}, and this worker has other weights: call load_state_dict() with the"
+                " worker's last state, or broadcast_parameters(send=False) while another worker sends, or give"
+                f" start='any' if its weights are right; {new_run(self._prefix)}"
+            )
+        if self._must_compare:
+            self._first.check_frozen()
+            self._must_compare = False
+
+
+def new_run(prefix: str) -> str:
+    """Return the part of an error that says how to begin from nothing."""
+    return f"for a new run, give another run=, or delete this one: server.buffers.delete(prefix={prefix!r})"
