@@ -214,13 +214,19 @@ def test_the_schema_shows_a_sparse_gradient(http: httpx.Client) -> None:
 parts = st.fixed_dictionaries({}, optional={"indices": tensors, "rows": tensors, "data": tensors})
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.sampled_from(["gradient", "a", "a/rows", "é"]), parts | tensors, max_size=3), st.booleans())
-def test_strange_sparse_gradients_get_a_receipt_or_a_problem(client: httpx.Client, body: Any, many: bool) -> None:
+@pytest.fixture
+def held(client: httpx.Client) -> httpx.Client:
+    """Return a client of a server with two buffers."""
     for name in ("gradient", "a"):
         client.put(f"/v1/buffers/{name}", json={"shape": [2, 2]})
+    return client
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(["gradient", "a", "a/rows", "é"]), parts | tensors, max_size=3), st.booleans())
+def test_strange_sparse_gradients_get_a_receipt_or_a_problem(held: httpx.Client, body: Any, many: bool) -> None:
     path = "accumulate" if many else "a/accumulate"
     content = json.dumps(body)
-    answer = client.post(f"/v1/buffers/{path}", content=content, headers={"Content-Type": "application/json"})
+    answer = held.post(f"/v1/buffers/{path}", content=content, headers={"Content-Type": "application/json"})
     if answer.status_code != 200:
         check(answer)
