@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +31,7 @@ from tests.api.calls import (
     state,
     value,
 )
+from tests.commands import called
 from tests.serving import assert_problem, serving
 
 # ----- create -----
@@ -452,14 +450,14 @@ def test_one_of_several_clients_with_the_same_etag_wins(http: httpx.Client, pool
 # ----- the store -----
 
 
-def test_several_workers_cannot_use_the_memory_store() -> None:
-    environment = {**os.environ, "GRADSERVE_WORKERS": "2", "GRADSERVE_STORE": "memory:", "GRADSERVE_PORT": "0"}
-    command = [sys.executable, "-m", "service", "serve"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode != 0
+def test_several_workers_cannot_use_the_memory_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSERVE_WORKERS", "2")
+    monkeypatch.setenv("GRADSERVE_STORE", "memory:")
+    status, _, said = called("serve", "--port", "0")
+    assert status != 0
     for word in ("GRADSERVE_STORE", "memory:", "GRADSERVE_WORKERS", "2", "lmdb:"):
-        assert word in done.stderr
-    assert "Traceback" not in done.stderr
+        assert word in said
+    assert "Traceback" not in said
 
 
 def test_buffers_outlive_the_server(tmp_path: Path) -> None:
