@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := -m pip install --quiet --editable
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 IN_FOUR := -n 4 --dist worksteal
-HEAVY := dashboard examples faults clients/torch $(addsuffix .py,\
+HEAVY := dashboard examples faults clients/torch clients/arrays $(addsuffix .py,\
   $(addprefix test_,transfer transfer_postgres doctor doctor_postgres) $(addprefix kernels/test_,gru blocks properties) \
   $(addprefix buffers/test_,state_machine room lmdb_map lmdb_pages) $(addprefix api/test_,fuzz schema) \
   codecs/test_same_bits)
@@ -51,12 +51,14 @@ fuzz: $(VENV)/.dev  ## decode damaged and compressed bodies for SECONDS=60, then
 	$(BIN)/python -m tests.fuzz.decoders --seconds $(SECONDS)
 	GRADSERVE_FUZZ=100 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/api/test_schema.py tests/api/test_fuzz.py tests/buffers/test_state_machine.py tests/faults/test_state_machine.py
 
-examples: $(VENV)/.dev  ## train through the service: processes that share, join and die, a GRU, a bad network, local steps, a notebook
+examples: $(VENV)/.dev  ## train through the service: processes that share, join and die, a GRU, a bad network, local steps, JAX, scikit-learn, a notebook
 	$(BIN)/python examples/digits_data_parallel.py
 	$(BIN)/python examples/gru_rows.py
 	$(BIN)/python examples/torch_micro_batches.py
 	$(BIN)/python examples/elastic_workers.py
 	$(BIN)/python examples/local_sgd.py
+	$(BIN)/python examples/jax_digits.py
+	$(BIN)/python examples/sklearn_logistic.py
 	$(BIN)/jupyter execute examples/quickstart.ipynb
 
 up:  ## build and start the containers: gradserve behind nginx on 127.0.0.1:8080 (GRADSERVE_LISTEN)

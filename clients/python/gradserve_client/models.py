@@ -234,7 +234,7 @@ class Pushed:
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """The epoch of a pull of `gradserve_client.torch.GradientAccumulator`."""
+    """The epoch of a pull of a `GradientAccumulator`."""
 
     epoch: int
     count: int

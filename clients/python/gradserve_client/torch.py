@@ -11,7 +11,7 @@ from gradserve_client._torch.model import Model
 from gradserve_client._torch.parameters import HALF_DTYPES
 from gradserve_client._torch.state import State
 from gradserve_client._wire.arguments import check_choice
-from gradserve_client.errors import InvalidInput
+from gradserve_client.errors import InvalidInput, KeyReused
 from gradserve_client.models import Pulled, Pushed
 
 __all__ = ["GradientAccumulator", "Pulled", "Pushed"]
@@ -105,7 +105,13 @@ class GradientAccumulator(Accumulator[torch.nn.Module, torch.dtype]):
                 "No parameter has a gradient: call push after backward, once; without data, push(weight=0) counts for"
                 " the quorum"
             )
-        return self._push(gradients, weight, scale, wait=wait)
+        try:
+            pushed = self._push(gradients, weight, scale, wait=wait)
+        except KeyReused:
+            self._model.clear({})
+            raise
+        self._model.clear(gradients)
+        return pushed
 
     def pull(self) -> Pulled:
         """Set the gradients to the weighted mean of the epoch, and begin the next epoch.

@@ -18,7 +18,7 @@ from gradserve_client._runs.sums import Summed, Sums, explained
 from gradserve_client._wire.arguments import as_contributor, check_choice
 from gradserve_client._wire.specs import Reduce, rules_json
 from gradserve_client.client import Client
-from gradserve_client.errors import Conflict, EpochGone, EpochOpen, InvalidInput, KeyReused, NothingToAverage, mistaken
+from gradserve_client.errors import Conflict, EpochGone, EpochOpen, InvalidInput, NothingToAverage, mistaken
 from gradserve_client.models import BufferRules, Pulled, Pushed
 
 MOST_PUSHES = 10**9
@@ -114,14 +114,7 @@ class Accumulator(Generic[M, D]):
         numbers, used = self._model.numbers(gradients, weight)
         push = partial(self._pushes.add, numbers, used, weight=weight, scale=scale)
         if wait:
-            try:
-                pushed = push()
-            except KeyReused:
-                self._model.clear({})
-                raise
-            self._model.clear(gradients)
-            return pushed
-        self._model.clear(gradients)
+            return push()
         self._pushes.start(push)
         return None
 

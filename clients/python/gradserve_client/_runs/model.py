@@ -32,9 +32,6 @@ class Model(Protocol):
     def numbers(self, gradients: Mapping[str, Any], weight: float) -> tuple[dict[str, Gradient], set[str]]:
         """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""
 
-    def clear(self, sent: Mapping[str, Any]) -> None:
-        """Forget the gradients after these were sent."""
-
 
 class State(Protocol):
     """All that a model has, also what is not trained, in buffers."""

@@ -76,6 +76,15 @@ class Layout:
         """The buffers by their names."""
         return {name: part for some in self._parts.values() for name, part in some.items()}
 
+    def numbers(self, wholes: Mapping[str, Gradient]) -> tuple[dict[str, Gradient], set[str]]:
+        """Return the numbers of all buffers, and the buffers of these arrays. The other buffers get zero."""
+        zero: Gradient = np.zeros((), np.float32)  # broadcasts to every shape
+        numbers, used = dict.fromkeys(self.parts, zero), set[str]()
+        for name, whole in wholes.items():
+            numbers |= self.divided(name, whole)
+            used |= self.names(name)
+        return numbers, used
+
     def names(self, name: str) -> Set[str]:
         """Return the buffers of an array."""
         return self._parts[name].keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -48,6 +48,10 @@ class Summed:
     """Whether all pushes had gradients of the same scale."""
     weights_cancel: bool = False
     """Whether there is no mean, because the weights of gradients sum to 0, up to rounding."""
+
+    def has(self, names: Set[str], *, zeros: bool) -> bool:
+        """Return whether these buffers have values, and got a gradient unless `zeros` will do."""
+        return self.values.keys() >= names and (zeros or not self.used.isdisjoint(names))
 
     def enter(self, one: Round, found: Mapping[str, Read], reduce: Reduce) -> None:
         """Add what was read of a round: sums or means. A tally of weights that sum to 0 is a sum."""

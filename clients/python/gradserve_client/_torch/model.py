@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from gradserve_client._runs.names import buffer_name
 from gradserve_client._runs.parts import Layout, Part
 from gradserve_client._runs.sums import Summed
@@ -66,16 +64,10 @@ class Model:
 
     def numbers(self, gradients: Mapping[str, Any], weight: float) -> tuple[dict[str, Gradient], set[str]]:
         """Return the numbers of all buffers, and the buffers that have a gradient. Weight 0 has none."""
-        zero: Gradient = np.zeros((), np.float32)  # broadcasts to every shape
-        numbers, used = dict.fromkeys(self.parts, zero), set[str]()
-        for name, gradient in gradients.items():
-            whole = gradient_of(
-                gradient, self._trained[name].name, self._wire
-            )  # at weight 0 too: all ranks of a DTensor do this
-            if weight:
-                numbers |= self._layout.divided(name, whole)
-                used |= self._layout.names(name)
-        return numbers, used
+        wholes = {  # at weight 0 too: all ranks of a DTensor do this
+            name: gradient_of(gradient, self._trained[name].name, self._wire) for name, gradient in gradients.items()
+        }
+        return self._layout.numbers(wholes if weight else {})
 
     def clear(self, sent: Mapping[str, Any]) -> None:
         """Set the gradients to None after these were sent."""
@@ -95,8 +87,7 @@ class Model:
         )
 
     def _gradient(self, name: str, one: Trained, summed: Summed, zeros: bool) -> Any:
-        names = self._layout.names(name)
-        if not (summed.values.keys() >= names and (zeros or summed.used & names)):
+        if not summed.has(self._layout.names(name), zeros=zeros):
             return None
         return one.gradient(self._layout.joined(name, summed.values).reshape(one.shape))
 

@@ -1,0 +1,1 @@
+"""Trees of NumPy and JAX arrays as buffers."""

@@ -1,0 +1,67 @@
+"""All arrays of a tree as numbers, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradserve_client._arrays.leaves import FLOAT_DTYPES, Leaf, leaves, numbers_of
+from gradserve_client._arrays.tree import filled, flattened
+from gradserve_client._runs.parts import Layout, Part
+from gradserve_client._wire.tensors import Array
+from gradserve_client.errors import InvalidInput
+from gradserve_client.rows import Gradient
+
+
+class State:
+    """The arrays of a tree, in parts of at most `limit` bytes. Integers travel as float64."""
+
+    def __init__(self, nest: Any, prefix: str, limit: int) -> None:
+        self.nest = nest
+        """The tree; after `set`, a tree with other arrays."""
+        self._tree, self._arrays = flattened(nest)
+        self._leaves = leaves(self._arrays, prefix)
+        self._layout = Layout(
+            {name: Part(leaf.shape, _sent_dtype(leaf), None) for name, leaf in self._leaves.items()}, limit
+        )
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The buffers on the server by their names."""
+        return self._layout.parts
+
+    def numbers(self) -> dict[str, Gradient]:
+        """Return the numbers of all parts. Raises `InvalidInput` for integers beyond 2**53."""
+        numbers: dict[str, Gradient] = {}
+        for name, leaf in self._leaves.items():
+            numbers |= self._layout.divided(name, _numbers(self._arrays[leaf.name], leaf))
+        return numbers
+
+    def set(self, numbers: Mapping[str, Array]) -> None:
+        """Make a tree of these numbers."""
+        rest = dict(numbers)
+        self.nest = filled(
+            self._tree,
+            {leaf.name: leaf.restored(self._layout.joined(name, rest)) for name, leaf in self._leaves.items()},
+        )
+
+
+def _sent_dtype(leaf: Leaf) -> str:
+    if leaf.real_dtype.name in FLOAT_DTYPES:
+        return leaf.real_dtype.name
+    if leaf.dtype.kind not in "biu":
+        raise InvalidInput(f"{leaf.name!r} is {leaf.dtype}, which cannot be sent", code="dtype_mismatch")
+    return "float64"
+
+
+def _numbers(array: Any, leaf: Leaf) -> Array:
+    if leaf.real_dtype.name in FLOAT_DTYPES:
+        return numbers_of(array, repr(leaf.name))
+    whole = np.asarray(array)
+    wide = whole.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        if not np.array_equal(wide.astype(whole.dtype), whole):
+            raise InvalidInput(f"{leaf.name!r} has integers beyond 2**53, which float64 cannot hold")
+    return wide
