@@ -14,6 +14,7 @@ from service.buffers.epochs import described
 from service.buffers.gradients import Dense, Gradient, Rows, adds_nothing, check_norm
 from service.buffers.names import BufferName
 from service.buffers.record import Receipt, Record, Spec, unknown_buffer
+from service.buffers.specs import contradiction
 from service.buffers.transaction import Transaction
 from service.dtypes import Array, DType, compute_dtype
 from service.errors import (
@@ -69,8 +70,8 @@ class Create(Change):
         if record is None:
             if self.match is not None:
                 raise PreconditionFailed(f"There is no buffer {self.name!r}, but If-Match needs one", buffer=self.name)
-            if self.refusal is not None:
-                raise self.refusal
+            if (refusal := self.refusal or contradiction(self.spec)) is not None:
+                raise refusal
             return
         super().admit(record)
         if self.unless & record.tags:
@@ -222,9 +223,7 @@ class Take(Change):
             raise TooFewGradients(
                 f"The count of {self.name!r} is {record.count} in epoch {record.epoch}, but min_count is"
                 f" {self.min_count}{described(record.missing or ())}",
-                buffer=self.name,
-                epoch=record.epoch,
-                count=record.count,
+                **record.progress(),
                 min_count=self.min_count,
             )
         if self.mean and not record.weight:

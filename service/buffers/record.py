@@ -19,6 +19,10 @@ Receipt: TypeAlias = dict[str, Any]
 The receipt of a closed epoch also has closed_by and contributors."""
 
 
+WEIGHT_ROUNDING = 1e-9
+"""The relative part of `quorum_weight` that may be missing: ten shares of 0.1 sum to a little less than 1."""
+
+
 def too_many(count: int, limit: int) -> TooManyBuffers:
     """Return the error of a namespace that has as many buffers as it may."""
     problem = f"The namespace has {count} buffers; the limit is {limit} (GRADSERVE_MAX_BUFFERS): delete some first"
@@ -91,7 +95,7 @@ class Record:
         spec = self.spec
         if spec.quorum is not None and self.count >= spec.quorum:
             return "quorum"
-        if spec.quorum_weight is not None and self.weight >= spec.quorum_weight:
+        if spec.quorum_weight is not None and self.weight >= spec.quorum_weight * (1 - WEIGHT_ROUNDING):
             return "quorum"
         return "deadline" if self.began is not None and (self.due or math.inf) <= now else None
 
@@ -100,6 +104,12 @@ class Record:
         """The expected contributors that the running epoch lacks; None if the buffer expects nobody."""
         expected = self.spec.contributors
         return None if expected is None else [name for name in expected if name not in self.contributors_in]
+
+    def progress(self) -> dict[str, Any]:
+        """Return what an error says of an epoch that is not complete."""
+        wanted = {"quorum": self.spec.quorum, "missing": self.missing}
+        known = {name: value for name, value in wanted.items() if value is not None}
+        return {"buffer": self.name, "epoch": self.epoch, "count": self.count, **known}
 
     @property
     def expires(self) -> float | None:
@@ -121,16 +131,13 @@ class Record:
     def closed_epoch(self, epoch: int) -> Closed:
         """Return the closed epoch. Raises `EpochOpen` if it has not closed, and `EpochGone` if it is no longer kept."""
         if epoch >= self.epoch:
-            spec, missing = self.spec, self.missing
+            spec = self.spec
             raise EpochOpen(
                 f"Epoch {epoch} of {self.name!r} has not closed: the buffer is in epoch {self.epoch},"
                 f" whose count is {self.count}{'' if spec.quorum is None else f' of {spec.quorum}'}"
                 f"{'' if spec.quorum_weight is None else f', and its weight {self.weight} of {spec.quorum_weight}'}"
-                f"{described(missing or ())}",
-                buffer=self.name,
-                epoch=self.epoch,
-                count=self.count,
-                **{name: value for name, value in (("quorum", spec.quorum), ("missing", missing)) if value is not None},
+                f"{described(self.missing or ())}",
+                **self.progress(),
             )
         for closed in self.closed:
             if closed.epoch == epoch:

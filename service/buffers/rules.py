@@ -13,6 +13,7 @@ from service.buffers.epochs import check_contributor
 from service.buffers.names import BufferName
 from service.buffers.packed import spec_of
 from service.buffers.record import Receipt, Record, Spec
+from service.buffers.specs import contradiction
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
 from service.errors import InvalidParameter, shown
@@ -48,7 +49,8 @@ def check_rules(spec: Spec) -> None:
 class SetRules(Change):
     """Replace some rules of the buffer. A rule that the running epoch fulfils already closes it.
 
-    A deadline counts from the first add of the running epoch; if the buffer had none, from this change.
+    A deadline counts from the first add of the running epoch; if the buffer had none, from this change. Rules that
+    contradict each other are refused, unless those of the buffer do already, which an older version has allowed.
     """
 
     rules: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +61,10 @@ class SetRules(Change):
     def admit(self, record: Record | None) -> None:
         super().admit(record)
         assert record is not None
-        check_rules(replace(record.spec, **self.rules))
+        spec = replace(record.spec, **self.rules)
+        check_rules(spec)
+        if (refusal := contradiction(spec)) is not None and contradiction(record.spec) is None:
+            raise refusal
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         spec, closed = replace(record.spec, **self.rules), None

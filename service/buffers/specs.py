@@ -13,6 +13,7 @@ import orjson
 
 from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEEP, MAX_QUORUM, MAX_TTL_SECONDS
 from service.dtypes import NAMES, DType
+from service.errors import InvalidParameter
 from service.host.documents import is_number
 
 Nonfinite: TypeAlias = Literal["allow", "reject"]
@@ -83,7 +84,9 @@ class Spec:
         ),
     ] = None
     min_count: Annotated[int, _whole("Gradients without which the deadline closes no epoch.", MAX_QUORUM)] = 1
-    quorum_weight: Annotated[float | None, _positive("Sum of the weights with which an epoch closes by itself.")] = None
+    quorum_weight: Annotated[
+        float | None, _positive("Sum of the weights with which an epoch closes by itself, up to rounding.")
+    ] = None
     contributors: Annotated[
         tuple[str, ...] | None,
         _names(
@@ -119,6 +122,24 @@ class Spec:
     def closes_itself(self) -> bool:
         """Whether epochs close without a take: then every client may read them."""
         return (self.quorum, self.quorum_weight, self.deadline_seconds) != (None, None, None)
+
+
+def contradiction(spec: Spec) -> InvalidParameter | None:
+    """Return why the rules cannot mean what they say, None if they can. An older version has allowed such rules."""
+    quorum, least, names = spec.quorum, spec.min_count, spec.contributors
+    if least > 1 and spec.deadline_seconds is None:
+        problem = f"min_count is {least}, but only a deadline asks for it: set deadline_seconds, or min_count 1"
+        return InvalidParameter(problem, parameter="min_count")
+    if quorum is not None and least > quorum:
+        problem = f"min_count is {least}, but the quorum of {quorum} closes an epoch before: set {quorum} or less"
+        return InvalidParameter(problem, parameter="min_count")
+    if quorum is not None and names is not None and quorum > (adds := len(names) * spec.per_contributor):
+        problem = (
+            f"quorum is {quorum}, but the expected contributors add {adds} gradients to an epoch at most:"
+            f" {len(names)} of them, {spec.per_contributor} each (per_contributor)"
+        )
+        return InvalidParameter(problem, parameter="quorum")
+    return None
 
 
 _ALWAYS = {"shape", "dtype", "nonfinite", "quorum", "keep", "ttl_seconds"}

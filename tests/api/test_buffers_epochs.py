@@ -62,13 +62,17 @@ def test_a_request_without_a_body_may_have_any_content_type(http: httpx.Client, 
 
 
 def test_take_needs_min_count(http: httpx.Client) -> None:
-    name = create(http)
-    add(http, name, [1, 2])
+    name = create(http, contributors=["x", "y"], per_contributor=2, quorum=3)
+    add(http, name, [1, 2], contributor="x")
     before = state(http, name)
     for params in ({}, {"timeout": 0.05}):
         problem = assert_problem(post(http, name, "take", min_count=2, **params), 409, "too_few_gradients", name, "2")
         assert (problem["buffer"], problem["epoch"], problem["count"]) == (name, 0, 1)
     assert state(http, name) == before
+    many = http.post("/v1/buffers/take", json=naming(name), params={"min_count": 2})
+    for answer in (post(http, name, "take", min_count=2), many):
+        problem = assert_problem(answer, 409, "too_few_gradients", "y is missing")
+        assert (problem["missing"], problem["quorum"], problem["min_count"]) == (["y"], 3, 2)
     assert ok(post(http, name, "take", min_count=1))["count"] == 1
     assert ok(post(http, name, "take", min_count=0))["count"] == 0
 

@@ -187,6 +187,9 @@ BAD_RULES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a long name": ({"contributors": ["x" * 101]}, ("contributors", "100")),
     "a name twice": ({"contributors": ["a", "b", "a"]}, ("contributors", "'a' 2 times")),
     "too many names": ({"contributors": [str(number) for number in range(1001)]}, ("contributors", "1000")),
+    "a count without a deadline": ({"min_count": 2}, ("min_count", "2", "deadline")),
+    "a count above the quorum": ({"min_count": 5, "quorum": 2, "deadline_seconds": 9}, ("min_count", "5", "2")),
+    "more than the contributors": ({"quorum": 3, "contributors": ["a", "b"]}, ("quorum", "3", "2 of them, 1 each")),
     "not even one": ({"per_contributor": 0}, ("per_contributor", "0")),
 }
 
@@ -213,7 +216,7 @@ def test_more_contributors_than_are_kept_are_refused(http: httpx.Client) -> None
 def test_rules_are_changed(http: httpx.Client) -> None:
     name = create(http, quorum=5)
     add(http, name, [1, 2])
-    answer = patch(http, name, quorum=4, contributors=["x"], ttl_seconds=500)
+    answer = patch(http, name, quorum=4, contributors=["x"], per_contributor=4, ttl_seconds=500)
     known = ok(answer)
     assert known == metadata(http, name)
     assert (known["quorum"], known["contributors"], known["ttl_seconds"], known["count"]) == (4, ["x"], 500, 1)

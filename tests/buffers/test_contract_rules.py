@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from service import errors
-from service.buffers.changes import Add, Create, Delete, Take, Zero
+from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
 from service.buffers.epochs import MAX_CONTRIBUTORS, MAX_KEPT_CONTRIBUTORS
+from service.buffers.names import BufferName
+from service.buffers.record import Record
 from service.buffers.rules import CloseIfDue, SetRules
 from service.buffers.store import Store
 from tests.buffers.calls import add, create, do, fails_alone, key, ones, spec, value
@@ -54,7 +57,13 @@ def test_contributors_are_listed(store: Store) -> None:
 def test_too_few_gradients_names_the_missing(store: Store) -> None:
     create(store, "a", contributors=("x", "y"))
     add(store, "a", [1, 2], contributor="x")
-    assert fails_alone(store, errors.TooFewGradients, Take(name="a", min_count=2)).detail.endswith("; y is missing")
+    error = fails_alone(store, errors.TooFewGradients, Take(name="a", min_count=2))
+    assert error.detail.endswith("; y is missing")
+    assert error.context == {"buffer": "a", "epoch": 0, "count": 1, "min_count": 2, "missing": ["y"]}
+    do(store, SetRules(name="a", rules={"quorum": 2}))
+    create(store, "b", quorum=3)
+    error = fails_alone(store, errors.TooFewGradients, Take(name="a"), Take(name="b", min_count=2))
+    assert error.context == {"buffer": "b", "epoch": 0, "count": 0, "min_count": 2, "quorum": 3}
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -140,6 +149,21 @@ def test_the_quorum_of_weight_closes_the_epoch(store: Store) -> None:
     receipt = add(store, "a", [1, 2], weight=5.0)
     assert (receipt["closed"], receipt["closed_by"], receipt["count"], receipt["weight"]) == (True, "quorum", 2, 11.0)
     assert value(store, "a", 0).tolist() == [11, 22]
+
+
+@pytest.mark.parametrize(("shares", "whole"), [([0.1] * 10, 1.0), ([1e300 / 7] * 7, 1e300), ([0.7, 0.2, 0.1], 1.0)])
+def test_shares_of_a_whole_reach_the_quorum_of_weight(store: Store, shares: list[float], whole: float) -> None:
+    """Up to rounding, and not before the last share."""
+    create(store, "a", dtype="float64", quorum_weight=whole)
+    closed = [add(store, "a", [0, 0], weight=share)["closed"] for share in shares]
+    assert closed == [False] * (len(shares) - 1) + [True]
+
+
+def test_a_weight_that_is_a_billionth_short_does_not_reach_the_quorum(store: Store) -> None:
+    create(store, "a", quorum_weight=2.0)
+    assert not add(store, "a", [0, 0], weight=2 - 3e-9)["closed"]
+    do(store, SetRules(name="a", rules={"quorum_weight": 2 - 2e-9}))
+    assert store.record("a").epoch == 1
 
 
 # ----- deadlines -----
@@ -274,6 +298,7 @@ def test_rules_are_set(store: Store, clock: Clock) -> None:
     clock.advance(3)
     rules: dict[str, Any] = {
         "quorum": 3,
+        "deadline_seconds": 99.0,
         "min_count": 2,
         "contributors": ("x",),
         "per_contributor": 4,
@@ -289,8 +314,67 @@ def test_rules_are_set(store: Store, clock: Clock) -> None:
     assert add(store, "a", [1, 2])["closed_by"] == "quorum"
 
 
+CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"min_count": 2}, "min_count", "min_count is 2, but only a deadline asks for it"),
+    ({"min_count": 2, "quorum": 2}, "min_count", "min_count is 2, but only a deadline"),
+    ({"min_count": 5, "quorum": 2, "deadline_seconds": 9.0}, "min_count", "is 5, but the quorum of 2 closes an epoch"),
+    ({"quorum": 3, "contributors": ("x", "y")}, "quorum", "is 3, but the expected contributors add 2 .*: 2 of them, 1"),
+    (
+        {"quorum": 7, "contributors": ("x", "y"), "per_contributor": 3},
+        "quorum",
+        "add 6 gradients .*: 2 of them, 3 each",
+    ),
+]
+"""Rules that cannot mean what they say, the parameter that the error names, and its words."""
+
+
+@pytest.mark.parametrize(("rules", "parameter", "words"), CONTRADICTIONS)
+def test_rules_that_contradict_each_other_are_refused(
+    store: Store, rules: dict[str, Any], parameter: str, words: str
+) -> None:
+    create(store, "a")
+    for change in (SetRules(name="a", rules=rules), Create(name="new", spec=spec(**rules))):
+        error = fails_alone(store, errors.InvalidParameter, change)
+        assert error.context["parameter"] == parameter
+        assert re.search(words, error.detail)
+    name, rule = [*rules.items()][0]
+    others = {key: value for key, value in rules.items() if key != name}
+    if name != "min_count":  # whose others mean something
+        do(store, SetRules(name="a", rules=others))
+        fails_alone(store, errors.InvalidParameter, SetRules(name="a", rules={name: rule}))
+
+
 @pytest.mark.parametrize(
-    ("rules", "by"), [({"quorum": 2}, "quorum"), ({"quorum_weight": 1.5}, "quorum"), ({"min_count": 2}, "deadline")]
+    "rules",
+    [
+        {"min_count": 2, "quorum": 2, "deadline_seconds": 9.0},
+        {"min_count": 5, "quorum_weight": 2.0, "deadline_seconds": 9.0},
+        {"quorum": 6, "contributors": ("x", "y"), "per_contributor": 3},
+        {"quorum": 2, "contributors": ("x", "y", "z")},
+    ],
+)
+def test_rules_on_the_brink_are_taken(store: Store, rules: dict[str, Any]) -> None:
+    create(store, "a", **rules)
+    create(store, "b")
+    do(store, SetRules(name="b", rules=rules))
+    assert store.record("b").spec == store.record("a").spec
+
+
+@pytest.mark.parametrize("rules", [rules for rules, _, _ in CONTRADICTIONS])
+def test_a_buffer_of_an_older_version_keeps_its_contradicting_rules(store: Store, rules: dict[str, Any]) -> None:
+    old = Record(BufferName("", "a"), spec(**rules), 1, 1.0, 1.0)
+    do(store, Restore(name="a", record=old, value=ones(2)))
+    do(store, Create(name="a", spec=spec(**rules)))
+    assert do(store, SetRules(name="a", rules={"ttl_seconds": 1e6})).receipts["a"]["ttl_seconds"] == 1e6
+    assert add(store, "a", [1, 2])["count"] == 1
+    assert value(store, "a").tolist() == [2, 3]
+    do(store, SetRules(name="a", rules={"min_count": 1, "quorum": None}))
+    fails_alone(store, errors.InvalidParameter, SetRules(name="a", rules=rules))
+
+
+@pytest.mark.parametrize(
+    ("rules", "by"),
+    [({"quorum": 2, "min_count": 1}, "quorum"), ({"quorum_weight": 1.5}, "quorum"), ({"min_count": 2}, "deadline")],
 )
 def test_a_rule_that_is_fulfilled_closes_the_epoch(store: Store, clock: Clock, rules: dict[str, Any], by: str) -> None:
     create(store, "a", quorum=5, deadline_seconds=10.0, min_count=3)

@@ -55,6 +55,15 @@ def test_valid_metadata_is_restored(tmp_path: Path, clock: Clock) -> None:
     assert value(store, "b").tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("rules", [{"min_count": 2}, {"quorum": 9, "contributors": ["x"]}])
+def test_rules_that_an_older_version_has_allowed_are_restored(
+    tmp_path: Path, clock: Clock, rules: dict[str, Any]
+) -> None:
+    store = open_memory(clock)
+    restore(store, read(saved(tmp_path, json.dumps({"a": with_rules(**rules), "b": STATE})), LIMITS, 200))
+    assert store.record("a").spec.as_json() == {**RULES, **LATER, **rules}
+
+
 def test_a_running_epoch_is_restored(tmp_path: Path, clock: Clock) -> None:
     """Its contributors are in it, and its deadline counts on: if it is over, the epoch closes at once."""
     state = {**with_rules(deadline_seconds=5.0, ttl_seconds=None), "began": clock.now - 4, "contributors": {"x": 2}}

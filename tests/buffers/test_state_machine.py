@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class Buffer:
         spec = self.spec
         if spec.quorum is not None and self.count >= spec.quorum:
             return "quorum"
-        if spec.quorum_weight is not None and self.weight >= spec.quorum_weight:
+        if spec.quorum_weight is not None and self.weight >= spec.quorum_weight * (1 - 1e-9):
             return "quorum"
         return "deadline" if self.due is not None and self.due <= now else None
 
@@ -183,12 +184,16 @@ class Model:
     def _check(self, change: Change, buffer: Buffer | None) -> None:
         if buffer is None:
             if isinstance(change, Create) and change.match is None:
+                if _contradicts(change.spec):
+                    raise RefusedError("invalid_parameter")
                 return
             raise RefusedError("precondition_failed" if isinstance(change, Create) else "unknown_buffer")
         if change.match is not None and f'"{buffer.epoch}-{buffer.version}"' not in change.match:
             raise RefusedError("precondition_failed")
         if isinstance(change, Create) and change.spec != buffer.spec:
             raise RefusedError("buffer_exists")
+        if isinstance(change, SetRules) and _contradicts(replace(buffer.spec, **change.rules)):
+            raise RefusedError("invalid_parameter")
         if isinstance(change, Take):
             if change.epoch not in (None, buffer.epoch):
                 raise RefusedError("stale_epoch")
@@ -255,6 +260,14 @@ class Model:
         if (reason := buffer.reason(now)) is not None:
             return buffer.close(name, reason), found
         return buffer.receipt(name), found
+
+
+def _contradicts(spec: Spec) -> bool:
+    """Return whether the rules cannot mean what they say."""
+    quorum = math.inf if spec.quorum is None else spec.quorum
+    counted = math.inf if spec.contributors is None else len(spec.contributors) * spec.per_contributor
+    least = 1 if spec.deadline_seconds is not None else spec.min_count
+    return least > 1 or spec.min_count > quorum or (spec.quorum is not None and quorum > counted)
 
 
 def _array(change: Add) -> Array:

@@ -132,7 +132,7 @@ def test_a_server_says_the_quorum_and_who_is_missing(url: str) -> None:
     with Client(url) as server:
         buffer = server.buffers["quorate"]
         try:
-            buffer.create(2, quorum=4, contributors=["rank0", "rank1"])
+            buffer.create(2, quorum=4, contributors=["rank0", "rank1"], per_contributor=2)
             buffer.accumulate([1, 2], contributor="rank1")
             with pytest.raises(EpochOpen) as caught:
                 buffer.value(epoch=0)

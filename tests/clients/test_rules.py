@@ -128,11 +128,14 @@ def test_an_open_epoch_says_who_is_missing(server: Any) -> None:
         lambda: w.value(epoch=0),
         lambda: w.info(epoch=0),
         lambda: server.buffers.value(["w"], epoch=0),
+        lambda: w.take(min_count=2),
+        lambda: server.buffers.take(["w"], min_count=2),
     ]
     for read in reads:
         with pytest.raises(EpochOpen, match="rank0 and rank2 are missing") as caught:
             read()
         assert caught.value.missing == ("rank0", "rank2")
+        assert caught.value.context["quorum"] == 3
     server.buffers["b"].create(2, quorum=1)
     with pytest.raises(EpochOpen) as caught:
         server.buffers["b"].value(epoch=0)
@@ -221,8 +224,10 @@ def test_every_rule_changes_and_goes_away(server: Any) -> None:
     gone = dict.fromkeys(
         ["quorum", "ttl_seconds", "deadline_seconds", "quorum_weight", "contributors", "max_norm"], None
     )
-    assert rules(w.set_rules(**gone)) == {**RULES, **gone}
-    assert w.set_rules(min_count=1).per_contributor == 3
+    with pytest.raises(InvalidInput, match="min_count is 2, but only a deadline asks for it"):
+        w.set_rules(**gone)
+    assert rules(w.set_rules(**gone, min_count=1)) == {**RULES, **gone, "min_count": 1}
+    assert w.set_rules(per_contributor=3).per_contributor == 3
     with pytest.raises(TypeError, match="unexpected keyword argument 'shape'"):
         w.set_rules(shape=3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'quorm'"):

@@ -50,7 +50,7 @@ class Buffer(BufferName):
         the `contributors`, and takes `per_contributor` gradients of each contributor, also of others.
 
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
-        is False, `TooManyBuffers`, and `InvalidInput`.
+        is False, `TooManyBuffers`, and `InvalidInput`, also for rules that contradict each other.
 
         >>> server.buffers["emb.weight"].create((30000, 256), quorum=8).bytes
         30720000

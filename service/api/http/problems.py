@@ -105,6 +105,7 @@ class Problem(BaseModel):
     buffers: list[str] = Field(default_factory=absent, description="The first 100 buffers that differ.")
     epoch: int = Field(default_factory=absent, description="The buffer's current epoch.")
     count: int = Field(default_factory=absent, description="The gradients in that epoch so far.")
+    quorum: int = Field(default_factory=absent)
     min_count: int = Field(default_factory=absent)
     norm: float | None = Field(default_factory=absent, description="The gradient's 2-norm; null if it is not finite.")
     max_norm: float = Field(default_factory=absent)

@@ -55,7 +55,7 @@ def test_an_epoch_ends_without_a_dead_and_without_a_slow_worker(
     assert_close(grads(slow_model), mean)
 
     for info in server.buffers.list(slow.prefix):
-        server.buffers[info.name].set_rules(deadline_seconds=None)  # a busy machine would need longer
+        server.buffers[info.name].set_rules(deadline_seconds=None, min_count=1)  # a busy machine would need longer
     for model, worker in several:
         backward(model, 3, 5)
         worker.push(weight=3)

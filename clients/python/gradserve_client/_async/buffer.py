@@ -51,7 +51,7 @@ class AsyncBuffer(BufferName):
         the `contributors`, and takes `per_contributor` gradients of each contributor, also of others.
 
         Raises `Conflict` if a different buffer of this name exists, `PreconditionFailed` if any exists and `exist_ok`
-        is False, `TooManyBuffers`, and `InvalidInput`.
+        is False, `TooManyBuffers`, and `InvalidInput`, also for rules that contradict each other.
         """
         spec = spec_json(shape, dtype=dtype, keep=keep, nonfinite=nonfinite, **rules)
         headers = {"Content-Type": JSON, **({} if exist_ok else {"If-None-Match": "*"})}

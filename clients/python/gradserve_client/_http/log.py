@@ -45,7 +45,7 @@ def _state(error: EpochOpen) -> str:
     known = error.context
     if "count" not in known:
         return error.detail
-    wanted = known.get("quorum", known.get("min_count"))
+    wanted = known.get("min_count", known.get("quorum"))
     state = f"epoch {known.get('epoch')}: {known['count']}{'' if wanted is None else f' of {wanted}'} in"
     return f"{state}, {_named(error.missing)} missing" if error.missing else state
 
