@@ -20,7 +20,7 @@ from tests.faults.servers import LONG, PATIENCE
 BUFFERS = 200
 DAYS = 10
 DAY_SECONDS = 86_400.0
-ADDS_A_DAY = 100_000 if LONG else 300
+ADDS_A_DAY = 100_000 if LONG else 150
 BATCH = 50
 ROOM_BYTES = (1 << 20) + 4 * ADDS_A_DAY * 600
 """The limit of the store, a quarter of it for keys. As JSON, the receipts of one add would take 45,000 bytes."""
