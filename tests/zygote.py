@@ -1,4 +1,4 @@
-"""A process that has imported the service once and forks servers from it, in a tenth of the time of the imports.
+"""Processes that have imported much once, and fork servers or scripts from it, in a tenth of the time of the imports.
 
 The servers fork their worker processes, too.
 """
@@ -23,11 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from multiprocessing import util
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 
-PRELOADED = ["service.commands.cli", "service.api.server", "service.buffers.postgres", "uvicorn.lifespan.on"]
+PRELOADED = ("service.commands.cli", "service.api.server", "service.buffers.postgres", "uvicorn.lifespan.on")
 """The modules that the process imports before it forks. The module that a server runs must not be among them."""
 
 POLL_SECONDS = 0.01
@@ -36,10 +37,10 @@ POLL_SECONDS = 0.01
 class Zygote:
     """The process that forks. It ends with this process, and kills the servers that this process has left."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str]) -> None:
         here, there = socket.socketpair()
         with there, here:
-            command = [sys.executable, "-m", "tests.zygote"]
+            command = [sys.executable, "-m", "tests.zygote", *preloaded]
             self._process = subprocess.Popen(command, cwd=ROOT, stdin=there.fileno(), stdout=subprocess.DEVNULL)
             self._lines = here.makefile("rw")
         self._lock = threading.Lock()
@@ -57,19 +58,31 @@ class Zygote:
 
 
 @cache
-def zygote() -> Zygote:
-    """Return the zygote of this process. It starts when the first test needs it."""
-    made = Zygote()
+def zygote(*preloaded: str) -> Zygote:
+    """Return the zygote of this process with these modules. It starts when the first test needs it."""
+    made = Zygote(preloaded)
     atexit.register(made.close)
     return made
 
 
 class Forked:
-    """A server that the zygote has forked, with the methods of `subprocess.Popen`."""
+    """`python -m module serve` or `python -W error path arguments`, forked, with the methods of `subprocess.Popen`.
 
-    def __init__(self, module: str, environment: Mapping[str, str], log: Path) -> None:
-        self._lock, self.returncode = threading.Lock(), None
-        pid = zygote().ask(module=module, environment=dict(environment), log=str(log))
+    The file `out` gets stdout, and the file `log` gets stderr.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        arguments: Sequence[str] = ("serve",),
+        out: str = os.devnull,
+        preloaded: Sequence[str] = PRELOADED,
+    ) -> None:
+        self._lock, self.returncode, self._zygote = threading.Lock(), None, zygote(*preloaded)
+        pid = self._zygote.ask(run=run, arguments=arguments, environment=dict(environment), out=out, log=str(log))
         assert pid is not None
         self.pid: int = pid
 
@@ -78,7 +91,7 @@ class Forked:
     def poll(self) -> int | None:
         with self._lock:
             if self.returncode is None:
-                self.returncode = zygote().ask(ended=self.pid)
+                self.returncode = self._zygote.ask(ended=self.pid)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -103,7 +116,7 @@ class Forked:
 def main() -> None:
     """Answer the questions of `Zygote`. In a forked process, run the server and end as it does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the group; this one ends after them
-    for name in PRELOADED:
+    for name in sys.argv[1:]:
         importlib.import_module(name)
     running: set[int] = set()
     with socket.socket(fileno=os.dup(0)) as asking, asking.makefile("rw") as lines:
@@ -121,7 +134,7 @@ def main() -> None:
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
             return
-    _serve(**question)
+    _run(**question)
 
 
 def _fork() -> int:
@@ -138,22 +151,46 @@ def _ended(pid: int, running: set[int]) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _serve(module: str, environment: Mapping[str, str], log: str) -> None:
-    """Do what `python -m module serve` does in a new process."""
+def _run(run: str, arguments: Sequence[str], environment: Mapping[str, str], out: str, log: str) -> None:
+    """Do what `python -W error path arguments` or `python -m module arguments` does in a new process."""
     os.environ.clear()
     os.environ.update(environment)
     for number, path, flags in (
         (0, os.devnull, os.O_RDONLY),
-        (1, os.devnull, os.O_WRONLY),
+        (1, out, os.O_WRONLY | os.O_CREAT),
         (2, log, os.O_WRONLY | os.O_APPEND | os.O_CREAT),
     ):
         opened = os.open(path, flags, 0o666)
         os.dup2(opened, number)
         os.close(opened)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = [run, *arguments]
+    if run.endswith(".py"):
+        _run_script(run)
     util.spawnv_passfds = _spawn
-    sys.argv = [module, "serve"]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module(run, run_name="__main__", alter_sys=True)
+
+
+def _run_script(path: str) -> NoReturn:
+    """Run the script as the main module, also for `multiprocessing`."""
+    sys.warnoptions.append("error")
+    warnings.simplefilter("error")
+    sys.path[0] = os.path.dirname(path)
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
+    main.__file__ = path
+    status = 0
+    try:
+        exec(compile(Path(path).read_text(), path, "exec"), main.__dict__)
+    except SystemExit as ended:
+        status = 1 if isinstance(ended.code, str) else ended.code or 0
+        sys.stderr.write(f"{ended}\n" * isinstance(ended.code, str))
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)  # Python would take a second to delete what was imported
 
 
 _execute = util.spawnv_passfds

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,26 @@ from pathlib import Path
 from gradserve_client import Client
 
 from tests.serving import serving
+from tests.zygote import Forked
 
 ROOT = Path(__file__).parents[2]
 
 
+PRELOADED = ("gradserve_client.torch", "torch._dynamo", "sklearn.datasets")
+"""What the examples import, which takes longer than all else in a short run."""
+
+
 def run(example: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", f"examples/{example}.py", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    """Run the example in a process that has imported PyTorch and scikit-learn. A warning fails the run."""
+    path = str(ROOT / "examples" / f"{example}.py")
+    with tempfile.TemporaryDirectory() as directory:
+        out, log = Path(directory) / "out", Path(directory) / "log"
+        running = Forked(path, os.environ, log, arguments=options, out=str(out), preloaded=PRELOADED)
+        try:
+            status = running.wait(100)
+        finally:
+            running.kill()
+        return subprocess.CompletedProcess([path, *options], status, out.read_text(), log.read_text())
 
 
 @contextmanager
