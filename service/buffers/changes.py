@@ -98,14 +98,12 @@ class Create(Change):
 
 
 @dataclass(kw_only=True)
-class Add(Change):
-    """InPlaceAccumulator and InPlaceAccumulatorV2: add `weight` times the gradient, or replace the sum by it.
+class Addition(Change):
+    """InPlaceAccumulator and InPlaceAccumulatorV2: add `weight` times a gradient, or replace the sum by it.
 
-    With `epoch`, only while the buffer is in this epoch. The gradient must broadcast to the buffer's shape. The caller
-    must not change the gradient before the request is done. `Rows` must fit the buffer's shape as they are.
+    With `epoch`, only while the buffer is in this epoch.
     """
 
-    gradient: Array | Gradient | Rows
     tensor: str = "gradient"
     """The name of the gradient in the request."""
     weight: float = 1.0
@@ -128,25 +126,6 @@ class Add(Change):
             )
         if self.contributor is not None and self.do_update and not self.overwrite:
             check_may_add(record, self.contributor)
-        if self.do_update and self.gradient.shape != record.spec.shape:
-            self._onto(record.spec)
-        if record.spec.max_norm is not None and self.do_update and self.weight:
-            check_norm(self._onto(record.spec), record.spec.max_norm, self.tensor)
-
-    def _onto(self, spec: Spec) -> Gradient:
-        if isinstance(self.gradient, np.ndarray):
-            return Dense(self.gradient, spec.shape, self.tensor)
-        if isinstance(self.gradient, Rows):
-            return self.gradient.onto(spec.shape, self.tensor)
-        if self.gradient.shape == spec.shape:
-            return self.gradient
-        size = math.prod(self.gradient.shape)
-        if size > spec.size:  # before memory is allocated for it
-            problem = f"{self.tensor} has shape {list(self.gradient.shape)}, but {self.name!r} has {list(spec.shape)}"
-            raise ShapeMismatch(problem, buffer=self.name, tensor=self.tensor)
-        whole = self.gradient.piece(0, size) if size else None
-        flat = np.zeros(size, self.gradient.dtype) if whole is None else whole
-        return Dense(flat.reshape(self.gradient.shape), spec.shape, self.tensor)
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         if not self.do_update:
@@ -174,18 +153,66 @@ class Add(Change):
         return record.receipt(updated=True), loaded
 
     def _sum(self, txn: Transaction, record: Record) -> int | None:
-        """Return the id of the sum with the gradient. Nothing of a gradient counts whose weight is 0, not even NaN."""
-        if self.weight and (self.overwrite or not adds_nothing(self.gradient)):
-            return txn.accumulate(record, self._onto(record.spec), self.weight, self.overwrite)
-        if not self.overwrite:
-            return record.value
-        txn.free(record.value)
-        return None
+        """Return the id of the sum with the gradient."""
+        raise NotImplementedError
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
         if self.want_value:
             with suppress(EpochGone):  # the receipt alone is worth an answer
                 return _load(txn, self.name, record, receipt)
+        return None
+
+
+@dataclass(kw_only=True)
+class Add(Addition):
+    """The addition of a gradient of the request.
+
+    The gradient must broadcast to the buffer's shape. The caller must not change the gradient before the request is
+    done. `Rows` must fit the buffer's shape as they are.
+    """
+
+    gradient: Array | Gradient | Rows
+
+    def admit(self, record: Record | None) -> None:
+        self.admit_part(record)
+        assert record is not None
+        if record.spec.max_norm is not None and self.do_update and self.weight:
+            check_norm(self.onto(record.spec), record.spec.max_norm, self.tensor)
+
+    def admit_part(self, record: Record | None) -> None:
+        """Raise what `admit` raises, but for the norm: this may be one gradient of a push that has one norm."""
+        super().admit(record)
+        assert record is not None
+        if self.do_update and self.gradient.shape != record.spec.shape:
+            self.onto(record.spec)
+
+    def onto(self, spec: Spec) -> Gradient:
+        """Return the gradient, broadcast to the buffer's shape. Raises `ShapeMismatch` and `IndexOutOfRange`."""
+        if isinstance(self.gradient, np.ndarray):
+            return Dense(self.gradient, spec.shape, self.tensor)
+        if isinstance(self.gradient, Rows):
+            return self.gradient.onto(spec.shape, self.tensor)
+        if self.gradient.shape == spec.shape:
+            return self.gradient
+        size = math.prod(self.gradient.shape)
+        if size > spec.size:  # before memory is allocated for it
+            problem = f"{self.tensor} has shape {list(self.gradient.shape)}, but {self.name!r} has {list(spec.shape)}"
+            raise ShapeMismatch(problem, buffer=self.name, tensor=self.tensor)
+        whole = self.gradient.piece(0, size) if size else None
+        flat = np.zeros(size, self.gradient.dtype) if whole is None else whole
+        return Dense(flat.reshape(self.gradient.shape), spec.shape, self.tensor)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the gradient changes the sum. Nothing of a gradient counts whose weight is 0, not even NaN."""
+        return bool(self.weight) and not adds_nothing(self.gradient)
+
+    def _sum(self, txn: Transaction, record: Record) -> int | None:
+        if self.counts or (self.weight and self.overwrite):
+            return txn.accumulate(record, self.onto(record.spec), self.weight, self.overwrite)
+        if not self.overwrite:
+            return record.value
+        txn.free(record.value)
         return None
 
 

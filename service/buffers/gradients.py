@@ -116,6 +116,23 @@ def _flat(array: Array) -> Array | np.flatiter[Array]:
     return array.squeeze().flat  # flat has at most 32 dimensions; 33 without a 1 would be 2**33 elements
 
 
+def stored_bytes(gradient: Gradient) -> int:
+    """Return the bytes of a gradient as it came: before it is broadcast, or the rows of a sparse gradient."""
+    if isinstance(gradient, GatheredRows):
+        return int(gradient.grad.nbytes) + 2 * 8 * len(gradient.grad)  # with two int64 for each row
+    if isinstance(gradient, Dense):
+        return int(gradient.array.nbytes)
+    return math.prod(gradient.shape) * gradient.dtype.itemsize
+
+
+def copied(gradient: Gradient) -> Gradient:
+    """Return a copy of a gradient as it came, in memory of its own."""
+    if isinstance(gradient, GatheredRows):
+        return GatheredRows.of(gradient.shape, gradient.index.copy(), gradient.grad.copy())
+    assert isinstance(gradient, Dense)
+    return Dense(gradient.array.copy(), gradient.shape)
+
+
 def add_piece(
     spec: Spec, result: Array, total: Array | int, piece: Array | None, weight: float, overwrite: bool
 ) -> None:
@@ -145,6 +162,14 @@ def add_whole(
             add_piece(spec, result[part], before, piece, weight, overwrite)
         elif result is not total:
             result[part] = before
+
+
+def check_finite(spec: Spec, gradient: Gradient, weight: float) -> None:
+    """Raise `NonfiniteGradient` if `weight` times the gradient is not finite in a buffer that refuses this."""
+    for start in range(0, spec.size if spec.nonfinite == "reject" else 0, BLOCK_ELEMENTS):
+        stop = min(start + BLOCK_ELEMENTS, spec.size)
+        if (piece := gradient.piece(start, stop)) is not None:
+            add_piece(spec, np.empty(stop - start, spec.dtype), 0, piece, weight, overwrite=False)
 
 
 def check_norm(gradient: Gradient, max_norm: float, name: str) -> None:

@@ -14,12 +14,15 @@ import numpy as np
 
 from service.buffers.clock import Clock
 from service.buffers.closing import close_if_due
-from service.buffers.gradients import Gradient, add_whole
+from service.buffers.gradients import Gradient, add_whole, copied, stored_bytes
 from service.buffers.memory_state import State, room_of
 from service.buffers.names import BufferName
-from service.buffers.perform import Outcome, Request, perform, resolved
+from service.buffers.parts import make
+from service.buffers.perform import Outcome, Request, resolved
+from service.buffers.pushes import Place, Push, PushName
 from service.buffers.record import Key, Known, Record, Snapshot, Spec, too_many
-from service.buffers.room import UNLIMITED, check_keys, room_for, store_full
+from service.buffers.room import UNLIMITED, check_keys, check_staged, room_for, store_full
+from service.buffers.staging import free_push
 from service.buffers.store import (
     KEY_SECONDS,
     MAX_BUFFERS,
@@ -27,6 +30,8 @@ from service.buffers.store import (
     Committed,
     Store,
     alive,
+    listed,
+    settle,
     snapshots,
     uncounted,
     without_traceback,
@@ -69,7 +74,7 @@ class MemoryStore(Store):
                 self._expire(now)
                 txn = self._transaction()
                 request = resolved(txn, request, self.namespace)
-                outcome = perform(txn, request, self.namespace, now)
+                outcome = make(txn, request, self.namespace, now)
                 if txn.used() > room_for(request, outcome, self._max_bytes):
                     raise store_full(self._max_bytes)
                 txn.commit()
@@ -78,7 +83,7 @@ class MemoryStore(Store):
                 done.set_exception(without_traceback(error))
             else:
                 self._committed(1, time.perf_counter() - start)
-                done.set_result(outcome)
+                settle(done, outcome)
         return done
 
     def size(self) -> tuple[int, int]:
@@ -119,6 +124,12 @@ class MemoryStore(Store):
             self._expire(self._clock())
             return self._transaction().recall(key, names)
 
+    def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
+        with self._lock:
+            self._expire(self._clock())
+            own = {name: push for (namespace, name), push in self._state.pushes.items() if namespace == self.namespace}
+            return listed(own, prefix, limit)
+
     def generation(self) -> int:
         with self._lock:
             self._expire(self._clock())
@@ -135,6 +146,9 @@ class MemoryStore(Store):
         keys = self._state.keys
         while keys and keys[oldest := next(iter(keys))][0] + self._key_seconds <= now:
             self._state.forget(oldest)
+        for name, push in [*self._state.pushes.items()]:
+            if push.until <= now:
+                self._change(free_push, name, push)
         for record in [*self._state.timed.values()]:
             if not record.lives(now):
                 self._change(_Transaction.remove, record)
@@ -160,6 +174,8 @@ class _Transaction:
         self._records: dict[BufferName, Record | None] = {}
         self._values: dict[int, Array | None] = {}
         self._keys: dict[tuple[str, str], tuple[float, Known]] = {}
+        self._pushes: dict[PushName, Push | None] = {}
+        self._staged: dict[int, Gradient | None] = {}
         self._last_id = state.last_id
 
     def commit(self) -> None:
@@ -169,6 +185,8 @@ class _Transaction:
         _merge(self._state.timed, {name: _timed(record) for name, record in self._records.items()})
         self._state.value_bytes += self._more_value_bytes()
         _merge(self._state.values, self._values)
+        _merge(self._state.pushes, self._pushes)
+        _merge(self._state.staged, self._staged)
         for key, stored in self._keys.items():
             self._state.forget(key)
             self._state.keys[key] = stored
@@ -176,8 +194,11 @@ class _Transaction:
         self._state.last_id = self._last_id
 
     def used(self) -> int:
-        """Return the bytes of all values and keys after these changes."""
-        return self._state.used + self._more_value_bytes() + sum(room_of(known) for _, known in self._keys.values())
+        """Return the bytes of all values, keys and staged gradients after these changes."""
+        staged = sum(stored_bytes(each) for each in self._staged.values() if each is not None)
+        freed = sum(stored_bytes(self._state.staged[each]) for each in self._staged if each in self._state.staged)
+        keys = sum(room_of(known) for _, known in self._keys.values())
+        return self._state.used + self._more_value_bytes() + keys + staged - freed
 
     def _more_value_bytes(self) -> int:
         old = sum(self._state.values[value].nbytes for value in self._values if value in self._state.values)
@@ -244,6 +265,34 @@ class _Transaction:
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self._keys[key.caller, key.text] = (now, copy.deepcopy(known))
+
+    def push(self, name: PushName) -> Push | None:
+        return self._pushes[name] if name in self._pushes else self._state.pushes.get(name)
+
+    def put_push(self, name: PushName, push: Push | None) -> None:
+        self._pushes[name] = push
+
+    def admit_part(self, namespace: str, nbytes: int) -> None:
+        own = sum(push.nbytes for name, push in self._state.pushes.items() if name[0] == namespace)
+        check_staged(own + nbytes, self._max_bytes)
+
+    def stage(self, record: Record, gradient: Gradient) -> Place:
+        value = self.new_id()
+        self._staged[value] = copied(gradient)
+        return [value]
+
+    def staged(self, spec: Spec, place: Place) -> Gradient:
+        found = self._staged.get(place[0], self._state.staged.get(place[0]))
+        assert found is not None
+        return found
+
+    def add_staged(self, record: Record, place: Place, weight: float) -> int | None:
+        value = self.accumulate(record, self.staged(record.spec, place), weight, overwrite=False)
+        self.free_staged(place)
+        return value
+
+    def free_staged(self, place: Place) -> None:
+        self._staged[place[0]] = None
 
 
 def _timed(record: Record | None) -> Record | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from service.buffers.gradients import Gradient, stored_bytes
 from service.buffers.names import BufferName
+from service.buffers.pushes import Push, PushName
 from service.buffers.record import Known, Record
 from service.dtypes import Array
 
@@ -28,18 +30,29 @@ class State:
         self.counts: Counter[str] = Counter()  # buffers by namespace
         self.key_bytes: Counter[str] = Counter()  # bytes of keys by namespace
         self.timed: dict[BufferName, Record] = {}  # those that may expire, or whose epochs are due at some time
+        self.pushes: dict[PushName, Push] = {}
+        self.staged: dict[int, Gradient] = {}
         self.last_id = self.generation = self.value_bytes = 0
         self.closed = False
 
     def close(self) -> None:
         self.closed, self.value_bytes = True, 0
-        for each in (self.records, self.timed, self.values, self.keys, self.counts, self.key_bytes):
+        for each in (
+            self.records,
+            self.timed,
+            self.values,
+            self.keys,
+            self.counts,
+            self.key_bytes,
+            self.pushes,
+            self.staged,
+        ):
             each.clear()
 
     @property
     def used(self) -> int:
-        """The bytes of all values and keys."""
-        return self.value_bytes + self.key_bytes.total()
+        """The bytes of all values, keys and staged gradients."""
+        return self.value_bytes + self.key_bytes.total() + sum(map(stored_bytes, self.staged.values()))
 
     def forget(self, key: tuple[str, str]) -> None:
         """Forget a key, if it is known."""

@@ -15,6 +15,7 @@ import orjson
 
 from service.buffers.epochs import Closed, ClosedBy
 from service.buffers.names import BufferName
+from service.buffers.pushes import Push, Staged, StagedPart
 from service.buffers.record import Key, Known, Record, Spec
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
@@ -146,3 +147,26 @@ def unpack_known(packed: bytes | memoryview, names: Sequence[str]) -> Known:
         return Known(fingerprint, by_name, ids, tuple(sources), own is not None)
     except (LookupError, StopIteration, TypeError, ValueError, zlib.error):
         raise BufferCorrupt("The stored outcome of this Idempotency-Key is damaged on the disk") from None
+
+
+def pack_push(push: Push) -> bytes:
+    """Return a push as JSON: what all parts have in common, the staged parts by their numbers, and the refusal."""
+    common = (push.parts, push.weight, push.epoch, push.contributor, push.began, push.until)
+    parts = [
+        [number, part.mark, {name: tuple(each) for name, each in part.gradients.items()}, part.norm]
+        for number, part in push.staged.items()
+    ]
+    return orjson.dumps([*common, parts, push.refusal])
+
+
+def unpack_push(packed: bytes | memoryview) -> Push:
+    """Return the push that `pack_push` took. Raises `BufferCorrupt`."""
+    try:
+        *common, parts, refusal = orjson.loads(packed)
+        staged = {
+            number: StagedPart(mark, {name: Staged(*each) for name, each in gradients.items()}, norm)
+            for number, mark, gradients, norm in parts
+        }
+        return Push(*common, staged, refusal)
+    except (AttributeError, TypeError, ValueError):
+        raise BufferCorrupt("The stored parts of this push are damaged on the disk") from None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from service.buffers.changes import Add, Change, Delete
 from service.buffers.closing import close_if_due
 from service.buffers.names import BufferName
+from service.buffers.pushes import Part
 from service.buffers.record import Key, Known, Receipt, Record, name_buffer, unknown_prefix
 from service.buffers.transaction import Transaction
 from service.dtypes import Array
@@ -36,19 +37,24 @@ class Request:
     key: Key | None = None
     sources: Sequence[str] = ()
     wide: Wide | None = None
+    part: Part | None = None
+    """The place in a push: then all changes are adds, which only the complete push makes."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The receipts of a request, and the values that it wants, both by buffer.
 
-    If `replayed`, they are those of the original request, and so are its `sources`.
+    If `replayed`, they are those of the original request, and so are its `sources`. A push that is not complete has
+    the numbers of its `staged` parts in place of receipts, or the `refusal` that dropped it.
     """
 
     receipts: dict[str, Receipt]
     values: dict[str, Array] = field(default_factory=dict)
     replayed: bool = False
     sources: Sequence[str] = ()
+    staged: Sequence[int] | None = None
+    refusal: GradserveError | None = None
 
 
 def resolved(txn: Transaction, request: Request, namespace: str) -> Request:
@@ -75,7 +81,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
         check_same(key, known)
         outcome = Outcome(known.receipts, replayed=True, sources=known.sources)
         for name, change in zip(names, request.changes, strict=True):
-            record = _alive(txn, name, now)
+            record = alive(txn, name, now)
             if record is not None and isinstance(change, Add):
                 check_same_buffer(record, known)
             if record is not None and record.id != known.ids[change.name]:
@@ -95,7 +101,7 @@ def perform(txn: Transaction, request: Request, namespace: str, now: float) -> O
     admitted, existing = [], list[BufferExists]()
     for name, change in zip(names, request.changes, strict=True):
         try:
-            record = _alive(txn, name, now)
+            record = alive(txn, name, now)
             if record is None and request.wide is not None:
                 continue  # it has expired
             change.admit(record)
@@ -179,7 +185,7 @@ def counted_once(why: str, receipts: Mapping[str, Receipt]) -> EpochGone:
     return EpochGone(problem, receipts={name: dict(receipt) for name, receipt in receipts.items()})
 
 
-def _alive(txn: Transaction, name: BufferName, now: float) -> Record | None:
+def alive(txn: Transaction, name: BufferName, now: float) -> Record | None:
     """Return the buffer; None if there is none. Remove a buffer that has expired, and close an epoch that is due."""
     record = txn.get(name)
     if record is None:

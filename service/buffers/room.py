@@ -12,6 +12,9 @@ from service.errors import KeysFull, StoreFull
 KEYS_PART = 4
 """Keys of a namespace take at most this part of the store, a quarter: one namespace never fills it for all."""
 
+STAGED_PART = 4
+"""Gradients that a namespace has staged take at most this part of the store."""
+
 SHRINKING_PART = 64
 """This part of the store is left to the keys of requests that add nothing, such as takes of a full store."""
 
@@ -32,13 +35,27 @@ def check_keys(namespace_bytes: int, max_bytes: int) -> None:
         )
 
 
+def check_staged(namespace_bytes: int, max_bytes: int) -> None:
+    """Raise `StoreFull` if the pushes that a namespace has not completed would take more than their share."""
+    share = max_bytes // STAGED_PART
+    if namespace_bytes > share:
+        raise StoreFull(
+            f"The incomplete pushes of this namespace would take {namespace_bytes} bytes, but may take {share}, a"
+            " quarter of GRADSERVE_STORE_BYTES; nothing was changed. Complete a push, or wait until the oldest are"
+            " forgotten (GRADSERVE_PUSH_SECONDS); GET /v1/pushes lists them",
+            limit=share,
+        )
+
+
 def room_for(request: Request, outcome: Outcome, max_bytes: int) -> int:
     """Return how many bytes the store may hold after this request; `UNLIMITED` if the request needs no room.
 
-    A repeated request needs none. Nor does a delete: its key takes about as much as the record that it removes.
+    A repeated request and a refused part need none. Nor does a delete: its key takes about as much as its record.
     """
-    if outcome.replayed:
+    if outcome.replayed or outcome.refusal is not None:
         return UNLIMITED
+    if request.part is not None:
+        return max_bytes - max_bytes // SHRINKING_PART
     for change in request.changes:
         receipt = outcome.receipts.get(change.name, {})  # a buffer with the prefix of the request may have expired
         if isinstance(change, SetRules):

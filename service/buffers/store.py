@@ -11,13 +11,15 @@ A request changes one or many buffers, all or none, and stores its idempotency k
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import islice
 from typing import Protocol, Self, TypeAlias, TypeVar
 
 from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
+from service.buffers.pushes import Push
 from service.buffers.record import Key, Known, Record, Snapshot, name_buffer, unknown_buffer
 from service.dtypes import Array, DType
 from service.errors import BufferCorrupt, GradserveError
@@ -112,6 +114,9 @@ class Store(Protocol):
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         """Return the data that is stored with the key. `names` are as `Transaction.recall` wants them."""
 
+    def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
+        """Return the names of incomplete pushes with a buffer of this prefix, and the pushes, the oldest first."""
+
     def generation(self) -> int:
         """Return a number that changes with every change of the store by any process. Raises `StoreFailed`."""
 
@@ -132,6 +137,21 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Finish the submitted requests, then release all resources."""
+
+
+def settle(done: Future[Outcome], outcome: Outcome) -> None:
+    """Give the outcome to the future of a request, or the error that dropped its push."""
+    if outcome.refusal is None:
+        done.set_result(outcome)
+    else:
+        done.set_exception(without_traceback(outcome.refusal))
+
+
+def listed(pushes: Mapping[str, Push], prefix: str, limit: int | None) -> list[tuple[str, Push]]:
+    """Return the pushes with a buffer of the prefix, in the order of their first parts, at most `limit`."""
+    found = sorted(pushes.items(), key=lambda each: (each[1].began, each[0]))
+    fits = (each for each in found if not prefix or any(name.startswith(prefix) for _, name, _ in each[1].gradients))
+    return [*islice(fits, limit)]
 
 
 def alive(record: Record | None, name: str, now: float) -> Record:

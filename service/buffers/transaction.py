@@ -7,6 +7,7 @@ from typing import Protocol
 
 from service.buffers.gradients import Gradient
 from service.buffers.names import BufferName
+from service.buffers.pushes import Place, Push, PushName
 from service.buffers.record import Key, Known, Record, Spec
 from service.dtypes import Array
 
@@ -52,3 +53,27 @@ class Transaction(Protocol):
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         """Store the key with its data."""
+
+    def push(self, name: PushName) -> Push | None:
+        """Return the push, even if its time is over. Raises `BufferCorrupt`."""
+
+    def put_push(self, name: PushName, push: Push | None) -> None:
+        """Store the push in place of its earlier state; None removes it. What it has staged stays."""
+
+    def admit_part(self, namespace: str, nbytes: int) -> None:
+        """Raise `StoreFull` if the namespace may not stage this many bytes more."""
+
+    def stage(self, record: Record, gradient: Gradient) -> Place:
+        """Store a gradient for the buffer without adding it. Return where it is."""
+
+    def staged(self, spec: Spec, place: Place) -> Gradient:
+        """Return a staged gradient, of the buffer's shape. Raises `BufferCorrupt`."""
+
+    def add_staged(self, record: Record, place: Place, weight: float) -> int | None:
+        """Add a staged gradient to the buffer's value, as `accumulate` does, and free it.
+
+        A store does this without a look at the numbers if it can, unless the buffer refuses what is not finite.
+        """
+
+    def free_staged(self, place: Place) -> None:
+        """Free a staged gradient."""

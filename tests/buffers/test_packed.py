@@ -8,9 +8,10 @@ import pytest
 
 from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
-from service.buffers.packed import pack_known, pack_record, unpack_known, unpack_record
+from service.buffers.packed import pack_known, pack_push, pack_record, unpack_known, unpack_push, unpack_record
+from service.buffers.pushes import Push, Staged, StagedPart
 from service.buffers.record import Known, Record
-from service.errors import BufferCorrupt
+from service.errors import BufferCorrupt, UnknownBuffer
 from tests.buffers.calls import spec
 
 NAME = BufferName("", "a")
@@ -61,3 +62,17 @@ def test_what_a_key_answers_comes_back(known: Known) -> None:
 def test_what_nothing_has_packed_with_a_key_is_damage(packed: bytes) -> None:
     with pytest.raises(BufferCorrupt, match="outcome of this Idempotency-Key is damaged"):
         unpack_known(bytes(16) + packed, ["a"])
+
+
+def test_a_push_is_unpacked_as_it_was_packed() -> None:
+    push = Push(3, 0.5, 7, "ann", 1.0, 901.0)
+    gradients = {"w": Staged(4, [5, "float32", [2, 3]], 24), "b": Staged(6, None, 0)}
+    push = push.with_part(2, StagedPart("2:ab", gradients, 1.5))
+    for each in (push, push.refused(UnknownBuffer("There is none", buffer="w"))):
+        assert unpack_push(pack_push(each)) == each
+
+
+@pytest.mark.parametrize("packed", [b"", b"[]", b"[1,2]", b"{}", b"[1,1,1,1,1,1,[[1]],null]", b"[1,1,1,1,1,1,7,null]"])
+def test_a_damaged_push_is_reported_as_damage(packed: bytes) -> None:
+    with pytest.raises(BufferCorrupt):
+        unpack_push(packed)

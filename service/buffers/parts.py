@@ -1,0 +1,127 @@
+"""A request for a part of a push: the part is staged, and the part that completes the push makes all its adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.buffers.changes import Add, Change
+from service.buffers.names import BufferName
+from service.buffers.perform import Outcome, Request, alive, check_same_buffer, perform
+from service.buffers.pushes import Part, Push, StagedPart
+from service.buffers.record import Known, Record, name_buffer
+from service.buffers.staging import (
+    AddStaged,
+    check_complete,
+    check_norm,
+    check_part,
+    free_push,
+    free_staged,
+    norm_so_far,
+    staged_part,
+)
+from service.buffers.transaction import Transaction
+from service.errors import GradserveError
+
+
+def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
+    """Make the changes of a `resolved` request, as `perform` does, or those of the push that its part completes."""
+    if request.part is None:
+        return perform(txn, request, namespace, now)
+    return _make_part(txn, request.part, request.changes, now)
+
+
+def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: float) -> Outcome:
+    """Stage the gradients of a part, or complete its push. An error that drops the push is in the outcome."""
+    if (known := txn.recall(part.key, ())) is not None:
+        return _complete_before(txn, part, known, now)
+    push = txn.push(part.name)
+    if push is not None and push.until <= now:
+        free_push(txn, part.name, push)
+        push = None
+    if push is not None:
+        push.check_not_refused()
+        if part.number in push.staged:
+            part.check_same([push.staged[part.number].mark])
+            return Outcome({}, replayed=True, staged=push.numbers)
+    push = push or Push.of(part, now)
+    try:
+        push.check_same(part)
+        adds = _admitted(txn, part, changes, now)
+        norm = check_part(adds)
+        push = push.with_part(part.number, StagedPart(part.mark, {}, norm))
+        check_norm(push, norm_so_far(push), {name.name: record for name, _, record in adds})
+    except GradserveError as error:
+        return _refused(txn, part, push, error)
+    push = push.with_part(part.number, staged_part(txn, part, adds, norm))
+    if len(push.staged) == push.parts:
+        return _complete(txn, part, push, now)
+    txn.put_push(part.name, push)
+    return Outcome({}, staged=push.numbers)
+
+
+def _admitted(
+    txn: Transaction, part: Part, changes: Sequence[Change], now: float
+) -> list[tuple[BufferName, Add, Record]]:
+    admitted = []
+    for change in changes:
+        assert isinstance(change, Add)
+        name = BufferName(part.caller, change.name)
+        try:
+            record = alive(txn, name, now)
+            change.admit_part(record)
+        except GradserveError as error:
+            name_buffer(error, change.name, one_of_many=len(changes) > 1)
+            raise
+        assert record is not None
+        admitted.append((name, change, record))
+    return admitted
+
+
+def _complete(txn: Transaction, part: Part, push: Push, now: float) -> Outcome:
+    """Add all gradients of the push, or none."""
+    txn.admit_key(part.key)
+    records: dict[str, Record] = {}
+    adds = []
+    try:
+        for _, buffer, staged in push.gradients:
+            name = BufferName(part.caller, buffer)
+            add = AddStaged(
+                name=buffer, weight=push.weight, epoch=push.epoch, contributor=push.contributor, staged=staged
+            )
+            record = alive(txn, name, now)
+            try:
+                add.admit(record)
+            except GradserveError as error:
+                name_buffer(error, buffer, one_of_many=True)
+                raise
+            assert record is not None
+            records[buffer] = record
+            adds.append((name, add, record))
+        check_complete(txn, push, records)
+    except GradserveError as error:
+        return _refused(txn, part, push, error)
+    receipts = {add.name: add.apply(txn, name, record, now)[0] for name, add, record in adds}
+    txn.put_push(part.name, None)
+    marks = tuple(push.staged[number].mark for number in push.numbers)
+    ids = {buffer: record.id for buffer, record in records.items()}
+    txn.remember(part.key, Known(part.key.fingerprint, receipts, ids, marks, True), now)
+    return Outcome(receipts)
+
+
+def _complete_before(txn: Transaction, part: Part, known: Known, now: float) -> Outcome:
+    """Return the receipts of a push that is complete. Raises `KeyReused` and `EpochGone`."""
+    part.check_same(known.sources)
+    for buffer in known.receipts:
+        record = alive(txn, BufferName(part.caller, buffer), now)
+        if record is not None:
+            check_same_buffer(record, known)
+    return Outcome(known.receipts, replayed=True)
+
+
+def _refused(txn: Transaction, part: Part, push: Push, error: GradserveError) -> Outcome:
+    """Drop the push, so that all its later parts get the error. A fault of the server does not drop the push."""
+    if error.status >= 500:
+        raise error
+    free_staged(txn, push)
+    txn.put_push(part.name, push.refused(error))
+    return Outcome({}, refusal=error)

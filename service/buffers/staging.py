@@ -1,0 +1,124 @@
+"""The steps of a push in parts, in terms of a store's `Transaction`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from service.buffers.changes import Add, Addition
+from service.buffers.gradients import add_whole, check_finite, norm_of, stored_bytes
+from service.buffers.names import BufferName
+from service.buffers.pushes import Part, Push, PushName, Staged, StagedPart
+from service.buffers.record import Record, name_buffer
+from service.buffers.transaction import Transaction
+from service.errors import Invalid, MissingTensor, NonfiniteGradient, NormTooLarge, UnknownBuffer
+
+
+@dataclass(kw_only=True)
+class AddStaged(Addition):
+    """The addition of a staged gradient, which frees it."""
+
+    staged: Staged
+
+    def admit(self, record: Record | None) -> None:
+        super().admit(record)
+        assert record is not None
+        if record.id != self.staged.buffer:
+            problem = f"The buffer {self.name!r} was deleted and created again after the push had staged its gradient"
+            raise UnknownBuffer(problem, buffer=self.name)
+
+    def _sum(self, txn: Transaction, record: Record) -> int | None:
+        if self.staged.place is None:
+            return record.value
+        return txn.add_staged(record, self.staged.place, self.weight)
+
+
+Admitted = Sequence[tuple[BufferName, Add, Record]]
+"""The adds of a part, each with its buffer, which takes the gradient."""
+
+
+def staged_part(txn: Transaction, part: Part, adds: Admitted, norm: float | None) -> StagedPart:
+    """Stage the gradients of a part, which has this `norm`. Raises `StoreFull`."""
+    gradients = {}
+    counting = [(name, record, add.onto(record.spec) if add.counts else None) for name, add, record in adds]
+    sizes = [0 if each is None else stored_bytes(each) for _, _, each in counting]
+    txn.admit_part(part.caller, sum(sizes))
+    for (name, record, gradient), size in zip(counting, sizes, strict=True):
+        place = None if gradient is None else txn.stage(record, gradient)
+        gradients[name.name] = Staged(record.id, place, size)
+    return StagedPart(part.mark, gradients, norm)
+
+
+def check_part(adds: Admitted) -> float | None:
+    """Return the 2-norm of the part if a buffer of the part has a `max_norm`. Raises `NonfiniteGradient`."""
+    for name, add, record in adds:
+        if add.counts:
+            try:
+                check_finite(record.spec, add.onto(record.spec), add.weight)
+            except NonfiniteGradient as error:
+                error.context["tensor"] = add.tensor
+                name_buffer(error, name.name, one_of_many=len(adds) > 1)
+                raise
+    if all(record.spec.max_norm is None for _, _, record in adds):
+        return None
+    return math.hypot(*(norm_of(add.onto(record.spec)) for _, add, record in adds if add.counts))
+
+
+def check_norm(push: Push, norm: float, records: Mapping[str, Record]) -> None:
+    """Raise `NormTooLarge` if the 2-norm of a push, or of the parts so far, is above the `max_norm` of a buffer."""
+    for name, record in records.items():
+        most = record.spec.max_norm
+        if most is not None and push.weight and not norm <= most:
+            problem = f"The push has the 2-norm {norm}, but the buffer {name!r} takes up to {most} (max_norm)"
+            raise NormTooLarge(problem, buffer=name, norm=norm if math.isfinite(norm) else None, max_norm=most)
+
+
+def norm_so_far(push: Push) -> float:
+    """Return the 2-norm of all parts whose norm is known."""
+    return math.hypot(*(part.norm or 0.0 for part in push.staged.values()))
+
+
+def norm_of_push(txn: Transaction, push: Push, records: Mapping[str, Record]) -> float:
+    """Return the 2-norm of a complete push. It is computed here for parts whose buffers did not ask for it."""
+    unknown = [each for number, *each in push.gradients if push.staged[number].norm is None]
+    places = [(records[name].spec, staged.place) for name, staged in unknown if staged.place is not None]
+    return math.hypot(norm_so_far(push), *(norm_of(txn.staged(spec, place)) for spec, place in places))
+
+
+def check_complete(txn: Transaction, push: Push, records: Mapping[str, Record]) -> None:
+    """Raise unless the buffers take the complete push: one gradient for each, of a norm and with sums that they allow.
+
+    Raises `MissingTensor`, `Invalid`, `NormTooLarge` and `NonfiniteGradient`.
+    """
+    if not push.gradients:
+        raise MissingTensor("The push has no tensors; accumulate needs one per buffer, under the buffer's name")
+    parts: dict[str, int] = {}
+    for number, name, _ in push.gradients:
+        if name in parts:
+            raise Invalid(f"Parts {parts[name]} and {number} both have {name!r}; a push may change each buffer once")
+        parts[name] = number
+    if any(record.spec.max_norm is not None for record in records.values()):
+        check_norm(push, norm_of_push(txn, push, records), records)
+    for _, name, staged in push.gradients:
+        spec, place = records[name].spec, staged.place
+        if spec.nonfinite == "reject" and place is not None:
+            total = txn.load(spec, records[name].value).reshape(-1)
+            try:
+                add_whole(spec, total, total, txn.staged(spec, place), push.weight, overwrite=False)
+            except NonfiniteGradient as error:
+                name_buffer(error, name, one_of_many=True)
+                raise
+
+
+def free_push(txn: Transaction, name: PushName, push: Push) -> None:
+    """Forget a push, and free what it has staged."""
+    free_staged(txn, push)
+    txn.put_push(name, None)
+
+
+def free_staged(txn: Transaction, push: Push) -> None:
+    """Free what a push has staged."""
+    for _, _, staged in push.gradients:
+        if staged.place is not None:
+            txn.free_staged(staged.place)
