@@ -80,6 +80,9 @@ class Settings(BaseSettings):
         le=1e9,
         description="Seconds for which an Idempotency-Key is remembered; at least one day.",
     )
+    push_seconds: float = Field(
+        900, ge=1, le=1e9, description="Seconds after which a push in parts is forgotten that is not complete."
+    )
     shared_memory: bool = Field(
         False,
         description="Offer Triton's extension system_shared_memory: clients on this machine keep tensors in /dev/shm.",

@@ -20,7 +20,7 @@ from uvicorn.supervisors import Multiprocess
 
 from service.api import health, static
 from service.api.app import Application
-from service.api.buffers import many, routes
+from service.api.buffers import many, pushes, routes
 from service.api.dashboard import buffers as buffer_statistics
 from service.api.dashboard import limits, service
 from service.api.dashboard.history import History
@@ -66,6 +66,7 @@ def create_app(settings: Settings) -> Application:
         shared_memory.router,
         routes.router,
         many.router,
+        pushes.router,
         buffer_statistics.routes(BufferStatistics()),
         health.routes(metrics),
         limits.router,

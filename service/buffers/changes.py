@@ -180,7 +180,7 @@ class Add(Addition):
             check_norm(self.onto(record.spec), record.spec.max_norm, self.tensor)
 
     def admit_part(self, record: Record | None) -> None:
-        """Raise what `admit` raises, but for the norm: this may be one gradient of a push that has one norm."""
+        """Raise what `admit` raises, except for the norm: a push in parts has one norm for all its gradients."""
         super().admit(record)
         assert record is not None
         if self.do_update and self.gradient.shape != record.spec.shape:
@@ -229,12 +229,13 @@ class Zero(Change):
 
 @dataclass(kw_only=True)
 class Take(Change):
-    """Close the epoch and return its value, once it has `min_count` gradients; with `epoch`, only this epoch."""
+    """Close the epoch once it has `min_count` gradients; with `epoch`, only this epoch. Return its value if wanted."""
 
     min_count: int = 0
     epoch: int | None = None
     mean: bool = False
     """Whether the client wants the mean, for which the weights must not sum to zero."""
+    want_value: bool = True
 
     def admit(self, record: Record | None) -> None:
         super().admit(record)
@@ -257,12 +258,12 @@ class Take(Change):
             raise NothingToAverage(f"The weights in {self.name!r} sum to zero: there is no mean", buffer=self.name)
 
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
-        loaded = txn.load(record.spec, record.value)
+        loaded = txn.load(record.spec, record.value) if self.want_value else None
         record, closed = close(txn, record.changed(updated=now, version=record.version + 1), "take")
         return record.receipt(updated=True, of=closed), loaded
 
     def again(self, txn: Transaction, record: Record | None, receipt: Receipt) -> Array | None:
-        return _load(txn, self.name, record, receipt)
+        return _load(txn, self.name, record, receipt) if self.want_value else None
 
 
 @dataclass(kw_only=True)
@@ -272,25 +273,6 @@ class Delete(Change):
     def apply(self, txn: Transaction, name: BufferName, record: Record, now: float) -> tuple[Receipt, Array | None]:
         txn.remove(record)
         return record.receipt(updated=True), None
-
-
-@dataclass(kw_only=True)
-class Restore(Change):
-    """Create the buffer with the state and the value that it had in another store, without closed epochs."""
-
-    record: Record
-    value: Array
-
-    def admit(self, record: Record | None) -> None:
-        if record is not None:
-            raise BufferExists(f"There is a buffer {self.name!r} already", buffer=self.name)
-
-    def apply(self, txn: Transaction, name: BufferName, record: None, now: float) -> tuple[Receipt, Array | None]:
-        txn.count_new(name, now)
-        new = self.record.changed(full_name=name, id=txn.new_id(), value=None, closed=(), updated=now)
-        new = new.changed(value=txn.accumulate(new, Dense(self.value, new.spec.shape), 1.0, True))
-        txn.put(new)
-        return new.receipt(updated=True), None
 
 
 def _check_epoch(record: Record, epoch: int | None) -> None:

@@ -163,10 +163,11 @@ def unpack_push(packed: bytes | memoryview) -> Push:
     """Return the push that `pack_push` took. Raises `BufferCorrupt`."""
     try:
         *common, parts, refusal = orjson.loads(packed)
+        count, weight, epoch, contributor, began, until = common
         staged = {
             number: StagedPart(mark, {name: Staged(*each) for name, each in gradients.items()}, norm)
             for number, mark, gradients, norm in parts
         }
-        return Push(*common, staged, refusal)
+        return Push(count, weight, epoch, contributor, began, until, staged, refusal)
     except (AttributeError, TypeError, ValueError):
         raise BufferCorrupt("The stored parts of this push are damaged on the disk") from None

@@ -23,6 +23,14 @@ from service.buffers.transaction import Transaction
 from service.errors import GradserveError
 
 
+class Refused(Change):
+    """A part that was refused before its gradients were known: it drops the push."""
+
+    def __init__(self, error: GradserveError) -> None:
+        super().__init__(name=str(error.context.get("buffer", "")))
+        self.error = error
+
+
 def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outcome:
     """Make the changes of a `resolved` request, as `perform` does, or those of the push that its part completes."""
     if request.part is None:
@@ -64,6 +72,8 @@ def _admitted(
 ) -> list[tuple[BufferName, Add, Record]]:
     admitted = []
     for change in changes:
+        if isinstance(change, Refused):
+            raise change.error
         assert isinstance(change, Add)
         name = BufferName(part.caller, change.name)
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from service.buffers.changes import Add, Create, Delete, Restore
+from service.buffers.changes import Add, Create, Delete
 from service.buffers.perform import Outcome, Request
+from service.buffers.restore import Restore
 from service.buffers.rules import SetRules
 from service.errors import KeysFull, StoreFull
 

@@ -81,9 +81,12 @@ def norm_so_far(push: Push) -> float:
 
 def norm_of_push(txn: Transaction, push: Push, records: Mapping[str, Record]) -> float:
     """Return the 2-norm of a complete push. It is computed here for parts whose buffers did not ask for it."""
-    unknown = [each for number, *each in push.gradients if push.staged[number].norm is None]
-    places = [(records[name].spec, staged.place) for name, staged in unknown if staged.place is not None]
-    return math.hypot(norm_so_far(push), *(norm_of(txn.staged(spec, place)) for spec, place in places))
+    norms = [
+        norm_of(txn.staged(records[name].spec, staged.place))
+        for number, name, staged in push.gradients
+        if staged.place is not None and push.staged[number].norm is None
+    ]
+    return math.hypot(norm_so_far(push), *norms)
 
 
 def check_complete(txn: Transaction, push: Push, records: Mapping[str, Record]) -> None:

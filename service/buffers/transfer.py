@@ -20,12 +20,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
-from service.buffers.changes import Delete, Restore
+from service.buffers.changes import Delete
 from service.buffers.epochs import MAX_CONTRIBUTORS, is_contributor
 from service.buffers.names import BufferName, check_length, check_name
 from service.buffers.perform import Request
 from service.buffers.readonly import Moment
 from service.buffers.record import Record, name_buffer
+from service.buffers.restore import Restore
 from service.buffers.rules import new_spec
 from service.buffers.specs import RULES, Rule, Spec
 from service.buffers.store import Store

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.buffers.changes import Add, Change, Create, Delete, Restore, Take, Zero
+from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request
 from service.buffers.record import Record
+from service.buffers.restore import Restore
 from service.buffers.store import Store
 from service.errors import BufferExists, EpochOpen, PreconditionFailed, StaleEpoch, StoreFailed, UnknownBuffer
 from tests.buffers.calls import LARGE, add, create, do, fails_alone, key, ones, spec, state, value

@@ -13,11 +13,12 @@ import lmdb
 import numpy as np
 import pytest
 
-from service.buffers.changes import Add, Create, Delete, Restore, Take, Zero
+from service.buffers.changes import Add, Create, Delete, Take, Zero
 from service.buffers.lmdb.format import COUNT, TIME
 from service.buffers.names import BufferName
 from service.buffers.perform import Request
 from service.buffers.record import Record
+from service.buffers.restore import Restore
 from service.buffers.store import Store
 from service.errors import NonfiniteGradient, TooManyBuffers
 from tests.buffers.calls import add, create, do, key, ones, spec, state

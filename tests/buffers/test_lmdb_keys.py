@@ -11,11 +11,12 @@ import numpy as np
 import orjson
 import pytest
 
-from service.buffers.changes import Add, Change, Create, Delete, Restore, Take, Zero
+from service.buffers.changes import Add, Change, Create, Delete, Take, Zero
 from service.buffers.lmdb import LmdbStore
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Request, Wide
 from service.buffers.record import Record
+from service.buffers.restore import Restore
 from service.errors import BufferCorrupt, EpochGone
 from tests.buffers.calls import create, do, key, ones, spec
 from tests.buffers.stores import KEY_SECONDS, PATIENCE, Clock, Reopen, wrong

@@ -16,10 +16,9 @@ from service.api.buffers.chosen import (
     names_with_prefix,
     until_ready,
 )
-from service.api.buffers.gradients import gradients, sort_rows
 from service.api.buffers.models import (
     MAX_NAMES_BYTES,
-    AccumulateQuery,
+    AccumulateManyQuery,
     GradientBodies,
     ManyTakeQuery,
     ManyValueQuery,
@@ -29,6 +28,7 @@ from service.api.buffers.models import (
     WideQuery,
 )
 from service.api.buffers.preconditions import refuse_headers
+from service.api.buffers.pushes import accumulate_part, adds_of
 from service.api.buffers.receipts import answer_outcome, read_values
 from service.api.buffers.request import (
     Received,
@@ -41,16 +41,14 @@ from service.api.buffers.request import (
     submit,
     values_reserved,
 )
-from service.api.buffers.routes import READ, WRITE, check_may_read, new_add, new_create, new_take
+from service.api.buffers.routes import READ, WRITE, check_may_read, new_create, new_take
 from service.api.buffers.specs import MAX_SPECS_BYTES, NewBuffer, NewBuffers, rules_of
 from service.api.http.answer import Answer
 from service.api.http.body import is_quick
 from service.api.http.call import Call, CurrentCall
 from service.api.http.negotiation import check_no_query
-from service.api.http.offload import INLINE_LOOKUPS
 from service.api.http.routing import SAFETENSORS_BODY, access, body
-from service.buffers.changes import Add, Create, Delete, Zero
-from service.buffers.names import check_name
+from service.buffers.changes import Create, Delete, Zero
 from service.buffers.perform import Outcome
 from service.buffers.record import name_buffer
 from service.buffers.rules import SetRules
@@ -99,23 +97,24 @@ def _creates(call: Call, received: Received) -> list[Create]:
     "/accumulate",
     summary="Add gradients to many buffers, all or nothing",
     dependencies=[*openapi.MANY, body(GradientBodies)],
+    responses=openapi.STAGED,
     openapi_extra=SAFETENSORS_BODY,
 )
 @access(WRITE, label="accumulate")
-async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateQuery, Query()]) -> Answer:
-    """A gradient for each buffer, under the buffer's name. Raises what `accumulate` raises."""
+async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateManyQuery, Query()]) -> Answer:
+    """A gradient for each buffer, under the buffer's name. Raises what `accumulate` raises.
+
+    With `push`, `part` and `parts` the request stages its gradients. The part that completes the push adds those of all
+    parts at one moment. A part that is refused drops the push, and its later parts get the same error.
+    """
     refuse_headers(call, "If-Match")
     check_may_read(call, query)
+    if (query.push, query.part, query.parts) != (None, None, None):
+        return await accumulate_part(call, await receive(call, changes=False), query)
     received = await receive(call)
-    tensors, form = await gradients(call, received)
-    if not tensors:
+    changes, form = await adds_of(call, received, query)
+    if not changes:
         raise MissingTensor("The body has no tensors; accumulate needs one per buffer, under the buffer's name")
-
-    def adds() -> list[Add]:
-        return [new_add(check_name(name), name, tensor, query, None) for name, tensor in tensors.items()]
-
-    changes = await call.offload(len(tensors) <= INLINE_LOOKUPS, adds)
-    await sort_rows(call, changes)
     wanted = None if query.answered is None else form_of(call, received.answers, query, form)
     outcome = await submit(call, received, changes, wanted)
     return await answer_outcome(call, received.answers, outcome, query.encoding or form, single=False)
@@ -153,7 +152,7 @@ async def take_many(call: CurrentCall, query: Annotated[ManyTakeQuery, Query()])
 
     async def take(names: list[str]) -> Outcome:
         check_not_empty(names, query.prefix)
-        wanted = form_of(call, received.answers, query)
+        wanted = form_of(call, received.answers, query) if query.answered == "value" else None
         return await change_all(call, received, names, partial(new_take, query), query.prefix, wanted)
 
     outcome = await until_ready(call, received, query.prefix, query.timeout, look, take)

@@ -10,6 +10,7 @@ from typing_extensions import TypeAliasType, TypedDict
 from service.api.buffers.specs import FloatName, NewRules
 from service.api.http.tensor_forms import absent, input_type, output_type
 from service.buffers.epochs import MAX_CONTRIBUTOR_CHARACTERS
+from service.buffers.pushes import MAX_PARTS
 from service.buffers.specs import RULES
 from service.codecs import json as json_codec
 from service.dtypes import FLOATS, INTEGERS
@@ -111,6 +112,30 @@ class AccumulateQuery(_Query):
     encoding: Encoding = None
 
 
+class AccumulateManyQuery(AccumulateQuery):
+    """How the gradients of many buffers are added: at once, or as a part of a push."""
+
+    push: str | None = Field(
+        None,
+        min_length=1,
+        max_length=255,
+        pattern="^[!-~]+$",
+        description="The id of a push in parts, new for each push. The part that completes it adds all parts.",
+    )
+    part: int | None = Field(None, ge=0, le=MAX_PARTS, description="The number of this part, counted from 0 or from 1.")
+    parts: int | None = Field(None, ge=1, le=MAX_PARTS, description="The number of parts of the push.")
+
+
+class StagedParts(BaseModel):
+    """The parts of a push that have come."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"push": "step-17", "parts": 3, "staged": [1, 3]}})
+
+    push: str
+    parts: int
+    staged: list[int]
+
+
 class MetadataQuery(_Query):
     """What is read of a buffer without its value."""
 
@@ -132,6 +157,11 @@ class TakeQuery(_Query):
     """When and how a value is taken."""
 
     min_count: int = Field(0, ge=0, description="Gradients that the epoch must have.")
+    answered: Literal["value", "receipt"] = Field(
+        "value",
+        alias="return",
+        description="`receipt`: close the epoch and answer no value, which `value` reads later.",
+    )
     epoch: int | None = Field(None, ge=0, description="The epoch that the buffer must be in.")
     timeout: Timeout = 0.0
     reduce: Reduce = "sum"

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from service.api.buffers.models import CreatedBuffers, Metadata, Receipt, Receipts
+from service.api.buffers.models import CreatedBuffers, Metadata, Receipt, Receipts, StagedParts
 from service.api.buffers.preconditions import MAX_KEY_CHARACTERS
 from service.api.http.routing import SAFETENSORS_CONTENT, answer_header, header
 
@@ -69,6 +69,16 @@ CHANGED_RULES = _answer(Metadata, _ETAG | _REPLAYED)
 CHANGED_ONE = _answer(Receipt, _ETAG | _REPLAYED)
 
 CHANGED_MANY = _answer(Receipts, _REPLAYED)
+
+STAGED: Answers = {
+    **CHANGED_MANY,
+    202: {
+        "description": "The part is staged; the push is not complete",
+        "model": StagedParts,
+        "content": SAFETENSORS_CONTENT,
+        "headers": _REPLAYED,
+    },
+}
 
 READ_ONE: Answers = {**_answer(Receipt, _ETAG), **_UNCHANGED}
 

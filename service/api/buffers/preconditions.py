@@ -42,12 +42,17 @@ def key_of(call: Call, *bodies: memoryview | bytes) -> Key | None:
     if not 0 < len(text) <= MAX_KEY_CHARACTERS or not text.isascii() or not text.isprintable():
         problem = f"Idempotency-Key is {shown(text)}, but must be 1 to {MAX_KEY_CHARACTERS} printable ASCII characters"
         raise InvalidParameter(problem, parameter="Idempotency-Key")
+    return Key(call.caller.namespace, text, fingerprint_of(call, *bodies))
+
+
+def fingerprint_of(call: Call, *bodies: memoryview | bytes) -> bytes:
+    """Return 16 bytes that differ for requests of another path, query, Content-Type or body."""
     content_type = b",".join(call.lines(b"content-type"))
     head = [call.method.encode(), call.path.encode(), call.query_string, content_type, b""]
     fingerprint = xxhash.xxh3_128(b"\0".join(head))
     for body in bodies:
         fingerprint.update(body)
-    return Key(call.caller.namespace, text, fingerprint.digest())
+    return fingerprint.digest()
 
 
 def match_of(call: Call) -> frozenset[str] | None:

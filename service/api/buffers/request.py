@@ -18,6 +18,7 @@ from service.api.http.offload import INLINE_BYTES
 from service.buffers.changes import Change
 from service.buffers.names import BufferName
 from service.buffers.perform import Outcome, Wide
+from service.buffers.pushes import Part
 from service.buffers.record import Key, Record
 from service.buffers.rules import CloseIfDue
 from service.buffers.store import Store
@@ -166,12 +167,17 @@ def form_of(
 
 
 async def submit(
-    call: Call, received: Received, changes: Sequence[Change], form: AnswerForm | None = None, wide: Wide | None = None
+    call: Call,
+    received: Received,
+    changes: Sequence[Change],
+    form: AnswerForm | None = None,
+    wide: Wide | None = None,
+    part: Part | None = None,
 ) -> Outcome:
     """Make the changes, once for the idempotency key. With a `form`, reserve memory for values in the answer."""
     if form is None:
         call.reserve(RECEIPT_BYTES * len(changes))
-        return await call.submit(changes, received.key, wide=wide)
+        return await call.submit(changes, received.key, wide=wide, part=part)
     async with values_reserved(call, [change.name for change in changes], form):
         return await call.submit(changes, received.key, wide=wide)
 

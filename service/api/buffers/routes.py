@@ -239,7 +239,7 @@ async def take(call: CurrentCall, name: str, query: Annotated[TakeQuery, Query()
     received = await receive(call)
     check_no_body(received)
     change = new_take(query, check_name(name), match_of(call))
-    wanted = form_of(call, received.answers, query)
+    wanted = form_of(call, received.answers, query) if query.answered == "value" else None
     outcome = await call.wait_for(query.timeout, lambda: submit(call, received, [change], wanted), change.match or ANY)
     form, reduce, dtype = query.encoding or "list", query.reduce, query.dtype
     return await answer_outcome(call, received.answers, outcome, form, single=True, reduce=reduce, dtype=dtype)
@@ -264,7 +264,14 @@ def new_create(call: Call, name: str, new: BaseModel) -> Create:
 
 
 def new_take(query: TakeQuery, name: str, match: frozenset[str] | None = None) -> Take:
-    return Take(name=name, match=match, min_count=query.min_count, epoch=query.epoch, mean=query.reduce == "mean")
+    return Take(
+        name=name,
+        match=match,
+        min_count=query.min_count,
+        epoch=query.epoch,
+        mean=query.reduce == "mean",
+        want_value=query.answered == "value",
+    )
 
 
 def new_add(

@@ -12,6 +12,7 @@ from service.api.buffers.preconditions import MAX_KEY_CHARACTERS
 from service.api.http.answer import JsonAnswer
 from service.api.http.call import CurrentCall
 from service.api.http.routing import access
+from service.buffers.pushes import MAX_PARTS
 from service.codecs.json import MAX_ELEMENTS, MAX_LISTS, MAX_MEMBERS
 from service.settings import Settings
 
@@ -28,11 +29,13 @@ SETTINGS = (
     "store_bytes",
     "request_timeout",
     "idempotency_seconds",
+    "push_seconds",
 )
 """The settings that are limits."""
 
 CONSTANTS: dict[str, tuple[int | float, str]] = {
     "max_idempotency_key_length": (MAX_KEY_CHARACTERS, "Characters in an Idempotency-Key, at most."),
+    "max_parts": (MAX_PARTS, "Parts of a push, at most."),
     "max_wait_seconds": (MAX_WAIT_SECONDS, "Seconds that a request may wait for an epoch, at most."),
     "max_listed": (MAX_LISTED_BUFFERS, "Buffers on one page of a list, at most."),
     "max_names": (MAX_NAMED_BUFFERS, "Buffers that one request may name, at most."),

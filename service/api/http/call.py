@@ -21,6 +21,7 @@ from service.api.http.waiting import ANY, Waiting
 from service.buffers.changes import Change
 from service.buffers.perform import Outcome, Wide
 from service.buffers.perform import Request as StoreRequest
+from service.buffers.pushes import Part
 from service.buffers.record import Key
 from service.buffers.store import Store
 from service.codecs import json as json_codec
@@ -202,12 +203,17 @@ class Call:
         return await self.offload(False, decode)
 
     async def submit(
-        self, changes: Sequence[Change], key: Key | None, sources: Sequence[str] = (), wide: Wide | None = None
+        self,
+        changes: Sequence[Change],
+        key: Key | None,
+        sources: Sequence[str] = (),
+        wide: Wide | None = None,
+        part: Part | None = None,
     ) -> Outcome:
         """Make the changes, which were computed from `sources`, in the store. Raises what `Store.submit` does."""
         began = time.perf_counter_ns()
         try:
-            return await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources, wide)))
+            return await asyncio.wrap_future(self.store.submit(StoreRequest(changes, key, sources, wide, part)))
         finally:
             self.spent["store"] = time.perf_counter_ns() - began
 

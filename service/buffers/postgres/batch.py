@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from service.buffers.changes import Create, Restore
+from service.buffers.changes import Create
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, pack_known, pack_record, unpack_record
 from service.buffers.perform import Outcome, Request
@@ -23,6 +23,7 @@ from service.buffers.postgres.connections import Database, NoStandbyError
 from service.buffers.postgres.exchange import Connection
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.postgres.transaction import Changes, Found, Stored
+from service.buffers.restore import Restore
 from service.errors import BufferCorrupt, GradserveError
 
 

@@ -17,7 +17,7 @@ from psycopg.errors import CheckViolation
 
 from service.buffers import failpoints
 from service.buffers.batches import COST_OF_BUFFER, Batches
-from service.buffers.changes import Add, Restore
+from service.buffers.changes import Add
 from service.buffers.gradients import Rows, adds_nothing
 from service.buffers.perform import Outcome, Request, perform, resolved
 from service.buffers.postgres.batch import Batch, StagedLostError, Submission
@@ -30,6 +30,7 @@ from service.buffers.postgres.janitor import Janitor
 from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
+from service.buffers.restore import Restore
 from service.buffers.store import Allocate, Committed, without_traceback
 from service.engine.pool import Pool
 from service.errors import GradserveError, StoreFailed
