@@ -20,7 +20,7 @@ from service.buffers.record import Key, Known, Record, Spec
 from service.dtypes import DTYPES
 from service.errors import BufferCorrupt, StoreFailed
 
-FORMAT = 3
+FORMAT = 4
 """The number of the format of all stores. Every change of what they hold raises it, and it never goes back."""
 
 FINGERPRINT_BYTES = 16

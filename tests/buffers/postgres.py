@@ -12,8 +12,9 @@ import psycopg
 import pytest
 
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_record
+from service.buffers.packed import unpack_push, unpack_record
 from service.buffers.postgres import PostgresStore, compactor, deltas, transaction, writer
+from service.buffers.postgres.pushes import values_of
 from tests.buffers.stores import PATIENCE, SMALL_CHUNK
 
 
@@ -62,8 +63,11 @@ class Schema:
         rows = self.ask("select name, record, expires, due from buffers")
         records = [(unpack_record(BufferName("", name), packed), times) for name, packed, *times in rows]
         used = {value for record, _ in records for value in record.values}
+        for (packed,) in self.ask("select record from pushes"):
+            used.update(values_of(unpack_push(packed)))
         found = {value for (value,) in self.ask("select distinct value from deltas")}
         faults = [f"deltas of the value {value}, which no buffer has" for value in found - used]
+        faults += [f"no deltas of the value {value}" for value in used - found]
         faults += [f"times of {one.name}" for one, times in records if [one.expires, one.due] != times]
         queries = {
             "blobs that nothing refers to": """
@@ -85,7 +89,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     for module in (writer, transaction, compactor, deltas):
         patch.setattr(module, "ROW_BYTES", SMALL_CHUNK // 2)
     for name in ("FOLD_EVERY", "FOLD_EVERY_SMALL"):
-        patch.setattr(transaction, name, 2)
+        patch.setattr(compactor, name, 2)
 
 
 def until_changed(store: PostgresStore, before: int) -> None:

@@ -82,9 +82,11 @@ def shrink_lmdb(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_postgres(
-    url: str, clock: Callable[[], float], *, schema: str, max_buffers: int = MAX_BUFFERS
+    url: str, clock: Callable[[], float], *, schema: str, max_bytes: int = MAX_BYTES, max_buffers: int = MAX_BUFFERS
 ) -> PostgresStore:
-    return PostgresStore(url, schema=schema, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers)
+    return PostgresStore(
+        url, schema=schema, max_bytes=max_bytes, key_seconds=KEY_SECONDS, clock=clock, max_buffers=max_buffers
+    )
 
 
 def entries_of(path: Path) -> dict[str, int]:

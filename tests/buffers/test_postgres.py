@@ -14,7 +14,7 @@ from service.buffers import failpoints
 from service.buffers.changes import Add, Create, Delete, Zero
 from service.buffers.packed import FORMAT
 from service.buffers.perform import Request
-from service.buffers.postgres import connections, janitor, transaction, watcher
+from service.buffers.postgres import compactor, connections, janitor, watcher
 from service.errors import BufferCorrupt, StoreFailed, UnknownBuffer
 from tests.buffers.calls import add, create, do, key, ones, spec, value
 from tests.buffers.postgres import Schema, until, until_changed
@@ -144,8 +144,8 @@ def test_overlapping_adds_through_two_stores_are_exact(schema: Schema) -> None:
 
 
 def test_folds_by_two_stores_change_no_bit(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transaction, "FOLD_EVERY_SMALL", 1)
-    monkeypatch.setattr(transaction, "FOLD_EVERY", 1)
+    monkeypatch.setattr(compactor, "FOLD_EVERY_SMALL", 1)
+    monkeypatch.setattr(compactor, "FOLD_EVERY", 1)
     stores = [schema.open(), schema.open()]
     create(stores[0], "small", "reject", nonfinite="allow")
     create(stores[0], "large", shape=(LARGE,))
@@ -166,8 +166,8 @@ def test_folds_by_two_stores_change_no_bit(schema: Schema, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_folds_race_with_zeros_and_deletes(schema: Schema, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(transaction, "FOLD_EVERY_SMALL", 1)
-    monkeypatch.setattr(transaction, "FOLD_EVERY", 1)
+    monkeypatch.setattr(compactor, "FOLD_EVERY_SMALL", 1)
+    monkeypatch.setattr(compactor, "FOLD_EVERY", 1)
     stores = [schema.open(), schema.open()]
     new = Create(name="w", spec=spec((size,), keep=2))
     end = time.monotonic() + 1
@@ -234,7 +234,7 @@ def test_a_gradient_that_the_database_has_lost_is_noticed(
     schema: Schema, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
     """No read, no fold and no add gives a sum without it, and the others keep theirs."""
-    monkeypatch.setattr(transaction, "FOLD_EVERY_SMALL", 4)
+    monkeypatch.setattr(compactor, "FOLD_EVERY_SMALL", 4)
     store = schema.open()
     for name in ("a", "b"):
         create(store, name, nonfinite="reject" if name == "b" else "accept")

@@ -20,7 +20,8 @@ from service.buffers.packed import digest_of, pack_known, pack_record, unpack_re
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import statements as sql
 from service.buffers.postgres.connections import Database, NoStandbyError
-from service.buffers.postgres.exchange import Connection
+from service.buffers.postgres.exchange import Connection, ResultRows, columns
+from service.buffers.postgres.pushes import MOVE, STAGED_VALUES, FoundPushes, ask_pushes, found_pushes, put_pushes
 from service.buffers.postgres.schema import FREED_SECONDS
 from service.buffers.postgres.transaction import Changes, Found, Stored
 from service.buffers.restore import Restore
@@ -66,29 +67,40 @@ class Batch:
 
         Raises `StagedLostError`, and `NoStandbyError` if the commit would not wait for one.
         """
-        digests = [self._mark, *{digest_of(one.request.key) for one in self.submissions if one.request.key is not None}]
-        names = sorted({name for one in self.submissions for name in one.names})
+        parts = [one.request.part for one in self.submissions if one.request.part is not None]
+        own_keys = [one.request.key for one in self.submissions if one.request.key is not None]
+        digests = [self._mark, *{digest_of(key) for key in (*own_keys, *(part.key for part in parts))}]
+        clock, pushes, said = database.clock(), FoundPushes(), list[ResultRows]()
+        keys_first = [
+            *database.beginning(),
+            sql.BY_INDEX(),
+            sql.LOCK(sql.KEY_LOCK, sorted(map(_number, digests))),
+            sql.KEYS(digests),
+        ]
+        if parts:  # only their pushes say which other buffers they need
+            *said, found, sizes = connection.exchange([*keys_first, *ask_pushes(parts, clock)])
+            pushes = found_pushes(parts, found, sizes, {digest: outcome for digest, _, outcome in said[-1]})
+            keys_first = []
+        names = sorted({name for one in self.submissions for name in one.names} | pushes.buffers)
         wide = [(one.namespace, one.request.wide.prefix) for one in self.submissions if one.request.wide is not None]
         # While a prefix is searched, no other server may create buffers in the namespace.
         creating = {one.namespace for one in self.submissions if any(map(_may_create, one.request.changes))}
         growing = sorted(creating | {namespace for namespace, _ in wide})
         blobs = [blob for one in self.submissions for blob in one.staged.values()]
         locks = sorted(zlib.crc32(name.encode()) - (1 << 31) for name in growing)
-        clock, named = database.clock(), _columns(names, 2)
-        lock_rows = sql.WIDE_RECORDS(*named, *_columns(wide, 2)) if wide else sql.LOCKED_RECORDS(*named)
-        _, ((*_, self.server),), *_, keys, counts, rows, claimed, ((self.now, standbys),) = connection.exchange(
+        named = columns(names, 2)
+        said += connection.exchange(
             [
-                *database.beginning(),
-                sql.BY_INDEX(),
-                sql.LOCK(sql.KEY_LOCK, sorted(map(_number, digests))),
+                *keys_first,
                 sql.LOCK(sql.NAMESPACE_LOCK, locks) if locks else None,
-                sql.KEYS(digests),
                 sql.COUNTS(growing, clock) if growing else None,
-                lock_rows,
+                sql.WIDE_RECORDS(*named, *columns(wide, 2)) if wide else sql.LOCKED_RECORDS(*named),
                 sql.CLAIM(blobs) if blobs else None,
+                STAGED_VALUES([*pushes.values]) if pushes.values else None,
                 sql.TIME(clock),
             ]
         )
+        _, ((*_, self.server),), _, _, keys, _, counts, rows, claimed, staged, ((self.now, standbys),) = said
         known = {digest: outcome for digest, at, outcome in keys if at + key_seconds > self.now or digest == self._mark}
         if self._mark in known:
             connection.execute("rollback")
@@ -97,18 +109,9 @@ class Batch:
             raise NoStandbyError("its synchronous_standby_names are empty")
         if blobs and claimed != [(len(blobs),)]:
             raise StagedLostError
-        records: dict[BufferName, Stored | BufferCorrupt | None] = dict.fromkeys(names)
-        seqs = {}
-        for namespace, name, packed, seq in rows:
-            full = BufferName(namespace, name)
-            try:
-                records[full] = stored = Stored(unpack_record(full, packed), seq)
-            except BufferCorrupt as error:
-                records[full] = error  # the request that needs it gets the error
-                continue
-            if stored.record.value is not None:
-                seqs[stored.record.value] = seq
-        return Found(records, known, Counter(dict(counts)), seqs)
+        pushes.values = {value for (value,) in staged}
+        records, seqs = _records(names, rows)
+        return Found(records, known, Counter(dict(counts)), seqs, pushes)
 
     def write(self, connection: Connection, changes: Changes, found: Found) -> bool:
         """Write the changes and commit. Return whether there were any."""
@@ -116,17 +119,20 @@ class Batch:
         unused = [blob for one in self.submissions for blob in one.staged.values() if blob not in used]
         gone = [name for name, stored in changes.records.items() if stored is None and found.records[name] is not None]
         put = [(*name, *_row(stored)) for name, stored in changes.records.items() if stored is not None]
-        deltas = [delta for deltas in changes.deltas.values() for delta in deltas]
-        has_changed = bool(changes.records or changes.keys)
+        deltas = [delta for deltas in changes.deltas.values() for delta in deltas if delta.staged is None]
+        moved = [(one.staged, *one) for deltas in changes.deltas.values() for one in deltas if one.staged is not None]
+        has_changed = bool(changes.records or changes.keys or changes.pushes)
         keys = [(digest, key.caller, pack_known(known)) for digest, (key, known) in changes.keys.items()]
         connection.exchange(
             [
-                sql.DELETE(*_columns(gone, 2)) if gone else None,
-                sql.PUT(*_columns(put, 6)) if put else None,
-                sql.INSERT(*_columns(deltas, 9)) if deltas else None,
+                sql.DELETE(*columns(gone, 2)) if gone else None,
+                sql.PUT(*columns(put, 6)) if put else None,
+                sql.INSERT(*columns(deltas, 9)) if deltas else None,
+                MOVE(*columns(moved, 4)) if moved else None,
                 sql.FREE(changes.freed, None, FREED_SECONDS) if changes.freed else None,
                 sql.STAGE(0.0, unused) if unused else None,
-                sql.REMEMBER(self.now, *_columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
+                *put_pushes(changes.pushes),
+                sql.REMEMBER(self.now, *columns([*keys, (self._mark, "", b"")], 3)) if has_changed else None,
                 sql.COMMIT(),
             ]
         )
@@ -137,8 +143,22 @@ def _row(stored: Stored) -> tuple[bytes, int, float | None, float | None]:
     return pack_record(stored.record), stored.seq, stored.record.expires, stored.record.due
 
 
-def _columns(rows: Sequence[tuple[object, ...]], count: int) -> list[list[object]]:
-    return [[row[place] for row in rows] for place in range(count)]
+def _records(
+    names: Sequence[BufferName], rows: ResultRows
+) -> tuple[dict[BufferName, Stored | BufferCorrupt | None], dict[int, int]]:
+    """Return the buffers of these names and those of the rows, and the `seq` of the last delta of each sum."""
+    records: dict[BufferName, Stored | BufferCorrupt | None] = dict.fromkeys(names)
+    seqs = {}
+    for namespace, name, packed, seq in rows:
+        full = BufferName(namespace, name)
+        try:
+            records[full] = stored = Stored(unpack_record(full, packed), seq)
+        except BufferCorrupt as error:
+            records[full] = error  # the request that needs it gets the error
+            continue
+        if stored.record.value is not None:
+            seqs[stored.record.value] = seq
+    return records, seqs
 
 
 def _may_create(change: object) -> bool:

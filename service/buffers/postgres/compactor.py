@@ -17,7 +17,7 @@ import psycopg
 from service.buffers.names import BufferName
 from service.buffers.postgres.connections import Database
 from service.buffers.postgres.deltas import Delta, Turns, check_complete, delta_of, payload_of, total, write_blobs
-from service.buffers.postgres.exchange import Connection
+from service.buffers.postgres.exchange import Connection, columns
 from service.buffers.postgres.schema import FREED_SECONDS, ROW_BYTES
 from service.buffers.postgres.statements import DELTAS, FREE, INSERT, LEASE, LOCKED
 from service.buffers.record import Spec
@@ -26,6 +26,21 @@ from service.errors import GradserveError
 
 logger = logging.getLogger(__name__)
 
+FOLD_EVERY_SMALL = 64
+"""Deltas between two folds of a small value: each fold takes as much of the database as twenty adds."""
+
+SMALL_BYTES = 1 << 14
+"""Up to this size a read of 64 deltas takes hardly longer than a read of one."""
+
+FOLD_EVERY = 16
+"""The same for values that are neither small nor large."""
+
+FOLD_EVERY_LARGE = 8
+"""The same for large values: a read has at most eight times their bytes to add."""
+
+LARGE_BYTES = 1 << 20
+"""From this size on the bytes of a value cost more than its rows."""
+
 
 class Fold(NamedTuple):
     """A value whose deltas are worth a fold, and the buffer that it belongs to."""
@@ -33,6 +48,13 @@ class Fold(NamedTuple):
     name: BufferName
     spec: Spec
     value: int
+
+
+def is_worth_a_fold(spec: Spec, seq: int, has_ended: bool) -> bool:
+    """Return whether to fold a value now: often while it grows, and at the end of an epoch that all workers read."""
+    if spec.nbytes < LARGE_BYTES:
+        return not has_ended and seq % (FOLD_EVERY_SMALL if spec.nbytes <= SMALL_BYTES else FOLD_EVERY) == 0
+    return seq > 1 and spec.closes_itself if has_ended else seq % FOLD_EVERY_LARGE == 0
 
 
 class _OvertakenError(Exception):
@@ -80,4 +102,4 @@ class Compactor:
         _, gone = connection.exchange([LOCKED(*name), FREE([value], last, FREED_SECONDS)])
         if gone != [(len(deltas),)]:
             raise _OvertakenError  # the value has been freed: otherwise it only grows while it is leased
-        connection.exchange([INSERT(*zip(delta_of(value, last, payload, 1.0, True, blob), strict=False))])
+        connection.exchange([INSERT(*columns([delta_of(value, last, payload, 1.0, True, blob)], 9))])

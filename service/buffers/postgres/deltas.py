@@ -91,6 +91,8 @@ class Delta(NamedTuple):
     nbytes: int
     blob: int | None
     data: bytes | None
+    staged: int | None = None
+    """The value that the row has in the database, if it was staged there: it gets the place and the weight of this."""
 
 
 def payload_of(gradient: Array | Gradient) -> Payload:
@@ -190,15 +192,20 @@ def total(
     flat = result.reshape(-1)
     last = max((place for place, delta in enumerate(deltas) if delta.overwrite), default=0)
     for place, delta in enumerate(deltas[last:]):
-        gradient: Gradient
-        if unwritten and delta.blob is not None and delta.blob in unwritten:
-            gradient = unwritten[delta.blob].onto(spec.shape)
-        else:
-            gradient = Dense(read_numbers(connection, delta), spec.shape)
+        gradient = gradient_of(connection, spec, delta, unwritten)
         add_whole(spec, flat, flat if place else None, gradient, delta.weight, delta.overwrite)
     if not deltas:
         flat[...] = 0
     return result
+
+
+def gradient_of(
+    connection: Connection, spec: Spec, delta: Delta, unwritten: Mapping[int, Payload] | None = None
+) -> Gradient:
+    """Return the gradient of a delta, of the buffer's shape. The rest is as for `total`."""
+    if unwritten and delta.blob is not None and delta.blob in unwritten:
+        return unwritten[delta.blob].onto(spec.shape)
+    return Dense(read_numbers(connection, delta), spec.shape)
 
 
 def delta_of(value: int, seq: int, payload: Payload, weight: float, overwrite: bool, blob: int | None) -> Delta:

@@ -88,6 +88,11 @@ class Execution(NamedTuple):
     values: Sequence[Buffer | None]
 
 
+def columns(rows: Sequence[Sequence[object]], count: int) -> list[list[object]]:
+    """Return the first `count` columns of the rows, as the parameters of a statement."""
+    return [[row[place] for row in rows] for place in range(count)]
+
+
 _numbers = itertools.count()
 
 

@@ -8,13 +8,14 @@ import time
 from contextlib import suppress
 
 from service.buffers.names import BufferName
-from service.buffers.packed import unpack_record
+from service.buffers.packed import unpack_push, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres.connections import HANGING_SECONDS, Database, retried
+from service.buffers.postgres.pushes import OVERDUE, values_of
 from service.buffers.postgres.readonly import opened_readonly
 from service.buffers.postgres.schema import FREED_SECONDS, drop_partitions, make_partitions
 from service.buffers.postgres.statements import DELETE, EXPIRED, FORGET, FREE, HANGING, KEY_BYTES, NOW, SWEEP, USED
-from service.buffers.room import check_keys, room_for, store_full
+from service.buffers.room import check_keys, check_staged, room_for, store_full
 from service.errors import BufferCorrupt
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ BLOBS_AT_ONCE = 200
 
 EXPIRED_AT_ONCE = 200
 """Expired buffers that a transaction deletes."""
+
+PUSHES_AT_ONCE = 20
+"""Pushes that a transaction forgets: each may have gradients for thousands of buffers."""
 
 KEYS_AT_ONCE = 10_000
 """Keys that a transaction forgets: no server waits long for the locks of more."""
@@ -61,6 +65,10 @@ class Janitor:
         """Raise `KeysFull` if the keys of the namespace had taken their share at the last round."""
         check_keys(self._key_bytes.get(namespace, 0), self._max_bytes)
 
+    def check_staged(self, namespace_bytes: int) -> None:
+        """Raise `StoreFull` if a namespace may not have staged so much."""
+        check_staged(namespace_bytes, self._max_bytes)
+
     def used(self) -> int:
         """Return the bytes in use."""
         with self._database.transaction() as connection:
@@ -85,6 +93,8 @@ class Janitor:
             ((now,),) = connection.ask(NOW(self._database.clock()))
         make_partitions(self._database, now, TURN_SECONDS)
         drop_partitions(self._database, now - self._key_seconds, TURN_SECONDS)
+        while self._forget_pushes(now) and not self._closed.is_set():
+            pass
         while self._sweep() and not self._closed.is_set():
             pass
         while self._expire(now) and not self._closed.is_set():
@@ -97,6 +107,17 @@ class Janitor:
         """Delete some unowned blobs. Return whether there may be more."""
         with self._database.transaction(durable=False) as connection:
             return connection.ask(SWEEP(BLOBS_AT_ONCE)) != [(0,)]
+
+    def _forget_pushes(self, now: float) -> bool:
+        """Forget some pushes whose time is over, and free their gradients. Return whether there may be more."""
+        with self._database.transaction() as connection:
+            rows = connection.ask(OVERDUE(now, PUSHES_AT_ONCE))
+            values: list[int] = []
+            for (packed,) in rows:
+                with suppress(BufferCorrupt):
+                    values += values_of(unpack_push(packed))
+            connection.ask(FREE(values, None, FREED_SECONDS))
+        return bool(rows)
 
     def _expire(self, now: float) -> bool:
         """Delete some expired buffers. Return whether there may be more."""

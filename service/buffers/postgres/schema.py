@@ -13,7 +13,10 @@ of up to 64 KB is in its row. A larger delta is a blob: rows of 64 KB in `chunks
 The server may lose a staged blob in a crash, because `synchronous_commit` is off for it. Then `unowned` lacks the blob,
 too, and the transaction that would admit it finds that and fails; the writer stages the blob again.
 
-A transaction takes its locks in one order: keys, namespaces with new buffers, buffers by name. A fold locks one buffer.
+The gradients of a push in parts are deltas, too, of values that no buffer has: see `pushes.py`.
+
+A transaction takes its locks in one order: keys, pushes, namespaces with new buffers, buffers by name. A fold locks one
+buffer. The janitor locks pushes whose time is over, and waits for none.
 """
 
 from __future__ import annotations
@@ -75,6 +78,15 @@ create table chunks (
 alter table chunks alter data set storage external;
 create table unowned (blob bigint primary key, due double precision not null);
 create index unowned_due on unowned (due);
+create table pushes (
+    namespace text not null,
+    id text not null,
+    until double precision not null,
+    bytes bigint not null,
+    record bytea not null,
+    primary key (namespace, id)
+) with (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 100);
+create index pushes_until on pushes (until);
 create table keys (
     digest bytea not null,
     namespace text not null,

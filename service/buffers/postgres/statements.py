@@ -211,7 +211,7 @@ EXPIRED = Statement("""
 USED = Statement("""
     select (select coalesce(sum(bytes), 0)::bigint from deltas)
          + (select coalesce(sum(pg_total_relation_size(relid)), 0)::bigint from pg_partition_tree('keys'))
-         + pg_total_relation_size('buffers')
+         + pg_total_relation_size('buffers') + pg_total_relation_size('pushes')
 """)
 
 KEY_BYTES = Statement("""

@@ -16,7 +16,7 @@ import numpy as np
 
 from service.buffers.epochs import Closed
 from service.buffers.names import BufferName
-from service.buffers.packed import digest_of, unpack_known, unpack_record
+from service.buffers.packed import digest_of, unpack_known, unpack_push, unpack_record
 from service.buffers.perform import Outcome, Request
 from service.buffers.postgres import schema as tables
 from service.buffers.postgres.compactor import Compactor
@@ -25,12 +25,24 @@ from service.buffers.postgres.deltas import Turns, check_complete, read_deltas, 
 from service.buffers.postgres.exchange import Connection, Execution, ResultRows
 from service.buffers.postgres.fence import Fence
 from service.buffers.postgres.janitor import Janitor
+from service.buffers.postgres.pushes import INCOMPLETE
 from service.buffers.postgres.statements import COUNT, LISTED, MEASURES, NOW, OUTCOME, RECORDS, REPLICAS, VERSION
 from service.buffers.postgres.transaction import Stored
 from service.buffers.postgres.watcher import Watcher
 from service.buffers.postgres.writer import Writer
+from service.buffers.pushes import Push
 from service.buffers.record import Key, Known, Record, Snapshot
-from service.buffers.store import KEY_SECONDS, MAX_BUFFERS, Allocate, Committed, Store, alive, snapshots, uncounted
+from service.buffers.store import (
+    KEY_SECONDS,
+    MAX_BUFFERS,
+    Allocate,
+    Committed,
+    Store,
+    alive,
+    listed,
+    snapshots,
+    uncounted,
+)
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
@@ -185,6 +197,13 @@ class PostgresStore(Store):
     def recall(self, key: Key, names: Sequence[str] = ()) -> Known | None:
         rows = self._ask(OUTCOME(digest_of(key), self._key_seconds, self._database.clock()))
         return unpack_known(rows[0][0], names) if rows else None
+
+    def pushes(self, prefix: str = "", limit: int | None = None) -> list[tuple[str, Push]]:
+        found = {}
+        for name, packed in self._ask(INCOMPLETE(self.namespace, self._database.clock())):
+            with suppress(BufferCorrupt):
+                found[name] = unpack_push(packed)
+        return listed(found, prefix, limit)
 
     def generation(self) -> int:
         return self._watcher.generation

@@ -8,36 +8,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from service.buffers.gradients import Dense, Gradient, add_whole
 from service.buffers.names import BufferName
 from service.buffers.packed import digest_of, unpack_known
-from service.buffers.postgres.compactor import Fold
-from service.buffers.postgres.deltas import Delta, Payload, check_complete, delta_of, payload_of, read_deltas, total
+from service.buffers.postgres.compactor import Fold, is_worth_a_fold
+from service.buffers.postgres.deltas import (
+    Delta,
+    Payload,
+    check_complete,
+    delta_of,
+    gradient_of,
+    payload_of,
+    read_deltas,
+    total,
+)
 from service.buffers.postgres.exchange import Connection
+from service.buffers.postgres.janitor import Janitor
+from service.buffers.postgres.pushes import FoundPushes
 from service.buffers.postgres.schema import ROW_BYTES
+from service.buffers.pushes import Place, Push, PushName
 from service.buffers.record import Key, Known, Record, Spec, too_many
 from service.buffers.store import Allocate
 from service.dtypes import Array
 from service.errors import BufferCorrupt
 
-FOLD_EVERY_SMALL = 64
-"""Deltas between two folds of a small value: each fold takes as much of the database as twenty adds."""
-
-SMALL_BYTES = 1 << 14
-"""Up to this size a read of 64 deltas takes hardly longer than a read of one."""
-
-FOLD_EVERY = 16
-"""The same for values that are neither small nor large."""
-
-FOLD_EVERY_LARGE = 8
-"""The same for large values: a read has at most eight times their bytes to add."""
-
-LARGE_BYTES = 1 << 20
-"""From this size on the bytes of a value cost more than its rows."""
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Stored(NamedTuple):
@@ -57,6 +57,7 @@ class Found:
     counts: Counter[str]
     seqs: dict[int, int]
     """The `seq` of the last delta of each value that grows."""
+    of_pushes: FoundPushes
 
 
 @dataclass
@@ -72,6 +73,11 @@ class Changes:
     keys: dict[bytes, tuple[Key, Known]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     folds: list[Fold] = field(default_factory=list)
+    pushes: dict[PushName, Push | None] = field(default_factory=dict)
+    staged_bytes: Counter[str] = field(default_factory=Counter)
+    """How many bytes more each namespace has staged."""
+    added: list[int] = field(default_factory=list)
+    """Values of new staged gradients that are part of sums now."""
 
     def merge(self, others: Changes) -> None:
         """Take over the changes of a request that succeeded."""
@@ -83,6 +89,10 @@ class Changes:
         self.keys |= others.keys
         self.counts.update(others.counts)
         self.folds += others.folds
+        self.pushes |= others.pushes
+        self.staged_bytes.update(others.staged_bytes)
+        for value in others.added:
+            del self.deltas[value]
 
 
 class PostgresTransaction:
@@ -101,20 +111,14 @@ class PostgresTransaction:
         allocate: Allocate,
         max_buffers: int,
         now: float,
-        admit_key: Callable[[str], None],
+        janitor: Janitor,
     ) -> None:
         self._connection, self._found, self._earlier, self._staged = connection, found, earlier, staged
         self.new_id, self._allocate, self._max_buffers = next_id, allocate, max_buffers
-        self.changes, self._now, self._admit_key = Changes(), now, admit_key
+        self.changes, self._now, self._janitor = Changes(), now, janitor
 
     def _stored(self, name: BufferName) -> Stored | None:
-        for records in (self.changes.records, self._earlier.records):
-            if name in records:
-                return records[name]
-        found = self._found.records.get(name)
-        if isinstance(found, BufferCorrupt):
-            raise found
-        return found
+        return _latest(name, self.changes.records, self._earlier.records, self._found.records)
 
     def get(self, name: BufferName) -> Record | None:
         stored = self._stored(name)
@@ -140,7 +144,7 @@ class PostgresTransaction:
         if old is not None and record.epoch > old.record.epoch and record.closed:
             values.append((record.closed[-1].value, True))
         for value, has_ended in values:
-            if value is not None and _is_worth_a_fold(record.spec, self._seq(value, before), has_ended):
+            if value is not None and is_worth_a_fold(record.spec, self._seq(value, before), has_ended):
                 self.changes.folds.append(Fold(name, record.spec, value))
 
     def _seq(self, value: int | None, before: int) -> int:
@@ -167,21 +171,27 @@ class PostgresTransaction:
             add_whole(spec, before, before, gradient, weight, overwrite)  # raises the error of a sum that is not finite
         if not overwrite and not spec.size:
             return record.value
-        stored = self._stored(record.full_name)
-        value, seq = record.value, 0 if stored is None else stored.seq
-        if overwrite and value is not None:
-            self.free(value)
-            value = None
+        if overwrite:
+            self.free(record.value)
+        value, seq = self._following(record, None if overwrite else record.value)
+        self._append(value, seq, gradient, weight, overwrite)
+        return value
+
+    def _following(self, record: Record, value: int | None) -> tuple[int, int]:
+        """Return the value, or a new one for None, and the `seq` of its next delta."""
         if value is None:
-            value, seq = self.new_id(), 0
+            return self.new_id(), 1
+        stored = self._stored(record.full_name)
+        return value, 1 if stored is None else stored.seq + 1
+
+    def _append(self, value: int, seq: int, gradient: Gradient, weight: float, overwrite: bool) -> None:
         payload = payload_of(gradient)
         source = gradient.array if isinstance(gradient, Dense) else gradient
         blob = self._staged.get(id(source))
         if blob is None and payload.nbytes > ROW_BYTES:
             blob = self.new_id()
             self.changes.blobs[blob] = payload
-        self.changes.deltas.setdefault(value, []).append(delta_of(value, seq + 1, payload, weight, overwrite, blob))
-        return value
+        self.changes.deltas.setdefault(value, []).append(delta_of(value, seq, payload, weight, overwrite, blob))
 
     def free(self, value: int | None) -> None:
         if value is not None:
@@ -190,11 +200,25 @@ class PostgresTransaction:
     def load(self, spec: Spec, value: int | None) -> Array:
         deltas: list[Delta] = []
         if value is not None:
-            deltas = read_deltas(self._connection, [value])[value]
-            new = [*self._earlier.deltas.get(value, ()), *self.changes.deltas.get(value, ())]
-            deltas += new
+            deltas, new = self._read(value), self._new(value)
             check_complete(value, deltas, new[-1].seq if new else self._found.seqs.get(value))
-        return total(self._connection, spec, deltas, self._allocate, {**self._earlier.blobs, **self.changes.blobs})
+        return total(self._connection, spec, deltas, self._allocate, self._unwritten)
+
+    def _new(self, value: int) -> list[Delta]:
+        """Return the deltas of a value that are not in the database yet."""
+        return [*self._earlier.deltas.get(value, ()), *self.changes.deltas.get(value, ())]
+
+    def _read(self, value: int) -> list[Delta]:
+        """Return all deltas of a value."""
+        new = self._new(value)
+        found = read_deltas(self._connection, [value, *(delta.staged for delta in new if delta.staged is not None)])
+        return found[value] + [
+            delta if delta.staged is None else _moved(found[delta.staged][0], *delta[:3]) for delta in new
+        ]
+
+    @property
+    def _unwritten(self) -> Mapping[int, Payload]:
+        return {**self._earlier.blobs, **self.changes.blobs}
 
     def recall(self, key: Key, names: Sequence[str]) -> Known | None:
         digest = digest_of(key)
@@ -204,14 +228,62 @@ class PostgresTransaction:
         return None if packed is None else unpack_known(packed, names)
 
     def admit_key(self, key: Key) -> None:
-        self._admit_key(key.caller)
+        self._janitor.check_keys(key.caller)
 
     def remember(self, key: Key, known: Known, now: float) -> None:
         self.changes.keys[digest_of(key)] = (key, known)
 
+    def push(self, name: PushName) -> Push | None:
+        return _latest(name, self.changes.pushes, self._earlier.pushes, self._found.of_pushes.pushes)
 
-def _is_worth_a_fold(spec: Spec, seq: int, has_ended: bool) -> bool:
-    """Return whether to fold a value now: often while it grows, and at the end of an epoch that all workers read."""
-    if spec.nbytes < LARGE_BYTES:
-        return not has_ended and seq % (FOLD_EVERY_SMALL if spec.nbytes <= SMALL_BYTES else FOLD_EVERY) == 0
-    return seq > 1 and spec.closes_itself if has_ended else seq % FOLD_EVERY_LARGE == 0
+    def put_push(self, name: PushName, push: Push | None) -> None:
+        old, own = self.push(name), name[0]
+        if push is not None:
+            self.changes.staged_bytes[own] += push.nbytes
+        if old is not None and old.until > self._now:  # else it is not in the sum
+            self.changes.staged_bytes[own] -= old.nbytes
+        self.changes.pushes[name] = push
+
+    def admit_part(self, namespace: str, nbytes: int) -> None:
+        counts = (self._found.of_pushes.nbytes, self._earlier.staged_bytes, self.changes.staged_bytes)
+        self._janitor.check_staged(sum(count[namespace] for count in counts) + nbytes)
+
+    def stage(self, record: Record, gradient: Gradient) -> Place:
+        value = self.new_id()
+        self._append(value, 1, gradient, 1.0, overwrite=False)
+        return [value]
+
+    def staged(self, spec: Spec, place: Place) -> Gradient:
+        (value,) = place
+        deltas = self._read(value)
+        check_complete(value, deltas, 1)
+        return gradient_of(self._connection, spec, deltas[0], self._unwritten)
+
+    def add_staged(self, record: Record, place: Place, weight: float) -> int | None:
+        (staged,) = place
+        value, seq = self._following(record, record.value)
+        if new := self._new(staged):
+            delta = _moved(new[0], value, seq, weight)
+            self.changes.added.append(staged)
+        elif staged in self._found.of_pushes.values:
+            delta = Delta(value, seq, weight, False, "", "", 0, None, None, staged)
+        else:
+            raise BufferCorrupt(f"The database lacks the gradient of {record.name!r} that this push has staged")
+        self.changes.deltas.setdefault(value, []).append(delta)
+        return value
+
+    def free_staged(self, place: Place) -> None:
+        self.free(place[0])
+
+
+def _latest(name: K, *states: Mapping[K, V | BufferCorrupt | None]) -> V | None:
+    """Return what the first of these states that has the name says about it. Raises `BufferCorrupt`."""
+    found = next((state[name] for state in states if name in state), None)
+    if isinstance(found, BufferCorrupt):
+        raise found
+    return found
+
+
+def _moved(delta: Delta, value: int, seq: int, weight: float) -> Delta:
+    """Return a staged delta as a part of a sum."""
+    return delta._replace(value=value, seq=seq, weight=weight)

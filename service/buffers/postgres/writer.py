@@ -19,7 +19,8 @@ from service.buffers import failpoints
 from service.buffers.batches import COST_OF_BUFFER, Batches
 from service.buffers.changes import Add
 from service.buffers.gradients import Rows, adds_nothing
-from service.buffers.perform import Outcome, Request, perform, resolved
+from service.buffers.parts import make
+from service.buffers.perform import Outcome, Request, resolved
 from service.buffers.postgres.batch import Batch, StagedLostError, Submission
 from service.buffers.postgres.compactor import Fold
 from service.buffers.postgres.connections import Database, MovedError, retried
@@ -31,7 +32,7 @@ from service.buffers.postgres.schema import ROW_BYTES, make_partitions
 from service.buffers.postgres.statements import MOST_DUE, STAGE
 from service.buffers.postgres.transaction import Changes, Found, PostgresTransaction
 from service.buffers.restore import Restore
-from service.buffers.store import Allocate, Committed, without_traceback
+from service.buffers.store import Allocate, Committed, settle, without_traceback
 from service.engine.pool import Pool
 from service.errors import GradserveError, StoreFailed
 
@@ -189,7 +190,7 @@ class Writer:
         self._committed(len(submissions), time.perf_counter() - start)
         for submission, answer in zip(submissions, batch.answers, strict=True):
             if isinstance(answer, Outcome):
-                submission.done.set_result(answer)
+                settle(submission.done, answer)
             else:
                 submission.done.set_exception(answer)
 
@@ -252,11 +253,11 @@ class Writer:
             self._allocate,
             self._max_buffers,
             batch.now,
-            self._janitor.check_keys,
+            self._janitor,
         )
         try:
             request = resolved(txn, submission.request, submission.namespace)
-            outcome = perform(txn, request, submission.namespace, batch.now)
+            outcome = make(txn, request, submission.namespace, batch.now)
             self._janitor.check_room(request, outcome)
         except GradserveError as error:
             return without_traceback(error)
