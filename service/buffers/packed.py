@@ -153,7 +153,7 @@ def pack_push(push: Push) -> bytes:
     """Return a push as JSON: what all parts have in common, the staged parts by their numbers, and the refusal."""
     common = (push.parts, push.weight, push.epoch, push.contributor, push.began, push.until)
     parts = [
-        [number, part.mark, {name: tuple(each) for name, each in part.gradients.items()}, part.norm]
+        [number, part.mark, {name: tuple(each) for name, each in part.gradients.items()}, part.norms]
         for number, part in push.staged.items()
     ]
     return orjson.dumps([*common, parts, push.refusal])
@@ -165,8 +165,8 @@ def unpack_push(packed: bytes | memoryview) -> Push:
         *common, parts, refusal = orjson.loads(packed)
         count, weight, epoch, contributor, began, until = common
         staged = {
-            number: StagedPart(mark, {name: Staged(*each) for name, each in gradients.items()}, norm)
-            for number, mark, gradients, norm in parts
+            number: StagedPart(mark, {name: Staged(*each) for name, each in gradients.items()}, {**norms})
+            for number, mark, gradients, norms in parts
         }
         return Push(count, weight, epoch, contributor, began, until, staged, refusal)
     except (AttributeError, TypeError, ValueError):

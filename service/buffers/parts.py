@@ -23,6 +23,13 @@ from service.buffers.transaction import Transaction
 from service.errors import GradserveError
 
 
+class Forget(Change):
+    """The wish to forget a push that is not complete."""
+
+    def __init__(self) -> None:
+        super().__init__(name="")
+
+
 class Refused(Change):
     """A part that was refused before its gradients were known: it drops the push."""
 
@@ -35,7 +42,18 @@ def make(txn: Transaction, request: Request, namespace: str, now: float) -> Outc
     """Make the changes of a `resolved` request, as `perform` does, or those of the push that its part completes."""
     if request.part is None:
         return perform(txn, request, namespace, now)
+    if any(isinstance(change, Forget) for change in request.changes):
+        return _forget(txn, request.part)
     return _make_part(txn, request.part, request.changes, now)
+
+
+def _forget(txn: Transaction, part: Part) -> Outcome:
+    """Forget the push if it is not complete, and free what it has staged: these parts."""
+    push = txn.push(part.name)
+    if push is None:
+        return Outcome({}, staged=[])
+    free_push(txn, part.name, push)
+    return Outcome({}, staged=push.numbers)
 
 
 def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: float) -> Outcome:
@@ -55,12 +73,12 @@ def _make_part(txn: Transaction, part: Part, changes: Sequence[Change], now: flo
     try:
         push.check_same(part)
         adds = _admitted(txn, part, changes, now)
-        norm = check_part(adds)
-        push = push.with_part(part.number, StagedPart(part.mark, {}, norm))
+        norms = check_part(adds)
+        push = push.with_part(part.number, StagedPart(part.mark, {}, norms))
         check_norm(push, norm_so_far(push), {name.name: record for name, _, record in adds})
     except GradserveError as error:
         return _refused(txn, part, push, error)
-    push = push.with_part(part.number, staged_part(txn, part, adds, norm))
+    push = push.with_part(part.number, staged_part(txn, part, adds, norms))
     if len(push.staged) == push.parts:
         return _complete(txn, part, push, now)
     txn.put_push(part.name, push)

@@ -71,11 +71,11 @@ class Staged(NamedTuple):
 
 
 class StagedPart(NamedTuple):
-    """The gradients of a part by their buffers, and their 2-norm, None if no buffer of the part asks for it."""
+    """The gradients of a part by their buffers, and the 2-norms of those whose buffers had a `max_norm`."""
 
     mark: str
     gradients: Mapping[str, Staged]
-    norm: float | None
+    norms: Mapping[str, float]
 
 
 Refusal: TypeAlias = Sequence[Any]

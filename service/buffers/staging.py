@@ -38,8 +38,8 @@ Admitted = Sequence[tuple[BufferName, Add, Record]]
 """The adds of a part, each with its buffer, which takes the gradient."""
 
 
-def staged_part(txn: Transaction, part: Part, adds: Admitted, norm: float | None) -> StagedPart:
-    """Stage the gradients of a part, which has this `norm`. Raises `StoreFull`."""
+def staged_part(txn: Transaction, part: Part, adds: Admitted, norms: Mapping[str, float]) -> StagedPart:
+    """Stage the gradients of a part, which have these `norms`. Raises `StoreFull`."""
     gradients = {}
     counting = [(name, record, add.onto(record.spec) if add.counts else None) for name, add, record in adds]
     sizes = [0 if each is None else stored_bytes(each) for _, _, each in counting]
@@ -47,11 +47,11 @@ def staged_part(txn: Transaction, part: Part, adds: Admitted, norm: float | None
     for (name, record, gradient), size in zip(counting, sizes, strict=True):
         place = None if gradient is None else txn.stage(record, gradient)
         gradients[name.name] = Staged(record.id, place, size)
-    return StagedPart(part.mark, gradients, norm)
+    return StagedPart(part.mark, gradients, norms)
 
 
-def check_part(adds: Admitted) -> float | None:
-    """Return the 2-norm of the part if a buffer of the part has a `max_norm`. Raises `NonfiniteGradient`."""
+def check_part(adds: Admitted) -> dict[str, float]:
+    """Return the 2-norms of the gradients whose buffers have a `max_norm`. Raises `NonfiniteGradient`."""
     for name, add, record in adds:
         if add.counts:
             try:
@@ -60,13 +60,19 @@ def check_part(adds: Admitted) -> float | None:
                 error.context["tensor"] = add.tensor
                 name_buffer(error, name.name, one_of_many=len(adds) > 1)
                 raise
-    if all(record.spec.max_norm is None for _, _, record in adds):
-        return None
-    return math.hypot(*(norm_of(add.onto(record.spec)) for _, add, record in adds if add.counts))
+    limited = [(name.name, add.onto(record.spec)) for name, add, record in adds if _is_limited(record) and add.counts]
+    return {name: norm_of(gradient) for name, gradient in limited}
+
+
+def _is_limited(record: Record) -> bool:
+    return record.spec.max_norm is not None
 
 
 def check_norm(push: Push, norm: float, records: Mapping[str, Record]) -> None:
-    """Raise `NormTooLarge` if the 2-norm of a push, or of the parts so far, is above the `max_norm` of a buffer."""
+    """Raise `NormTooLarge` if the 2-norm of a push, or of the parts so far, is above the `max_norm` of a buffer.
+
+    The 2-norm is that of the gradients whose buffers have a `max_norm`.
+    """
     for name, record in records.items():
         most = record.spec.max_norm
         if most is not None and push.weight and not norm <= most:
@@ -75,18 +81,18 @@ def check_norm(push: Push, norm: float, records: Mapping[str, Record]) -> None:
 
 
 def norm_so_far(push: Push) -> float:
-    """Return the 2-norm of all parts whose norm is known."""
-    return math.hypot(*(part.norm or 0.0 for part in push.staged.values()))
+    """Return the 2-norm of all gradients whose norms are known."""
+    return math.hypot(*(norm for part in push.staged.values() for norm in part.norms.values()))
 
 
 def norm_of_push(txn: Transaction, push: Push, records: Mapping[str, Record]) -> float:
-    """Return the 2-norm of a complete push. It is computed here for parts whose buffers did not ask for it."""
-    norms = [
-        norm_of(txn.staged(records[name].spec, staged.place))
-        for number, name, staged in push.gradients
-        if staged.place is not None and push.staged[number].norm is None
-    ]
-    return math.hypot(norm_so_far(push), *norms)
+    """Return the 2-norm of a complete push. A gradient is read if its buffer has got its `max_norm` since."""
+    norms = []
+    for number, name, staged in push.gradients:
+        if staged.place is not None and _is_limited(records[name]):
+            known = push.staged[number].norms.get(name)
+            norms.append(norm_of(txn.staged(records[name].spec, staged.place)) if known is None else known)
+    return math.hypot(*norms)
 
 
 def check_complete(txn: Transaction, push: Push, records: Mapping[str, Record]) -> None:
@@ -101,7 +107,7 @@ def check_complete(txn: Transaction, push: Push, records: Mapping[str, Record]) 
         if name in parts:
             raise Invalid(f"Parts {parts[name]} and {number} both have {name!r}; a push may change each buffer once")
         parts[name] = number
-    if any(record.spec.max_norm is not None for record in records.values()):
+    if any(map(_is_limited, records.values())):
         check_norm(push, norm_of_push(txn, push, records), records)
     for _, name, staged in push.gradients:
         spec, place = records[name].spec, staged.place

@@ -19,6 +19,7 @@ infer regions region register_region unregister_region unregister_regions
 create_buffer get_buffer set_rules delete_buffer list_buffers value accumulate zero take statistics
 create_many accumulate_many zero_many take_many value_many statistics_many delete_many set_rules_many
 server_live server_ready get_limits get_metrics
+list_pushes forget_push
 get_caller get_service service_history
 """
 """The ids of operations, besides those of operators. Generated clients have methods of these names: they stay."""

@@ -181,3 +181,21 @@ def test_a_take_may_answer_without_values(client: Client, name: str) -> None:
     one = client.post(f"/v1/buffers/{name}a/take", params={"return": "receipt"}, headers={"Idempotency-Key": name})
     again = client.post(f"/v1/buffers/{name}a/take", params={"return": "receipt"}, headers={"Idempotency-Key": name})
     assert (one.json()["epoch"], "value" in one.json(), again.json()) == (1, False, one.json())
+
+
+def test_a_push_can_be_forgotten(client: Client, name: str) -> None:
+    push(client, name, 1, {f"{name}a": [1, 2]})
+    answer = client.delete("/v1/pushes", params={"push": name})
+    assert (answer.status_code, answer.json()) == (200, {"push": name, "forgotten": [1]})
+    assert client.delete("/v1/pushes", params={"push": name}).json() == {"push": name, "forgotten": []}
+    assert client.get("/v1/pushes", params={"prefix": name}).json() == {"pushes": []}
+    push(client, name, 1, {f"{name}a": [5, 6]})
+    assert push(client, name, 2, {}).status_code == 200
+    assert client.delete("/v1/pushes", params={"push": name}).json() == {"push": name, "forgotten": []}
+    assert value(client, f"{name}a") == [5, 6]
+
+
+@pytest.mark.parametrize("query", [{}, {"push": ""}, {"push": "a b"}, {"push": "x" * 256}])
+def test_only_a_push_that_is_named_can_be_forgotten(client: Client, query: dict[str, str]) -> None:
+    problem = assert_problem(client.delete("/v1/pushes", params=query), 422, "invalid_parameter")
+    assert problem["parameter"] == "push"

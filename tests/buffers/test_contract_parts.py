@@ -10,8 +10,10 @@ import pytest
 
 from service.buffers.changes import Add, Delete
 from service.buffers.gradients import Rows
+from service.buffers.parts import Forget
 from service.buffers.perform import Outcome, Request
 from service.buffers.pushes import Part
+from service.buffers.rules import SetRules
 from service.buffers.store import Store
 from service.errors import (
     DuplicateContributor,
@@ -213,15 +215,46 @@ def test_a_complete_push_does_not_answer_for_another_buffer(namespace: Store) ->
     refused(EpochGone, namespace, 1, {"a": 1}, parts=1)
 
 
-def test_the_norm_is_that_of_the_whole_push(namespace: Store) -> None:
+def test_the_norm_is_that_of_all_gradients_with_a_limit(namespace: Store) -> None:
     create(namespace, "a", max_norm=5)
-    create(namespace, "b")
-    part(namespace, 1, {"b": [4, 0]})
+    create(namespace, "b", max_norm=100)
+    create(namespace, "tally")
+    part(namespace, 1, {"b": [4, 0], "tally": [1e9, 1]})
     part(namespace, 2, {"a": [3, 0]})
     assert value(namespace, "a").tolist() == [3, 0]
     part(namespace, 1, {"b": [4, 0]}, push="q")
-    error = refused(NormTooLarge, namespace, 2, {"a": [3, 1]}, push="q")
+    error = refused(NormTooLarge, namespace, 2, {"a": [3, 1], "tally": [1e9, 1]}, push="q")
     assert error.context["norm"] == pytest.approx(26**0.5)
+
+
+def test_a_limit_that_comes_while_a_push_is_staged_holds_for_it(namespace: Store) -> None:
+    create(namespace, "a", "b", max_norm=100)
+    create(namespace, "c")
+    part(namespace, 1, {"a": [3, 0], "b": [9, 0], "c": [4, 0]})
+    do(namespace, SetRules(name="c", rules={"max_norm": 4.0}), SetRules(name="b", rules={"max_norm": None}))
+    error = refused(NormTooLarge, namespace, 2, {})
+    assert (error.context["norm"], error.context["buffer"]) == (5.0, "c")
+
+
+def forget(store: Store, push: str = "p") -> Outcome:
+    place = Part(push, 0, 1, store.namespace, b"", 0.0)
+    return store.submit(Request([Forget()], part=place)).result(PATIENCE)
+
+
+def test_a_push_that_is_forgotten_has_a_new_id(namespace: Store) -> None:
+    create(namespace, "a", "b", nonfinite="reject")
+    assert forget(namespace).staged == []
+    part(namespace, 1, {"a": 1})
+    assert forget(namespace).staged == [1]
+    assert namespace.pushes() == []
+    part(namespace, 1, {"a": 2}, weight=3)
+    refused(NonfiniteGradient, namespace, 2, {"b": np.nan}, weight=3)
+    assert forget(namespace).staged == []
+    part(namespace, 1, {"a": 2})
+    done = part(namespace, 2, {"b": 5})
+    assert forget(namespace).staged == []
+    assert part(namespace, 2, {"b": 5}).receipts == done.receipts
+    assert value(namespace, "a").tolist() == [2, 2]
 
 
 def test_a_sum_that_is_not_finite_drops_the_push(namespace: Store) -> None:

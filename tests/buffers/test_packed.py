@@ -67,7 +67,7 @@ def test_what_nothing_has_packed_with_a_key_is_damage(packed: bytes) -> None:
 def test_a_push_is_unpacked_as_it_was_packed() -> None:
     push = Push(3, 0.5, 7, "ann", 1.0, 901.0)
     gradients = {"w": Staged(4, [5, "float32", [2, 3]], 24), "b": Staged(6, None, 0)}
-    push = push.with_part(2, StagedPart("2:ab", gradients, 1.5))
+    push = push.with_part(2, StagedPart("2:ab", gradients, {"w": 1.5}))
     for each in (push, push.refused(UnknownBuffer("There is none", buffer="w"))):
         assert unpack_push(pack_push(each)) == each
 

@@ -102,10 +102,11 @@ def _creates(call: Call, received: Received) -> list[Create]:
 )
 @access(WRITE, label="accumulate")
 async def accumulate_many(call: CurrentCall, query: Annotated[AccumulateManyQuery, Query()]) -> Answer:
-    """A gradient for each buffer, under the buffer's name. Raises what `accumulate` raises.
+    """A gradient for each buffer, under the buffer's name.
 
     With `push`, `part` and `parts` the request stages its gradients. The part that completes the push adds those of all
-    parts at one moment. A part that is refused drops the push, and its later parts get the same error.
+    parts at one moment. A part that is refused drops the push, and its later parts get the same error. Raises what
+    `accumulate` raises.
     """
     refuse_headers(call, "If-Match")
     check_may_read(call, query)

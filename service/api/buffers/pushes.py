@@ -14,14 +14,14 @@ from service.api.buffers.models import MAX_LISTED_BUFFERS, AccumulateManyQuery
 from service.api.buffers.preconditions import fingerprint_of
 from service.api.buffers.receipts import answer_outcome, replayed
 from service.api.buffers.request import Received, submit
-from service.api.buffers.routes import READ, new_add
+from service.api.buffers.routes import READ, WRITE, new_add
 from service.api.http.answer import JSON, Answer, JsonAnswer
 from service.api.http.call import Call, CurrentCall
 from service.api.http.offload import INLINE_BYTES, INLINE_LOOKUPS
 from service.api.http.routing import access
 from service.buffers.changes import Add, Change
 from service.buffers.names import check_name
-from service.buffers.parts import Refused
+from service.buffers.parts import Forget, Refused
 from service.buffers.pushes import Part
 from service.buffers.store import Store
 from service.codecs import json as json_codec
@@ -42,6 +42,21 @@ class PushesQuery(BaseModel):
 
     prefix: str = Field("", description="Only pushes with a buffer whose name begins with this.")
     limit: int = Field(100, ge=1, le=MAX_LISTED_BUFFERS, description="Pushes in the list, at most.")
+
+
+class PushQuery(BaseModel):
+    """Which push is forgotten."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    push: str = Field(min_length=1, max_length=255, pattern="^[!-~]+$", description="The id of the push.")
+
+
+class ForgottenPush(TypedDict):
+    """A push that was forgotten."""
+
+    push: str
+    forgotten: Annotated[list[int], Field(description="The numbers of the staged parts that it had, now free.")]
 
 
 class StagedPush(TypedDict):
@@ -83,6 +98,15 @@ def _listed(store: Store, query: PushesQuery) -> Answer:
         push["count"] = len(push["buffers"])
         push["buffers"] = push["buffers"][:MOST_NAMED]
     return JsonAnswer({"pushes": pushes})
+
+
+@router.delete("", summary="Forget a push that is not complete", response_model=ForgottenPush)
+@access(WRITE, label="accumulate")
+async def forget_push(call: CurrentCall, query: Annotated[PushQuery, Query()]) -> Answer:
+    """Free what the push has staged, or forget why it was refused: its id is new again. A complete push stays."""
+    part = Part(query.push, 0, 1, call.caller.namespace, b"", 0.0)
+    outcome = await call.submit([Forget()], None, part=part)
+    return JsonAnswer({"push": query.push, "forgotten": outcome.staged})
 
 
 async def adds_of(call: Call, received: Received, query: AccumulateManyQuery) -> tuple[list[Add], json_codec.Encoding]:

@@ -74,8 +74,14 @@ def wanted_coding(call: Call, encoding: json_codec.Encoding | None) -> str | Non
 
 def parse_query(call: Call, model: type[M]) -> M:
     """Return the query as a model. Raises `InvalidParameter` and `UnknownParameter`."""
-    if not call.query_string:
-        return model()
+    try:
+        return model.model_validate(_values_of(call, model)) if call.query_string else model()
+    except ValidationError as invalid:
+        error = invalid.errors(include_url=False, include_context=False)[0]
+        raise invalid_parameter(error, known=parameters_of(model)) from None
+
+
+def _values_of(call: Call, model: type[BaseModel]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     lists, known = lists_of(model), parameters_of(model)
     for name, value in query_pairs(call):
@@ -87,10 +93,7 @@ def parse_query(call: Call, model: type[M]) -> M:
             values[name] = value
         else:
             _refuse_repeated(name, call)
-    try:
-        return model.model_validate(values)
-    except ValidationError as invalid:
-        raise invalid_parameter(invalid.errors(include_url=False, include_context=False)[0], known=known) from None
+    return values
 
 
 def query_pairs(call: Call) -> list[tuple[str, str]]:
