@@ -15,6 +15,7 @@ from service.buffers.changes import Add, Create, Take
 from service.buffers.doctor import examine
 from service.buffers.perform import Request
 from service.buffers.postgres import PostgresStore
+from service.buffers.pushes import Part
 from service.buffers.record import Key, Spec
 from service.dtypes import FLOAT32
 from tests.commands import add, called, put
@@ -43,7 +44,7 @@ class Made(NamedTuple):
 
 @pytest.fixture
 def made(postgres_url: str) -> Made:
-    """Return a store: `small` and `large` have three gradients each, `taken` has a closed epoch."""
+    """Return a store: `small` and `large` have three gradients each, and one of a push; `taken` has a closed epoch."""
     made = Made(postgres_url, f"test_{uuid.uuid4().hex}")
     store = PostgresStore(postgres_url, schema=made.schema)
     for name, size in (("small", 5), ("large", LARGE), ("taken", LARGE)):
@@ -52,11 +53,21 @@ def made(postgres_url: str) -> Made:
             key = Key("", f"{name} {number}", bytes(16))
             store.submit(Request([Add(name=name, gradient=np.ones(size, np.float32))], key)).result(20)
     store.submit(Request([Take(name="taken")])).result(20)
+    part = Part("p", 1, 2, "", bytes(16), 900.0)
+    adds = [Add(name=name, gradient=np.ones(size, np.float32)) for name, size in (("small", 5), ("large", LARGE))]
+    store.submit(Request(adds, part=part)).result(20)
     store.close()
     return made
 
 
 SMALL = "(select min(value) from deltas)"
+
+STAGED = "(select max(value) from deltas where blob {} null)"
+"""The value of a staged gradient: in a row, or in a blob."""
+
+LOST = "value N belongs to no buffer and no push that can be read"
+
+HURT_PUSH = "a staged gradient of the push 'p' is damaged"
 
 HURT = {name: f"the running value of the buffer {name!r} is damaged" for name in ("small", "large")}
 
@@ -67,15 +78,27 @@ DAMAGE = {
     f"delete from deltas where value = {SMALL}": [HURT["small"]],
     f"update deltas set data = substr(data, 2) where value = {SMALL} and seq = 1": [HURT["small"]],
     "delete from chunks where number = 1 and blob = (select min(blob) from deltas)": [HURT["large"]],
-    "delete from chunks where blob = (select max(blob) from deltas)": ["epoch N of the buffer 'taken' is damaged"],
+    "delete from chunks where blob = (select max(blob) from deltas where seq > 1)": [
+        "epoch N of the buffer 'taken' is damaged"
+    ],
     "update chunks set data = substr(data, 2) where number = 3 and blob = (select min(blob) from deltas)": [
         HURT["large"]
     ],
-    "update buffers set record = '[' where name = 'small'": [
-        "the buffer 'small' is damaged",
-        "value N belongs to no buffer that can be read",
+    "update buffers set record = '[' where name = 'small'": ["the buffer 'small' is damaged", LOST],
+    "delete from buffers where name = 'small'": [LOST],
+    "delete from pushes": [LOST, LOST],
+    "update pushes set record = '['": ["the push 'p' is damaged", LOST, LOST],
+    f"delete from deltas where value = {STAGED.format('is')}": [HURT_PUSH],
+    f"delete from deltas where value = {STAGED.format('is not')}": [
+        HURT_PUSH,
+        "the blob N of N bytes belongs to no gradient",
     ],
-    "delete from buffers where name = 'small'": ["value N belongs to no buffer that can be read"],
+    f"update deltas set data = substr(data, 2) where value = {STAGED.format('is')}": [HURT_PUSH],
+    f"update deltas set dtype = 'x' where value = {STAGED.format('is')}": [HURT_PUSH],
+    f"update deltas set seq = 2 where value = {STAGED.format('is')}": [HURT_PUSH],
+    f"insert into unowned select blob, 0 from deltas where value = {STAGED.format('is not')}": [
+        "the blob N of the value N will be deleted, although it is used"
+    ],
     "insert into chunks values (990, 0, 'abc')": ["the blob N of N bytes belongs to no gradient"],
     "insert into unowned select min(blob), 0 from deltas": [
         "the blob N of the value N will be deleted, although it is used"

@@ -13,11 +13,12 @@ import numpy as np
 import psycopg
 
 from service.buffers.names import BufferName
-from service.buffers.packed import FORMAT, unpack_known, unpack_record
+from service.buffers.packed import FORMAT, unpack_known, unpack_push, unpack_record
 from service.buffers.postgres import statements as sql
 from service.buffers.postgres.connections import CONNECT_SECONDS, as_client_error
-from service.buffers.postgres.deltas import check_complete, read_deltas, total
+from service.buffers.postgres.deltas import check_complete, read_deltas, read_numbers, total
 from service.buffers.postgres.exchange import Connection, Execution
+from service.buffers.postgres.pushes import ALL_PUSHES, values_of
 from service.buffers.postgres.schema import has_tables
 from service.buffers.readonly import WRONG
 from service.buffers.record import Record, Spec
@@ -52,16 +53,16 @@ class PostgresMoment:
         deltas = [] if value is None else read_deltas(self._connection, [value])[value]
         if value is not None:
             check_complete(value, deltas, self._seqs.get(value))
-        try:
+        with _checked(value):
             yield total(self._connection, spec, deltas, np.empty)
-        except (LookupError, TypeError, ValueError) as error:
-            raise BufferCorrupt(f"A gradient of the value {value} is damaged in the database: {error}") from None
 
     def faults(self) -> list[str]:
         return []
 
     def other_findings(self, values: Collection[int]) -> Iterator[str]:
-        yield from _leftovers(self._connection, values)
+        staged: set[int] = set()
+        yield from _damaged_pushes(self._connection, staged)
+        yield from _leftovers(self._connection, [*values, *staged])
         with self._connect() as connection:
             yield from _damaged_keys(connection, self._schema)
 
@@ -118,6 +119,37 @@ def _client_errors() -> Iterator[None]:
         raise as_client_error(error) from None
 
 
+@contextmanager
+def _checked(value: int | None) -> Iterator[None]:
+    """Raise `BufferCorrupt` for what no version has stored as a gradient of the value."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError) as error:
+        raise BufferCorrupt(f"A gradient of the value {value} is damaged in the database: {error}") from None
+
+
+def _damaged_pushes(connection: Connection, staged: set[int]) -> Iterator[str]:
+    """Yield lines about the pushes that are not complete. Add the values of their gradients to `staged`."""
+    pushes = connection.ask(ALL_PUSHES())
+    for namespace, name, packed in pushes:
+        shown = f"the push {name!r}" + (f" of the namespace {namespace!r}" if namespace else "")
+        try:
+            push = unpack_push(packed)
+        except BufferCorrupt:
+            yield f"{WRONG}{shown} is damaged"
+            continue
+        values = [*values_of(push)]
+        staged.update(values)
+        for value, deltas in read_deltas(connection, values).items():
+            try:
+                check_complete(value, deltas, 1)
+                with _checked(value):
+                    read_numbers(connection, deltas[0])
+            except BufferCorrupt:
+                yield f"{WRONG}a staged gradient of {shown} is damaged"
+    yield f"{len(pushes)} incomplete pushes, {len(staged)} staged gradients"
+
+
 def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]:
     """Yield lines about gradients and blobs, as the transaction of the connection sees them."""
     ((count, blobs, size),) = connection.ask(sql.GRADIENTS())
@@ -125,7 +157,7 @@ def _leftovers(connection: Connection, values: Collection[int]) -> Iterator[str]
     ((count, size),) = connection.ask(sql.UNOWNED())
     yield f"{count} blobs of {size} bytes are staged, or wait for their deletion"
     for (value,) in connection.ask(sql.ORPHANS([*values])):
-        yield f"{WRONG}value {value} belongs to no buffer that can be read"
+        yield f"{WRONG}value {value} belongs to no buffer and no push that can be read"
     for blob, value in connection.ask(sql.UNOWNED_IN_USE()):
         yield f"{WRONG}the blob {blob} of the value {value} will be deleted, although it is used"
     for blob, size in connection.ask(sql.BLOBS_OF_NOTHING()):
